@@ -2,16 +2,23 @@
 
 The public face: `Store`, `Snapshot`, `MergeRequest`, `TensorRule`, `RecipeRequest`, `Vocabulary`,
 `TokenRow`, the errors, and the reports that calls return.
+
+Names are imported when they are first used: a program that mounts, say, needs the errors, and not
+the whole library.
 """
 
 from __future__ import annotations
 
-from mstore.api import Snapshot, Store
-from mstore.errors import MstoreError
-from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId, TensorId
-from mstore.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
-from mstore.sizes import Budget
-from mstore.version import __version__
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mstore.api import Snapshot, Store
+    from mstore.errors import MstoreError
+    from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId, TensorId
+    from mstore.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
+    from mstore.sizes import Budget
+    from mstore.version import __version__
 
 __all__ = [
     "BlockId",
@@ -30,3 +37,28 @@ __all__ = [
     "Vocabulary",
     "__version__",
 ]
+
+_MODULES = {
+    "mstore.api": ("Snapshot", "Store"),
+    "mstore.errors": ("MstoreError",),
+    "mstore.ids": ("BlockId", "ManifestId", "PlanId", "SnapshotId", "TensorId"),
+    "mstore.requests": (
+        *("MergeRequest", "RecipeRequest", "TensorRule"),
+        *("TokenRow", "Vocabulary"),
+    ),
+    "mstore.sizes": ("Budget",),
+    "mstore.version": ("__version__",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

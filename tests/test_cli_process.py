@@ -55,9 +55,9 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_the_library_starts_without_reports() -> None:
-    """`import mstore` loads no report but those of names and lineage: each call loads its own."""
+    """`mstore.Store` loads no report but those of names and lineage: each call loads its own."""
     script = (
-        "import dataclasses, sys, mstore\n"
+        "import dataclasses, sys; from mstore import Store\n"
         "print(*{one.__name__ for module in list(sys.modules.values())\n"
         "    if getattr(module, '__name__', '').startswith('mstore')\n"
         "    for one in vars(module).values()\n"
@@ -70,6 +70,22 @@ def test_the_library_starts_without_reports() -> None:
         *("FileReport", "ParentReport", "RefReport", "ReflogReport", "SnapshotReport"),
         *("RemoveReport", "SignatureReport", "TensorReport", "VerifyReport"),
     }
+
+
+def test_mounting_starts_without_the_library() -> None:
+    """Who starts a mount waits for its daemon, and does not load what only that needs; each public
+    name is there when it is used, and listed before."""
+    script = (
+        "import sys, mstore, mstore_fuse.mounts\n"
+        "loaded = {name for name in sys.modules if name.startswith('mstore')}\n"
+        "print('mstore.api' in loaded, 'numpy' in sys.modules)\n"
+        "print(set(mstore.__all__) <= set(dir(mstore)), hasattr(mstore, 'nothing'))\n"
+        "print(all(hasattr(mstore, name) for name in mstore.__all__), 'mstore.api' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["False", "False", "True", "False", "True", "True"]
 
 
 @pytest.mark.parametrize("line", [["log", "-q"], ["refs", "--json"], ["show", "tiny", "--json"]])

@@ -14,7 +14,7 @@ import pytest
 
 from mstore.errors import BadRequest, Corrupt, StorageFailed
 from mstore_fuse.operations import Operations
-from mstore_fuse.tree import SnapshotTree
+from mstore_fuse.tree import Nothing, SnapshotTree
 
 MIB = 1 << 20
 DATA = bytes(range(256)) * (16 * MIB // 256)
@@ -27,6 +27,7 @@ class Info:
     flags: int = os.O_RDONLY
     fh: int = 0
     keep_cache: int = 0
+    direct_io: int = 0
 
 
 @dataclass
@@ -228,6 +229,51 @@ def test_unknown_paths(operations: Operations) -> None:
 def test_opening_for_writing_is_refused(operations: Operations, flags: int) -> None:
     """EROFS, should the kernel ever ask."""
     assert code_of(lambda: operations.open("/m.bin", Info(flags))) == "EROFS"
+
+
+class Told(Nothing):
+    """Tells of a snapshot: a file about it, and what its files take."""
+
+    def files(self, view: object) -> dict[str, Callable[[], bytes]]:
+        return {"manifest.json": lambda: b"0123456789"}
+
+    def stored(self, view: object, path: str) -> int | None:
+        return {"m.bin": 1000, "d/c": 0}.get(path)
+
+
+def test_a_file_about_a_snapshot_is_read_past_the_page_cache(view: View) -> None:
+    """Its bytes are those that were made, the kernel keeps none of them, nothing is prefetched."""
+    operations = Operations(lambda: SnapshotTree(view, Told()), lambda: None)
+    operations.init_with_config(Connection(), Config())
+    info = opened(operations, "/.mstore/manifest.json")
+    assert (info.direct_io, opened(operations, "/m.bin").direct_io) == (1, 0)
+    assert read(operations, "/.mstore/manifest.json", 4096, 0, info) == b"0123456789"
+    assert read(operations, "/.mstore/manifest.json", 4, 8, info) == b"89"
+    assert read(operations, "/.mstore/manifest.json", 4, 10, info) == b""
+    assert view.prefetched == []
+    assert operations.getattr("/.mstore/manifest.json")["st_size"] == 10
+    assert ".mstore" not in [name for name, _, _ in operations.readdir("/", 0)]
+
+
+def test_blocks_are_those_at_rest(view: View) -> None:
+    """What a file takes is told in units of 512 bytes, at least one; unknown, it takes its size."""
+    tree = SnapshotTree(view, Told())
+    operations = Operations(lambda: tree, lambda: None)
+    operations.init_with_config(Connection(), Config())
+    blocks = {path: operations.getattr(f"/{path}")["st_blocks"] for path in view.files}
+    assert blocks == {"m.bin": 2, "d/c": 1, "e": 0}
+    assert SnapshotTree(view).stored("m.bin") == len(DATA)
+
+
+def test_attributes_of_others(operations: Operations, caplog: pytest.LogCaptureFixture) -> None:
+    """An attribute that is not there is an answer, not a failure: nothing is logged."""
+    assert code_of(lambda: operations.getxattr("/m.bin", "user.x")) == "ENODATA"
+    assert code_of(lambda: operations.getxattr("/m.bin", "system.posix_acl_access")) in {
+        "EOPNOTSUPP",
+        "ENOTSUP",
+    }
+    assert operations.getxattr("/m.bin", "user.mstore.snapshot") == b"a" * 64
+    assert caplog.text == ""
 
 
 def test_statfs(operations: Operations) -> None:

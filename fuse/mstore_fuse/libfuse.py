@@ -17,8 +17,8 @@ from mstore.errors import Unavailable
 from mstore.phrases import call, joined, phrase
 
 WITHOUT_FUSE = phrase(
-    "{checkout} writes the same files without FUSE, and in Python store[REF].tensor(NAME) reads "
-    "single tensors",
+    "{checkout} writes the same files without FUSE, and in Python store[REF].load() reads a model "
+    "and store[REF].tensor(NAME) a single tensor",
     checkout=call("checkout", "REF", "DIR"),
 )
 """The hint of every error about missing FUSE."""
