@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -83,35 +83,53 @@ def test_a_delta_is_read_through_its_base(catalog: Catalog, policy: Policy) -> N
         assert (location.base == NO_BASE) == (data is base)
 
 
-def forged(catalog: Catalog, id: BlockId, **changes: object) -> Location:
-    """Where a block lies, with some of that changed."""
-    return structs.replace(catalog.locate([id])[0], **changes)
+Forge = Callable[..., Location]
 
 
-def test_a_base_that_is_a_delta_is_refused(catalog: Catalog) -> None:
+@pytest.fixture
+def forged(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> Forge:
+    """`forged(id, ...)`: where a block lies, with some of that changed, as the index says now."""
+
+    def forge(id: BlockId, **changes: object) -> Location:
+        lie = structs.replace(Catalog.locate(catalog, [id])[0], **changes)
+        monkeypatch.setattr(catalog, "locate", lambda blocks: [lie])
+        return lie
+
+    return forge
+
+
+def test_a_location_that_is_out_of_date_is_looked_up(catalog: Catalog) -> None:
+    """A block that was stored in another form since it was looked up is read where it is now."""
+    base, one = block(0), block(1)
+    (_, id) = put(catalog, stored(base), (one, delta(one, base)))
+    before = structs.replace(catalog.locate([id])[0], base=bytes(range(32)))
+    assert bytes(catalog.read_block(id, before)) == one
+
+
+def test_a_base_that_is_a_delta_is_refused(catalog: Catalog, forged: Forge) -> None:
     """One step and no more: an index that says otherwise is not followed, and both are named."""
     base, one, two = block(0), block(1), block(2)
     put(catalog, stored(base), (one, delta(one, base)), (two, delta(two, base)))
     first, second = BlockId.of(one), BlockId.of(two)
     for lie in (bytes(first), bytes(second)):
         with pytest.raises(Corrupt, match=BlockId(lie).hex()) as refusal:
-            catalog.read_block(second, forged(catalog, second, base=lie))
+            catalog.read_block(second, forged(second, base=lie))
         assert refusal.value.where == f"block {second}"
 
 
-def test_a_missing_base_is_named(catalog: Catalog) -> None:
+def test_a_missing_base_is_named(catalog: Catalog, forged: Forge) -> None:
     """Corrupt says which block cannot be read and which one it lacks."""
     base, one = block(0), block(1)
     (_, id) = put(catalog, stored(base), (one, delta(one, base)))
     nowhere = bytes(range(32))
     with pytest.raises(Corrupt, match=nowhere.hex()) as refusal:
-        catalog.read_block(id, forged(catalog, id, base=nowhere))
+        catalog.read_block(id, forged(id, base=nowhere))
     assert refusal.value.where == f"block {id}"
     with pytest.raises(Corrupt):
-        catalog.read_block(id, forged(catalog, id, base=NO_BASE))
+        catalog.read_block(id, forged(id, base=NO_BASE))
 
 
-def test_another_base_never_gives_other_bytes(catalog: Catalog) -> None:
+def test_another_base_never_gives_other_bytes(catalog: Catalog, forged: Forge) -> None:
     """A wrong base of the right length, or one of another length: Corrupt."""
     base, one, short = block(0), block(1), block(0, BLOCK // 2)
     _, id, _, small = put(
@@ -119,7 +137,7 @@ def test_another_base_never_gives_other_bytes(catalog: Catalog) -> None:
     )
     for other in (BlockId.of(block(9)), small):
         with pytest.raises(Corrupt) as refusal:
-            catalog.read_block(id, forged(catalog, id, base=bytes(other)))
+            catalog.read_block(id, forged(id, base=bytes(other)))
         assert refusal.value.where == f"block {id}"
 
 
@@ -145,10 +163,11 @@ def test_a_block_that_moved_is_found_again(catalog: Catalog) -> None:
     base, one = block(0), block(1)
     first, second = put(catalog, stored(base), (one, delta(one, base)))
     gone = type(catalog.locate([first])[0].pack)(bytes(range(32)))
-    old = forged(catalog, second, pack=gone)
+    old = structs.replace(catalog.locate([second])[0], pack=gone)
     assert bytes(catalog.read_block(second, old)) == one
     target = bytearray(BLOCK)
-    catalog.read_block_into(first, forged(catalog, first, pack=gone), memoryview(target))
+    moved = structs.replace(catalog.locate([first])[0], pack=gone)
+    catalog.read_block_into(first, moved, memoryview(target))
     assert target == base
     # Where the index knows no better, the pack is missing, and that is Corrupt.
     location = catalog.locate([first])[0]

@@ -21,7 +21,7 @@ from mstore import MergeRequest, Store, fs
 from mstore.blocks.codecs import PLAIN_BYTES, Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE
-from mstore.errors import BadRequest, Corrupt, MstoreError, StorageFailed
+from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.pins.pin import pin
 from mstore.pins.runs import follows, is_mappable, layout, to_copy
@@ -521,7 +521,14 @@ def test_others_work_meanwhile(path: Path, tmp_path: Path) -> None:
 
     def add(store: Store, number: int) -> None:
         source = write_files(tmp_path / f"more{number}", model_files(7, 10 + number))
-        store.add(source, name="more", base="t1" if number % 2 else "base", threads=1)
+        base = "t1" if number % 2 else "base"
+        while True:
+            try:
+                store.add(source, name="more", base=base, threads=1)
+                break
+            except Conflict as error:
+                # It found blocks of an earlier "more", which gc removed before it could commit.
+                assert "were collected while" in error.what
         shutil.rmtree(source)
         assert contents(store, "more") == model_files(7, 10 + number)
 
