@@ -528,7 +528,8 @@ def test_others_work_meanwhile(path: Path, tmp_path: Path) -> None:
                 break
             except Conflict as error:
                 # It found blocks of an earlier "more", which gc removed before it could commit.
-                assert "were collected while" in error.what
+                if "were collected while" not in error.what:
+                    raise
         shutil.rmtree(source)
         assert contents(store, "more") == model_files(7, 10 + number)
 
@@ -542,7 +543,7 @@ def test_others_work_meanwhile(path: Path, tmp_path: Path) -> None:
     threads = [forever(work) for work in (add, read, collect)]
     try:
         with Store.open(path) as store:
-            for _ in range(12):
+            for _ in range(4):
                 for name in ("t1", "t2"):
                     store.pin(name, raw=True)
                 for name in ("t1", "t2"):
