@@ -22,11 +22,21 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import every_dtype_checkpoint
+from msgspec import structs
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from mstore import Store
-from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, Unavailable
+from mstore import Store, fs
+from mstore.blocks.codecs import Codec
+from mstore.errors import (
+    BadRequest,
+    Conflict,
+    Corrupt,
+    Incompatible,
+    NotFound,
+    StorageFailed,
+    Unavailable,
+)
 from mstore_fuse import mount_table
 from mstore_fuse import mounts as mounts_module
 from mstore_fuse.erofs import driver as erofs_driver
@@ -461,6 +471,55 @@ def test_auto_leaves_to_fuse_what_the_kernel_cannot(store: Path, options: dict[s
     require_or_skip_fuse()
     point = shown(store, "team/m", driver="auto", **options)
     assert next(one for one in mounts() if one.mountpoint == point).driver == "fuse"
+
+
+def test_an_image_that_others_could_exchange_is_not_mounted(store: Path, root: Path) -> None:
+    """The kernel opens the image by its path: where another user may rename in a directory of the
+    path, EROFS is refused, and `auto` uses FUSE."""
+    (root / "at").mkdir()
+    for change, restore in (
+        (lambda: os.chown(store / "tmp", 65534, 65534), lambda: os.chown(store / "tmp", 0, 0)),
+        (lambda: store.chmod(0o777), lambda: store.chmod(0o755)),
+    ):
+        change()
+        with pytest.raises(Unavailable, match="trust others"):
+            mount(store, "team/m", root / "at", driver="erofs")
+        require_or_skip_fuse()
+        point = shown(store, "team/m", driver="auto")
+        assert mounts()[-1].driver == "fuse"
+        unmount(point)
+        restore()
+    assert mount(store, "team/m", root / "at", driver="erofs").driver == "erofs"
+
+
+def test_an_image_without_room_leaves_it_to_fuse(
+    store: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no image can be written, EROFS is not available; the snapshot is not at fault."""
+
+    (root / "at").mkdir()
+
+    def full(file: fs.NewFile, offset: int, data: bytes) -> None:
+        raise StorageFailed("No space left on device", errno=errno.ENOSPC)
+
+    monkeypatch.setattr(fs.NewFile, "write_at", full)
+    with pytest.raises(Unavailable, match="No space left"):
+        mount(store, "team/m", root / "at", driver="erofs")
+    assert leftovers(store) == []
+
+
+def test_each_place_of_a_block_is_checked(store: Path) -> None:
+    """Files that were looked up apart may name two places of one block: both are hashed."""
+    with Store.open(store) as opened:
+        view = opened.view("team/m")
+        survey = mapping.Survey.of(view, "team/m")
+    one = next(p for pieces in survey.files.values() for p in pieces if p.at.codec == Codec.RAW)
+    elsewhere = structs.replace(one.at, offset=one.at.offset + 4096)
+    survey.files["again"] = [one._replace(at=elsewhere)]
+    assert {place for block, place in survey.raw_blocks() if block == one.block} >= {
+        one.at,
+        elsewhere,
+    }
 
 
 @pytest.mark.parametrize(("others", "mode"), [(False, 0o500), (True, 0o555)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -72,14 +72,16 @@ def _too_short(pack: PackId) -> Corrupt:
 
 
 def check(
-    blocks: Mapping[BlockId, Location], descriptors: Mapping[PackId, int], block_size: int
+    blocks: Collection[tuple[BlockId, Location]],
+    descriptors: Mapping[PackId, int],
+    block_size: int,
 ) -> None:
-    """Read and hash each of these blocks, on all processors.
+    """Read and hash each of these blocks at its place, on all processors.
 
     Raises Corrupt naming a block that does not match its id, StorageFailed.
     """
     reader = BlockReader(OpenPacks(descriptors), block_size)
-    in_order = sorted(blocks.items(), key=lambda item: (item[1].pack, item[1].offset))
+    in_order = sorted(blocks, key=lambda item: (item[1].pack, item[1].offset))
 
     def check_some(some: Sequence[tuple[BlockId, Location]]) -> None:
         for block, location in some:

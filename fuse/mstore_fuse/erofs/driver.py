@@ -21,8 +21,9 @@ from pathlib import Path
 
 from mstore import Store, fs
 from mstore.blocks.packs import open_pack
-from mstore.errors import Corrupt, StorageFailed, Unavailable
+from mstore.errors import Conflict, Corrupt, StorageFailed, Unavailable
 from mstore.ids import PackId
+from mstore.neighbours import require_alone
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
@@ -79,11 +80,13 @@ def show(
         with contents.held(catalog, [snapshot]), ExitStack() as files:
             view = SnapshotView(catalog, snapshot)
             survey, packs = _opened(catalog, view, revision, files)
+            _require_own_way(catalog.layout.tmp)
             if checked:
                 checking.check(survey.raw_blocks(), packs, catalog.block_size)
             with _image_file(catalog, revision) as path:
                 sizes = {pack: os.fstat(fd).st_size for pack, fd in packs.items()}
-                _write(path, view, survey, sizes, _labels(catalog, view), everyone=everyone)
+                labels = _labels(catalog, view)
+                _write(path, view, survey, sizes, labels, everyone=everyone)
                 _mount(path, list(packs.values()), mountpoint)
     finally:
         catalog.close()
@@ -139,10 +142,38 @@ def _allow_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
+def _require_own_way(directory: Path) -> None:
+    """Raise Unavailable if another user could exchange what is in this directory.
+
+    The kernel opens the image by its path, and the image says what is shown.
+    """
+    for above in (directory, *directory.parents):
+        descriptor = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            require_alone(descriptor, above)
+        except Conflict as error:
+            raise Unavailable(
+                f"driver erofs would trust others with what the kernel reads: {error.what}",
+                where=str(above),
+                hint="use driver fuse",
+            ) from error
+        finally:
+            os.close(descriptor)
+
+
+def _no_image(error: StorageFailed) -> Unavailable:
+    """Return why there is no room for an image; FUSE needs none."""
+    what = f"no image for the kernel can be written: {error.what}"
+    return Unavailable(what, where=error.where, hint="use driver fuse")
+
+
 @contextmanager
 def _image_file(catalog: Catalog, revision: str) -> Iterator[Path]:
     """Yield a path in the store's tmp/ that says what the mount shows; removed at the end."""
-    lease = Lease(catalog.layout, catalog.index, f"mount {revision}")
+    try:
+        lease = Lease(catalog.layout, catalog.index, f"mount {revision}")
+    except StorageFailed as error:
+        raise _no_image(error) from error
     try:
         path = lease.directory / mount_table.image_name(revision)
         if len(os.fsencode(path)) > kernel.LONGEST_VALUE:
@@ -169,14 +200,21 @@ def _write(
     image = Image(view.files, list(packs.values()), view.time_ns, everyone=everyone, labels=labels)
     devices = {pack: number for number, pack in enumerate(packs, 1)}
     file = fs.NewFile(path)
+
+    def write(offset: int, data: bytes) -> None:
+        try:
+            file.write_at(offset, data)
+        except StorageFailed as error:
+            raise _no_image(error) from error
+
     try:
-        copied = CopiedPages(image.data_block, file.write_at)
+        copied = CopiedPages(image.data_block, write)
         for name, size in view.files.items():
             found = page_map(name, size, survey.files[name], devices, copied, view.read)
-            file.write_at(*image.file(name, found))
+            write(*image.file(name, found))
         copied.flush()
         for offset, data in image.head(copied.count):
-            file.write_at(offset, data)
+            write(offset, data)
     finally:
         file.close()
 

@@ -88,10 +88,10 @@ class Survey:
             packs.update((one.at.pack, None) for one in pieces if one.at.codec == Codec.RAW)
         return cls(files, list(packs))
 
-    def raw_blocks(self) -> dict[BlockId, Location]:
-        """Return each raw block once."""
+    def raw_blocks(self) -> set[tuple[BlockId, Location]]:
+        """Return each raw block once for each place: files may have been looked up apart."""
         return {
-            one.block: one.at
+            (one.block, one.at)
             for pieces in self.files.values()
             for one in pieces
             if one.at.codec == Codec.RAW
