@@ -16,16 +16,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
-from mstore.blocks.packs import PackGone
+from mstore.blocks.packs import Outdated
 from mstore.errors import BadRequest, Corrupt
 from mstore.ids import BlockId, Buffer, PackId, VirtualId
 from mstore.phrases import call
 from mstore.store.catalog import Catalog
+
+_LOOKS = 4
+"""How often a block is looked up that moves while it is read."""
 
 CACHE_BYTES = 64 << 20
 """The most bytes of decoded blocks that a cache keeps, unless it is told otherwise."""
@@ -115,9 +119,9 @@ class BlockCache:
         self._lock = threading.Lock()
         self._blocks: OrderedDict[BlockId | VirtualBlock, Buffer] = OrderedDict()
         self._bytes = 0
-        self._checked: dict[BlockId, Location] = {}
+        self._checked: dict[BlockId, _Checked] = {}
         self._under_way: dict[VirtualBlock, Group] = {}
-        self._filling: dict[BlockId, Future[Buffer | Location]] = {}
+        self._filling: dict[BlockId, Future[Buffer | _Checked]] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
 
@@ -131,7 +135,7 @@ class BlockCache:
     def read(self, extent: Extent) -> Buffer:
         """Return the bytes of an extent. Raises Corrupt naming the block."""
         found = self._find(extent.block)
-        if not isinstance(found, Location):
+        if not isinstance(found, _Checked):
             return piece_of(found, extent)
         data = bytearray(extent.length)
         self._read_run(_Run.of(extent, found, memoryview(data)))
@@ -148,7 +152,7 @@ class BlockCache:
             part = target[done : done + extent.length]
             done += extent.length
             found = self._find(extent.block)
-            if not isinstance(found, Location):
+            if not isinstance(found, _Checked):
                 part[:] = piece_of(found, extent)
             elif run is None or not run.continues(extent, found):
                 if run is not None:
@@ -161,23 +165,33 @@ class BlockCache:
             self._read_run(run)
 
     def _read_run(self, run: _Run) -> None:
-        packs = self._catalog.packs
         targets = [part for _, part in run.pieces]
         try:
-            packs.read_scattered(run.pack, run.offset, targets)
-        except PackGone:
+            self._catalog.packs.read_scattered(run.pack, run.offset, targets, run.version)
+        except Outdated:
             # Its blocks have moved since they were checked: check and read each where it is now.
             for extent, part in run.pieces:
-                assert isinstance(extent.block, BlockId)
-                with self._lock:
-                    self._checked.pop(extent.block, None)
-                found = self._find(extent.block)
-                if isinstance(found, Location):
-                    packs.read_into(found.pack, found.offset + extent.start, part)
-                else:
-                    part[:] = piece_of(found, extent)
+                self._read_again(extent, part)
 
-    def _find(self, block: BlockId | VirtualBlock) -> Buffer | Location:
+    def _read_again(self, extent: Extent, part: memoryview) -> None:
+        assert isinstance(extent.block, BlockId)
+        for left in reversed(range(_LOOKS)):
+            with self._lock:
+                self._checked.pop(extent.block, None)
+            found = self._find(extent.block)
+            if not isinstance(found, _Checked):
+                part[:] = piece_of(found, extent)
+                return
+            run = _Run.of(extent, found, part)
+            try:
+                self._catalog.packs.read_scattered(run.pack, run.offset, [part], run.version)
+            except Outdated:
+                if not left:
+                    raise
+            else:
+                return
+
+    def _find(self, block: BlockId | VirtualBlock) -> Buffer | _Checked:
         """Return a decoded block, or the place of a raw one; it is checked."""
         with self._lock:
             data = self._blocks.get(block)
@@ -193,7 +207,7 @@ class BlockCache:
             return begun.block(block) if isinstance(begun, Group) else begun
         return self._fill(block)
 
-    def _fill(self, block: BlockId, location: Location | None = None) -> Buffer | Location:
+    def _fill(self, block: BlockId, location: Location | None = None) -> Buffer | _Checked:
         with self._lock:
             # Look again under the lock: it may have arrived since the reader missed it.
             known = self._blocks.get(block) or self._checked.get(block)
@@ -205,13 +219,7 @@ class BlockCache:
         if filling is not None:
             return filling.result()
         try:
-            location = location or self._catalog.locate([block])[0]
-            is_read_in_place = location.codec == Codec.RAW and not self._check_always
-            found: Buffer | Location = location
-            if is_read_in_place:
-                self._check(block, location)
-            else:
-                found = self._catalog.read_block(block, location)
+            found = self._read(block, location or self._catalog.locate([block])[0])
         except BaseException as error:
             with self._lock:
                 del self._filling[block]
@@ -219,7 +227,7 @@ class BlockCache:
             own.set_exception(error)
             raise
         with self._lock:
-            if isinstance(found, Location):
+            if isinstance(found, _Checked):
                 self._checked[block] = found
             else:
                 self._keep(block, found)
@@ -227,27 +235,51 @@ class BlockCache:
         own.set_result(found)
         return found
 
-    def _check(self, block: BlockId, location: Location) -> None:
-        """Raise Corrupt unless a raw block is what its id says."""
+    def _read(self, block: BlockId, location: Location) -> Buffer | _Checked:
+        """Check a raw block where it lies; decode any other."""
+        for _ in range(_LOOKS):
+            if location.codec != Codec.RAW or self._check_always:
+                break
+            try:
+                return self._check(block, location)
+            except Outdated:
+                before, location = location, self._catalog.locate([block])[0]
+                if location == before:
+                    break
+        # This looks further if the place is out of date, and says what is wrong.
+        return self._catalog.read_block(block, location)
+
+    def _check(self, block: BlockId, location: Location) -> _Checked:
+        """Check a raw block at this very place. Raises Outdated, Corrupt."""
         room: memoryview | None = getattr(self._own, "room", None)
         if room is None:
             room = self._own.room = memoryview(bytearray(self._catalog.block_size))
-        # A location that is out of date is no harm: where its pack is gone, `_read_run` notices.
-        self._catalog.read_block_into(block, location, room[: location.raw_length])
+        # Before it is read: what is checked is then this file or a later one, which is told apart.
+        version = self._catalog.packs.version(location.pack)
+        self._catalog.read_block_at(block, location, room[: location.raw_length])
+        return _Checked(location, version)
 
     def prepare(self, places: Iterable[tuple[BlockId, Location]]) -> None:
         """Have blocks read, decoded and checked by other threads; a hint that never raises.
 
-        A block that none of them has begun is read by whoever needs it first.
+        A block that none of them has begun is read by whoever needs it first. No more is decoded
+        than an eighth of what the cache keeps: several readers would drop each other's blocks.
         """
+        room = self._limit // 8
         with self._lock:
             known = (self._blocks, self._filling, self._checked)
             missing = [one for one in places if not any(one[0] in each for each in known)]
             if missing and self._pool is None:
                 self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decode")
             pool = self._pool
-        if pool is not None:
-            for block, location in missing:
+        for block, location in missing:
+            if location.codec != Codec.RAW:
+                room -= location.raw_length
+                if room < 0:
+                    return
+            # Where no thread can be started, nothing is prepared.
+            with suppress(RuntimeError):
+                assert pool is not None
                 pool.submit(self._fill, block, location)
 
     def _keep(self, block: BlockId | VirtualBlock, data: Buffer) -> None:
@@ -284,25 +316,37 @@ class BlockCache:
                     self._keep(VirtualBlock(key.tensor, number), data)
 
 
+class _Checked(NamedTuple):
+    """Where a raw block was found right, and in which file of the pack's name."""
+
+    location: Location
+    version: int
+
+
 @dataclass(slots=True)
 class _Run:
     """Pieces of checked raw blocks that lie side by side in a pack, and where they go."""
 
     pack: PackId
+    version: int
     offset: int
     length: int
     pieces: list[tuple[Extent, memoryview]]
 
     @classmethod
-    def of(cls, extent: Extent, place: Location, target: memoryview) -> _Run:
+    def of(cls, extent: Extent, found: _Checked, target: memoryview) -> _Run:
         """Begin a run. Raises Corrupt if the block is too short for the extent."""
+        place = found.location
         _require_fits(extent, place.raw_length)
-        return cls(place.pack, place.offset + extent.start, extent.length, [(extent, target)])
+        offset = place.offset + extent.start
+        return cls(place.pack, found.version, offset, extent.length, [(extent, target)])
 
-    def continues(self, extent: Extent, place: Location) -> bool:
+    def continues(self, extent: Extent, found: _Checked) -> bool:
         """Whether a piece at this place is the next of the run."""
+        place = found.location
         _require_fits(extent, place.raw_length)
-        return (place.pack, place.offset + extent.start) == (self.pack, self.offset + self.length)
+        here = (place.pack, found.version, place.offset + extent.start)
+        return here == (self.pack, self.version, self.offset + self.length)
 
 
 def begin_group(computing: Computing, block: VirtualBlock) -> Group:

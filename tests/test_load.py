@@ -246,9 +246,9 @@ def test_a_slice_reads_its_rows_only(root: Path, monkeypatch: pytest.MonkeyPatch
         read: list[object] = []
         catalog = store._catalog
         rows = store["tuned"].safe_open().get_slice("model.embed.weight")
-        inner = catalog.read_block_into
+        inner = catalog.read_block_at
         monkeypatch.setattr(
-            catalog, "read_block_into", lambda id, *more: read.append(id) or inner(id, *more)
+            catalog, "read_block_at", lambda id, *more: read.append(id) or inner(id, *more)
         )
         rows[33:43]
         # Now the block is known to be right, and only these rows are read.

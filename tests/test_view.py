@@ -120,7 +120,7 @@ class Slow:
 
     def into(self, block: BlockId, place: Location, target: memoryview) -> None:
         self._wait(block)
-        Catalog.read_block_into(self.catalog, block, place, target)
+        Catalog.read_block_at(self.catalog, block, place, target)
 
     def _wait(self, block: BlockId) -> None:
         self.read.append(block)
@@ -135,7 +135,7 @@ def slow(place: Place, monkeypatch: pytest.MonkeyPatch) -> Slow:
     catalog = place.store._catalog
     found = Slow(catalog, Event(), [])
     monkeypatch.setattr(catalog, "read_block", found.whole)
-    monkeypatch.setattr(catalog, "read_block_into", found.into)
+    monkeypatch.setattr(catalog, "read_block_at", found.into)
     return found
 
 
@@ -243,6 +243,51 @@ def test_a_block_is_checked_once_or_always(place: Place, slow: Slow, always: boo
         for extent in extents:
             cache.read(extent)
     assert len(slow.read) == (6 if always else 2)
+
+
+def test_a_pack_that_is_exchanged_is_checked_again(tmp_path: Path) -> None:
+    """A block that was right in one file is not taken for right in another one of that name."""
+    source = families.write_checkpoint(tmp_path / "a", FAMILY.base, shards=1)
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
+        view = SnapshotView(store._catalog, store.add(source, name="a").snapshot)
+        (path,) = view.tensor_files()
+        content = (source / path).read_bytes()
+        assert view.read(path, 0, len(content)) == content
+        (pack,) = {one.location.pack for one in view.physical_extents(path) if one.location}
+        old = store._catalog.packs.path(pack)
+        data = bytearray(old.read_bytes())
+        right = tmp_path / "right"
+        right.write_bytes(data)
+        for place in range(8192, len(data) - 8192, BLOCK // 2):
+            data[place] ^= 1
+        wrong = tmp_path / "wrong"
+        wrong.write_bytes(data)
+        wrong.rename(old)
+        target = bytearray(len(content))
+        for _ in range(2):
+            with pytest.raises(Corrupt):
+                view.read_into(path, 0, memoryview(target))
+        right.rename(old)
+        assert view.read_into(path, 0, memoryview(target)) == len(content)
+        assert target == content
+
+
+def test_preparing_keeps_within_the_cache(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more is decoded ahead than the cache can keep for several readers; without threads,
+    nothing is."""
+    catalog = slow.catalog
+    slow.go.set()
+    coded = [BlockId(bytes([n]) * 32) for n in range(40)]
+    place = Location(PackId(bytes(32)), 4096, 100, BLOCK, Codec.PLANES, 2)
+    cache = BlockCache(catalog, limit=16 * BLOCK)
+    begun: list[BlockId] = []
+    monkeypatch.setattr(cache, "_fill", lambda block, location: begun.append(block))
+    cache.prepare([(block, place) for block in coded])
+    assert cache._pool is not None
+    cache._pool.shutdown()
+    assert begun == coded[:2]
+    # As an interpreter that may start no more threads.
+    cache.prepare([(block, place) for block in coded])
 
 
 def test_a_block_that_is_too_short_is_corrupt(place: Place) -> None:

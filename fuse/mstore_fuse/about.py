@@ -88,7 +88,12 @@ class AboutStore:
                 counting = self._counting[key] = Future()
                 # No pool: a thread that waits for a disk for ever must not keep the process.
                 count = threading.Thread(target=self._count, args=(view, path), daemon=True)
-                count.start()
+                try:
+                    count.start()
+                except RuntimeError:
+                    # No more threads: whoever asks later starts anew.
+                    del self._counting[key]
+                    return None
             patience = 0.0 if self._is_late else self._patience
         try:
             return counting.result(patience)

@@ -403,6 +403,7 @@ class PackFiles:
         self._pid = os.getpid()
         self._is_closed = False
         self._open: OrderedDict[PackId, _OpenPack] = OrderedDict()
+        self._seen: dict[PackId, tuple[_Identity, int]] = {}
 
     def _acquire(self, pack: PackId) -> _OpenPack:
         with self._lock:
@@ -429,7 +430,7 @@ class PackFiles:
                     raise StorageFailed(
                         str(error.strerror), where=str(path), errno=error.errno
                     ) from error
-                opened = self._open[pack] = _OpenPack(fd)
+                opened = self._open[pack] = _OpenPack(fd, self._version(pack, fd))
                 # Count the user before eviction: if all others are in use, this one would be
                 # evicted.
                 opened.users += 1
@@ -438,6 +439,23 @@ class PackFiles:
                 self._open.move_to_end(pack)
                 opened.users += 1
             return opened
+
+    def _version(self, pack: PackId, fd: int) -> int:
+        """Return which file of this name it is: one more when it is not the one seen before."""
+        identity = _identity(fd)
+        seen = self._seen.get(pack)
+        version = 0 if seen is None else seen[1] + (seen[0] != identity)
+        self._seen[pack] = (identity, version)
+        return version
+
+    def version(self, pack: PackId) -> int:
+        """Return a number that changes when the pack's name leads to another file.
+
+        Raises PackGone, StorageFailed.
+        """
+        opened = self._acquire(pack)
+        self._release(opened)
+        return opened.version
 
     def _evict(self) -> None:
         for pack, opened in list(self._open.items()):
@@ -469,13 +487,15 @@ class PackFiles:
                 self._lock.notify_all()
 
     @contextmanager
-    def _reading(self, pack: PackId) -> Iterator[int]:
+    def _reading(self, pack: PackId, version: int | None = None) -> Iterator[int]:
         """Yield a descriptor of the pack; an OSError becomes StorageFailed that names the file.
 
-        Raises Corrupt for an impossible offset.
+        Raises Corrupt for an impossible offset, Outdated if the file is not of this version.
         """
         opened = self._acquire(pack)
         try:
+            if version not in (None, opened.version):
+                raise Outdated("the pack is another file now", where=str(self.path(pack)))
             yield opened.fd
         except OSError as error:
             raise StorageFailed(
@@ -494,12 +514,20 @@ class PackFiles:
         """Fill `target` from the pack.  Raises Corrupt on a short file, StorageFailed on EIO."""
         self.read_scattered(pack, offset, [target])
 
-    def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+    def read_scattered(
+        self,
+        pack: PackId,
+        offset: int,
+        targets: Sequence[memoryview],
+        version: int | None = None,
+    ) -> None:
         """Fill targets with adjacent bytes of the pack, in one system call if possible.
 
-        Raises as `read_into`.
+        version: the file to read, as `version` gave it; None: whatever the name leads to.
+
+        Raises as `read_into`, and Outdated if the pack is another file now.
         """
-        with self._reading(pack) as fd:
+        with self._reading(pack, version) as fd:
             for first in range(0, len(targets), IOV_MAX):
                 waiting = deque(targets[first : first + IOV_MAX])
                 while waiting:
@@ -586,11 +614,21 @@ def _is_cached(fd: int, offset: int) -> bool:
         return False
 
 
-class _OpenPack:
-    __slots__ = ("dropped", "fd", "users")
+_Identity = tuple[int, int, int, int]
 
-    def __init__(self, fd: int) -> None:
+
+def _identity(fd: int) -> _Identity:
+    """Return what tells a file from another one of the same name, and from itself if rewritten."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class _OpenPack:
+    __slots__ = ("dropped", "fd", "users", "version")
+
+    def __init__(self, fd: int, version: int) -> None:
         self.fd = fd
+        self.version = version
         self.users = 0
         # No longer in the table of open packs: the last reader closes it.
         self.dropped = False

@@ -318,7 +318,7 @@ class Catalog:
         """Fill `target` (exactly the block's plain length) with checked bytes."""
         if meter is not None:
             meter.charge(location.stored_length)
-        self._relocating(block, location, lambda place: self._fill(block, place, target))
+        self._relocating(block, location, lambda place: self.read_block_at(block, place, target))
 
     def read_blocks(
         self, blocks: Sequence[BlockId], meter: Meter | None = None
@@ -347,7 +347,8 @@ class Catalog:
             return None
         return self.read_parts(file.parts)
 
-    def _fill(self, block: BlockId, location: Location, target: memoryview) -> None:
+    def read_block_at(self, block: BlockId, location: Location, target: memoryview) -> None:
+        """Fill `target` from this very place.  Raises Outdated if the block is no longer there."""
         self._reader.block_into(block, location, target, self._base(block, location))
 
     # -- records -----------------------------------------------------------------------------
