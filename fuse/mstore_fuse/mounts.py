@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import select
+import shlex
 import shutil
 import subprocess
 import sys
@@ -291,10 +292,16 @@ def _free_mountpoint(
             occupied = next(found, None)
     except FileNotFoundError as error:
         raise NotFound(
-            "the mount point does not exist", where=str(target), hint=f"mkdir -p {target}"
+            "the mount point does not exist",
+            where=str(target),
+            hint=f"mkdir -p {shlex.quote(str(target))}",
         ) from error
     except NotADirectoryError as error:
-        raise Conflict("the mount point is not a directory", where=str(target)) from error
+        raise Conflict(
+            "the mount point is not a directory",
+            where=str(target),
+            hint="choose an empty directory",
+        ) from error
     except OSError as error:
         raise StorageFailed(
             f"the mount point cannot be read: {error.strerror}",

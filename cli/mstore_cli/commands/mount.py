@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -104,7 +105,7 @@ def mount(
     def ready(info: MountInfo) -> None:
         def human(screen: Screen) -> None:
             shown = revision or "the whole store"
-            end = "Ctrl-C" if foreground else f"mstore unmount {info.mountpoint}"
+            end = "Ctrl-C" if foreground else f"mstore unmount {shlex.quote(str(info.mountpoint))}"
             for stale in cleared:
                 was = stale.revision or "the whole store"
                 screen.line(f"cleared a stale mount of {was}: its process had ended")
