@@ -70,6 +70,7 @@ def section(told: Told) -> str:
         (words, state, *(cell(way, place, state) for place in places))
         for way, words in WAYS.items()
         for state in STATES
+        if f"{way} plain {state}" in figures
     ]
     mounts = [name for name in MOUNTS if f"ready {name}" in figures]
     life = [

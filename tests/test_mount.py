@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import random
+import shlex
 import shutil
 import signal
 import stat
@@ -663,7 +664,7 @@ def test_bad_mount_points(family: tuple[Path, dict[str, Path]], point: Path) -> 
     missing, file, full = point / "missing", point / "file", point
     error = refused(store, "b", missing)
     assert isinstance(error, NotFound)
-    assert (error.where, error.hint) == (str(missing), f"mkdir -p {missing}")
+    assert (error.where, error.hint) == (str(missing), f"mkdir -p {shlex.quote(str(missing))}")
     file.touch()
     for place, what in [(file, "not a directory"), (full, "not empty: it holds 'file'")]:
         error = refused(store, "b", place)
