@@ -20,7 +20,7 @@ from small_models import BLOCK
 from mstore import MergeRequest, Store, fs
 from mstore.blocks.codecs import PLAIN_BYTES, Codec
 from mstore.blocks.location import Location
-from mstore.blocks.packs import PAGE
+from mstore.blocks.packs import PAGE, Kind
 from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.pins.pin import pin
@@ -251,7 +251,78 @@ def test_a_damaged_block_stops_it(store: Store) -> None:
     assert not any((store.path / "tmp").iterdir())
 
 
+def damage(store: Store, part: bytes) -> None:
+    """Flip a byte of a tensor's record."""
+    catalog = store._catalog
+    with catalog.index.env.read() as transaction:
+        place = catalog.index.record(transaction, Kind.TENSOR, part)
+    assert place is not None
+    path = catalog.packs.path(place.pack)
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(place.offset + 3)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_damaged_neighbour_is_in_nobodys_way(path: Path) -> None:
+    """While a record of a pinned snapshot is damaged, others can be pinned and unpinned, and the
+    blocks of its other tensors stay where they are."""
+    with Store.open(path) as store:
+        for name in ("base", "t1"):
+            store.pin(name, raw=True)
+        mine, others = (store.view(name).tensors for name in ("base", "t1"))
+        lost = next(name for name, id in mine.items() if id not in others.values())
+        shared = [id for id in mine.values() if id in others.values()]
+        kept = {b for id in shared for b in store._catalog.tensor(id).block_ids()}
+        damage(store, mine[lost])
+        before = places(store)
+    assert kept
+    with Store.open(path) as store:
+        store.pin("t2", raw=True)
+        store.unpin("t1")
+        assert all(places(store)[block] == before[block] for block in kept)
+
+
+def test_damage_found_too_late_says_that_it_is_pinned(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where what was pinned cannot be read back, the error says that it is pinned."""
+    from mstore.pins import pin as pinning
+
+    def fails(*_: object) -> object:
+        raise Corrupt("no", where="block x")
+
+    monkeypatch.setattr(pinning, "layout", fails)
+    with pytest.raises(Corrupt, match="it is pinned now"):
+        store.pin("t1", raw=True)
+    assert store.show("t1").pinned
+
+
 # -- unpin -------------------------------------------------------------------------------------
+
+
+def test_a_lost_row_names_its_block(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block whose row goes while unpin runs is named, and nothing is changed."""
+    from mstore.pins import unpin as unpinning
+
+    store.pin("t1", raw=True)
+    lost: list[BlockId] = []
+
+    def loses(catalog: Catalog, candidates: set[BlockId]) -> set[bytes]:
+        # The last of its group: an earlier one would be found by its neighbour's bytes.
+        model = spots(store, "t1")["model.safetensors"]
+        lost.append([spot.block for spot in model if spot.block in candidates][-1])
+        with catalog.index.env.write() as transaction:
+            catalog.index.delete_row(transaction, (Kind.BLOCK, lost[0]))
+        return set()
+
+    monkeypatch.setattr(unpinning, "_referred", loses)
+    with pytest.raises(Corrupt) as failed:
+        store.unpin("t1")
+    assert failed.value.block == lost[0]
+    assert store.show("t1").pinned
 
 
 @pytest.mark.parametrize("collected", [False, True])
@@ -349,9 +420,12 @@ def test_an_add_meanwhile_keeps_its_bases(store: Store, tmp_path: Path) -> None:
             with Store.open(store.path) as other:
                 added.append(tuned(other, tmp_path, "finer"))
 
+    before = codecs(store)
     report = store.unpin("t1", progress=meanwhile)
     assert added
     assert report.blocks_coded > 0
+    after = codecs(store)
+    assert report.blocks_coded == sum(after[block] != before[block] for block in before)
     own = {spot.block for blocks in spots(store, "t1").values() for spot in blocks}
     assert bases(store) & own
     assert all(not Codec(codecs(store)[BlockId(base)]).is_delta for base in bases(store))

@@ -29,7 +29,7 @@ from mstore import MergeRequest, Store
 from mstore.errors import Corrupt
 from mstore.ids import SnapshotId
 from mstore.view import SnapshotView
-from mstore_serve import bodies, documents
+from mstore_serve import bodies, documents, shown
 from mstore_serve.bodies import Ahead, Body, Threads
 from mstore_serve.conditions import Validators, http_date
 from mstore_serve.ranges import Span
@@ -330,6 +330,7 @@ def test_where_an_address_leads(server: Served) -> None:
     assert found.headers["location"] == f"../../{whole.rpartition('/')[2]}/files/config.json"
     assert server.ask(f"{whole}/files").headers["location"] == "files/"
     assert server.ask(f"{whole}/files/sub/deep").headers["location"] == "deep/"
+    assert server.ask(f"{whole}/files/sub%2Fdeep").headers["location"] == "sub/deep/"
 
 
 def test_tensors(server: Served, root: Path) -> None:
@@ -756,7 +757,7 @@ def test_failures_tell_nothing_of_the_machine(
 
 
 def test_long_documents_delay_no_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While many clients wait for long documents, files are found and sent."""
+    """While many clients wait for long documents, files, refs and pages are found and sent."""
     with served(root / "store") as server:
         go_on = threading.Event()
         whole = Store.tensors
@@ -768,9 +769,71 @@ def test_long_documents_delay_no_file(root: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(Store, "tensors", waits)
         with ThreadPoolExecutor(16) as pool:
             slow = [pool.submit(server.ask, f"{of(server)}/tensors/") for _ in range(16)]
-            assert server.ask(f"{of(server)}/files/noise.dat").status == 200
+            wait_until(lambda: len(server.server.server_state.connections) == 16)
+            short = ["/", "/refs", "/refs/llama/one", f"{of(server)}/files/"]
+            for path in (*short, f"{of(server)}/files/noise.dat"):
+                assert server.ask(path).status == 200, path
+            assert server.ask("/snapshots/abcdef/tensors/").status == 404
             go_on.set()
             assert all(one.result().status == 200 for one in slow)
+
+
+def test_clients_that_left_delay_nobody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long document is not made for a client that left before its turn."""
+    with served(root / "store") as server:
+        go_on = threading.Event()
+        made: list[object] = []
+        whole = Store.show
+
+        def waits(self: Store, revision: Any) -> Any:
+            made.append(revision)
+            assert go_on.wait(120)
+            return whole(self, revision)
+
+        monkeypatch.setattr(Store, "show", waits)
+        waiting = [server.begin(of(server)) for _ in range(12)]
+        connections = server.server.server_state.connections
+        wait_until(lambda: len(made) == 2 and len(connections) == 12)
+        for client in waiting:
+            client.close()
+        wait_until(lambda: not connections)
+        wait_until(lambda: not server.server.server_state.tasks)
+        go_on.set()
+        assert server.ask(of(server)).status == 200
+        assert len(made) == 3
+
+
+def test_a_list_of_tensors_is_made_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers share the list of a snapshot's tensors, unless it is long."""
+    made: list[object] = []
+    whole = Store.tensors
+
+    def counted(self: Store, revision: Any) -> Any:
+        made.append(revision)
+        return whole(self, revision)
+
+    monkeypatch.setattr(Store, "tensors", counted)
+    with served(root / "store") as server:
+        first, again = (server.ask(f"{of(server)}/tensors/") for _ in range(2))
+        assert first.body == again.body
+        assert len(made) == 1
+        monkeypatch.setattr(shown, "_KEPT_BYTES", 10)
+        for _ in range(2):
+            assert server.ask("/refs/big/-/tensors/").status == 200
+        assert len(made) == 3
+
+
+def test_long_directories_are_made_like_documents(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directories of a snapshot with many files say the same."""
+    with served(root / "store") as server:
+        paths = [f"{of(server)}/files/{path}" for path in ("", "sub/", "sub", "nothing")]
+        found = [server.ask(path) for path in paths]
+        monkeypatch.setattr(shown, "_SHORT", 1)
+        again = [server.ask(path) for path in paths]
+    assert [(one.status, one.body) for one in found] == [(one.status, one.body) for one in again]
+    assert [one.status for one in again] == [200, 200, 307, 404]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")

@@ -83,6 +83,8 @@ def test_elsewhere_is_relative(rest: str) -> None:
     raw = f"/snapshots/5e5e{rest}"
     there = urljoin(f"http://example.org/models{raw}", elsewhere(raw.encode(), ID))
     assert there == f"http://example.org/models/snapshots/{ID}{rest}"
+    # Also if a client encodes what it need not.
+    assert elsewhere(raw.replace("/s", "/%73", 1).encode(), ID) == elsewhere(raw.encode(), ID)
 
 
 def test_a_segment_is_no_url() -> None:

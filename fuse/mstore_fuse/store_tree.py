@@ -29,7 +29,7 @@ _TREES_KEPT = 32
 
 
 @dataclass(slots=True)
-class _RefPin:
+class _HeldRef:
     """A ref that `count` open files keep at a snapshot."""
 
     snapshot: str
@@ -56,7 +56,7 @@ class _Below:
 class StoreTree:
     """The tree of a whole store. New refs and snapshots appear in it at once.
 
-    Pins only snapshots with open files: an unused mount keeps no garbage. A lookup that misses
+    Holds only snapshots with open files: an unused mount keeps no garbage. A lookup that misses
     reads the store again; one that hits may use a list of refs up to `max_age` seconds old.
     about, show_about: as for `SnapshotTree`.
     """
@@ -86,7 +86,7 @@ class StoreTree:
         self._loads = itertools.count(1)
         self._loaded = 0
         self._fresh_until = float("-inf")
-        self._ref_pins: dict[str, _RefPin] = {}
+        self._held_refs: dict[str, _HeldRef] = {}
         self._held: dict[str, _Held] = {}
         self._page_owner: dict[str, str] = {}
 
@@ -121,7 +121,7 @@ class StoreTree:
             if place is None:
                 raise NotFound("not a file", where=path)
             # From here on the ref stays.
-            self._pin_ref(place)
+            self._hold_ref(place)
             keep_cache = place.ref is None or self._page_owner.get(path) == place.snapshot
         try:
             file = self._tree(place.snapshot).open_as(
@@ -130,20 +130,20 @@ class StoreTree:
             self._keep(file)
         except BaseException:
             with self._lock:
-                self._unpin_ref(place.ref)
+                self._let_ref_go(place.ref)
             raise
         return file
 
-    def _pin_ref(self, place: _Below) -> None:
+    def _hold_ref(self, place: _Below) -> None:
         if place.ref is not None:
-            self._ref_pins.setdefault(place.ref, _RefPin(place.snapshot, 0)).count += 1
+            self._held_refs.setdefault(place.ref, _HeldRef(place.snapshot, 0)).count += 1
 
-    def _unpin_ref(self, ref: str | None) -> None:
+    def _let_ref_go(self, ref: str | None) -> None:
         if ref is not None:
-            pin = self._ref_pins[ref]
-            pin.count -= 1
-            if not pin.count:
-                del self._ref_pins[ref]
+            held = self._held_refs[ref]
+            held.count -= 1
+            if not held.count:
+                del self._held_refs[ref]
 
     def _keep(self, file: OpenFile) -> None:
         """Hold the snapshot for this file; unlocked, since that makes a file in the store."""
@@ -176,7 +176,7 @@ class StoreTree:
             unneeded = self._let_go(file)
             if file.ref is not None:
                 self._page_owner[file.mounted] = file.snapshot
-            self._unpin_ref(file.ref)
+            self._let_ref_go(file.ref)
         if unneeded is not None:
             unneeded.release()
 
@@ -249,8 +249,8 @@ class StoreTree:
 
     def _target(self, ref: str) -> str | None:
         """Return the snapshot that a ref shows now: open files keep it in place."""
-        pin = self._ref_pins.get(ref)
-        return self._refs.get(ref) if pin is None else pin.snapshot
+        held = self._held_refs.get(ref)
+        return self._refs.get(ref) if held is None else held.snapshot
 
     def _names(self, path: str) -> list[str]:
         if path == "":

@@ -18,12 +18,12 @@ from mstore.ahead import in_order
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row, width
-from mstore.errors import Corrupt
+from mstore.errors import Corrupt, NotFound, StorageFailed
 from mstore.ids import BlockId, SnapshotId
 from mstore.objects.manifest import File
 from mstore.pins import spots as places_of
-from mstore.pins.rewriting import Rewriting
-from mstore.pins.runs import LONG_RUN, layout, to_copy
+from mstore.pins.rewriting import Rewriting, stored
+from mstore.pins.runs import LONG_RUN, Layout, layout, to_copy
 from mstore.pins.spots import Spot
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents, pin_rows
@@ -97,8 +97,8 @@ def pin(
     """Rewrite the blocks of a snapshot raw and in file order, and mark it as pinned.
 
     Blocks that lie so already stay where they are, and raw blocks of other pinned snapshots too.
-    Publishes everything in one transaction.  Raises NotFound, Corrupt, StorageFailed; then nothing
-    is changed.
+    Publishes everything in one transaction.  Raises NotFound, Corrupt, Conflict, StorageFailed;
+    then nothing is changed, unless the error says that it is pinned: then reading it back failed.
     """
     began = time.monotonic()
     manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
@@ -112,12 +112,7 @@ def pin(
         rewriting.publish(
             lambda transaction: pin_rows.mark(catalog.index, transaction, snapshot, now_ns())
         )
-        runs = unmapped = 0
-        for file in manifest.files:
-            found = list(places_of.of_file(catalog, file))
-            lies = layout(found, catalog.locate([spot.block for spot in found]))
-            runs += lies.runs
-            unmapped += lies.unmapped_bytes
+        lies = _layout(catalog, manifest.files)
     return PinReport(
         snapshot=snapshot,
         files=len(manifest.files),
@@ -127,10 +122,29 @@ def pin(
         bytes_before=plan.bytes_before,
         bytes_after=plan.bytes_after,
         bytes_written=rewriting.bytes_written,
-        runs=runs,
-        unmapped_bytes=unmapped,
+        runs=lies.runs,
+        unmapped_bytes=lies.unmapped_bytes,
         seconds=time.monotonic() - began,
     )
+
+
+def _layout(catalog: Catalog, files: Sequence[File]) -> Layout:
+    """Return how the files lie now that they are pinned.  Errors say so."""
+    runs = unmapped = 0
+    for file in files:
+        try:
+            found = list(places_of.of_file(catalog, file))
+            lies = layout(found, catalog.locate([spot.block for spot in found]))
+        except (NotFound, Corrupt, StorageFailed) as error:
+            kind = StorageFailed if isinstance(error, StorageFailed) else Corrupt
+            raise kind(
+                f"it is pinned now, but reading it back failed: {error.what}",
+                where=error.where,
+                hint=error.hint,
+            ) from error
+        runs += lies.runs
+        unmapped += lies.unmapped_bytes
+    return Layout(runs, unmapped)
 
 
 def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_run: int) -> _Plan:
@@ -219,16 +233,9 @@ def _copy(
 
 def _read(catalog: Catalog, spots: Sequence[Spot], room: memoryview) -> list[Row]:
     """Fill `room` with the checked bytes of these blocks; return the rows that they have."""
-    index = catalog.index
-    with index.env.read() as transaction:
-        rows = index.block_rows(transaction, [spot.block for spot in spots])
-        found = [row for row in rows if row is not None]
-        places = index.locations(transaction, found)
-    if len(found) < len(rows):
-        block = spots[rows.index(None)].block
-        raise Corrupt("the store does not have this block", where=f"block {block}", block=block)
+    rows, places = stored(catalog, [spot.block for spot in spots])
     at = 0
     for spot, place in zip(spots, places, strict=True):
         catalog.read_block_into(spot.block, place, room[at : at + spot.length])
         at += spot.length
-    return found
+    return rows

@@ -17,15 +17,16 @@ Belongs to one thread.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Key, Row
 from mstore.blocks.packs import ENTRY, PAGE, Kind, SealedPack
-from mstore.errors import Conflict, StorageFailed
+from mstore.errors import Conflict, Corrupt, StorageFailed
 from mstore.ids import BlockId
 from mstore.phrases import call, phrase
 from mstore.pins.spots import Spot
@@ -39,7 +40,10 @@ RESERVE_BYTES = 8 << 20
 
 
 class Rewriting:
-    """Blocks on the way to new places.  Nothing is visible before `publish` returns."""
+    """Blocks on the way to new places.  Nothing is visible before `publish` returns.
+
+    blocks: how many it then moved.
+    """
 
     def __init__(self, catalog: Catalog, lease: leases.Lease, max_pack: int) -> None:
         self._catalog = catalog
@@ -103,7 +107,6 @@ class Rewriting:
         if encoded.base is not None:
             self._bases.add(encoded.base)
             self._deltas.add(spot.block)
-        self.blocks += 1
 
     def _count(self, pack: SealedPack) -> None:
         self.bytes_written += pack.size
@@ -130,6 +133,7 @@ class Rewriting:
             also(transaction)
             self._lease.drop_row(transaction)
             self._packs.keep()
+        self.blocks = moved
 
     def _became_bases(self, transaction: IndexTransaction) -> set[BlockId]:
         """Return blocks that are differences now, and that others refer to since we looked."""
@@ -150,6 +154,19 @@ class Rewriting:
                     where=f"block {base.hex()}",
                     hint="run the command again",
                 )
+
+
+def stored(catalog: Catalog, blocks: Sequence[BlockId]) -> tuple[list[Row], list[Location]]:
+    """Return the row of each block, and where it lies.  Raises Corrupt naming one without."""
+    index = catalog.index
+    with index.env.read() as transaction:
+        rows = index.block_rows(transaction, blocks)
+        found = [row for row in rows if row is not None]
+        places = index.locations(transaction, found)
+    if len(found) < len(rows):
+        block = blocks[rows.index(None)]
+        raise Corrupt("the store does not have this block", where=f"block {block}", block=block)
+    return found, places
 
 
 def room_for(spots: int, plain_bytes: int) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mstore.blocks.codecs import Elements, elements_of
-from mstore.errors import NotFound
+from mstore.errors import Corrupt, NotFound, StorageFailed
 from mstore.ids import BlockId, SnapshotId
 from mstore.objects.manifest import File
 from mstore.objects.tensor import Tensor
 from mstore.store import pin_rows
 from mstore.store.catalog import Catalog
+
+_UNREADABLE: Final = (NotFound, Corrupt, StorageFailed)
 
 
 class Spot(NamedTuple):
@@ -44,16 +46,31 @@ def _of_tensor(catalog: Catalog, name: str | None, record: Tensor, start: int) -
 
 
 def of_others(catalog: Catalog, id: SnapshotId) -> set[BlockId]:
-    """Return the blocks of all pinned snapshots but this one."""
+    """Return the blocks of all pinned snapshots but this one, as far as their records can be read.
+
+    What is damaged there must neither stop work on this one nor bare what is whole there.
+    """
     with catalog.index.env.read() as transaction:
         pinned = pin_rows.ids(catalog.index, transaction)
     found: set[BlockId] = set()
     for other in pinned - {id}:
-        record = catalog.snapshot_if_there(other)
-        manifest = None if record is None else catalog.manifest_if_there(record.manifest_id())
         # A version that knows nothing of pins leaves their marks when it collects a snapshot.
         # And the contents of a pruned one may be gone.
-        with suppress(NotFound):
-            for file in () if manifest is None else manifest.files:
-                found.update(spot.block for spot in of_file(catalog, file))
+        with suppress(*_UNREADABLE):
+            manifest = catalog.manifest(catalog.snapshot(other).manifest_id())
+            for file in manifest.files:
+                found.update(_readable(catalog, file))
     return found
+
+
+def _readable(catalog: Catalog, file: File) -> Iterator[BlockId]:
+    """Yield the blocks of a file, without those of tensors whose records cannot be read."""
+    try:
+        records = catalog.tensors([part.tensor_id() for part in file.parts])
+    except _UNREADABLE:
+        records = []
+        for part in file.parts:
+            with suppress(*_UNREADABLE):
+                records.append(catalog.tensor(part.tensor_id()))
+    for record in records:
+        yield from record.block_ids()

@@ -28,7 +28,7 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import call, phrase
 from mstore.pins import spots as places_of
 from mstore.pins.pin import GROUP_BYTES
-from mstore.pins.rewriting import Rewriting
+from mstore.pins.rewriting import Rewriting, stored
 from mstore.pins.spots import Spot
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.streaming import BaseBlocks
@@ -202,14 +202,7 @@ class _Unpinning:
     # -- in the threads of a pool --------------------------------------------------------------
 
     def _code(self, spots: Sequence[Spot]) -> _Coded:
-        index = self._catalog.index
-        with index.env.read() as transaction:
-            rows = [
-                row
-                for row in index.block_rows(transaction, [spot.block for spot in spots])
-                if row is not None
-            ]
-            places = index.locations(transaction, rows)
+        rows, places = stored(self._catalog, [spot.block for spot in spots])
         bases = self._bases.locate_stored([self._base_block(spot) for spot in spots])
         return _Coded(
             rows,

@@ -70,11 +70,6 @@ class Files:
     place: Place
     path: str | None
 
-    @property
-    def is_all(self) -> bool:
-        """Whether it is no single file."""
-        return self.path is None or not self.path or self.path.endswith("/")
-
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
@@ -82,11 +77,6 @@ class Tensors:
 
     place: Place
     name: str
-
-    @property
-    def is_all(self) -> bool:
-        """Whether it is no single tensor."""
-        return not self.name
 
 
 Address = Root | Refs | Snapshots | Snapshot | Files | Tensors
@@ -148,5 +138,14 @@ def elsewhere(raw: bytes, id: str) -> str:
     raw: an address below `/snapshots/`. Relative, because a proxy may show this server below a path
     of its own.
     """
-    _, slash, rest = _path(raw)[len(b"/snapshots/") :].decode("ascii").partition("/")
-    return "../" * (slash + rest).count("/") + id + slash + rest
+    below = _path(raw).decode("ascii").split("/")[3:]
+    return "/".join([*[".."] * len(below), id, *below])
+
+
+def with_slash(raw: bytes) -> str:
+    """Return the relative address of the directory that an address names without its last slash.
+
+    Slashes that came as `%2F` become such, so that the links of its page lead on.
+    """
+    last = unquote_to_bytes(_path(raw).rpartition(b"/")[2]).decode()
+    return "".join(f"{segment(part)}/" for part in last.split("/"))

@@ -26,11 +26,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mstore.errors import BadName, Conflict, MstoreError, NotFound, Unavailable
 from mstore_serve import addresses, conditions, ranges
-from mstore_serve.bodies import Ahead, Body, Threads
+from mstore_serve.bodies import Ahead, Body, Threads, unless_gone
 from mstore_serve.conditions import Verdict
 from mstore_serve.documents import ErrorDocument, ErrorReport, encoded
 from mstore_serve.ranges import Part, Span, Unsatisfiable
-from mstore_serve.shown import JSON, Elsewhere, Showing, Shown
+from mstore_serve.shown import JSON, Elsewhere, Later, Showing, Shown
 
 OWN_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _RETRY_AFTER: Final = "2"
@@ -126,8 +126,12 @@ class App:
             raise _refusal(404, "not-found", "no such address")
         as_page = _accepts_page(headers.get("accept", ""))
         find = partial(self._showing.find, address, scope["raw_path"], as_page=as_page)
-        is_file = isinstance(address, addresses.Files | addresses.Tensors) and not address.is_all
-        shown = await (self._threads.look_up if is_file else self._threads.tell)(find)
+        shown = await self._threads.look_up(find)
+        if isinstance(shown, Later):
+            made = await unless_gone(self._threads.tell(shown.make), receive)
+            if made is None:
+                return
+            shown = made
         if isinstance(shown, Elsewhere):
             told = (("Location", shown.location), ("Cache-Control", "no-cache"))
             await _send_bytes(scope, answer, 307, b"", told)

@@ -1,13 +1,15 @@
 """The bytes of one answer, piece by piece, from threads that read to a client that may be slow.
 
-**Memory.** One answer holds at most two pieces: one that the connection is sending, and one that
-was read meanwhile. Nothing is read for a client that has no room. What is decoded ahead of readers
-lies in the store's cache of blocks, which has a limit of its own and which all answers share; the
-more of them, the less far ahead each is read.
+**Memory.** One answer of bytes holds at most two pieces: one that the connection is sending, and
+one that was read meanwhile. Nothing is read for a client that has no room. A document is whole in
+memory for each answer that sends it; answers share the lists of tensors that are kept. What is
+decoded ahead of readers lies in the store's cache of blocks, which has a limit of its own and which
+all answers share; the more of them, the less far ahead each is read.
 
 **Threads.** Looking up, making documents, reading and computing have threads of their own. So a
 merge that is computed on read delays no plain file, and neither reads nor long documents delay the
-answer that something is not there. A thread serves a piece, never a client.
+answer that something is not there. A thread serves a piece, never a client. A long document for
+which nobody waits any more is not begun.
 
 **Errors.** The first piece is read before the status is sent, so what fails there is an error of
 the request. What fails later ends the answer before its announced length, with the connection: no
@@ -221,6 +223,17 @@ async def _gone(receive: Receive) -> None:
     """Return when the client has left.  What it may send before is no part of its request."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_gone(work: asyncio.Future[T], receive: Receive) -> T | None:
+    """Return what the work returns; None, and drop it unless it has begun, if the client leaves."""
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        gone.cancel()
+        work.cancel()
 
 
 def _message(data: Buffer, *, more: bool) -> Message:

@@ -46,6 +46,9 @@ _ID: Final = re.compile(r"[0-9a-f]{64}")
 _PREFIX: Final = re.compile(r"[0-9a-f]{4,63}")
 _CONTEXT: Final = "mstore 2026 ETag of a served file"
 _KEPT: Final = 8
+_KEPT_BYTES: Final = 4 << 20
+_SHORT: Final = 1000
+"""Files of a snapshot whose directories are listed at once."""
 _NS: Final = 1_000_000_000
 
 
@@ -84,11 +87,22 @@ class Elsewhere:
     location: str
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A document that takes long: `make` returns it, and raises as `Showing.find`."""
+
+    make: Callable[[], Shown | Elsewhere]
+
+
 class _Snapshot:
-    """One snapshot, and the ETags of its files that were asked for."""
+    """One snapshot; the ETags of its files that were asked for, and the list of its tensors.
+
+    tensors: kept if it is short, so that answers share it.
+    """
 
     def __init__(self, view: SnapshotView) -> None:
         self.view = view
+        self.tensors: Shown | None = None
         self.files = {file.path: file for file in view.manifest.files}
         self._etags: dict[str, str] = {}
 
@@ -121,8 +135,8 @@ class Showing:
         self._known: OrderedDict[SnapshotId, _Snapshot] = OrderedDict()
         self._holds: dict[SnapshotId, _Shared] = {}
 
-    def find(self, address: Address, raw: bytes, *, as_page: bool) -> Shown | Elsewhere:
-        """Return what an address shows.
+    def find(self, address: Address, raw: bytes, *, as_page: bool) -> Shown | Elsewhere | Later:
+        """Return what an address shows; takes milliseconds.
 
         raw: the address as it came. as_page: directories as HTML.
 
@@ -138,21 +152,19 @@ class Showing:
                     return _document(self._store.ref(name))
                 return _document(documents.RefsDocument(tuple(self._store.refs())))
             case addresses.Snapshots():
-                ids = tuple(id.hex() for id in self._store.snapshot_ids())
-                return _document(documents.SnapshotsDocument(ids))
+                return Later(self._all)
         found = self._snapshot(address.place)
         id = found.view.id.hex()
         if not address.place.is_ref and address.place.name != id:
             return Elsewhere(addresses.elsewhere(raw, id))
         match address:
             case addresses.Files(_, path):
-                return self._file(found, address.place, path, as_page=as_page)
+                return self._file(found, address.place, path, raw, as_page=as_page)
             case addresses.Tensors(_, ""):
-                tensors = tuple(self._store.tensors(found.view.id))
-                return _document(documents.TensorsDocument(tensors))
+                return found.tensors or Later(partial(self._tensors, found))
             case addresses.Tensors(_, name):
                 return _tensor(found.view, address.place, name)
-        return _document(self._summary(found))
+        return Later(partial(self._summary, found))
 
     # -- snapshots -----------------------------------------------------------------------------
 
@@ -212,8 +224,8 @@ class Showing:
     # -- what they show ------------------------------------------------------------------------
 
     def _file(
-        self, found: _Snapshot, place: Place, path: str | None, *, as_page: bool
-    ) -> Shown | Elsewhere:
+        self, found: _Snapshot, place: Place, path: str | None, raw: bytes, *, as_page: bool
+    ) -> Shown | Elsewhere | Later:
         if path is None:
             return Elsewhere("files/")
         file = found.files.get(path)
@@ -222,12 +234,18 @@ class Showing:
             read, prefetch = partial(view.read, path), partial(view.prefetch, path)
             source = Source(view.id, read, prefetch, view.is_virtual)
             return _bytes(view, place, file.size, _type_of(path), found.etag(path), source)
+        make = partial(self._directory, found, place, path, raw, as_page=as_page)
+        return Later(make) if len(found.files) > _SHORT else make()
+
+    def _directory(
+        self, found: _Snapshot, place: Place, path: str, raw: bytes, *, as_page: bool
+    ) -> Shown | Elsewhere:
         is_directory = not path or path.endswith("/")
         entries = found.entries(path if is_directory else f"{path}/")
         if not entries and path:
             raise NotFound("no such file in the snapshot", where=path)
         if not is_directory:
-            return Elsewhere(f"{addresses.segment(path.rpartition('/')[2])}/")
+            return Elsewhere(addresses.with_slash(raw))
         vary = (("Vary", "Accept"),)
         if as_page:
             title = f"{place.name if place.is_ref else found.view.id.short}: /{path}"
@@ -236,10 +254,24 @@ class Showing:
             documents.encoded(documents.DirectoryDocument(path, tuple(entries))), JSON, vary
         )
 
-    def _summary(self, found: _Snapshot) -> documents.SnapshotDocument:
+    def _all(self) -> Shown:
+        ids = tuple(id.hex() for id in self._store.snapshot_ids())
+        return _document(documents.SnapshotsDocument(ids))
+
+    def _tensors(self, found: _Snapshot) -> Shown:
+        # Another request may have made it while this one waited.
+        if found.tensors is not None:
+            return found.tensors
+        tensors = tuple(self._store.tensors(found.view.id))
+        made = _document(documents.TensorsDocument(tensors))
+        if made.size <= _KEPT_BYTES:
+            found.tensors = made
+        return made
+
+    def _summary(self, found: _Snapshot) -> Shown:
         report = self._store.show(found.view.id)
         assert report.manifest is not None
-        return documents.SnapshotDocument(
+        told = documents.SnapshotDocument(
             snapshot=report.snapshot.hex(),
             manifest=report.manifest.hex(),
             parents=tuple(
@@ -260,6 +292,7 @@ class Showing:
                 for path, file in found.files.items()
             ),
         )
+        return _document(told)
 
 
 @dataclass(slots=True)
