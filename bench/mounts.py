@@ -47,7 +47,7 @@ PEERS = ("restic", "borg")
 PARTLY = {"checkout": ("read", "from_pretrained"), **dict.fromkeys(PEERS, ("read",))}
 """Places that are not read in every way."""
 BLOCKS, SNAPSHOTS = 100_000, 10_000
-WARM_GIGABYTES = 3
+WARM_GIGABYTES = 2
 TICKS = os.sysconf("SC_CLK_TCK")
 REPOSITORY = {
     **os.environ,
@@ -243,12 +243,13 @@ class Bench:
         return {name: spread(values) for name, values in found.items()}
 
     def state(self, state: str, files: list[Path]) -> None:
-        """Bring files at rest into a state."""
+        """Bring files at rest into a state, and have memory at hand for all alike."""
         if state == "cold":
             drop_cache(*files)
-            return
-        for file in files:
-            file.read_bytes()
+        else:
+            for file in files:
+                file.read_bytes()
+        warm_memory(WARM_GIGABYTES)
 
     def round(self) -> dict[str, float]:
         """Every way in every place and state: MB/s, and what mounts took."""
@@ -257,7 +258,6 @@ class Bench:
             for way in WAYS:
                 if state == "cached" and way not in CACHED:
                     continue
-                warm_memory(WARM_GIGABYTES)
                 for place in self.places:
                     if way in PARTLY.get(place.name, WAYS):
                         self.one(found, way, place, state)
@@ -285,6 +285,7 @@ class Bench:
                 found[f"cpu {place.name} {state}"] = taken
                 found[f"memory {place.name} {state}"] = float(mount.memory())
             if state == "cold":
+                warm_memory(WARM_GIGABYTES)
                 if way == "random":
                     # It read a third: the rest must be there, too.
                     seconds("read", mount.folder)
