@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +17,18 @@ from unittest import mock
 
 from mstore.numeric.code_cache import COMPILING
 from mstore_cli.main import run
+
+
+def unheard(*words: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command as a process that cannot write its result."""
+    with Path("/dev/full").open("wb") as full:
+        return subprocess.run(
+            [sys.executable, "-m", "mstore_cli", *words],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=300,
+        )
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,18 @@ def copy_family(family: Family, root: Path) -> Family:
     return Family(root / "store", family.sources)
 
 
+@pytest.fixture(scope="module")
+def whole(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """A sound family, which tests copy."""
+    return write_family(tmp_path_factory.mktemp("whole"), driver)
+
+
+@pytest.fixture
+def family(whole: Family, tmp_path: Path) -> Family:
+    """A copy to damage, and in which things are removed."""
+    return copy_family(whole, tmp_path)
+
+
 def files_below(folder: Path) -> list[Path]:
     """Every file, relative."""
     return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())

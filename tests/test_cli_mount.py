@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_safetensors
-from cli_runs import Program
+from cli_runs import Program, unheard
 
 from mstore.errors import Unavailable
 from mstore_cli import systemd
@@ -157,15 +157,7 @@ def test_a_mount_that_cannot_be_announced_is_not_left(
     foreground: list[str], store: Program, directory: Path
 ) -> None:
     """If the result cannot be written, the command fails and nothing stays mounted."""
-    line = ["--store", str(store.store), "mount", "tiny", str(directory), *foreground]
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "mstore_cli", *line],
-            check=False,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            timeout=300,
-        )
+    done = unheard("--store", str(store.store), "mount", "tiny", str(directory), *foreground)
     assert done.returncode == 1
     assert b"no space left" in done.stderr
     assert not os.path.ismount(directory)

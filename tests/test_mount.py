@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from damage import flip_bit
+from mount_drivers import drop_pages, files_below
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -115,17 +117,6 @@ def wait_until(true: Callable[[], bool], seconds: float = 600) -> None:
 
 def runs(pid: int) -> bool:
     return mount_table.Source(Path("/"), None, pid).alive
-
-
-def files_below(folder: Path) -> list[Path]:
-    return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-
-
-def drop_pages(path: Path) -> None:
-    """Let the kernel forget what it has read of a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
 
 
 def code_of(call: Callable[[], object]) -> str:
@@ -218,18 +209,6 @@ def test_a_flipped_bit_is_an_error(family: tuple[Path, dict[str, Path]], point: 
     assert code_of(lambda: shutil.copy(point / BIG, point.parent / "copy")) == "EIO"
     other = BIG.replace("00001", "00002")
     assert filecmp.cmp(point / other, refs["b"] / other, shallow=False)
-
-
-def flip_bit(store: Path, inside: bytes) -> None:
-    for pack in store.rglob("*.pack"):
-        at = pack.read_bytes().find(inside)
-        if at >= 0:
-            pack.chmod(0o644)
-            with pack.open("r+b") as file:
-                file.seek(at)
-                file.write(bytes([inside[0] ^ 1]))
-            return
-    raise AssertionError("no pack holds these bytes")
 
 
 def test_inodes_are_the_same_in_every_mount(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import every_dtype_checkpoint
+from mount_drivers import drop_pages, files_below
 from msgspec import structs
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -108,10 +109,6 @@ def shown(store: Path, revision: str, **options: Any) -> Path:
     point.mkdir()
     mount(store, revision, point, **{"driver": "erofs", **options})
     return point
-
-
-def files_below(folder: Path) -> list[Path]:
-    return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
 
 
 def assert_same(point: Path, original: Path) -> None:
@@ -313,18 +310,16 @@ def test_gc_under_a_mount(store: Path, root: Path) -> None:
         assert before - set(store.glob("packs/*/*.pack")), "gc removed no pack"
         with pytest.raises(NotFound):
             opened.view("team/m")
-    drop_pages(point)
+    drop_all_pages(point)
     assert_same(point, root / "model")
     unmount(point)
     assert_same(shown(store, "other"), root / "other")
 
 
-def drop_pages(point: Path) -> None:
+def drop_all_pages(point: Path) -> None:
     """Let the kernel forget what it has read of a mount's files."""
     for path in files_below(point):
-        descriptor = os.open(point / path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        drop_pages(point / path)
 
 
 def test_mounts_and_unmount(store: Path) -> None:
@@ -409,7 +404,7 @@ def test_a_pack_that_is_cut_off_under_a_mount(store: Path, root: Path) -> None:
     pack = first_pack(store)
     pack.chmod(0o644)
     os.truncate(pack, 1 << 20)
-    drop_pages(point)
+    drop_all_pages(point)
     descriptor = os.open(point / MODEL, os.O_RDONLY)
     codes = set()
     try:

@@ -22,13 +22,11 @@ from mount_drivers import (
     Driver,
     Family,
     Served,
-    copy_family,
     drop_pages,
     pack_of,
     served,
     survey,
     within,
-    write_family,
 )
 from sick_disk import Disk, sick_disk
 
@@ -41,18 +39,6 @@ PATIENCE = 60.0
 """Seconds after which a read counts as stuck, on a machine that is much too busy."""
 MANY = 16
 """More readers than libfuse has threads by default."""
-
-
-@pytest.fixture(scope="module")
-def whole(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A sound store, which tests copy."""
-    return write_family(tmp_path_factory.mktemp("faults"), driver)
-
-
-@pytest.fixture
-def family(whole: Family, tmp_path: Path) -> Family:
-    """A copy to damage."""
-    return copy_family(whole, tmp_path)
 
 
 @pytest.fixture

@@ -19,28 +19,14 @@ from mount_drivers import (
     Driver,
     Family,
     Served,
-    copy_family,
     drop_pages,
     served,
     survey,
-    write_family,
 )
 
 from mstore import MergeRequest, Store
 
 pytest_plugins = ["mount_drivers"]
-
-
-@pytest.fixture(scope="module")
-def whole(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A family, which tests copy."""
-    return write_family(tmp_path_factory.mktemp("leases"), driver)
-
-
-@pytest.fixture
-def family(whole: Family, tmp_path: Path) -> Family:
-    """A copy in which things are removed."""
-    return copy_family(whole, tmp_path)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import flip_bit
 from safetensors.numpy import save_file
 
 from mstore import Store
@@ -85,19 +86,6 @@ def code_of(call: Callable[[], object]) -> str:
         call()
     assert caught.value.errno is not None
     return errno.errorcode[caught.value.errno]
-
-
-def damage(store: Path, content: bytes) -> None:
-    """Change one bit of what the store has of these bytes, which lie raw in it."""
-    for pack in store.rglob("*.pack"):
-        at = pack.read_bytes().find(content)
-        if at >= 0:
-            pack.chmod(0o644)
-            with pack.open("r+b") as file:
-                file.seek(at)
-                file.write(bytes([content[0] ^ 1]))
-            return
-    raise AssertionError("no pack holds these bytes")
 
 
 # -- a ref that is followed ------------------------------------------------------------------
@@ -294,7 +282,7 @@ def test_the_log_of_a_mount(originals: dict[str, Path], point: Path, tmp_path: P
     with Store.init(tmp_path / "raw", block_size=BLOCK_SIZE, codec="raw") as made:
         made.add(originals["a"], name="a")
     content = (originals["a"] / MODEL).read_bytes()
-    damage(tmp_path / "raw", content[200_000:200_064])
+    flip_bit(tmp_path / "raw", content[200_000:200_064])
     log = tmp_path / "log"
     log.write_text("before\n")
     mount(tmp_path / "raw", "a", point, log=log)
@@ -330,7 +318,7 @@ def test_blocks_are_checked_once_or_always(
     mount(tmp_path / "raw", "a", point, verify="always", cache_bytes=0)
     with (point / MODEL).open("rb", buffering=0) as file:
         assert file.read() == content
-        damage(tmp_path / "raw", content[200_000:200_064])
+        flip_bit(tmp_path / "raw", content[200_000:200_064])
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         assert code_of(lambda: os.pread(file.fileno(), 64, 200_000)) == "EIO"
         assert os.pread(file.fileno(), 64, 2_000_000) == content[2_000_000:2_000_064]

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import pytest
 from checkpoints import write_safetensors
+from damage import flip_bit
 from http_server import Answer, Served, served, taken
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -657,26 +658,13 @@ def test_bytes_that_move_are_found(root: Path, tmp_path: Path) -> None:
             assert server.ask(path).body == content
 
 
-def flip(store: Path, inside: bytes) -> None:
-    """Flip a bit of the one place in the packs that holds these bytes."""
-    for pack in store.rglob("*.pack"):
-        at = pack.read_bytes().find(inside)
-        if at >= 0:
-            pack.chmod(0o644)
-            with pack.open("r+b") as file:
-                file.seek(at)
-                file.write(bytes([inside[0] ^ 1]))
-            return
-    raise AssertionError("no pack holds this")
-
-
 def test_a_flipped_bit_is_never_sent(
     copy: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A damaged block at the beginning is 500; later, the answer ends before its length and before
     the first wrong byte. The log names the block, the answer nothing of this machine."""
     content = (root / "one" / "noise.dat").read_bytes()
-    flip(copy, content[3 * BLOCK + 9 : 3 * BLOCK + 99])
+    flip_bit(copy, content[3 * BLOCK + 9 : 3 * BLOCK + 99])
     with served(copy) as server:
         view = server.store.view("llama/one")
         [extent] = view.extents("noise.dat", 3 * BLOCK, 1)
