@@ -18,18 +18,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Outdated
+from mstore.blocks.room import Room
 from mstore.errors import BadRequest, Corrupt
 from mstore.ids import BlockId, Buffer, PackId, VirtualId
 from mstore.phrases import call
-from mstore.store.catalog import Catalog
-
-_LOOKS = 4
-"""How often a block is looked up that moves while it is read."""
+from mstore.store.catalog import LOOKS, Catalog
 
 CACHE_BYTES = 64 << 20
 """The most bytes of decoded blocks that a cache keeps, unless it is told otherwise."""
@@ -123,7 +122,7 @@ class BlockCache:
         self._under_way: dict[VirtualBlock, Group] = {}
         self._filling: dict[BlockId, Future[Buffer | _Checked]] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._own = threading.local()
+        self._room = Room(catalog.block_size)
 
     @property
     def computing(self) -> Computing:
@@ -175,7 +174,7 @@ class BlockCache:
 
     def _read_again(self, extent: Extent, part: memoryview) -> None:
         assert isinstance(extent.block, BlockId)
-        for left in reversed(range(_LOOKS)):
+        for left in reversed(range(LOOKS)):
             with self._lock:
                 self._checked.pop(extent.block, None)
             found = self._find(extent.block)
@@ -236,27 +235,17 @@ class BlockCache:
         return found
 
     def _read(self, block: BlockId, location: Location) -> Buffer | _Checked:
-        """Check a raw block where it lies; decode any other."""
-        for _ in range(_LOOKS):
-            if location.codec != Codec.RAW or self._check_always:
-                break
-            try:
-                return self._check(block, location)
-            except Outdated:
-                before, location = location, self._catalog.locate([block])[0]
-                if location == before:
-                    break
-        # This looks further if the place is out of date, and says what is wrong.
-        return self._catalog.read_block(block, location)
+        if self._check_always:
+            return self._catalog.read_block(block, location)
+        return self._catalog.relocating(block, location, partial(self._read_at, block))
 
-    def _check(self, block: BlockId, location: Location) -> _Checked:
-        """Check a raw block at this very place. Raises Outdated, Corrupt."""
-        room: memoryview | None = getattr(self._own, "room", None)
-        if room is None:
-            room = self._own.room = memoryview(bytearray(self._catalog.block_size))
+    def _read_at(self, block: BlockId, location: Location) -> Buffer | _Checked:
+        """Check a raw block at this very place; decode any other. Raises Outdated, Corrupt."""
+        if location.codec != Codec.RAW:
+            return self._catalog.read_block(block, location)
         # Before it is read: what is checked is then this file or a later one, which is told apart.
         version = self._catalog.packs.version(location.pack)
-        self._catalog.read_block_at(block, location, room[: location.raw_length])
+        self._catalog.read_block_at(block, location, self._room(location.raw_length))
         return _Checked(location, version)
 
     def prepare(self, places: Iterable[tuple[BlockId, Location]]) -> None:

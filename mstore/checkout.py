@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from threading import Lock, local
+from threading import Lock
 
 from mstore import fs
 from mstore.ahead import in_order
 from mstore.block_cache import BlockCache, Computing, Extent
 from mstore.blocks.reader import FSCK
+from mstore.blocks.room import Room
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.ids import BlockId, SnapshotId
@@ -187,7 +188,7 @@ class _Checkout:
         self._reflinks = reflinks
         self._open: set[_File] = set()
         self._lock = Lock()
-        self._threads = local()
+        self._room = Room(catalog.block_size)
 
     def run(self, threads: int, total: int, progress: ProgressCallback | None) -> None:
         """Write all files and sync each. Closes every file, also after an error."""
@@ -245,7 +246,7 @@ class _Checkout:
         for extent, block, location in zip(
             piece, blocks, self._catalog.locate(blocks), strict=True
         ):
-            target = self._buffer()[: extent.length]
+            target = self._room(extent.length)
             self._catalog.read_block_into(block, location, target)
             file.file.write_at(offset, target)
             offset += extent.length
@@ -257,7 +258,7 @@ class _Checkout:
         """Check blocks that the file shares with a pack, as they are in the file."""
         begin = offset
         for extent in piece:
-            target = self._buffer()[: extent.length]
+            target = self._room(extent.length)
             file.file.read_into(offset, target)
             if BlockId.of(target) != extent.block:
                 raise Corrupt(
@@ -269,13 +270,6 @@ class _Checkout:
             offset += extent.length
         self._release(file)
         return offset - begin
-
-    def _buffer(self) -> memoryview:
-        """This thread's buffer of one block: reused, it stays in the processor's cache."""
-        if not hasattr(self._threads, "buffer"):
-            self._threads.buffer = memoryview(bytearray(self._catalog.block_size))
-        buffer: memoryview = self._threads.buffer
-        return buffer
 
     def _release(self, file: _File) -> int:
         if file.release():

@@ -142,9 +142,7 @@ class Reflinks:
     ) -> bool:
         if not self._is_raw(places[0], begin):
             return not self._is_raw(place, offset)
-        last = places[-1]
-        is_next = place.offset == last.offset + last.stored_length
-        return place.codec == Codec.RAW and place.pack == last.pack and is_next
+        return place.codec == Codec.RAW and place.follows(places[-1])
 
     def _piece(self, begin: int, run: Sequence[Extent], places: Sequence[Location]) -> Piece:
         shared = range(0)

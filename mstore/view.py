@@ -43,13 +43,14 @@ class PhysicalExtent:
 
     The `length` bytes from `offset` of the file are those from `start` of the block at `location`
     (pack, offset there, lengths, codec, base). With codec RAW they are the bytes at
-    `location.offset + start` of the pack. A location of None means that the block is virtual.
+    `location.offset + start` of the pack. A location of None means that `block` is virtual.
     """
 
     offset: int
     length: int
     start: int
     location: Location | None
+    block: BlockId | VirtualBlock
 
 
 def tensor_blocks(catalog: Catalog, cache: BlockCache, id: TensorId) -> Iterator[Buffer]:
@@ -223,7 +224,7 @@ class SnapshotView:
         extents = []
         for extent in found:
             place = None if isinstance(extent.block, VirtualBlock) else next(places)
-            extents.append(PhysicalExtent(offset, extent.length, extent.start, place))
+            extents.append(PhysicalExtent(offset, extent.length, extent.start, place, extent.block))
             offset += extent.length
         return extents
 

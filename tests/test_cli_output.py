@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.ids import SnapshotId
-from mstore_cli.output import Column, Mode, Output, Screen, plain, printable, short
+from mstore.plain import plain
+from mstore_cli.output import Column, Mode, Output, Screen, printable, short
 
 ONE = SnapshotId(b"\xab" * 32)
 

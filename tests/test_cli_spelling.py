@@ -10,8 +10,8 @@ import pytest
 
 from mstore.errors import NotFound
 from mstore.phrases import Call, Option, Text, as_phrase, call, joined, phrase
+from mstore.plain import plain
 from mstore_cli.errors import report
-from mstore_cli.output import plain
 from mstore_cli.spelling import Typed
 
 

@@ -24,7 +24,7 @@ from mstore.blocks.packs import PAGE, Kind
 from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.pins.pin import pin
-from mstore.pins.runs import follows, is_mappable, layout, to_copy
+from mstore.pins.runs import is_mappable, layout, to_copy
 from mstore.pins.spots import Spot, of_file
 from mstore.pins.unpin import unpin
 from mstore.progress import Progress
@@ -636,10 +636,10 @@ def test_others_work_meanwhile(path: Path, tmp_path: Path) -> None:
 def test_memory_is_bounded_by_groups(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """pin and unpin read groups of a few blocks, never a whole file, however large it is."""
     from mstore.pins import pin as pinning
-    from mstore.pins import unpin as unpinning
+    from mstore.pins import spots
 
     monkeypatch.setattr(pinning, "GROUP_BYTES", BLOCK)
-    monkeypatch.setattr(unpinning, "GROUP_BYTES", BLOCK)
+    monkeypatch.setattr(spots, "GROUP_BYTES", BLOCK)
     largest: list[int] = []
     read = pinning._read
 
@@ -718,7 +718,7 @@ def test_copying_once_is_enough(
     for one in range(len(found) - 1):
         pair = found[one].block, found[one + 1].block
         if set(pair) <= set(moved) and [own[block] for block in pair] == [one, one + 1]:
-            assert follows(after[one], after[one + 1])
+            assert after[one + 1].follows(after[one])
     assert to_copy(found, after, fixed, long_run=long_run) == []
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TextIO
 
@@ -75,6 +74,9 @@ class Output:
         """Print a result: `document` as JSON, or `ids` one per line, or what `human` draws."""
         match self.mode:
             case Mode.JSON:
+                # Imported here because `mstore --help` must not pay for the library.
+                from mstore.plain import plain
+
                 self.stream.write(
                     json.dumps(plain(document, self._typed), indent=2, allow_nan=False) + "\n"
                 )
@@ -186,31 +188,6 @@ def _console(stream: TextIO) -> Console:
         emoji=False,
         highlight=False,
     )
-
-
-def plain(value: object, typed: Callable[[Text], str] = str) -> object:
-    """Convert a value to JSON types: ids to hex, reports to objects, NaN and infinities to null.
-
-    typed: formats a phrase, with its commands as the user types them.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name), typed) for f in dataclasses.fields(value)}
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item, typed) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, typed) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, str) and type(value) is not str:
-        # Imported here because `mstore --help` must not pay for the library.
-        from mstore.phrases import Phrase
-
-        return typed(value) if isinstance(value, Phrase) else value
-    return value
 
 
 def printable(text: str) -> str:

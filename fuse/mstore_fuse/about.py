@@ -13,14 +13,14 @@ answer: then it is unknown.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mstore.objects.manifest import SAFETENSORS
+from mstore.plain import plain
 
 if TYPE_CHECKING:
     from mstore import Store
@@ -54,11 +54,11 @@ class AboutStore:
             for part in file.tensors()
         }
         files = [
-            {**_plain(file), "id": view.content_id(file.path).hex()}
+            {**plain(file), "id": view.content_id(file.path).hex()}
             for file in self._store.files(view.id)
         ]
         tensors = [
-            {**_plain(tensor), "id": ids[tensor.file, tensor.name].hex()}
+            {**plain(tensor), "id": ids[tensor.file, tensor.name].hex()}
             for tensor in self._store.tensors(view.id)
         ]
         return {
@@ -72,9 +72,9 @@ class AboutStore:
     def labels(self, view: SnapshotView, path: str) -> Mapping[str, str]:
         """Return the number of tensors, for a safetensors file, and the id of the content."""
         labels = {"file": view.content_id(path).hex()}
-        if path in view.tensor_files():
-            file = view.manifest.file(path)
-            labels["tensors"] = str(0 if file is None else sum(1 for _ in file.tensors()))
+        file = view.manifest.file(path)
+        if file is not None and file.form == SAFETENSORS:
+            labels["tensors"] = str(sum(1 for _ in file.tensors()))
         return labels
 
     def stored(self, view: SnapshotView, path: str) -> int | None:
@@ -116,18 +116,4 @@ class AboutStore:
 
 
 def _text(value: object) -> bytes:
-    return json.dumps(_plain(value), indent=1, allow_nan=False).encode() + b"\n"
-
-
-def _plain(value: Any) -> Any:
-    """Return a report as JSON types: ids as hex, paths as text."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, Path) else value
+    return json.dumps(plain(value), indent=1, allow_nan=False).encode() + b"\n"

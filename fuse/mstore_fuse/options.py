@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mstore.errors import BadRequest, StorageFailed, Unavailable
@@ -51,9 +51,7 @@ class MountOptions:
                 # The daemon would wait for itself.
                 raise BadRequest(f"the log lies in the mount: {log}", where=Option("log"))
             _require_writable(log)
-        return MountOptions(
-            self.allow_other, log, self.cache_bytes, self.verify, self.follow, self.show_meta
-        )
+        return replace(self, log=log)
 
     def arguments(self) -> list[str]:
         """Return them as words of the daemon's command line."""

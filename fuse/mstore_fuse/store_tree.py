@@ -198,21 +198,20 @@ class StoreTree:
 
     def top(self, ref: str) -> Entry:
         """Return the directory of a ref, with the time of what it shows; empty if it is gone."""
-        try:
-            place = self._find(f"refs/{ref}")
-        except NotFound:
-            place = None
-        if place is None:
-            return self._directory(f"refs/{ref}")
-        return self._tree(place.snapshot).entry("")
+        tree = self._shown(ref)
+        return self._directory(f"refs/{ref}") if tree is None else tree.entry("")
 
     def totals_of(self, ref: str) -> Totals:
         """Return those of the snapshot that a ref shows; none if the ref is gone."""
+        tree = self._shown(ref)
+        return Totals(0, 0) if tree is None else tree.totals()
+
+    def _shown(self, ref: str) -> SnapshotTree | None:
         try:
             place = self._find(f"refs/{ref}")
         except NotFound:
-            place = None
-        return Totals(0, 0) if place is None else self._tree(place.snapshot).totals()
+            return None
+        return None if place is None else self._tree(place.snapshot)
 
     def _find(self, path: str) -> _Below | None:
         """Find where a path lies; None for a directory outside of all snapshots."""

@@ -260,11 +260,11 @@ class SnapshotTree:
     def _insert(self, path: str, entry: Entry) -> None:
         """Add a file, and its missing parent directories."""
         if path.startswith("/"):
-            raise _no_directory_holds(path)
+            raise no_directory_holds(path)
         while True:
             parent, _, name = path.rpartition("/")
             if name in ("", ".", "..") or "\0" in name or path in self._entries:
-                raise _no_directory_holds(path)
+                raise no_directory_holds(path)
             self._entries[path] = entry
             siblings = self._children.get(parent)
             if siblings is not None:
@@ -343,5 +343,6 @@ class SnapshotTree:
         return self._totals
 
 
-def _no_directory_holds(path: str) -> Corrupt:
+def no_directory_holds(path: str) -> Corrupt:
+    """Return the error for paths that form no tree of plain names."""
     return Corrupt("the snapshot has a file that no directory can hold", where=repr(path))

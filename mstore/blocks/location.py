@@ -18,3 +18,7 @@ class Location(msgspec.Struct, frozen=True, gc=False):
     codec: int
     width: int
     base: bytes = NO_BASE
+
+    def follows(self, before: Location) -> bool:
+        """Return whether the payload lies right behind another one."""
+        return (self.pack, self.offset) == (before.pack, before.offset + before.stored_length)

@@ -96,7 +96,11 @@ class Manifest(Record, frozen=True, array_like=True, tag="manifest/1", dict=True
 
     def file(self, path: str) -> File | None:
         """The file of this path, or None."""
-        return next((file for file in self.files if file.path == path), None)
+        return self._by_path.get(path)
+
+    @cached_property
+    def _by_path(self) -> Mapping[str, File]:
+        return {file.path: file for file in self.files}
 
     def tensors(self) -> Mapping[str, TensorId]:
         """Every tensor by name, in file and data order; computed once.

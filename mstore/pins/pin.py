@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from mstore.ahead import in_order
 from mstore.blocks.codecs import Codec, Encoded
@@ -22,15 +22,13 @@ from mstore.errors import Corrupt, NotFound, StorageFailed
 from mstore.ids import BlockId, SnapshotId
 from mstore.objects.manifest import File
 from mstore.pins import spots as places_of
-from mstore.pins.rewriting import Rewriting, stored
+from mstore.pins.rewriting import Rewriting
 from mstore.pins.runs import LONG_RUN, Layout, layout, to_copy
-from mstore.pins.spots import Spot
+from mstore.pins.spots import GROUP_BYTES, Group, Spot
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents, pin_rows
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES
-
-GROUP_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +59,6 @@ class PinReport:
     """how long it took"""
 
 
-class _Group(NamedTuple):
-    """Neighbouring blocks of one file, to be read together."""
-
-    file: str
-    spots: list[Spot]
-
-
 class _Loaded(NamedTuple):
     rows: list[Row]
     buffer: bytearray
@@ -77,7 +68,7 @@ class _Loaded(NamedTuple):
 class _Plan:
     """What to copy, and sums over the snapshot's different blocks."""
 
-    groups: list[_Group]
+    groups: list[Group]
     blocks: int = 0
     bytes_before: int = 0
     bytes_after: int = 0
@@ -160,7 +151,7 @@ def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_ru
             if spot.block in seen or (spot.block in others and place.codec == Codec.RAW)
         }
         chosen = to_copy(spots, places, taken, long_run=long_run)
-        plan.groups += _groups(file.path, chosen)
+        plan.groups += places_of.groups(file.path, chosen)
         plan.copied += len(chosen)
         plan.copied_bytes += sum(spot.length for spot in chosen)
         copied = {spot.block for spot in chosen}
@@ -184,19 +175,6 @@ def _count(
             plan.bytes_after += spot.length if spot.block in copied else place.stored_length
 
 
-def _groups(file: str, spots: Sequence[Spot]) -> Iterator[_Group]:
-    group: list[Spot] = []
-    size = 0
-    for spot in spots:
-        if group and size + spot.length > GROUP_BYTES:
-            yield _Group(file, group)
-            group, size = [], 0
-        group.append(spot)
-        size += spot.length
-    if group:
-        yield _Group(file, group)
-
-
 def _copy(
     catalog: Catalog,
     rewriting: Rewriting,
@@ -207,7 +185,7 @@ def _copy(
     # Buffers of earlier groups: reused, so that the kernel need not zero new pages.
     spare: deque[bytearray] = deque()
 
-    def load(group: _Group) -> _Loaded:
+    def load(group: Group) -> _Loaded:
         try:
             buffer = spare.pop()
         except IndexError:
@@ -233,7 +211,7 @@ def _copy(
 
 def _read(catalog: Catalog, spots: Sequence[Spot], room: memoryview) -> list[Row]:
     """Fill `room` with the checked bytes of these blocks; return the rows that they have."""
-    rows, places = stored(catalog, [spot.block for spot in spots])
+    rows, places = catalog.rows_of([spot.block for spot in spots])
     at = 0
     for spot, place in zip(spots, places, strict=True):
         catalog.read_block_into(spot.block, place, room[at : at + spot.length])

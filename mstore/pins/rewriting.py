@@ -17,16 +17,15 @@ Belongs to one thread.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Key, Row
 from mstore.blocks.packs import ENTRY, PAGE, Kind, SealedPack
-from mstore.errors import Conflict, Corrupt, StorageFailed
+from mstore.errors import Conflict, StorageFailed
 from mstore.ids import BlockId
 from mstore.phrases import call, phrase
 from mstore.pins.spots import Spot
@@ -154,19 +153,6 @@ class Rewriting:
                     where=f"block {base.hex()}",
                     hint="run the command again",
                 )
-
-
-def stored(catalog: Catalog, blocks: Sequence[BlockId]) -> tuple[list[Row], list[Location]]:
-    """Return the row of each block, and where it lies.  Raises Corrupt naming one without."""
-    index = catalog.index
-    with index.env.read() as transaction:
-        rows = index.block_rows(transaction, blocks)
-        found = [row for row in rows if row is not None]
-        places = index.locations(transaction, found)
-    if len(found) < len(rows):
-        block = blocks[rows.index(None)]
-        raise Corrupt("the store does not have this block", where=f"block {block}", block=block)
-    return found, places
 
 
 def room_for(spots: int, plain_bytes: int) -> int:

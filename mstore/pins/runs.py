@@ -42,11 +42,6 @@ def is_mappable(spot: Spot, place: Location) -> bool:
     return place.codec == Codec.RAW and (place.offset - spot.offset) % PAGE == 0
 
 
-def follows(before: Location, place: Location) -> bool:
-    """Return whether a payload is adjacent to the one before it in the file."""
-    return place.pack == before.pack and place.offset == before.offset + before.stored_length
-
-
 def layout(spots: Sequence[Spot], places: Sequence[Location]) -> Layout:
     """Return how a file lies; one spot and place per block, in file order."""
     runs = unmapped = 0
@@ -56,7 +51,7 @@ def layout(spots: Sequence[Spot], places: Sequence[Location]) -> Layout:
             unmapped += spot.length
             before = None
             continue
-        runs += before is None or not follows(before, place)
+        runs += before is None or not place.follows(before)
         before = place
     return Layout(runs, unmapped)
 
@@ -124,4 +119,4 @@ def _goes_on(before: Location | None, place: Location) -> bool:
     """
     if before is None:
         return False
-    return follows(before, place) or (place.pack != before.pack and place.offset < 2 * PAGE)
+    return place.follows(before) or (place.pack != before.pack and place.offset < 2 * PAGE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -14,6 +14,7 @@ from mstore.objects.tensor import Tensor
 from mstore.store import pin_rows
 from mstore.store.catalog import Catalog
 
+GROUP_BYTES: Final = 4 << 20
 _UNREADABLE: Final = (NotFound, Corrupt, StorageFailed)
 
 
@@ -26,6 +27,27 @@ class Spot(NamedTuple):
     tensor: str | None
     number: int
     elements: Elements
+
+
+class Group(NamedTuple):
+    """Neighbouring blocks of one file, to be read together."""
+
+    file: str
+    spots: list[Spot]
+
+
+def groups(file: str, spots: Iterable[Spot]) -> Iterator[Group]:
+    """Yield the blocks of a file in groups of up to GROUP_BYTES, or of a longer one."""
+    group: list[Spot] = []
+    size = 0
+    for spot in spots:
+        if group and size + spot.length > GROUP_BYTES:
+            yield Group(file, group)
+            group, size = [], 0
+        group.append(spot)
+        size += spot.length
+    if group:
+        yield Group(file, group)
 
 
 def of_file(catalog: Catalog, file: File) -> Iterator[Spot]:

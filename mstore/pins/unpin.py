@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from threading import local
 from typing import NamedTuple
 
 from mstore.ahead import in_order
@@ -20,6 +19,7 @@ from mstore.blocks import row_batches
 from mstore.blocks.codecs import Codec, Encoded, encode
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row, base_of
+from mstore.blocks.room import Room
 from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.ids import BlockId, Buffer, SnapshotId
 from mstore.objects.manifest import File, Manifest
@@ -27,9 +27,8 @@ from mstore.objects.snapshot import BASE, SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, phrase
 from mstore.pins import spots as places_of
-from mstore.pins.pin import GROUP_BYTES
-from mstore.pins.rewriting import Rewriting, stored
-from mstore.pins.spots import Spot
+from mstore.pins.rewriting import Rewriting
+from mstore.pins.spots import Group, Spot
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.streaming import BaseBlocks
 from mstore.store import contents, pin_rows
@@ -136,7 +135,7 @@ class _Unpinning:
         self._files = manifest.files
         self._policy = catalog.config.codec
         self._bases = BaseBlocks(catalog)
-        self._own = local()
+        self._room = Room(catalog.block_size)
         self.base, self._base_tensors = _base_of(catalog, record, manifest)
         self.blocks: set[BlockId] = set()
         self.bytes_before = 0
@@ -179,19 +178,10 @@ class _Unpinning:
                     if progress is not None:
                         progress(Progress("unpin", done, self._needed))
 
-    def _groups(self) -> Iterator[tuple[str, list[Spot]]]:
+    def _groups(self) -> Iterator[Group]:
         seen: set[BlockId] = set()
         for file in self._files:
-            group: list[Spot] = []
-            size = 0
-            for spot in self._own_spots(file, seen):
-                if group and size + spot.length > GROUP_BYTES:
-                    yield file.path, group
-                    group, size = [], 0
-                group.append(spot)
-                size += spot.length
-            if group:
-                yield file.path, group
+            yield from places_of.groups(file.path, self._own_spots(file, seen))
 
     def _own_spots(self, file: File, seen: set[BlockId]) -> Iterator[Spot]:
         for spot in places_of.of_file(self._catalog, file):
@@ -202,7 +192,7 @@ class _Unpinning:
     # -- in the threads of a pool --------------------------------------------------------------
 
     def _code(self, spots: Sequence[Spot]) -> _Coded:
-        rows, places = stored(self._catalog, [spot.block for spot in spots])
+        rows, places = self._catalog.rows_of([spot.block for spot in spots])
         bases = self._bases.locate_stored([self._base_block(spot) for spot in spots])
         return _Coded(
             rows,
@@ -218,13 +208,6 @@ class _Unpinning:
         encoded = encode(data, spot.elements, self._policy, self._delta_base(spot, at))
         # Of all codecs only raw has the bytes themselves for a payload.
         return None if encoded.codec is Codec.RAW else encoded
-
-    def _room(self, length: int) -> memoryview:
-        """Return this thread's memory for a block: valid until its next call."""
-        if not hasattr(self._own, "room"):
-            self._own.room = memoryview(bytearray(self._catalog.block_size))
-        room: memoryview = self._own.room
-        return room[:length]
 
     def _base_block(self, spot: Spot) -> BlockId | None:
         """Return the base's block at the same place, if this block may be a difference to it."""

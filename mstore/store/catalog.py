@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import local
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from mstore import fs
@@ -27,6 +26,7 @@ from mstore.blocks.location_rows import Row
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import Kind, Outdated, PackFiles, PackGone, PackWriter
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
+from mstore.blocks.room import Room
 from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.ids import (
     ID_BYTES,
@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
+LOOKS = 4
+"""How often a block is looked up that moves while it is read."""
+
 
 class Catalog:
     """One open store."""
@@ -82,7 +85,7 @@ class Catalog:
         self.packs = packs
         self._reader = BlockReader(packs, layout.block_size)
         self._records = RecordCache()
-        self._own = local()
+        self._room = Room(layout.block_size)
 
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
@@ -194,10 +197,13 @@ class Catalog:
 
     def locate(self, blocks: Iterable[BlockId]) -> list[Location]:
         """Locate each block.  Raises Corrupt naming the first that is not stored."""
-        wanted = list(blocks)
+        return self.rows_of(list(blocks))[1]
+
+    def rows_of(self, blocks: Sequence[BlockId]) -> tuple[list[Row], list[Location]]:
+        """Return the row of each block, and where it lies.  Raises as `locate`."""
         with self.index.env.read() as transaction:
-            rows = _all_stored(wanted, self.index.block_rows(transaction, wanted))
-            return self.index.locations(transaction, rows)
+            rows = _all_stored(blocks, self.index.block_rows(transaction, blocks))
+            return rows, self.index.locations(transaction, rows)
 
     def stored_lengths(self, blocks: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return bytes at rest of each block, int64[blocks]: a cheaper `locate` for counting.
@@ -258,20 +264,26 @@ class Catalog:
             location = self.locate([block])[0]
         if meter is not None:
             meter.charge(location.stored_length)
-        return self._relocating(block, location, lambda place: self._checked(block, place))
+        return self.relocating(block, location, lambda place: self._checked(block, place))
 
-    def _relocating(self, block: BlockId, location: Location, read: Callable[[Location], T]) -> T:
-        try:
-            return read(location)
-        except Outdated as gone:
-            fresh = self.locate([block])[0]
-            if fresh == location:
-                # Or the index itself was replaced, and its packs have moved since.
-                if not self.index.env.follow():
-                    gone.block = block
-                    raise
+    def relocating(self, block: BlockId, location: Location, read: Callable[[Location], T]) -> T:
+        """Return what `read` makes of a block's place, which is looked up again if it is outdated.
+
+        Raises what `read` raises, and Outdated only if the index has no other place for the block.
+        """
+        for _ in range(LOOKS - 1):
+            try:
+                return read(location)
+            except Outdated as gone:
                 fresh = self.locate([block])[0]
-            return read(fresh)
+                if fresh == location:
+                    # Or the index itself was replaced, and its packs have moved since.
+                    if not self.index.env.follow():
+                        gone.block = block
+                        raise
+                    fresh = self.locate([block])[0]
+                location = fresh
+        return read(location)
 
     def _checked(self, block: BlockId, location: Location) -> Buffer:
         return self._reader.block(block, location, self._base(block, location))
@@ -293,7 +305,7 @@ class Catalog:
             raise Outdated(
                 f"block {base} cannot be its base", where=f"block {block}", hint=FSCK, block=block
             )
-        return self._relocating(base, place, lambda fresh: self._stand_alone(base, fresh))
+        return self.relocating(base, place, lambda fresh: self._stand_alone(base, fresh))
 
     def _stand_alone(self, block: BlockId, location: Location) -> Buffer:
         # After a new lookup the location may be of any kind.
@@ -305,20 +317,13 @@ class Catalog:
         self._reader.unchecked_into(block, location, found)
         return found
 
-    def _room(self, length: int) -> memoryview:
-        """Return memory for a base, valid until the thread's next call.  New memory is slow."""
-        room: memoryview | None = getattr(self._own, "room", None)
-        if room is None:
-            room = self._own.room = memoryview(bytearray(self.block_size))
-        return room[:length]
-
     def read_block_into(
         self, block: BlockId, location: Location, target: memoryview, meter: Meter | None = None
     ) -> None:
         """Fill `target` (exactly the block's plain length) with checked bytes."""
         if meter is not None:
             meter.charge(location.stored_length)
-        self._relocating(block, location, lambda place: self.read_block_at(block, place, target))
+        self.relocating(block, location, lambda place: self.read_block_at(block, place, target))
 
     def read_blocks(
         self, blocks: Sequence[BlockId], meter: Meter | None = None

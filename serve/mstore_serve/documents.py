@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 
+from mstore.plain import plain
 from mstore.reports import RefReport, TensorReport
 
 
@@ -150,16 +150,4 @@ class ErrorDocument:
 
 def encoded(document: object) -> bytes:
     """Return a document as JSON: ids in hex, tuples as lists."""
-    return json.dumps(_plain(document), indent=2, allow_nan=False).encode() + b"\n"
-
-
-def _plain(value: object) -> object:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
+    return json.dumps(plain(document), indent=2, allow_nan=False).encode() + b"\n"

@@ -23,7 +23,6 @@ from blake3 import blake3
 from mstore import Store
 from mstore.errors import MstoreError, NotFound
 from mstore.ids import Buffer, SnapshotId
-from mstore.objects.manifest import File
 from mstore.store.leases import Hold
 from mstore.version import __version__
 from mstore.view import SnapshotView
@@ -44,7 +43,6 @@ ASK_AGAIN: Final = "no-cache"
 
 _ID: Final = re.compile(r"[0-9a-f]{64}")
 _PREFIX: Final = re.compile(r"[0-9a-f]{4,63}")
-_CONTEXT: Final = "mstore 2026 ETag of a served file"
 _KEPT: Final = 8
 _KEPT_BYTES: Final = 4 << 20
 _SHORT: Final = 1000
@@ -109,7 +107,7 @@ class _Snapshot:
     def etag(self, path: str) -> str:
         found = self._etags.get(path)
         if found is None:
-            found = self._etags[path] = etag_of_file(self.files[path])
+            found = self._etags[path] = f'"{self.view.content_id(path).hex()}"'
         return found
 
     def entries(self, directory: str) -> list[documents.ServedEntry]:
@@ -302,15 +300,6 @@ class _Shared:
     count: int = 0
     hold: Hold | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-def etag_of_file(file: File) -> str:
-    """Return the ETag of a file, with its quotes: a hash of the ids of its parts.
-
-    A part's id is that of its tensor record, so equal ETags mean equal bytes.
-    """
-    ids = b"".join(part.tensor for part in file.parts)
-    return f'"{blake3(ids, derive_key_context=_CONTEXT).hexdigest()}"'
 
 
 def _tensor(view: SnapshotView, place: Place, name: str) -> Shown:

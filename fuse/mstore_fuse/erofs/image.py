@@ -29,6 +29,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from mstore.errors import Corrupt, Unavailable
+from mstore_fuse.tree import no_directory_holds
 
 PAGE = 4096
 HOLE = 0xFFFFFFFF
@@ -242,21 +243,17 @@ def _insert(root: _Node, path: str, size: int) -> _Node:
         at = _children(at, part, path).setdefault(part, _Node(children={}))
     siblings = _children(at, name, path)
     if name in siblings:
-        raise _no_directory_holds(path)
+        raise no_directory_holds(path)
     node = siblings[name] = _Node(size)
     return node
 
 
 def _children(node: _Node, name: bytes, path: str) -> dict[bytes, _Node]:
     if node.children is None or name in (b"", b".", b"..") or b"\0" in name:
-        raise _no_directory_holds(path)
+        raise no_directory_holds(path)
     if len(name) > _NAME_MAX:
         raise Corrupt(f"a name of {len(name)} bytes", where=repr(path))
     return node.children
-
-
-def _no_directory_holds(path: str) -> Corrupt:
-    return Corrupt("the snapshot has a file that no directory can hold", where=repr(path))
 
 
 def _walk(node: _Node) -> Iterator[_Node]:

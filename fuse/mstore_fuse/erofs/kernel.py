@@ -36,8 +36,7 @@ def mount(image: Path, packs: Sequence[int], mountpoint: Path, options: Sequence
     """Mount the image, whose devices are these open files, at a directory.
 
     The mount's source is the image's path, which must lead to it. Options that the kernel does not
-    know are left out. Raises OSError with the kernel's
-    own words, where it gives any.
+    know are left out. Raises OSError with the kernel's own words, where it gives any.
     """
     with _opened(b"erofs") as context:
         _configure(context, _SET_STRING, "source", os.fsencode(image))

@@ -128,11 +128,10 @@ class Survey:
 
 
 def _pieces(view: SnapshotView, path: str) -> Iterator[Piece]:
-    logical = view.extents(path, 0, view.files[path])
-    for extent, place in zip(logical, view.physical_extents(path), strict=True):
-        assert place.location is not None
-        assert not isinstance(extent.block, VirtualBlock)
-        yield Piece(place.offset, place.length, place.start, extent.block, place.location)
+    for one in view.physical_extents(path):
+        assert one.location is not None
+        assert not isinstance(one.block, VirtualBlock)
+        yield Piece(one.offset, one.length, one.start, one.block, one.location)
 
 
 def runs(pieces: Iterable[Piece]) -> Iterator[Run]:
