@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # The tests start some hundred processes: each would compile its sources where none are kept.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 
-.PHONY: setup demo test test-slow fuzz soak adversary check conformance format clean
+.PHONY: setup demo test test-slow fuzz soak adversary check conformance bench-quick format clean
 
 setup:
 	@scripts/setup
@@ -44,6 +44,10 @@ check: setup
 # Compares merges with mergekit's, in a virtual environment of its own (.venv-conformance).
 conformance: setup
 	@scripts/conformance
+
+# The main ratios, beside the recorded ones; on a quiet machine, in under two minutes.
+bench-quick: setup
+	@$(PYTHON) bench/quick.py
 
 format: setup
 	@$(PYTHON) -m ruff check --fix .

@@ -18,6 +18,8 @@ import page_density
 import page_estimates
 import page_growth
 import page_incremental
+import page_large
+import page_limits
 import page_mergekit
 import page_methods
 import page_mounts
@@ -47,6 +49,7 @@ on the same machine, and a ratio is the median of the ratios of the rounds. MB a
 """
 
 SECTIONS: dict[str, Callable[[Told], str]] = {
+    "limits": page_limits.section,
     "density": page_density.section,
     "rates": page_rates.section,
     "growth": page_growth.section,
@@ -61,6 +64,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "mounts": page_mounts.section,
     "paper": page_paper.section,
     "planning": page_planning.section,
+    "large": page_large.section,
     "quality": page_quality.section,
     "incremental": page_incremental.section,
 }
