@@ -5,9 +5,9 @@ from __future__ import annotations
 from tables import MIB, Told, machine, table
 
 LARGE = """\
-{machine} `python bench/large.py WORK`. {billions:.1f} B parameters, bf16, {plain:.1f} GB a model, one base
-and {experts} experts (`generate.near`), codec `auto`, one round. Each model was in the page cache
-when it was added; a merge (TIES, density 0.2) finds of the store what memory holds.
+{machine} `python bench/large.py WORK`. {billions:.1f} B parameters, bf16, {plain:.1f} GB a model: a
+base and {experts} experts (`generate.near`), codec `auto`, one round. Each model was in the page
+cache when it was added; a merge (TIES, density 0.2) finds of the store what memory holds.
 """
 
 

@@ -17,6 +17,7 @@ import page_adapters
 import page_density
 import page_estimates
 import page_growth
+import page_headline
 import page_incremental
 import page_large
 import page_limits
@@ -76,17 +77,15 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--methods", type=Path, default=METHODS)
     arguments = parser.parse_args()
-    parts = [HEAD]
-    for name, section in SECTIONS.items():
-        file = arguments.results / f"{name}.json"
-        if file.exists():
-            parts.append(section(json.loads(file.read_text())))
+    files = sorted(arguments.results.glob("*.json"))
+    told = {file.stem: json.loads(file.read_text()) for file in files}
+    parts = [HEAD, page_headline.section(told)]
+    parts += [section(told[name]) for name, section in SECTIONS.items() if name in told]
     parts.append((HERE / "notes.md").read_text())
     arguments.page.write_text("\n".join(parts))
-    file = arguments.results / "estimates.json"
-    if file.exists():
+    if "estimates" in told:
         page = arguments.methods.read_text()
-        arguments.methods.write_text(page_estimates.placed(page, json.loads(file.read_text())))
+        arguments.methods.write_text(page_estimates.placed(page, told["estimates"]))
 
 
 if __name__ == "__main__":
