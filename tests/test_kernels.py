@@ -185,7 +185,7 @@ def _compare(
 ) -> None:
     rng = np.random.default_rng(seed)
     base, experts = _family(rng, kind, dtypes, n)
-    weights = WEIGHTS[: len(experts)]
+    weights = list(itertools.islice(itertools.cycle(WEIGHTS), len(experts)))
     absent = [np.zeros(n, dtype=bool) for _ in experts]
     for start, stop in itertools.pairwise([0, *cuts, n]):
         for mask in absent:
@@ -240,6 +240,18 @@ def test_any_mix_of_types_cuts_and_absences(
     """One to six experts of any types, cut anywhere, some unread in some chunks: same bits."""
     cuts = sorted(data.draw(st.sets(st.integers(1, n), max_size=4)))
     _compare(*method, kind, dtypes, out_dtype, n=n, cuts=cuts, seed=seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share_absent", [0.5, 0.85, 1.0])
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties"])
+def test_many_experts_mostly_absent(method: str, share_absent: float, kind: str) -> None:
+    """Runs of present and of absent experts of any length: same bits as the reference."""
+    dtypes = ["BF16", *["BF16", "F32", "F16"] * 6]
+    cuts = [512, 1024, 1100, 2048, 2500]
+    _compare(
+        *(method, {}, kind, dtypes, "F32"), n=3000, cuts=cuts, seed=5, share_absent=share_absent
+    )
 
 
 @pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "breadcrumbs"])

@@ -359,6 +359,36 @@ def _add_direct(count: int, weight: Any, at: int, scratch: Any) -> None:
 
 
 @compiled
+def _add_base(count: int, weights: Any, scratch: Any) -> None:
+    """Add the base times each of four weights to the sum, in order: experts that are absent."""
+    w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
+    bases, sums = scratch[BASE : BASE + count], scratch[SUM : SUM + count]
+    for i in range(count):
+        base = bits_float(bases[i])
+        total = fused(base, w0, bits_float(sums[i]))
+        total = fused(base, w1, total)
+        total = fused(base, w2, total)
+        sums[i] = float_bits(fused(base, w3, total))
+
+
+@compiled
+def _add_base_once(count: int, weight: Any, scratch: Any) -> None:
+    """Add the base times one weight to the sum."""
+    bases, sums = scratch[BASE : BASE + count], scratch[SUM : SUM + count]
+    for i in range(count):
+        sums[i] = float_bits(fused(bits_float(bases[i]), weight, bits_float(sums[i])))
+
+
+@compiled
+def _until(is_present: Any, first: int, row_of: Any) -> int:
+    """Return the end of the run of present, or of absent, experts that begins with `first`."""
+    k = first
+    while k < row_of.size and (row_of[k] >= 0) == is_present:
+        k += 1
+    return k
+
+
+@compiled
 def _divide(count: int, divisor: Any, scratch: Any) -> None:
     for i in range(count):
         scratch[SUM + i] = float_bits(bits_float(scratch[SUM + i]) / divisor)
@@ -421,12 +451,6 @@ def _pay(quotas: Any, left: Any, ties: Any, slot: int, found: int) -> None:
         ties[slot] += found
     elif quotas[slot] >= 0:
         left[slot] -= found
-
-
-@compiled
-def _copy(count: int, source: int, at: int, scratch: Any) -> None:
-    for i in range(count):
-        scratch[at + i] = scratch[source + i]
 
 
 @entry("p", floats, philox, stages, tiles, arguments)
@@ -494,7 +518,29 @@ def mix(arguments_at: Any) -> None:
                 p = row_of[k]
                 load_bits(row_codes[p], rows[p], start, count, scratch, EXPERT)
                 _count_kept(count, thresholds[k], EXPERT, scratch)
-        for group in range(0, present, GROUP):
+        k = 0
+        while kind == DIRECT and k < experts_count:
+            # Only methods that mix whole experts give a weight to an absent expert: the base's.
+            end = _until(False, k, row_of)
+            while end - k >= GROUP:
+                _add_base(count, weights[k : k + GROUP], scratch)
+                k += GROUP
+            while k < end:
+                _add_base_once(count, weights[k], scratch)
+                k += 1
+            end = min(_until(True, k, row_of), k + GROUP)
+            for j in range(end - k):
+                p, at = row_of[k + j], EXPERT + j * STRIDE
+                load_bits(row_codes[p], rows[p], start, count, scratch, at)
+                if near:
+                    swap(count, factors[1], at, scratch)
+            if end - k == GROUP:
+                _add_direct_group(count, weights[k:end], scratch)
+            else:
+                for j in range(end - k):
+                    _add_direct(count, weights[k + j], EXPERT + j * STRIDE, scratch)
+            k = end
+        for group in range(0, 0 if kind == DIRECT else present, GROUP):
             members = min(GROUP, present - group)
             for j in range(members):
                 k = experts[group + j]
@@ -502,15 +548,7 @@ def mix(arguments_at: Any) -> None:
                 at = EXPERT + j * STRIDE
                 grouped[j] = weights[k]
                 weight = _ONE if late else weights[k]
-                if p < 0:
-                    # Only methods that mix whole experts give a weight to an absent expert.
-                    _copy(count, BASE, at, scratch)
-                    continue
                 load_bits(row_codes[p], rows[p], start, count, scratch, at)
-                if near:
-                    swap(count, factors[1], at, scratch)
-                if kind == DIRECT:
-                    continue
                 if kind == AVERAGED:
                     _weigh_average(count, weights[k], thresholds[k], at, scratch)
                     continue
@@ -560,13 +598,6 @@ def mix(arguments_at: Any) -> None:
                 _weigh_drawn(count, rescales[k], weight, own, below, at, scratch)
                 if kind == CONSENSUS:
                     _drop_nan(count, at, scratch)
-            if kind == DIRECT:
-                if members == GROUP:
-                    _add_direct_group(count, grouped, scratch)
-                else:
-                    for j in range(members):
-                        _add_direct(count, grouped[j], EXPERT + j * STRIDE, scratch)
-                continue
             for j in range(members, GROUP):
                 # Zeros change no sum and have no sign that a side could agree with.
                 _fill(scratch, EXPERT + j * STRIDE, count, _NOTHING)
