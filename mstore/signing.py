@@ -42,6 +42,13 @@ from mstore.phrases import Option, call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents, signature_rows
 from mstore.store.catalog import Catalog, now_ns
+from mstore.store.signature_report import (
+    BAD_SIGNATURE,
+    GOOD_SIGNATURE,
+    UNCHECKED,
+    UNKNOWN_KEY,
+    SignatureReport,
+)
 from mstore.store.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -52,36 +59,6 @@ MAX_SIGNERS_BYTES = 1 << 20
 KEY_TYPE = "ssh-ed25519"
 Trusted = Mapping[bytes, str]
 """Maps a public key to the name under which it is trusted."""
-
-
-GOOD_SIGNATURE = "good"
-UNKNOWN_KEY = "unknown key"
-BAD_SIGNATURE = "bad"
-UNCHECKED = "unchecked"
-
-
-@dataclass(frozen=True, slots=True)
-class SignatureReport:
-    """One signature of a snapshot.
-
-    `state` is GOOD_SIGNATURE, UNKNOWN_KEY, BAD_SIGNATURE, or UNCHECKED if the library for checking
-    is missing.
-    """
-
-    signature: SignatureId
-    """the signature's id"""
-    snapshot: SnapshotId
-    """the snapshot's id"""
-    state: str
-    """good (by a trusted key), unknown key, bad (not made by its key), or unchecked"""
-    key: str
-    """fingerprint of the key, as ssh-keygen -l prints it"""
-    signer: str | None
-    """the name under which the key is trusted; None: it is not trusted"""
-    claimed_signer: str | None
-    """the signer that the signature claims, which proves nothing"""
-    time_ns: int
-    """when, as the signature claims"""
 
 
 @dataclass(frozen=True, slots=True)
