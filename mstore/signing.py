@@ -15,6 +15,7 @@ import binascii
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -42,13 +43,7 @@ from mstore.phrases import Option, call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents, signature_rows
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.signature_report import (
-    BAD_SIGNATURE,
-    GOOD_SIGNATURE,
-    UNCHECKED,
-    UNKNOWN_KEY,
-    SignatureReport,
-)
+from mstore.store.signature_report import GOOD_SIGNATURE, SignatureReport, signature_report
 from mstore.store.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -364,22 +359,15 @@ def verify(
 
 
 def _report(id: SignatureId, record: Signature, trusted: Trusted) -> SignatureReport:
-    signer = trusted.get(record.public_key)
-    try:
+    made_by_key = None
+    with suppress(Unavailable):
         made_by_key = is_good(record)
-    except Unavailable:
-        state = UNCHECKED
-    else:
-        known = UNKNOWN_KEY if signer is None else GOOD_SIGNATURE
-        state = known if made_by_key else BAD_SIGNATURE
-    return SignatureReport(
-        signature=id,
-        snapshot=record.snapshot_id(),
-        state=state,
+    return signature_report(
+        id,
+        record,
+        made_by_key=made_by_key,
         key=fingerprint(record.public_key),
-        signer=signer,
-        claimed_signer=record.signer,
-        time_ns=record.time_ns,
+        signer=trusted.get(record.public_key),
     )
 
 
