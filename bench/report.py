@@ -32,6 +32,7 @@ import page_refs
 import page_small
 import page_small_calls
 import page_spine
+import page_start
 import page_statistics
 from tables import Told
 
@@ -55,6 +56,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "rates": page_rates.section,
     "growth": page_growth.section,
     "refs": page_refs.section,
+    "start": page_start.section,
     "small": page_small.section,
     "small_calls": page_small_calls.section,
     "spine": page_spine.section,

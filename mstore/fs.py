@@ -18,19 +18,17 @@ import errno
 import fcntl
 import mmap
 import os
-import pwd
-import secrets
 import shlex
 import shutil
 import stat
 import struct
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple
+
+import msgspec
 
 from mstore.errors import Conflict, Incompatible, StorageFailed
 from mstore.ids import Buffer
@@ -39,8 +37,7 @@ from mstore.phrases import Text, call, phrase
 from mstore.sharing import DIRECTORY, FILE, SEALED, Sharing, mode
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True):
     """One change of the disk, before it is made.
 
     kind: create, write, clone, fsync, rename, exchange, link, unlink, mkdir, rmtree, syncdir,
@@ -597,6 +594,8 @@ def unnamed(directory: Path, pieces: Iterable[Buffer]) -> memoryview:
 
     Its space on the disk is free again when the memory is.
     """
+    import tempfile  # late, like `pwd`: what lists refs needs neither
+
     with translated(directory):
         _announce("create", directory / "unnamed")
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -628,7 +627,7 @@ def overwrite(path: Path, data: Buffer) -> None:
 
 
 def _temporary(path: Path, staging: Path | None) -> Path:
-    return (staging or path.parent) / f".{path.name}.{secrets.token_hex(4)}"
+    return (staging or path.parent) / f".{path.name}.{os.urandom(4).hex()}"
 
 
 def about_to_map(path: Path, *, copied: bool = False) -> None:
@@ -922,6 +921,8 @@ def require_writable(root: Path, paths: Sequence[Path]) -> None:
 
 def _user(number: int) -> str:
     """Return a user's name, as sudo accepts it."""
+    import pwd
+
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

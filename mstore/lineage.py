@@ -13,11 +13,11 @@ from mstore.errors import Corrupt, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.signing import SignatureReport
 from mstore.store import pin_rows, pruned_rows
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
-from mstore.store.plans import TensorOverflow, overflow_of
+from mstore.store.overflow import TensorOverflow, overflow_of
+from mstore.store.signature_report import SignatureReport
 
 
 @dataclass(frozen=True, slots=True)

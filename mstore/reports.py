@@ -56,17 +56,17 @@ from mstore.merge.virtual.deferred import MaterializeReport
 from mstore.pins.pin import PinReport
 from mstore.pins.unpin import UnpinReport
 from mstore.progress import Progress, ProgressCallback
-from mstore.signing import (
+from mstore.signing import VerifyReport
+from mstore.stats.analysis import AnalyzeReport
+from mstore.store.migrations import MigrateReport
+from mstore.store.overflow import TensorOverflow
+from mstore.store.signature_report import (
     BAD_SIGNATURE,
     GOOD_SIGNATURE,
     UNCHECKED,
     UNKNOWN_KEY,
     SignatureReport,
-    VerifyReport,
 )
-from mstore.stats.analysis import AnalyzeReport
-from mstore.store.migrations import MigrateReport
-from mstore.store.plans import TensorOverflow
 from mstore.store_size import StoreReport
 from mstore.vocabulary.align import AlignedModel, AlignReport
 

@@ -15,6 +15,7 @@ import binascii
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -42,6 +43,7 @@ from mstore.phrases import Option, call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents, signature_rows
 from mstore.store.catalog import Catalog, now_ns
+from mstore.store.signature_report import GOOD_SIGNATURE, SignatureReport, signature_report
 from mstore.store.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -52,36 +54,6 @@ MAX_SIGNERS_BYTES = 1 << 20
 KEY_TYPE = "ssh-ed25519"
 Trusted = Mapping[bytes, str]
 """Maps a public key to the name under which it is trusted."""
-
-
-GOOD_SIGNATURE = "good"
-UNKNOWN_KEY = "unknown key"
-BAD_SIGNATURE = "bad"
-UNCHECKED = "unchecked"
-
-
-@dataclass(frozen=True, slots=True)
-class SignatureReport:
-    """One signature of a snapshot.
-
-    `state` is GOOD_SIGNATURE, UNKNOWN_KEY, BAD_SIGNATURE, or UNCHECKED if the library for checking
-    is missing.
-    """
-
-    signature: SignatureId
-    """the signature's id"""
-    snapshot: SnapshotId
-    """the snapshot's id"""
-    state: str
-    """good (by a trusted key), unknown key, bad (not made by its key), or unchecked"""
-    key: str
-    """fingerprint of the key, as ssh-keygen -l prints it"""
-    signer: str | None
-    """the name under which the key is trusted; None: it is not trusted"""
-    claimed_signer: str | None
-    """the signer that the signature claims, which proves nothing"""
-    time_ns: int
-    """when, as the signature claims"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,22 +359,15 @@ def verify(
 
 
 def _report(id: SignatureId, record: Signature, trusted: Trusted) -> SignatureReport:
-    signer = trusted.get(record.public_key)
-    try:
+    made_by_key = None
+    with suppress(Unavailable):
         made_by_key = is_good(record)
-    except Unavailable:
-        state = UNCHECKED
-    else:
-        known = UNKNOWN_KEY if signer is None else GOOD_SIGNATURE
-        state = known if made_by_key else BAD_SIGNATURE
-    return SignatureReport(
-        signature=id,
-        snapshot=record.snapshot_id(),
-        state=state,
+    return signature_report(
+        id,
+        record,
+        made_by_key=made_by_key,
         key=fingerprint(record.public_key),
-        signer=signer,
-        claimed_signer=record.signer,
-        time_ns=record.time_ns,
+        signer=trusted.get(record.public_key),
     )
 
 

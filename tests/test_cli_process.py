@@ -68,7 +68,7 @@ def test_the_library_starts_without_reports() -> None:
     )
     assert {*done.stdout.split()} == {
         *("FileReport", "ParentReport", "RefReport", "ReflogReport", "SnapshotReport"),
-        *("RemoveReport", "SignatureReport", "TensorReport", "VerifyReport"),
+        *("RemoveReport", "SignatureReport", "TensorReport"),
     }
 
 

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from mstore.errors import BadRequest
-from mstore.recipes.nodes import Entries, Items, Node, YamlLimits, read_documents
+from mstore.recipes.documents import read_documents
+from mstore.recipes.nodes import Entries, Items, Node, YamlLimits
 from mstore.recipes.parse import parse
 
 SLERP = """\

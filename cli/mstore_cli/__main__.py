@@ -4,11 +4,14 @@ Imports the rest late, so that Ctrl-C during Python's imports ends the program l
 Ctrl-C.
 """
 
+import gc
 import sys
 
 
 def main() -> None:
     """Load the program and run it."""
+    # Imported objects are permanent; scanning them every 700 allocations costs a tenth of a run.
+    gc.set_threshold(100_000, 10, 10)
     try:
         from mstore_cli.main import main as run
     except KeyboardInterrupt:

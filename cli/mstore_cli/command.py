@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -54,8 +53,7 @@ _GLOBALS = tuple(
 GLOBAL_NAMES = tuple(parameter.name for parameter in _GLOBALS)
 
 
-@dataclass(frozen=True, slots=True)
-class Verb:
+class Verb(NamedTuple):
     """A command ready for typer: its function with the global options, and help for mistakes.
 
     bare: the value of an option given without one. foreign: file name endings of other programs

@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shlex
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import typer
 
@@ -32,7 +30,7 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 DISK_FULL_HINT = "free some space and run the command again; nothing was published"
 # A command to type, anywhere in a sentence, but not "this mstore reads".
-_COMMAND = re.compile(
+_COMMAND = (
     rf"(?<![\w/.-])mstore (?=({'|'.join(v for v in VERBS if v not in OF_NO_STORE)})\b)"
     r"(?!\S+ --store)(?!.*--help)"
 )
@@ -56,8 +54,7 @@ class Interrupted(KeyboardInterrupt):
         self.hint = hint
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """How to handle one class of exception: exit status, and a hint if the error has none."""
 
     kind: type[BaseException]
@@ -97,7 +94,7 @@ def with_store(hint: str, store: Path | None) -> str:
     if store is None:
         return hint
     command = f"mstore --store {shlex.quote(str(store))} "
-    return _COMMAND.sub(lambda _: command, hint)
+    return re.sub(_COMMAND, lambda _: command, hint)
 
 
 def report(
@@ -138,6 +135,8 @@ def report(
 
 def _tell_programs(document: TextIO, error: BaseException, rule: Rule, store: Path | None) -> None:
     told = _told(error, rule, store)
+    import json
+
     answer = {**told._asdict(), "code": _code(error), "exit_status": rule.status}
     json.dump({"error": answer}, document, indent=2)
     document.write("\n")

@@ -189,8 +189,6 @@ def main() -> None:
     # Importing numpy starts threads for large matrices, which do not occur here; they busy-wait,
     # which costs 0.04 s of CPU time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Imported objects are permanent; scanning them every 700 allocations costs a tenth of a run.
-    gc.set_threshold(100_000, 10, 10)
     if completion.is_asked():
         # Exits the process.
         build()(prog_name=PROGRAM)

@@ -7,15 +7,13 @@ reach a terminal: a tensor name is data, not a control sequence.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,8 +30,7 @@ class Mode(enum.Enum):
     QUIET = "quiet"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A table column: its heading, and the kind of its cells.
 
     right: numbers, aligned right. sentence: words, which may wrap to the next line.
@@ -74,7 +71,9 @@ class Output:
         """Print a result: `document` as JSON, or `ids` one per line, or what `human` draws."""
         match self.mode:
             case Mode.JSON:
-                # Imported here because `mstore --help` must not pay for the library.
+                # Imported here because other output must not pay for them.
+                import json
+
                 from mstore.plain import plain
 
                 self.stream.write(

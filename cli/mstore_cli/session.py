@@ -10,11 +10,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from mstore_cli import progress
 from mstore_cli.errors import UsageError, warn, with_store
 from mstore_cli.output import Mode, Output
 
@@ -27,8 +25,7 @@ STORE_VARIABLE = "MSTORE_STORE"
 STORE_NAME = ".mstore"
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
+class Choices(NamedTuple):
     """The global options as given on one side of the verb."""
 
     store: Path | None = None
@@ -167,6 +164,8 @@ class Session:
 
     def progress(self) -> AbstractContextManager[ProgressCallback | None]:
         """Return the callback for a long call: a bar on a terminal, else None."""
+        from mstore_cli import progress
+
         wanted = not (self._choices.no_progress or self._choices.quiet)
         return progress.bar(wanted=wanted)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len, chop_cells
-
 GAP = 2
 INDENT = 2
 SHORTEST_SENTENCE = 24
@@ -89,6 +87,23 @@ def lay_out_fields(pairs: Sequence[tuple[str, str]], width: int | None) -> list[
     return found
 
 
+def cell_len(text: str) -> int:
+    """Return the columns that a text takes on a terminal."""
+    if text.isascii():
+        return len(text)
+    # Imported here: most tables are ASCII, and the widths of all other characters are a big table.
+    from rich import cells
+
+    return cells.cell_len(text)
+
+
+def _chopped(text: str, width: int) -> list[str]:
+    """Split the text into lines of at most `width` columns, anywhere."""
+    from rich.cells import chop_cells
+
+    return chop_cells(text, width)
+
+
 def _longest_word(text: str) -> int:
     return max(map(cell_len, text.split(" ")))
 
@@ -141,7 +156,7 @@ def _folded(text: str, width: int, *, at_words: bool) -> list[str]:
     """Split the text into lines of at most `width`, between words if possible."""
     if cell_len(text) <= width:
         return [text]
-    return wrapped(text, width) if at_words else chop_cells(text, width)
+    return wrapped(text, width) if at_words else _chopped(text, width)
 
 
 def wrapped(text: str, width: int) -> list[str]:
@@ -152,6 +167,6 @@ def wrapped(text: str, width: int) -> list[str]:
         if cell_len(longer) <= width:
             lines[-1] = longer
             continue
-        *full, last = chop_cells(word, width) or [""]
+        *full, last = _chopped(word, width) or [""]
         lines += [*full, last]
     return [line for line in lines if line] or [""]

@@ -15,23 +15,20 @@ from typing import TYPE_CHECKING
 
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
-from mstore.checkpoint.exclusion import Exclusion
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
-from mstore.objects.shapes import require_patterns
 from mstore.phrases import Option, phrase
-from mstore.requests import Experts, weighted
-from mstore.store.config import typed
-from mstore.store.transaction import branch_to_move
 
 if TYPE_CHECKING:
     from mstore.adapters.extract import ExtractReport
     from mstore.add import AddReport, Base
     from mstore.casting.cast import CastReport
     from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
+    from mstore.checkpoint.exclusion import Exclusion
     from mstore.combination.combine import CombineReport
     from mstore.convert.conversion import ConversionLimits
     from mstore.progress import ProgressCallback
+    from mstore.requests import Experts
     from mstore.stats.analysis import AnalyzeReport
 
 
@@ -55,6 +52,8 @@ class Adding(OpenStore):
         Raises BadRequest (an unknown key or a bad value), StorageFailed (another user must share
         something first).
         """
+        from mstore.store.config import typed
+
         self._catalog.configure({key: typed(key, value) if isinstance(value, str) else value})
 
     def add(
@@ -107,8 +106,11 @@ class Adding(OpenStore):
         Unavailable (conversion without torch); then nothing is published.
         """
         from mstore.add import add
+        from mstore.checkpoint.exclusion import Exclusion
+        from mstore.objects.shapes import require_patterns
         from mstore.store import contents
         from mstore.store.overtaken import unless_overtaken
+        from mstore.store.transaction import branch_to_move
 
         if kind not in ("full", "delta"):
             raise BadRequest(f"no kind of checkpoint is {kind!r}: full or delta", where="kind")
@@ -333,6 +335,7 @@ class Adding(OpenStore):
         from mstore.combination.methods import setting_of
         from mstore.merge.methods.parameters import finite_single
         from mstore.numeric.codes import output_dtype
+        from mstore.requests import weighted
         from mstore.store import contents
 
         setting = setting_of(method, parameters or {})

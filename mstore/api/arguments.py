@@ -14,21 +14,21 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
-from mstore.requests import MergeRequest, TensorRule, TokenRow, Vocabulary
 
 _Class = TypeVar("_Class", bound=type)
 _ITEM: Final = ("__getitem__", "__contains__")
 _SHOWN = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """A type of argument: a test for its values, a description, and an optional hint."""
 
     fits: Callable[[Any], bool]
@@ -74,6 +74,10 @@ def _named(module: str, name: str) -> Callable[[Any], bool]:
         return kind is not None and isinstance(given, kind)
 
     return fits
+
+
+def _request(name: str) -> Callable[[Any], bool]:
+    return _named("mstore.requests", name)
 
 
 def _anything(_given: Any) -> bool:
@@ -141,7 +145,7 @@ KINDS: Final[Mapping[str, Kind]] = {
         _named("mstore.convert.conversion", "ConversionLimits"), "ConversionLimits"
     ).optional(),
     "MergeRequest": Kind(
-        _is(MergeRequest),
+        _request("MergeRequest"),
         "a MergeRequest",
         'MergeRequest(base="llama", experts=["code"], method="ties")',
     ),
@@ -150,7 +154,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "Mapping[str, object]": _PARAMETERS,
     "Mapping[str, object] | None": _PARAMETERS.optional(),
     "Sequence[TensorRule]": Kind(
-        _list(_is(TensorRule)),
+        _list(_request("TensorRule")),
         "a list of TensorRule",
         'TensorRule(tensors="*.mlp.*", method="ties")',
     ),
@@ -171,9 +175,9 @@ KINDS: Final[Mapping[str, Kind]] = {
         lambda one: one is None or _TEXT.fits(one) or _COUNT.fits(one),
         "text, a whole number, or None",
     ),
-    "Vocabulary": Kind(_is(Vocabulary), "a Vocabulary", 'Vocabulary(source="union")'),
+    "Vocabulary": Kind(_request("Vocabulary"), "a Vocabulary", 'Vocabulary(source="union")'),
     "Mapping[str, TokenRow]": Kind(
-        _mapping(_is(str), _is(TokenRow)), "TokenRow by the names of tokens"
+        _mapping(_is(str), _request("TokenRow")), "TokenRow by the names of tokens"
     ),
     "Experts": _CHECKED_BY_THE_CALL,
     "Budget | str | float | None": _CHECKED_BY_THE_CALL,

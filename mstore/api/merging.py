@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
 from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, SnapshotId
 from mstore.phrases import Option, call, phrase
-from mstore.requests import BASE, COMMON, UNION, MergeRequest, RecipeRequest, Vocabulary
 from mstore.store import damage
 from mstore.store import layout as layouts
 
@@ -39,6 +36,7 @@ if TYPE_CHECKING:
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.objects.plan import Plan
     from mstore.progress import ProgressCallback
+    from mstore.requests import MergeRequest, RecipeRequest, Vocabulary
     from mstore.store.plan_rows import Sources
     from mstore.vocabulary.align import AlignReport
 
@@ -184,6 +182,7 @@ class Merging(OpenStore):
         Raises BadRequest, NotFound, Incompatible (a model without embeddings or tokenizer),
         Conflict, Corrupt, StorageFailed; then nothing is published.
         """
+        from mstore.requests import BASE, COMMON, UNION
         from mstore.store import contents
         from mstore.vocabulary.align import align
 
@@ -419,6 +418,8 @@ class Merging(OpenStore):
         BudgetExceeded (a read outside the plan), Interrupted (the executor lost a slice),
         StorageFailed.
         """
+        from msgspec import structs
+
         from mstore.merge.planning.costs import Costs, told_costs
         from mstore.merge.planning.noop import require_effect
         from mstore.merge.planning.report import PlanReport, plan_report

@@ -17,12 +17,13 @@ from mstore.errors import Conflict
 from mstore.ids import SnapshotId
 from mstore.phrases import call, phrase
 from mstore.store import refs
-from mstore.store.transaction import RefMove, choose_moves
 
 if TYPE_CHECKING:
     from mstore.lineage import ReflogReport, RefReport
     from mstore.progress import ProgressCallback
-    from mstore.signing import SignatureReport, SigningKey, VerifyReport
+    from mstore.signing import SigningKey, VerifyReport
+    from mstore.store.signature_report import SignatureReport
+    from mstore.store.transaction import RefMove
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class Naming(OpenStore):
 
         Raises NotFound, BadName, Conflict (the name is taken).
         """
+        from mstore.store.transaction import RefMove, choose_moves
+
         refs.check_name(name)
         new = refs.Ref(refs.TAG, self._catalog.resolve(revision))
 
@@ -100,6 +103,8 @@ class Naming(OpenStore):
 
         Raises NotFound, BadName, Conflict (the name is a tag's).
         """
+        from mstore.store.transaction import RefMove, choose_moves
+
         refs.check_name(name)
         snapshot = self._catalog.resolve(revision)
         new = refs.Ref(refs.BRANCH, snapshot)
@@ -129,6 +134,8 @@ class Naming(OpenStore):
 
         Raises NotFound, StorageFailed.
         """
+        from mstore.store.transaction import RefMove, choose_moves
+
         index = self._catalog.index
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
@@ -159,6 +166,8 @@ class Naming(OpenStore):
 
         Raises NotFound, BadName, Conflict (`new` is taken).
         """
+        from mstore.store.transaction import RefMove, choose_moves
+
         refs.check_name(new)
         index = self._catalog.index
 

@@ -18,7 +18,6 @@ from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
-from mstore.store.memo import Memo
 
 ONCE = "once"
 ALWAYS = "always"
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
+    from mstore.store.memo import Memo
     from mstore.store.plan_rows import Sources
     from mstore.view import SnapshotView
 
@@ -228,6 +228,8 @@ class OpenStore:
 
     @property
     def _memo(self) -> Memo:
+        from mstore.store.memo import Memo
+
         with self._lock:
             layout = self._catalog.layout
             if self._remembered is None:

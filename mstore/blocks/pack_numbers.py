@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from mstore.blocks.checked_rows import CHECK_BYTES
 from mstore.ids import ID_BYTES, PackId
@@ -37,8 +38,7 @@ PACK_IDS_FORM: Final = frozenset({ID_BYTES}), frozenset({_NUMBER.size + CHECK_BY
 """The lengths that keys and rows of `pack_ids` may have."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedPack:
+class NamedPack(msgspec.Struct, frozen=True):
     """A pack by its number in the index, its id, and its size in bytes."""
 
     number: int
@@ -46,8 +46,7 @@ class NamedPack:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Condemned:
+class Condemned(msgspec.Struct, frozen=True):
     """A pack that no row names any more, with the leases that existed when it was condemned."""
 
     number: int

@@ -34,7 +34,6 @@ import struct
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from threading import Condition
@@ -122,8 +121,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SealedPack:
+class SealedPack(msgspec.Struct, frozen=True):
     """A complete and synced pack, still under its temporary name."""
 
     id: PackId

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+
+import msgspec
 
 from mstore.errors import BadCheckpoint
 
@@ -17,8 +18,7 @@ from mstore.errors import BadCheckpoint
 MAX_TENSOR_BITS = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(msgspec.Struct, frozen=True):
     """An element type as safetensors names it; `bits` per element, packed without padding."""
 
     name: str

@@ -7,7 +7,7 @@ later work on a record. docs/security.md has the table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.blocks.reader import RECORD_LIMIT
@@ -17,8 +17,7 @@ MAX_COUNT = (1 << 63) - 1
 """The largest length, offset, dimension or time in any record: the maximum of an off_t."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordLimits:
+class RecordLimits(msgspec.Struct, frozen=True):
     """Limits on one record; counts are of items, the rest is in bytes.  Raise them if trusted.
 
     `tensors` are those that a manifest, plan or coverage names; `name_bytes` is for the names of

@@ -14,7 +14,6 @@ from mstore.recipes.nodes import (
     Scalar,
     YamlLimits,
     at,
-    read_documents,
 )
 from mstore.recipes.recipe import (
     Module,
@@ -47,6 +46,9 @@ def parse(text: str, where: str, *, limits: YamlLimits = DEFAULT_LIMITS) -> tupl
 
     where: the file's name, for errors. Raises BadRequest that names the line.
     """
+    # Late: whoever merges writes a recipe, and does not read one.
+    from mstore.recipes.documents import read_documents
+
     documents = read_documents(text, where, limits=limits)
     if not documents:
         raise BadRequest("there is no recipe in it: it is empty", where=where)

@@ -9,7 +9,8 @@ is another than the row's was written to since.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from mstore.blocks.index import COUNTERS, Index
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -19,8 +20,7 @@ _BACKUP = b"backup"
 _GENERATION_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class BackupRow:
+class BackupRow(msgspec.Struct, frozen=True):
     """The generation of the copied state, and the packs that were damaged when they were copied."""
 
     generation: int

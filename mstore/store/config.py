@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import errno
 import shlex
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Final, Self
+
+import msgspec
 
 from mstore import fs
 from mstore.blocks.codecs import Policy
@@ -31,8 +31,7 @@ MAX_REFLOG_DAYS: Final = 36_500
 Value = str | int
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(msgspec.Struct, frozen=True):
     """The settings of a store."""
 
     codec: Policy = Policy.AUTO
@@ -50,6 +49,11 @@ class Config:
             if error.errno == errno.ENOENT:
                 return cls()
             raise
+        if text == cls().text().encode():
+            # As every store has it at first, and read by every command.
+            return cls()
+        import tomllib
+
         try:
             if len(text) > MAX_BYTES:
                 raise ValueError(f"longer than {MAX_BYTES} bytes")
@@ -68,7 +72,7 @@ class Config:
 
     def changed(self, values: Mapping[str, object]) -> Self:
         """Return a copy with some values replaced. Raises BadRequest."""
-        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        known = msgspec.structs.asdict(self)
         return type(self)(**known | {key: _parsed(key, value) for key, value in values.items()})
 
     def values(self) -> dict[str, Value]:
@@ -79,8 +83,8 @@ class Config:
             "shared": self.shared.value,
         }
 
-    def save(self, layout: Layout) -> None:
-        """Replace the file atomically."""
+    def text(self) -> str:
+        """Return the file's content."""
         lines = [
             f'{key} = "{value}"\n' if isinstance(value, str) else f"{key} = {value}\n"
             for key, value in self.values().items()
@@ -88,10 +92,14 @@ class Config:
             # shared.
             if (key, value) != ("shared", Sharing.UMASK)
         ]
-        fs.replace_text(layout.config, "".join(lines), staging=layout.tmp)
+        return "".join(lines)
+
+    def save(self, layout: Layout) -> None:
+        """Replace the file atomically."""
+        fs.replace_text(layout.config, self.text(), staging=layout.tmp)
 
 
-KEYS: Final = tuple(field.name for field in fields(Config))
+KEYS: Final = Config.__struct_fields__
 
 
 def _parsed(key: str, value: object) -> Policy | Sharing | int:

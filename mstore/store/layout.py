@@ -21,8 +21,9 @@ import shlex
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from mstore import fs
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
@@ -41,8 +42,7 @@ FORMAT_LIMIT = 4096
 _VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """The paths and fixed facts of one store."""
 
     root: Path

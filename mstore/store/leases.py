@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -67,7 +65,7 @@ class Lease:
         self._index = index
         layouts.require_writable(layout)
         while True:
-            self.name = secrets.token_hex(8)
+            self.name = os.urandom(8).hex()
             self._lock = fs.LockFile(_lock_path(layout, self.name))
             self._lock.acquire()
             if self._lock.is_current():
@@ -123,7 +121,7 @@ class Hold:
         self._lock: fs.LockFile | None = None
         with suppress(StorageFailed):
             while True:
-                path = layout.tmp / f"{secrets.token_hex(8)}.{snapshot}{HOLD}"
+                path = layout.tmp / f"{os.urandom(8).hex()}.{snapshot}{HOLD}"
                 lock = fs.LockFile(path)
                 lock.acquire()
                 if lock.is_current():
@@ -202,8 +200,7 @@ def garbage(layout: Layout) -> list[Path]:
     return [path for path in _listed(layout) if not _is_live(layout, path)]
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
+class Leftover(msgspec.Struct, frozen=True):
     """Files that a dead lease left in tmp/, and their bytes.
 
     resumable: left by an interrupted merge; the next merge resumes from it or removes it.

@@ -18,10 +18,10 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from blake3 import blake3
 
 from mstore import fs
@@ -45,8 +45,7 @@ _CHECK: Final = b"blake3 "
 _CHECK_BYTES: Final = len(_CHECK) + 64 + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Mirror:
+class Mirror(msgspec.Struct, frozen=True):
     """The content of one mirror: the refs as they were when `generation` was published."""
 
     generation: int

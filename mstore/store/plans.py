@@ -7,7 +7,6 @@ the newest snapshot with the same content stands in for an input.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -20,20 +19,8 @@ from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.store import plan_rows, refs
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Overflow, Source, Sources
+from mstore.store.plan_rows import Source, Sources
 from mstore.store.transaction import Transaction
-
-
-@dataclass(frozen=True, slots=True)
-class TensorOverflow:
-    """A tensor of a merge whose element type cannot hold all results."""
-
-    tensor: str
-    """its name"""
-    elements: int | None
-    """how many became infinite and are finite in the base; None: some may"""
-    elements_total: int
-    """number of elements"""
 
 
 def put_sources(
@@ -107,18 +94,6 @@ def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
         _stand_in(catalog, plan.base_id()),
         tuple(_stand_in(catalog, expert.manifest_id()) for expert in plan.experts),
     )
-
-
-def overflow_of(catalog: Catalog, id: PlanId) -> tuple[TensorOverflow, ...]:
-    """Return the known overflow of a plan's output, if its row exists.  Raises Corrupt."""
-    with catalog.index.env.read() as transaction:
-        told = plan_rows.get(catalog.index, transaction, id)
-    return () if told is None else reported(told.overflow)
-
-
-def reported(overflow: tuple[Overflow, ...] | None) -> tuple[TensorOverflow, ...]:
-    """Convert overflow to its report form."""
-    return tuple(TensorOverflow(one.tensor, one.elements, one.of) for one in overflow or ())
 
 
 def _stand_in(catalog: Catalog, manifest: ManifestId) -> Source:

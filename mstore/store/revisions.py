@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -31,8 +32,7 @@ _HINT: Final = phrase(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Revision:
+class Revision(msgspec.Struct, frozen=True):
     """A parsed revision: a name or id prefix, a reflog position, steps to the first parent."""
 
     name: str

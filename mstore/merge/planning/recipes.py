@@ -214,8 +214,10 @@ def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> s
 def _stack_told(catalog: Catalog, member: ManifestId) -> str:
     """Return comments with the recipe of a model, if it is a stack of layers that a merge made."""
     raw = catalog.read_small(catalog.manifest(member).file(MERGEKIT), DEFAULT_LIMITS.max_bytes)
+    if not raw:
+        return ""
     try:
-        text = (raw or b"").decode()
+        text = raw.decode()
         (recipe,) = parse(text, MERGEKIT)
     except (UnicodeDecodeError, ValueError, BadRequest):
         # Of another program, or of none: it says nothing that could be told here.

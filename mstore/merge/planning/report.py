@@ -14,8 +14,8 @@ from mstore.merge.planning.warnings import MergeWarning, idle_experts, overflow_
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 from mstore.phrases import call, phrase
 from mstore.sizes import exact_size, format_size
+from mstore.store.overflow import TensorOverflow, reported
 from mstore.store.plan_rows import Sources
-from mstore.store.plans import TensorOverflow, reported
 
 
 @dataclass(frozen=True, slots=True)

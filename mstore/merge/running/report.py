@@ -8,7 +8,7 @@ from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.engine import Outcome
-from mstore.store.plans import TensorOverflow
+from mstore.store.overflow import TensorOverflow
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,94 @@
+"""What the commands that only look import: each module is time before the first line."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import write_safetensors
+from cli_runs import Program
+
+# typer and what it imports itself; of the library: index, hashes, records; where trusted keys are.
+PACKAGES = {
+    *("annotated_doc", "shellingham", "typer", "typing_extensions"),
+    *("blake3", "lmdb", "msgspec", "platformdirs"),
+}
+MODULES = {
+    "mstore": "errors fs ids lineage neighbours phrases sharing sizes",
+    "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
+    "mstore.blocks": (
+        "address_space checked_rows codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages "
+        "lmdb_types location location_rows meter pack_numbers packs reader room row_batches"
+    ),
+    "mstore.checkpoint": "dtypes paths",
+    "mstore.objects": "canonical limits manifest plan snapshot tensor virtual",
+    "mstore.store": (
+        "backup_row catalog config contents damage generation layout leases mirror overflow "
+        "pin_rows plan_rows pruned_rows record_cache refs revisions signature_report "
+        "snapshot_rows unseen"
+    ),
+    "mstore_cli": (
+        "command commands completion errors graph kernels main options output session signers "
+        "sizes spelling tables values verbs"
+    ),
+}
+LOOKING = {"refs": ("refs",), "log": ("log",), "show": ("show", "m"), "ls": ("ls", "m")}
+# Standard libraries that take milliseconds, and that none of the packages above needs.
+SLOW = {"asyncio", "ctypes", "importlib.metadata", "multiprocessing", "tomllib"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A store with a base, an expert, and their merge `m`."""
+    root = tmp_path_factory.mktemp("start")
+    mstore = Program(root / "store")
+    mstore.succeed("init")
+    for name, value in (("base", 1.0), ("expert", 2.0)):
+        content = struct.pack("<4f", *[value] * 4)
+        write_safetensors(root / name / "model.safetensors", [("t", "F32", (4,), content)])
+        mstore.succeed("add", root / name, "--name", name)
+    mstore.succeed(
+        "merge", "--base", "base", "--expert", "expert", "--method", "linear", "--name", "m"
+    )
+    return mstore
+
+
+def imported(*arguments: str | Path) -> set[str]:
+    """Every module that the program has loaded when a command ends, and Python alone has not."""
+    script = (
+        "import sys; before = {*sys.modules}; from mstore_cli.main import run\n"
+        "status = run(sys.argv[1:])\n"
+        "sys.stderr.write(' '.join({*sys.modules} - before)); sys.exit(status)"
+    )
+    line = [sys.executable, "-c", script, *(str(one) for one in arguments)]
+    done = subprocess.run(line, check=True, capture_output=True, text=True)
+    assert done.stdout
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_looking_imports_only_what_it_uses(command: str, store: Program) -> None:
+    """refs, log, show and ls import their own module and those listed here, and nothing else."""
+    found = imported("--store", store.store, *LOOKING[command])
+    top = {name.partition(".")[0] for name in found}
+    own = {
+        *MODULES,
+        *(f"{package}.{name}" for package in MODULES for name in MODULES[package].split()),
+    }
+    assert {name for name in found if name.startswith("mstore")} - own == {
+        f"mstore_cli.commands.{command}"
+    }
+    assert top - sys.stdlib_module_names - {"mstore", "mstore_cli"} <= PACKAGES
+    assert found & SLOW == set()
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_json_imports_one_module_more(command: str, store: Program) -> None:
+    """With --json, they import what converts reports, and no more of the library."""
+    words = ("--store", store.store, *LOOKING[command])
+    both = imported(*words, "--json"), imported(*words)
+    of_library = [{name for name in found if name.startswith("mstore.")} for found in both]
+    assert of_library[0] - of_library[1] == {"mstore.plain"}
