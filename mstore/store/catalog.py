@@ -548,6 +548,14 @@ class Catalog:
         with self.index.env.read() as transaction:
             return list(snapshot_rows.ids(self.index, transaction))
 
+    def times(self, ids: Iterable[SnapshotId]) -> dict[SnapshotId, int]:
+        """Return the time of each of these snapshots that the index lists, in ns, from its rows.
+
+        Raises Corrupt if a row is damaged.
+        """
+        with self.index.env.read() as transaction:
+            return snapshot_rows.times(self.index, transaction, ids)
+
     def children(self, id: SnapshotId) -> set[SnapshotId]:
         """Return the snapshots that have this one as a parent, from the index."""
         with self.index.env.read() as transaction:
