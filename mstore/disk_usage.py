@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -374,16 +375,22 @@ class Blocks:
         ids = b"".join(tensors)
         found = self._tensors.find(ids)
         stored = [_id_at(ids, at) for at in np.flatnonzero(found >= 0).tolist()]
-        pieces: list[Numbers] = []
         done = 0
-        for some in _together(catalog, inventory, stored):
-            lists = b"".join([tensor.blocks for _, tensor in some])
-            numbers = self._tensors.find(b"".join([id for id, _ in some]))
-            counts = np.array([tensor.block_count() for _, tensor in some], np.int64)
-            self._starts[numbers] = done + np.cumsum(counts) - counts
-            self._counts[numbers] = counts
-            pieces.append(inventory.blocks.find(lists).astype(np.int32))
-            done += len(pieces[-1])
+        # The search runs beside the reading: numpy lets other threads run meanwhile.
+        with ThreadPoolExecutor(1, "usage") as pool:
+            searches = []
+            for some in _together(catalog, inventory, stored):
+                lists = b"".join([tensor.blocks for _, tensor in some])
+                if searches:
+                    # One waits at most: its ids take eight times what is found.
+                    searches[-1].result()
+                searches.append(pool.submit(_found, inventory.blocks, lists))
+                numbers = self._tensors.find(b"".join([id for id, _ in some]))
+                counts = np.array([tensor.block_count() for _, tensor in some], np.int64)
+                self._starts[numbers] = done + np.cumsum(counts) - counts
+                self._counts[numbers] = counts
+                done += len(lists) // ID_BYTES
+            pieces = [search.result() for search in searches]
         self._blocks = np.concatenate([np.empty(0, np.int32), *pieces])
 
     def of(self, tensors: Sequence[bytes]) -> Numbers:
@@ -398,6 +405,10 @@ class Blocks:
         # Sorted by hand: numpy's `unique` takes ten times as long on integers like these.
         both = np.sort(np.concatenate([blocks, bases[bases >= 0]]))
         return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
+
+
+def _found(blocks: Table, ids: bytes) -> npt.NDArray[np.int32]:
+    return blocks.find(ids).astype(np.int32)
 
 
 def _id_at(ids: bytes, place: int) -> TensorId:
