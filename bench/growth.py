@@ -8,6 +8,8 @@ payloads of blocks are holes in sparse files.  Ten families; each snapshot is an
 family's base in which 3 of 300 tensors changed, whose blocks are deltas of the base's, or it is
 the next snapshot of such a branch (three in four are).  Every task runs in a process of its own
 (`grown.py`); memory is anonymous memory at its peak, without what the process had before.
+"process" is the whole process, its start included, and its processor time.  COMMANDS are also run
+as people do; AIMS (seconds of a process) stand beside what has one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import lmdb
 import numpy as np
 from blake3 import blake3
 from grown import TASKS
-from measure import keep, machine, options, run, spread
+from measure import Run, keep, machine, options, run, spread
 
 from mstore import Store
 from mstore.blocks.codecs import Codec
@@ -51,6 +53,20 @@ RATIO = 0.25
 PACK_BYTES = 512 << 20
 COMMITS = 200
 """Transactions that the rows are written in: as many pages are half full as in a real index."""
+COMMANDS = {
+    "mstore log -n 20": ("log", "-n", "20"),
+    "mstore refs": ("refs",),
+    "mstore show": ("show", "family0/base"),
+    "mstore du": ("du", "family0/base"),
+}
+AIMS = {
+    "mstore log -n 20": 0.15,
+    "mstore refs": 0.12,
+    "mstore show": 0.12,
+    "mstore du": 10.0,
+    "gc mark": 10.0,
+    "du": 10.0,
+}
 Figures = dict[str, Any]
 
 
@@ -285,19 +301,38 @@ def move_rows(into: Simulated, families: list[Family]) -> None:
 
 
 def measured(store: Path, rounds: int, work: Path) -> Figures:
-    """Each task of `grown.py`, each time in a process of its own."""
+    """Each task of `grown.py` and each command, each time in a process of its own."""
     found: Figures = {}
     for task in TASKS:
-        seconds, memory = [], []
+        seconds, memory, runs = [], [], []
         for number in range(rounds):
             program = [sys.executable, str(Path(__file__).parent / "grown.py")]
             done = run([*program, task, str(store), str(work), str(number)])
             told = json.loads(done.output)
+            runs.append(done)
             seconds.append(told["seconds"])
             memory.append(max(0, done.anonymous - told["anonymous_before"]))
-        found[task] = {"seconds": spread(seconds), "anonymous": spread(memory)}
-        print(task, found[task], flush=True)
+        found[task] = {"seconds": spread(seconds), "anonymous": spread(memory)} | process(runs)
+    for command, words in COMMANDS.items():
+        program = [sys.executable, "-m", "mstore_cli", "--store", str(store), *words]
+        runs = [run(program) for _ in range(rounds)]
+        memory = [one.anonymous for one in runs]
+        seconds = [one.wall for one in runs]
+        found[command] = {"seconds": spread(seconds), "anonymous": spread(memory)} | process(runs)
+    for name, told in found.items():
+        told["aim_seconds"] = AIMS.get(name)
+        print(name, told, flush=True)
     return found
+
+
+def process(runs: list[Run]) -> Figures:
+    """Seconds of whole processes, by the clock and of the processor."""
+    return {
+        "process": {
+            "seconds": spread([one.wall for one in runs]),
+            "cpu_seconds": spread([one.cpu for one in runs]),
+        }
+    }
 
 
 def main() -> None:

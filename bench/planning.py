@@ -59,7 +59,7 @@ def make(path: Path, experts: int) -> None:
     from mstore.blocks.packs import Entry, Kind, SealedPack
     from mstore.ids import PackId
     from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
-    from mstore.objects.snapshot import SnapshotRecord
+    from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
     from mstore.objects.tensor import Tensor
     from mstore.stats.store import StatsStore
     from mstore.stats.table import MeasuredPair
@@ -72,6 +72,7 @@ def make(path: Path, experts: int) -> None:
     statistics = StatsStore(catalog.layout.stats)
     tables = {shape: _table(rng, math.prod(shape)) for shape in set(shapes().values())}
     base_ids = {}
+    base_snapshot: Any = None
     for number, name in enumerate(["base", *(f"expert{k}" for k in range(experts))]):
         records = {}
         entries = []
@@ -91,7 +92,9 @@ def make(path: Path, experts: int) -> None:
         size = sum(part.nbytes for part in parts)
         manifest = Manifest((File("model.safetensors", SAFETENSORS, size, tuple(parts)),))
         pack = SealedPack(PackId.of(name.encode()), path, 4096, tuple(entries))
-        snapshot = SnapshotRecord(manifest.id(), (), "add", None, None, "", number, "bench")
+        parents = (Parent(BASE, base_snapshot),) if number else ()
+        snapshot = SnapshotRecord(manifest.id(), parents, "add", None, None, "", number, "bench")
+        base_snapshot = base_snapshot or snapshot.id()
         with Transaction(catalog, "bench") as transaction:
             for record in records.values():
                 transaction.put_record(record)

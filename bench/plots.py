@@ -268,7 +268,9 @@ def growth(told: Told) -> Drawing:
     sizes = sorted(told["sizes"].values(), key=lambda one: one["blocks"])
     blocks = [one["blocks"] for one in sizes]
     figure, (seconds, memory) = panels(2)
-    for number, task in enumerate(sizes[0]["tasks"]):
+    # Commands are the same tasks, with the program's start.
+    tasks = [task for task in sizes[0]["tasks"] if not task.startswith("mstore ")]
+    for number, task in enumerate(tasks):
         banded(seconds, number, task, blocks, [one["tasks"][task]["seconds"] for one in sizes])
     seconds.set_yscale("log")
     seconds.set_ylabel("seconds (logarithmic)")

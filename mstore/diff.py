@@ -1,7 +1,8 @@
 """Diff: how two snapshots differ, in files, tensors, blocks and norm.
 
-Equal ids need no look at the data.  The relative distance of a changed tensor reads only the blocks
-that differ; the other side's norm comes from the same pass or from the statistics.
+Equal ids need no look at the data.  Nor does the relative distance of a changed tensor if there are
+statistics of both sides against one base (`mstore.distances`); otherwise, or on request, all blocks
+of one side and the differing ones of the other are read.
 
 Virtual tensors have no block ids.  If the ids of two tensors differ, their blocks are computed.
 That may show that the contents are the same: then the tensors count as equal, whatever their ids.
@@ -20,15 +21,19 @@ import numpy as np
 
 from mstore.block_cache import BlockCache, Computing
 from mstore.checkpoint.dtypes import DTYPES
+from mstore.distances import Distance, Distances
 from mstore.errors import Incompatible
-from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
+from mstore.ids import ID_BYTES, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
+from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.view import array_dtype, tensor_blocks
 
 _AHEAD = 4
+_IN_STATISTICS = frozenset({"BF16", "F16", "F32", "F8_E4M3", "F8_E5M2"})
+"""Types of which statistics take every value as it is."""
 _TOGETHER = 256
 """How many tensor records are read together."""
 
@@ -54,10 +59,15 @@ class TensorDiff:
     blocks_changed: int
     """blocks that differ"""
     relative_l2: float | None
-    """norm of (b - a) / norm of a, in float64; None if dtypes or shapes differ, the dtype is not
-    floating point, or the norm of a is 0"""
+    """norm of (b - a) / norm of a, in float64 (from statistics: of differences in float32); None if
+    dtypes or shapes differ, the dtype is not floating point, the norm of a is 0, or statistics give
+    only bounds"""
     changed_blocks: tuple[int, ...] | None
     """their numbers; None unless requested"""
+    relative_l2_bounds: tuple[float, float] | None = None
+    """the least and the most that relative_l2 can be; None unless statistics give only bounds"""
+    relative_l2_estimate: float | None = None
+    """an estimate between these bounds, from sketches; None without bounds"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +121,14 @@ class _Differ:
     """One comparison over one catalog."""
 
     def __init__(
-        self, catalog: Catalog, computing: Callable[[], Computing] | None, pool: ThreadPoolExecutor
+        self,
+        catalog: Catalog,
+        computing: Callable[[], Computing] | None,
+        pool: ThreadPoolExecutor,
+        distances: Distances | None,
     ) -> None:
         self._catalog = catalog
+        self._distances = distances
         self._cache = BlockCache(catalog, computing=computing)
         self._pool = pool
 
@@ -131,8 +146,9 @@ class _Differ:
             status = "added" if before is None else "removed"
             numbers, distance = list(range(count)), None
         else:
-            numbers, distance = self._blocks(before, after)
+            numbers, distance = self._blocks(name, before, after)
             status = "changed" if numbers or not _same_form(before, after) else "equal"
+        told = None if distance is None or distance.is_known else distance
         return TensorDiff(
             name=name,
             status=status,
@@ -142,17 +158,23 @@ class _Differ:
             shape_a=None if before is None else before.tensor.shape,
             blocks_total=count,
             blocks_changed=len(numbers),
-            relative_l2=distance,
+            relative_l2=None if distance is None or told is not None else distance.low,
             changed_blocks=tuple(numbers) if list_blocks else None,
+            relative_l2_bounds=None if told is None else (told.low, told.high),
+            relative_l2_estimate=None if told is None else told.estimate,
         )
 
-    def _blocks(self, before: _Side, after: _Side) -> tuple[list[int], float | None]:
-        """Return the numbers of differing blocks, and ||after - before|| / ||before||, float64."""
-        dtype = _values_of(before) if _same_form(before, after) else None
+    def _blocks(self, name: str, before: _Side, after: _Side) -> tuple[list[int], Distance | None]:
+        """Return the numbers of differing blocks, and ||after - before|| / ||before||."""
         left, right = before.tensor, after.tensor
+        is_measured = _same_form(before, after) and left.dtype in _IN_STATISTICS
         if isinstance(left, Tensor) and isinstance(right, Tensor):
-            count = max(left.block_count(), right.block_count())
-            numbers = [n for n in range(count) if _block(left, n) != _block(right, n)]
+            numbers = _differing(left, right)
+            if self._distances is not None and is_measured:
+                known = self._distances.of(name, before.id, after.id, (left, right))
+                if known is not None:
+                    return numbers, known
+            dtype = _values_of(before) if _same_form(before, after) else None
             if dtype is None:
                 return numbers, None
             differing = set(numbers)
@@ -168,10 +190,11 @@ class _Differ:
             # reading it.
             every = map if left.block_count() == 1 else self._pool.map
             return numbers, _ratio(list(every(read, range(left.block_count()))))
-        return self._computed(before, after, dtype)
+        return self._computed(before, after)
 
-    def _computed(self, before: _Side, after: _Side, dtype: Any) -> tuple[list[int], float | None]:
+    def _computed(self, before: _Side, after: _Side) -> tuple[list[int], Distance | None]:
         """Do the same if a side is virtual: all blocks of both, in step, a few at a time."""
+        dtype = _values_of(before) if _same_form(before, after) else None
         size = self._catalog.block_size
         numbers: list[int] = []
         sums: deque[Any] = deque()
@@ -201,10 +224,12 @@ def diff(
     *,
     blocks: bool,
     threads: int,
+    statistics: StatsStore | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> DiffReport:
     """Report differences from snapshot a to b.  `blocks` lists the numbers of the changed blocks.
 
+    statistics: what distances come from where they are known; None: from blocks, which are read.
     `computing` returns what computes the blocks of virtual snapshots.
     """
     left = catalog.manifest(catalog.snapshot(a).manifest_id())
@@ -213,14 +238,17 @@ def diff(
     found: list[TensorDiff] = []
     same: set[tuple[bytes, bytes]] = set()
     equal = total = changed = 0
+    distances = None if statistics is None else Distances(catalog, statistics, a, b)
     with ThreadPoolExecutor(threads, "diff") as pool:
-        differ = _Differ(catalog, computing, pool)
+        differ = _Differ(catalog, computing, pool, distances)
         names = list(ours) + [name for name in theirs if name not in ours]
         for number, name in enumerate(names):
             if number % _TOGETHER == 0:
                 near = names[number : number + _TOGETHER]
                 ids = (side.get(one) for side in (ours, theirs) for one in near)
                 catalog.preload_tensors([id for id in ids if id is not None])
+                if distances is not None:
+                    distances.prepare(near, ours, theirs)
             before, after = differ.side(ours.get(name)), differ.side(theirs.get(name))
             sides = [side for side in (before, after) if side is not None]
             total += max(side.block_count(catalog.block_size) for side in sides)
@@ -277,8 +305,11 @@ def _same_form(before: _Side, after: _Side) -> bool:
     return (before.tensor.dtype, before.tensor.shape) == (after.tensor.dtype, after.tensor.shape)
 
 
-def _block(tensor: Tensor, number: int) -> BlockId | None:
-    return tensor.block(number) if number < tensor.block_count() else None
+def _differing(left: Tensor, right: Tensor) -> list[int]:
+    """Return the numbers of blocks that differ, or that only one of the two has."""
+    a, b = left.blocks, right.blocks
+    starts = range(0, max(len(a), len(b)), ID_BYTES)
+    return [at // ID_BYTES for at in starts if a[at : at + ID_BYTES] != b[at : at + ID_BYTES]]
 
 
 def _values_of(side: _Side) -> np.dtype[Any] | None:
@@ -301,9 +332,9 @@ def _sums(old: Buffer, new: Buffer, dtype: np.dtype[Any]) -> tuple[float, float]
         return float(before @ before), float(delta @ delta)
 
 
-def _ratio(pairs: list[tuple[float, float]]) -> float | None:
+def _ratio(pairs: list[tuple[float, float]]) -> Distance | None:
     norm = math.fsum(pair[0] for pair in pairs)
     moved = math.fsum(pair[1] for pair in pairs)
     if not (math.isfinite(norm) and math.isfinite(moved)) or norm == 0:
         return None
-    return math.sqrt(moved / norm)
+    return Distance.known(math.sqrt(moved / norm))

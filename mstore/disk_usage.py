@@ -21,10 +21,11 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,9 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_arrays import Table
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt, Incompatible, NotFound
-from mstore.ids import ManifestId, SnapshotId, TensorId
+from mstore.ids import ID_BYTES, Id, ManifestId, SnapshotId, TensorId
+from mstore.objects.canonical import Record
+from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
@@ -44,6 +47,8 @@ from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog, now_ns
 
 Numbers = npt.NDArray[np.int64]
+R = TypeVar("R", bound=Record)
+N = TypeVar("N", bound=Id)
 Chosen = npt.NDArray[np.bool_]
 Owners = int
 """A set of refs: bit k for ref number k. Or a set of reasons."""
@@ -51,6 +56,7 @@ NAMED, INPUTS, LINEAGE, REFLOG, RUNNING = range(5)
 """Reasons for keeping contents, strongest first."""
 BLOCKS, _PLAIN, STORED = range(3)
 _CHUNK = 1 << 10
+_BATCH = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +265,8 @@ class History:
 
 def needed(
     catalog: Catalog, history: History, inventory: Inventory, plain: dict[SnapshotId, int]
-) -> Iterator[tuple[Owners, Owners, Owners, list[TensorId]]]:
-    """Group tensors by who takes, who keeps and why: (takers, keepers, reasons, tensors).
+) -> Iterator[tuple[Owners, Owners, Owners, Numbers]]:
+    """Group blocks by who takes, who keeps and why: (takers, keepers, reasons, row numbers).
 
     Reads every manifest that is kept once. Skips pruned snapshots whose contents are gone. plain:
     receives the bytes of the files of each snapshot that a ref names.
@@ -270,13 +276,14 @@ def needed(
         takers[tip] |= 1 << number
     # Three sets in one integer, from low bits to high: reasons, keepers, takers.
     width = len(history.names) + 1
-    marks: dict[bytes, int] = defaultdict(int)
+    of_manifests: dict[ManifestId, int] = defaultdict(int)
+    tips: dict[ManifestId, list[SnapshotId]] = defaultdict(list)
     reasons = history.reasons()
     for id, keepers in history.keepers().items():
         own = history.records[id].manifest_id()
         if id in takers:
-            contents = catalog.manifest_if_there(own)
-            plain[id] = 0 if contents is None else contents.plain_bytes()
+            tips[own].append(id)
+            plain[id] = 0
         elif id in history.pruned:
             # The contents of a snapshot that only a reflog or a hold names may have been collected.
             parts = _parts(catalog, own)
@@ -285,15 +292,49 @@ def needed(
         for manifest in _manifests(catalog, history.records[id]):
             reason = INPUTS if manifest != own and reasons[id] == NAMED else reasons[id]
             mark = 1 << reason | keepers << RUNNING + 1 | takers.get(id, 0) << RUNNING + 1 + width
-            for tensor in _parts(catalog, manifest):
-                marks[tensor] |= mark
-    together: dict[int, list[TensorId]] = defaultdict(list)
+            of_manifests[manifest] |= mark
+    marks: dict[bytes, int] = {}
+    for place, contents in _readable(catalog, inventory, Manifest, of_manifests):
+        for id in tips.get(place, ()):
+            plain[id] = contents.plain_bytes()
+        _join(marks, contents, of_manifests[place])
+    together: dict[int, list[bytes]] = defaultdict(list)
     for tensor, mark in marks.items():
-        together[mark].append(TensorId(tensor))
+        together[mark].append(tensor)
+    blocks = Blocks(catalog, inventory, marks)
     for mark, tensors in together.items():
         owners = mark >> RUNNING + 1
         mine = owners & (1 << width) - 1
-        yield owners >> width, mine, mark & (1 << RUNNING + 1) - 1, tensors
+        yield owners >> width, mine, mark & (1 << RUNNING + 1) - 1, blocks.of(tensors)
+
+
+def _join(marks: dict[bytes, int], contents: Manifest, mark: int) -> None:
+    """Add a mark to the tensors of a manifest."""
+    # Many tensors have the same mark, and sets of refs are long: join each once.
+    joined: dict[int, tuple[int, int]] = {}
+    for file in contents.files:
+        for part in file.parts:
+            before = marks.get(part.tensor, 0)
+            if id(before) not in joined:
+                # The first number keeps what the key stands for alive.
+                joined[id(before)] = before, before | mark
+            marks[part.tensor] = joined[id(before)][1]
+
+
+def _readable(
+    catalog: Catalog, inventory: Inventory, kind: type[R], ids: Iterable[N]
+) -> Iterator[tuple[N, R]]:
+    """Yield (id, record) of those that are not lost, in the order in which most of them lie."""
+    asked = list(ids)
+    found = inventory.tables[kind.kind].find(b"".join(asked))
+    left = dict(zip(found.tolist(), asked, strict=True))
+    lost = [asked[at] for at in np.flatnonzero(found < 0).tolist()]
+    left.pop(-1, None)
+    for number, record in inventory.records(catalog, kind, found[found >= 0]):
+        yield left.pop(number), record
+    for id in (*lost, *left.values()):
+        with suppress(NotFound, Corrupt):
+            yield id, catalog.record(kind, id)
 
 
 def _parts(catalog: Catalog, id: ManifestId) -> set[bytes]:
@@ -319,32 +360,75 @@ def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]
             yield from (expert.manifest_id() for expert in inputs.experts)
 
 
-def blocks_of(catalog: Catalog, inventory: Inventory, tensors: Sequence[TensorId]) -> Numbers:
-    """Return the row numbers of their blocks and these blocks' bases, each once, ascending.
+class Blocks:
+    """The row numbers of the blocks of tensors: four bytes for each block of each tensor.
 
     Virtual tensors, and those whose records are lost, have none.
     """
-    blocks = inventory.blocks
-    there = inventory.tables[Kind.TENSOR].find(b"".join(tensors)) >= 0
-    stored = [id for id, is_there in zip(tensors, there.tolist(), strict=True) if is_there]
-    ids = b"".join([record.blocks for record in _tensors(catalog, stored)])
-    found = blocks.find(ids)
-    found = found[found >= 0]
-    bases = blocks.base[found].astype(np.int64)
-    # Sorted by hand: numpy's `unique` takes ten times as long on integers like these.
-    both = np.sort(np.concatenate([found, bases[bases >= 0]]))
-    return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
+
+    def __init__(self, catalog: Catalog, inventory: Inventory, tensors: Iterable[bytes]) -> None:
+        """Read the records of these tensors."""
+        self._tensors = inventory.tables[Kind.TENSOR]
+        self._base = inventory.blocks.base
+        self._starts = np.zeros(len(self._tensors), np.int64)
+        self._counts = np.zeros(len(self._tensors), np.int64)
+        ids = b"".join(tensors)
+        found = self._tensors.find(ids)
+        stored = [_id_at(ids, at) for at in np.flatnonzero(found >= 0).tolist()]
+        done = 0
+        # The search runs beside the reading: numpy lets other threads run meanwhile.
+        with ThreadPoolExecutor(1, "usage") as pool:
+            searches = []
+            for some in _together(catalog, inventory, stored):
+                lists = b"".join([tensor.blocks for _, tensor in some])
+                if searches:
+                    # One waits at most: its ids take eight times what is found.
+                    searches[-1].result()
+                searches.append(pool.submit(_found, inventory.blocks, lists))
+                numbers = self._tensors.find(b"".join([id for id, _ in some]))
+                counts = np.array([tensor.block_count() for _, tensor in some], np.int64)
+                self._starts[numbers] = done + np.cumsum(counts) - counts
+                self._counts[numbers] = counts
+                done += len(lists) // ID_BYTES
+            pieces = [search.result() for search in searches]
+        self._blocks = np.concatenate([np.empty(0, np.int32), *pieces])
+
+    def of(self, tensors: Sequence[bytes]) -> Numbers:
+        """Return the row numbers of their blocks and these blocks' bases, each once, ascending."""
+        found = self._tensors.find(b"".join(tensors))
+        found = found[found >= 0]
+        starts, counts = self._starts[found], self._counts[found]
+        steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        blocks = self._blocks[np.repeat(starts, counts) + steps].astype(np.int64)
+        blocks = blocks[blocks >= 0]
+        bases = self._base[blocks].astype(np.int64)
+        # Sorted by hand: numpy's `unique` takes ten times as long on integers like these.
+        both = np.sort(np.concatenate([blocks, bases[bases >= 0]]))
+        return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
 
 
-def _tensors(catalog: Catalog, ids: Sequence[TensorId]) -> list[Tensor]:
-    """Return the records, except those in lost or damaged packs."""
-    try:
-        return catalog.tensors(ids)
-    except (NotFound, Corrupt):
-        if len(ids) <= 1:
-            return []
-    half = len(ids) // 2
-    return [*_tensors(catalog, ids[:half]), *_tensors(catalog, ids[half:])]
+def _found(blocks: Table, ids: bytes) -> npt.NDArray[np.int32]:
+    return blocks.find(ids).astype(np.int32)
+
+
+def _id_at(ids: bytes, place: int) -> TensorId:
+    return TensorId(ids[place * ID_BYTES : (place + 1) * ID_BYTES])
+
+
+def _together(
+    catalog: Catalog, inventory: Inventory, tensors: Iterable[TensorId]
+) -> Iterator[list[tuple[TensorId, Tensor]]]:
+    """Yield the records that are not lost, in groups of about `_BATCH` blocks."""
+    some: list[tuple[TensorId, Tensor]] = []
+    blocks = 0
+    for id, tensor in _readable(catalog, inventory, Tensor, tensors):
+        if tensor.fits(catalog.block_size):
+            some.append((id, tensor))
+            blocks += 1 + tensor.block_count()
+        if blocks >= _BATCH:
+            yield some
+            some, blocks = [], 0
+    yield some
 
 
 # Sums over sharings -------------------------------------------------------------------------------
@@ -533,15 +617,13 @@ class Usage:
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
             named = History.read(catalog, transaction, since_ns)
-        found = {id: catalog.snapshot_if_there(id) for id in inventory.snapshots}
-        records = {id: record for id, record in found.items() if record is not None}
+        records = dict(_readable(catalog, inventory, SnapshotRecord, inventory.snapshots))
         history = replace(named, records=records)
         width = len(history.names) + 1
         taken, kept = (Sharings(len(inventory.blocks), width) for _ in range(2))
         why = Sharings(len(inventory.blocks), RUNNING + 1)
         plain: dict[SnapshotId, int] = {}
-        for takers, keepers, reasons, tensors in needed(catalog, history, inventory, plain):
-            numbers = blocks_of(catalog, inventory, tensors)
+        for takers, keepers, reasons, numbers in needed(catalog, history, inventory, plain):
             taken.add(takers, numbers)
             kept.add(keepers, numbers)
             why.add(reasons, numbers)

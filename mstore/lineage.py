@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 
+from mstore.ancestry import ancestry, is_led_to, parents_of
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
@@ -249,53 +248,6 @@ def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple
     )
 
 
-def ancestry(
-    catalog: Catalog, starts: Iterable[SnapshotId], limit: int | None = None
-) -> list[SnapshotId]:
-    """Return the snapshots reached from `starts`: children before parents, newest first.
-
-    A parent never comes before its child, even if clocks disagree. Missing snapshots are included,
-    and their own parents are unknown.
-    """
-    roots = sorted(set(starts))
-    waiting = _children_count(catalog, roots)
-    ready = [(-_time_ns(catalog, id), id) for id in roots if waiting[id] == 0]
-    heapq.heapify(ready)
-    found: list[SnapshotId] = []
-    while ready and (limit is None or len(found) < limit):
-        _, id = heapq.heappop(ready)
-        found.append(id)
-        for parent in _parents(catalog, id):
-            waiting[parent] -= 1
-            if waiting[parent] == 0:
-                heapq.heappush(ready, (-_time_ns(catalog, parent), parent))
-    return found
-
-
-def _time_ns(catalog: Catalog, id: SnapshotId) -> int:
-    record = catalog.snapshot_if_there(id)
-    return 0 if record is None else record.time_ns
-
-
-def _parents(catalog: Catalog, id: SnapshotId) -> set[SnapshotId]:
-    record = catalog.snapshot_if_there(id)
-    return set() if record is None else {parent.snapshot_id() for parent in record.parents}
-
-
-def _children_count(catalog: Catalog, roots: list[SnapshotId]) -> dict[SnapshotId, int]:
-    """Return how many reached children each reached snapshot has."""
-    counts: dict[SnapshotId, int] = dict.fromkeys(roots, 0)
-    stack = list(roots)
-    seen = set(roots)
-    while stack:
-        for parent in _parents(catalog, stack.pop()):
-            counts[parent] = counts.get(parent, 0) + 1
-            if parent not in seen:
-                seen.add(parent)
-                stack.append(parent)
-    return counts
-
-
 def log(
     catalog: Catalog, starts: Iterable[SnapshotId] | None, limit: int | None
 ) -> list[SnapshotReport]:
@@ -316,37 +268,10 @@ def unnamed_without(catalog: Catalog, removed: set[str]) -> int:
     while waiting:
         id = waiting.pop()
         # If a remaining ref reaches a snapshot, it reaches all its ancestors as well.
-        if id not in gone and not _is_led_to(catalog, id, kept, led_to):
+        if id not in gone and not is_led_to(catalog, id, kept, led_to):
             gone.add(id)
-            waiting += _parents(catalog, id)
+            waiting += parents_of(catalog, id)
     return sum(catalog.snapshot_if_there(id) is not None for id in gone)
-
-
-def _is_led_to(
-    catalog: Catalog, id: SnapshotId, tips: AbstractSet[SnapshotId], known: dict[SnapshotId, bool]
-) -> bool:
-    """Return whether a tip is this snapshot or a descendant, searching from parent to child.
-
-    known: results of earlier calls with the same tips, to be reused and extended.
-    """
-    passed: list[SnapshotId] = []
-    waiting = [id]
-    while waiting:
-        one = waiting.pop()
-        if one in known and not known[one]:
-            continue
-        # The parents of a missing snapshot are unknown.
-        if one != id and catalog.snapshot_if_there(one) is None:
-            continue
-        if one in tips or one in known:
-            for other in passed:
-                del known[other]
-            known[id] = True
-            return True
-        known[one] = False
-        passed.append(one)
-        waiting += sorted(catalog.children(one), key=tips.__contains__)
-    return False
 
 
 def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:

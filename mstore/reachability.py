@@ -16,9 +16,12 @@ once, bypassing the catalog's cache. Takes time linear in what is reached. Used 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,12 +42,13 @@ from mstore.phrases import call, phrase
 from mstore.store import leases, pruned_rows, refs, signature_rows, snapshot_rows
 from mstore.store.catalog import Catalog
 
+R = TypeVar("R", bound=Record)
 NS_A_DAY = 86_400 * 10**9
 NEVER_NS = 1 << 64
 """The start of a window of zero days: no move is that recent."""
 _FIRST_NS, _LAST_NS = 1_735_689_600 * 10**9, 4_891_363_200 * 10**9
 """2025 and 2125: no store existed before, and a clock beyond that is wrong."""
-_BATCH = 1 << 16
+_BATCH = 1 << 17
 
 
 def is_recent(time_ns: int, since_ns: int) -> bool:
@@ -123,6 +127,23 @@ class Inventory:
             table.base_id(number) or NO_BASE,
         )
 
+    def records(self, catalog: Catalog, kind: type[R], numbers: Numbers) -> Iterator[tuple[int, R]]:
+        """Yield (row number, record) of those of these rows whose records are sound where they lie.
+
+        In the order in which they lie, past the catalog's cache.
+        """
+        table = self.tables[kind.kind]
+        heads = table.heads[numbers]
+        columns = (heads[name].tolist() for name in ("pack", "offset", "stored", "codec"))
+        rows = {table.id(number): number for number in numbers.tolist()}
+        places = [
+            (self.packs[pack][0], offset, stored, codec, id)
+            for pack, offset, stored, codec, id in zip(*columns, rows, strict=True)
+            if pack in self.packs
+        ]
+        for id, record in catalog.sound_records(kind, places):
+            yield rows[id], record
+
 
 class Reach:
     """The rows of an inventory that are reached.
@@ -145,14 +166,16 @@ class Reach:
         self._manifests: list[ManifestId] = []
         self._blocks: list[bytes] = []
         self._blocks_waiting = 0
+        self._searches: deque[tuple[bytes, Future[Numbers]]] = deque()
+        self._pool: ThreadPoolExecutor | None = None
         # Rows newer than the inventory: they may be read, and never dropped.
         self._later: IndexTransaction | None = None
 
     def of(self, snapshots: Iterable[SnapshotId]) -> Flags:
         """Return a flag per block row: what just these snapshots contain, with bases of deltas."""
         alone = Reach(self._catalog, self.inventory)
-        for id in snapshots:
-            alone._keep_contents(alone._snapshot(id))
+        for _, record in alone._snapshots(snapshots):
+            alone._keep_contents(record)
         alone._finish()
         return alone.live[Kind.BLOCK]
 
@@ -177,11 +200,9 @@ class Reach:
         try:
             self._require(roots.refs)
             known = {id for id in roots.loose if self._has_snapshot(id)}
-            for id in roots.refs | known:
-                # A snapshot that a reflog names may have been collected under a shorter reflog
-                # window.
-                named = id in roots.refs or id not in roots.pruned or self._has_contents(id)
-                self._keep_snapshot(id, named=named, pruned=roots.pruned)
+            # A snapshot that a reflog names may have been collected under a shorter reflog window.
+            whole = {id for id in known if id not in roots.pruned or self._has_contents(id)}
+            self._keep_snapshots(roots.refs | whole, known, roots.pruned)
             self._finish()
             self._keep_plans()
         finally:
@@ -224,42 +245,59 @@ class Reach:
             for part in file.parts
         )
 
-    def _keep_snapshot(self, id: SnapshotId, *, named: bool, pruned: frozenset[SnapshotId]) -> None:
-        waiting = [(id, named)]
+    def _keep_snapshots(
+        self,
+        named: Iterable[SnapshotId],
+        others: Iterable[SnapshotId],
+        pruned: AbstractSet[SnapshotId],
+    ) -> None:
+        """Keep these snapshots and all their ancestors, generation by generation.
+
+        named: keep their contents even if they are pruned.
+        """
+        wanted = set(named)
+        waiting = {*wanted, *others}
         while waiting:
-            id, named = waiting.pop()
-            wanted = named or id not in pruned
-            if id in self.snapshots and (id in self._whole or not wanted):
-                continue
-            record = self._snapshot(id)
-            if id not in self.snapshots:
-                self.snapshots.add(id)
-                parents = [parent.snapshot_id() for parent in record.parents]
-                # History ends at a parent that a repair had to drop.
-                waiting += [(parent, False) for parent in parents if self._has_snapshot(parent)]
-            if wanted:
-                self._whole.add(id)
-                self._keep_contents(record)
+            kept = {id for id in waiting if id in wanted or id not in pruned}
+            new = {id for id in waiting if id not in self.snapshots or id in kept - self._whole}
+            waiting = set()
+            for id, record in self._snapshots(new):
+                if id not in self.snapshots:
+                    self.snapshots.add(id)
+                    parents = [parent.snapshot_id() for parent in record.parents]
+                    # History ends at a parent that a repair had to drop.
+                    waiting.update(parent for parent in parents if self._has_snapshot(parent))
+                if id in kept:
+                    self._whole.add(id)
+                    self._keep_contents(record)
 
-    def _snapshot(self, id: SnapshotId) -> SnapshotRecord:
-        """Return a snapshot's record; mark it, its manifest, plan, coverage and signatures."""
-        record: SnapshotRecord = self._load(SnapshotRecord, id)
-        self._mark(Kind.MANIFEST, record.manifest)
-        if record.plan is not None:
-            self._mark(Kind.PLAN, record.plan)
-        if record.coverage is not None:
-            self._mark(Kind.COVERAGE, record.coverage)
-        index = self._catalog.index
+    def _snapshots(self, ids: Iterable[SnapshotId]) -> Iterator[tuple[SnapshotId, SnapshotRecord]]:
+        """Yield records; mark them, and their manifests, plans, coverage and signatures."""
+        named: dict[Kind, list[bytes]] = defaultdict(list)
+        signed = []
+        for id, record in self._loaded(SnapshotRecord, ids):
+            named[Kind.MANIFEST].append(record.manifest)
+            if record.plan is not None:
+                named[Kind.PLAN].append(record.plan)
+            if record.coverage is not None:
+                named[Kind.COVERAGE].append(record.coverage)
+            signed.append(SnapshotId(id))
+            yield SnapshotId(id), record
+        for kind, some in named.items():
+            self._mark_all(kind, some)
         if self._later is not None:
-            self._mark_signatures(self._later, id)
+            self._mark_signatures(self._later, signed)
         else:
-            with index.env.read() as transaction:
-                self._mark_signatures(transaction, id)
-        return record
+            with self._catalog.index.env.read() as transaction:
+                self._mark_signatures(transaction, signed)
 
-    def _mark_signatures(self, transaction: IndexTransaction, id: SnapshotId) -> None:
-        for signature in signature_rows.of(self._catalog.index, transaction, id):
-            self._mark(Kind.SIGNATURE, signature)
+    def _mark_signatures(
+        self, transaction: IndexTransaction, snapshots: Iterable[SnapshotId]
+    ) -> None:
+        index = self._catalog.index
+        if index.count(transaction, "signatures"):
+            for id in snapshots:
+                self._mark_all(Kind.SIGNATURE, signature_rows.of(index, transaction, id))
 
     def _keep_contents(self, record: SnapshotRecord) -> None:
         self._manifests.append(record.manifest_id())
@@ -290,30 +328,38 @@ class Reach:
 
     def _finish(self) -> None:
         while self._manifests:
-            id = self._manifests.pop()
-            if id not in self._contents:
-                self._contents.add(id)
-                self._keep_manifest(id)
+            new = dict.fromkeys(id for id in self._manifests if id not in self._contents)
+            self._manifests.clear()
+            self._contents.update(new)
+            parts: set[bytes] = set()
+            for _, manifest in self._loaded(Manifest, new):
+                for file in manifest.files:
+                    parts.update([part.tensor for part in file.parts])
+                if len(parts) >= _BATCH:
+                    self._keep_parts(parts)
+                    parts.clear()
+            # May name more manifests: those of a virtual tensor's inputs.
+            self._keep_parts(parts)
         self._flush()
+        while self._searches:
+            self._mark_found()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
-    def _keep_manifest(self, id: ManifestId) -> None:
-        manifest = self._load(Manifest, id)
-        parts = {part.tensor for file in manifest.files for part in file.parts}
+    def _keep_parts(self, parts: Iterable[bytes]) -> None:
         ids = b"".join(parts)
         found = self.inventory.tables[Kind.TENSOR].find(ids)
         new = found[found >= 0]
         new = new[~self.live[Kind.TENSOR][new]]
-        table = self.inventory.tables[Kind.TENSOR]
-        heads = table.heads[new]
-        # In pack order, so that a disk reads forward.
-        for number in new[np.lexsort((heads["offset"], heads["pack"]))].tolist():
-            self._keep_tensor(TensorId(table.id(number)))
+        for id, tensor in self._loaded_rows(Tensor, new):
+            self._keep_tensor(TensorId(id), tensor)
         for at in np.flatnonzero(found < 0).tolist():
             self._keep_stranger(TensorId(ids[at * ID_BYTES : (at + 1) * ID_BYTES]))
 
-    def _keep_tensor(self, id: TensorId) -> None:
-        tensor = self._load(Tensor, id)
-        tensor.check(self._catalog.block_size, f"tensor {id}")
+    def _keep_tensor(self, id: TensorId, tensor: Tensor) -> None:
+        if not tensor.fits(self._catalog.block_size):
+            tensor.check(self._catalog.block_size, f"tensor {id}")
         self._blocks.append(tensor.blocks)
         self._blocks_waiting += tensor.block_count()
         if self._blocks_waiting >= _BATCH:
@@ -323,7 +369,7 @@ class Reach:
         """Keep a tensor without a row in the inventory: virtual, newer, or missing."""
         virtual = self.inventory.tables[Kind.VIRTUAL].find(id)
         if virtual[0] < 0 and self._found_later(Kind.VIRTUAL, id) is None:
-            self._keep_tensor(id)
+            self._keep_tensor(id, self._load(Tensor, id))
             return
         if virtual[0] >= 0 and self.live[Kind.VIRTUAL][virtual[0]]:
             return
@@ -332,14 +378,23 @@ class Reach:
         self._keep_inputs(record.plan_id())
 
     def _flush(self) -> None:
-        """Mark the gathered blocks, and the bases of those that are deltas."""
+        """Search the gathered blocks, in another thread while more records are read."""
         ids, self._blocks, self._blocks_waiting = b"".join(self._blocks), [], 0
         for start in range(0, len(ids), _BATCH * ID_BYTES):
             some = ids[start : start + _BATCH * ID_BYTES]
-            found = self.inventory.blocks.find(some)
-            self._mark_blocks(found[found >= 0])
-            for at in np.flatnonzero(found < 0).tolist():
-                self._mark_later(BlockId(some[at * ID_BYTES : (at + 1) * ID_BYTES]))
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, "reach")
+            self._searches.append((some, self._pool.submit(self.inventory.blocks.find, some)))
+        while len(self._searches) > 1:
+            self._mark_found()
+
+    def _mark_found(self) -> None:
+        """Mark the blocks of the oldest search, and the bases of those that are deltas."""
+        ids, search = self._searches.popleft()
+        found = search.result()
+        self._mark_blocks(found[found >= 0])
+        for at in np.flatnonzero(found < 0).tolist():
+            self._mark_later(BlockId(ids[at * ID_BYTES : (at + 1) * ID_BYTES]))
 
     def _mark_blocks(self, numbers: Numbers) -> None:
         live = self.live[Kind.BLOCK]
@@ -369,11 +424,37 @@ class Reach:
         if number >= 0:
             self.live[kind][number] = True
 
+    def _mark_all(self, kind: Kind, ids: Iterable[bytes]) -> None:
+        numbers = self.inventory.tables[kind].find(b"".join(ids))
+        self.live[kind][numbers[numbers >= 0]] = True
+
     def _found_later(self, kind: Kind, id: bytes) -> Location | None:
         if self._later is None:
             return None
         row = self._catalog.index.row(self._later, (kind, id))
         return None if row is None else self._catalog.index.location(self._later, row)
+
+    def _loaded(self, kind: type[R], ids: Iterable[bytes]) -> Iterator[tuple[bytes, R]]:
+        """Yield each id with its record, marked; in the order in which most of them lie.
+
+        Raises Corrupt for one that is needed and cannot be read, like `_load`.
+        """
+        asked = list(ids)
+        found = self.inventory.tables[kind.kind].find(b"".join(asked))
+        yield from self._loaded_rows(kind, found[found >= 0])
+        for at in np.flatnonzero(found < 0).tolist():
+            yield asked[at], self._load(kind, asked[at])
+
+    def _loaded_rows(self, kind: type[R], numbers: Numbers) -> Iterator[tuple[bytes, R]]:
+        table, live = self.inventory.tables[kind.kind], self.live[kind.kind]
+        left = dict.fromkeys(numbers.tolist())
+        for number, record in self.inventory.records(self._catalog, kind, numbers):
+            del left[number]
+            live[number] = True
+            yield table.id(number), record
+        # Moved meanwhile, damaged or gone: each case is handled one by one.
+        for number in left:
+            yield table.id(number), self._load(kind, table.id(number))
 
     def _load(self, kind: type[Any], id: bytes, *, mark: bool = True) -> Any:
         """Read and check a record, bypassing the cache. Raises Corrupt if it is not stored."""

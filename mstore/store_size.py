@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mstore import lineage
+from mstore.ancestry import ancestry
 from mstore.blocks import packs as packfiles
 from mstore.blocks.packs import Kind, pack_path
 from mstore.disk_usage import CodecUsage, Sums, Usage
@@ -97,7 +98,7 @@ def store_report(catalog: Catalog, *, statistics_bytes: int, memo_bytes: int) ->
         unique = sum(location.raw_length for _, location in index.blocks(transaction))
         tensors = sum(1 for kind, _, _ in index.records(transaction) if kind == Kind.TENSOR)
         blocks = index.count(transaction, "blocks")
-    reached = lineage.ancestry(catalog, lineage.names_of(catalog))
+    reached = ancestry(catalog, lineage.names_of(catalog))
     return StoreReport(
         path=str(catalog.layout.root),
         uuid=str(catalog.layout.uuid),

@@ -120,10 +120,10 @@ def bases_of_deltas_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def ancestors_forgotten(patch: pytest.MonkeyPatch) -> None:
     """gc keeps what refs name, and nothing that it came from."""
-    keep = Reach._keep_snapshot
+    keep = Reach._keep_snapshots
 
-    def forgetful(self: Any, id: Any, **what: Any) -> None:
-        keep(self, id, **what)
+    def forgetful(self: Any, *what: Any) -> None:
+        keep(self, *what)
         self.snapshots = {id for id in self.snapshots if id in self._whole}
         for kind in (Kind.SNAPSHOT, Kind.MANIFEST):
             table = self.inventory.tables[kind]
@@ -131,7 +131,7 @@ def ancestors_forgotten(patch: pytest.MonkeyPatch) -> None:
                 named = kind == Kind.MANIFEST or table.id(number) in self._whole
                 self.live[kind][number] &= named
 
-    patch.setattr(Reach, "_keep_snapshot", forgetful)
+    patch.setattr(Reach, "_keep_snapshots", forgetful)
 
 
 def numbers_given_twice(patch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import families
 import numpy as np
 import pytest
 from families import BLOCK
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mstore import MergeRequest, SnapshotId, Store, lineage
+from mstore.ancestry import ancestry
 from mstore.blocks.location import Location
-from mstore.errors import NotFound
+from mstore.errors import Corrupt, NotFound
 from mstore.ids import Id
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
@@ -108,7 +110,7 @@ def test_any_graph(seed: int) -> None:
             return records[id]
 
     starts = draw.sample(list(records), draw.randrange(1, len(records) + 1))
-    found = lineage.ancestry(Records(), starts)  # type: ignore[arg-type]
+    found = ancestry(Records(), starts)  # type: ignore[arg-type]
     reached = set(starts)
     for id in reversed(list(records)):
         if id in reached:
@@ -119,6 +121,74 @@ def test_any_graph(seed: int) -> None:
     for id in found:
         for parent in records[id].parents:
             assert place[id] < place[parent.snapshot_id()]
+
+
+@pytest.mark.parametrize("at_most", [-1, 3])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**9))
+def test_a_limit_only_shortens_the_list(
+    seed: int, at_most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any lineage, clocks wrong and records lost: with a limit the list begins the same."""
+    monkeypatch.setattr("mstore.ancestry._WALKED", 0)
+    monkeypatch.setattr("mstore.ancestry._WALKED_ANYWAY", at_most)
+    draw = random.Random(seed)
+    ids = [SnapshotId(draw.randbytes(32)) for _ in range(draw.randrange(1, 16))]
+    parents = {
+        id: draw.sample(ids[:number], draw.randrange(min(number, 3) + 1))
+        for number, id in enumerate(ids)
+    }
+    clock = draw.choice([lambda number: 10 + number, lambda _: draw.randrange(1, 5)])
+    made = {id: clock(number) for number, id in enumerate(ids)}
+    lost = set(draw.sample(ids, draw.randrange(len(ids)))) if draw.randrange(2) else set()
+    unlisted = set(draw.sample(ids, draw.randrange(len(ids)))) if draw.randrange(2) else set()
+    damaged = draw.randrange(8) == 0
+    read: set[SnapshotId] = set()
+
+    class Records:
+        """As much of a catalog as ancestry asks for."""
+
+        def snapshot_if_there(self, id: SnapshotId) -> SnapshotRecord | None:
+            read.add(id)
+            if id in lost:
+                return None
+            edges = tuple(Parent(EXPERT, parent) for parent in parents[id])
+            manifest = Manifest(()).id()
+            return SnapshotRecord(manifest, edges, "add", None, None, "", made[id], "test")
+
+        def times(self, asked: Iterable[SnapshotId]) -> dict[SnapshotId, int]:
+            if damaged:
+                raise Corrupt("a damaged row")
+            return {id: made[id] for id in asked if id not in unlisted}
+
+        def children(self, id: SnapshotId) -> set[SnapshotId]:
+            return {child for child, of in parents.items() if id in of}
+
+    starts = draw.sample(ids, draw.randrange(1, len(ids) + 1))
+    catalog: Any = Records()
+    whole = ancestry(catalog, starts)
+    for limit in range(len(whole) + 2):
+        assert ancestry(catalog, starts, limit) == whole[:limit]
+
+
+def test_a_limit_reads_few_records(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of many snapshots are found without reading the records of the others."""
+    base = put(store, 1, ref="base")
+    for number in range(100):
+        put(store, 2 + number, base, ref=f"r{number}")
+    before = times(store)
+    read: list[SnapshotId] = []
+    with Store.open(store.path) as other:
+        catalog = other._catalog
+        whole = catalog.snapshot
+
+        def reading(id: SnapshotId) -> SnapshotRecord:
+            read.append(id)
+            return whole(id)
+
+        monkeypatch.setattr(catalog, "snapshot", reading)
+        assert times(other, limit=3) == before[:3]
+    assert len(set(read)) < 20
 
 
 @settings(max_examples=60)

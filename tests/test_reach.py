@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_gc import BLOCK, write
 
@@ -16,7 +18,7 @@ from mstore.api import Store
 from mstore.blocks.location_arrays import HEAD, Table
 from mstore.blocks.packs import Kind, pack_path
 from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES
+from mstore.ids import ID_BYTES, SnapshotId
 from mstore.reachability import Inventory, Reach, Roots
 
 
@@ -70,6 +72,73 @@ def test_reached_blocks_are_those_that_a_walk_finds(store: Store, names: tuple[s
     assert reach.missing == set()
 
 
+@pytest.mark.parametrize("batch", [1, 3, 1 << 17])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**9))
+def test_any_history(seed: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any history, pruned or not, what is reached is what a walk over single records finds."""
+    monkeypatch.setattr("mstore.reachability._BATCH", batch)
+    draw = random.Random(seed)
+    with TemporaryDirectory() as root, Store.init(Path(root) / "store", block_size=BLOCK) as store:
+        store.configure("codec", "dense")
+        names = [f"r{number}" for number in range(3)]
+        for _ in range(draw.randrange(1, 6)):
+            there = [ref.name for ref in store.refs()]
+            base = draw.choice([None, *there])
+            path = write(Path(root) / "in", draw.randrange(3), draw.randrange(5))
+            store.add(path, name=draw.choice(names), base=base)
+        every = [SnapshotId(id) for id in store.snapshot_ids()]
+        pruned = frozenset(draw.sample(every, draw.randrange(len(every))))
+        asked = draw.sample(every, draw.randrange(1, len(every) + 1))
+        cut = draw.randrange(len(asked) + 1)
+        # A loose one that is pruned and whole counts as named, like a ref.
+        reach = reached(store, Roots(frozenset(asked[:cut]), frozenset(asked[cut:]), pruned))
+        snapshots, waiting = set[SnapshotId](), list(asked)
+        while waiting:
+            if (id := waiting.pop()) not in snapshots:
+                snapshots.add(id)
+                waiting += [one.snapshot_id() for one in store._catalog.snapshot(id).parents]
+        whole = {id for id in snapshots if id in asked or id not in pruned}
+        blocks = reach.inventory.blocks
+        found = {blocks.id(number) for number in np.flatnonzero(reach.live[Kind.BLOCK])}
+        assert found == blocks_by_walking(store, *(str(id) for id in whole))
+        assert (reach.snapshots, reach.whole) == (snapshots, whole)
+        manifests = reach.inventory.tables[Kind.MANIFEST]
+        live = {manifests.id(number) for number in np.flatnonzero(reach.live[Kind.MANIFEST])}
+        assert live == {store._catalog.snapshot(id).manifest for id in snapshots}
+
+
+@pytest.mark.parametrize("kind", [Kind.SNAPSHOT, Kind.MANIFEST, Kind.TENSOR])
+@pytest.mark.parametrize("how", ["flipped", "cut off", "no row"])
+def test_a_record_that_is_lost_is_named(store: Store, kind: Kind, how: str) -> None:
+    """A needed record that is damaged, beyond its pack's end or without a row is Corrupt."""
+    catalog = store._catalog
+    record = catalog.snapshot(store["other"].id)
+    manifest = catalog.manifest(record.manifest_id())
+    tensor = manifest.files[0].parts[-1].tensor
+    id = {Kind.SNAPSHOT: store["other"].id, Kind.MANIFEST: record.manifest, Kind.TENSOR: tensor}[
+        kind
+    ]
+    with catalog.index.env.read() as transaction:
+        location = catalog.index.record(transaction, kind, id)
+    assert location is not None
+    path = pack_path(catalog.layout.packs, location.pack)
+    path.chmod(0o644)
+    if how == "no row":
+        with catalog.index.env.write() as transaction:
+            catalog.index.delete_row(transaction, (kind, id))
+    else:
+        with path.open("r+b") as file:
+            if how == "flipped":
+                file.seek(location.offset + location.stored_length - 1)
+                file.write(b"\xc1")
+            else:
+                file.truncate(location.offset + 1)
+    roots = Roots(frozenset([store["other"].id]), frozenset(), frozenset())
+    with pytest.raises(Corrupt, match=id.hex()[:12] if how == "no row" else None):
+        reached(store, roots)
+
+
 def test_only_what_has_a_row_and_is_reached_is_live(store: Store) -> None:
     """Of ids that nothing reaches, that have no row, or whose kind has none, none is live."""
     reach = reached(store, roots_of(store, "base"))
@@ -111,6 +180,7 @@ def test_growing_reads_nothing_twice(store: Store, monkeypatch: pytest.MonkeyPat
     plans = reach.live[Kind.PLAN]
     assert plans.all()
     monkeypatch.setattr(store._catalog, "record_bytes", refuse)
+    monkeypatch.setattr(store._catalog.packs, "read_each", refuse)
     reach.grow(roots)
     assert all((reach.live[kind] == flags).all() for kind, flags in before.items())
 

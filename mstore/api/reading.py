@@ -138,11 +138,14 @@ class Reading(OpenStore):
         b: str | SnapshotId,
         *,
         blocks: bool = False,
+        values: bool = False,
         threads: int | None = None,
     ) -> DiffReport:
         """Report how snapshot b differs from snapshot a: files, tensors, blocks, relative distance.
 
         blocks: also list the numbers of the blocks that differ.
+        values: compute all distances from the blocks. Otherwise those of which there are statistics
+        come from these, as bounds and an estimate where both sides differ from their base.
 
         Raises NotFound, BadName, Corrupt.
         """
@@ -156,6 +159,7 @@ class Reading(OpenStore):
                 newer,
                 blocks=blocks,
                 threads=thread_count(threads),
+                statistics=None if values else self._statistics,
                 computing=self._computing,
             )
 

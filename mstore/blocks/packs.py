@@ -32,7 +32,7 @@ import os
 import stat
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
@@ -545,6 +545,15 @@ class PackFiles:
         if len(data) != length:
             raise self._too_short(pack)
         return data
+
+    def read_each(self, pack: PackId, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Yield the bytes of each (offset, length); fewer where the pack ends.
+
+        A `read` of many places that opens the pack once.  Raises as `read_into`.
+        """
+        with self._reading(pack) as fd:
+            for offset, length in places:
+                yield os.pread(fd, length, offset)
 
     def mapped(self, pack: PackId, is_private: bool) -> mmap.mmap:
         """Map a whole pack, read-only; `is_private`: writable, and what is written stays in memory.

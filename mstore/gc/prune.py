@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from mstore import lineage
+from mstore.ancestry import ancestry
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import PREVIOUS
@@ -121,7 +121,7 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
         older.update(set(chain) - stays)
     if wish.unnamed_inputs:
         tips = [branches[name].snapshot_id() for name in asked]
-        older.update(set(lineage.ancestry(catalog, tips)) - chains)
+        older.update(set(ancestry(catalog, tips)) - chains)
     tagged = {name: ref for name, ref in named.items() if ref.kind == refs.TAG}
     if wish.keep_tagged:
         kept.update(ref.snapshot_id() for ref in tagged.values())
@@ -130,7 +130,7 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
         kept.update({ref.snapshot_id() for ref in tagged.values()} - chains)
     chosen = set(_unpruned(catalog, older - kept, tagged))
     tags = {name: ref for name, ref in tagged.items() if ref.snapshot_id() in chosen}
-    order = [id for id in lineage.ancestry(catalog, chosen) if id in chosen]
+    order = [id for id in ancestry(catalog, chosen) if id in chosen]
     return order, tags
 
 

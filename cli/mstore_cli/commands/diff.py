@@ -63,6 +63,10 @@ def diff(
     blocks: Annotated[
         bool, typer.Option("--blocks", help="Name the changed blocks of every tensor.")
     ] = False,
+    values: Annotated[
+        bool,
+        typer.Option("--values", help="Read the blocks of both for exact distances."),
+    ] = False,
     exclude: Exclude = None,
     no_default_excludes: NoDefaultExcludes = False,
     threads: Threads = None,
@@ -70,8 +74,10 @@ def diff(
     """Compare two snapshots, or a snapshot with a directory: files, tensors, blocks.
 
     For two snapshots, the command prints how far each tensor moved: ||b - a|| / ||a|| over the
-    whole tensor. Equal files and tensors are counted, not listed. The exit status does not depend
-    on whether they differ.
+    whole tensor. Statistics tell that where A is the base of B; no block is read. Where both were
+    added with one base, statistics give an estimate (~) and bounds (--json). Otherwise blocks are
+    read. Equal files and tensors are counted, not listed. The exit status does not depend on
+    whether they differ.
 
     A directory is read as `mstore add` reads it, with the same exclude patterns. Every byte is
     hashed and nothing is written. "removed" marks what the directory lacks, "added" what only the
@@ -87,8 +93,13 @@ def diff(
                     f"{b} is a snapshot",
                     hint=f"mstore diff {shlex.quote(a)} {shlex.quote(f'./{b}')} --exclude PATTERN",
                 )
-            report = store.diff(a, b, blocks=blocks, threads=threads)
+            report = store.diff(a, b, blocks=blocks, values=values, threads=threads)
         else:
+            if values:
+                raise UsageError(
+                    f"--values is for two snapshots, and {b} is a directory",
+                    hint=f"mstore diff {shlex.quote(a)} {shlex.quote(b)}",
+                )
             found = store.diff_directory(
                 a,
                 directory,
@@ -108,6 +119,10 @@ def diff(
 
     def human(screen: Screen) -> None:
         _draw(screen, report, blocks=blocks)
+        if any(one.relative_l2_bounds is not None for one in report.tensors):
+            screen.line()
+            again = shlex.join(["mstore", "diff", a, b, "--values"])
+            screen.command("~ is an estimate from statistics; exact", again)
 
     names = [*(one.path for one in report.files), *(one.name for one in report.tensors)]
     session.output.emit(report, ids=names, human=human)
@@ -226,8 +241,14 @@ def _tensor_row(one: TensorDiff, *, blocks: bool, moved: bool) -> tuple[str, ...
         f"{one.blocks_changed}/{one.blocks_total}",
     )
     if moved:
-        row = (*row, "-" if one.relative_l2 is None else f"{one.relative_l2:.3e}")
+        row = (*row, _moved(one))
     return (*row, spans(one.changed_blocks or ())) if blocks else row
+
+
+def _moved(one: TensorDiff) -> str:
+    if one.relative_l2_estimate is not None:
+        return f"~{one.relative_l2_estimate:.1e}"
+    return "-" if one.relative_l2 is None else f"{one.relative_l2:.3e}"
 
 
 def _both(a: str | None, b: str | None) -> str:

@@ -57,7 +57,7 @@ def log(
         raise UsageError("--all goes without REF", hint="mstore log --all")
     with session.open() as store:
         snapshots = store.log(revision, limit, every=every, signers=trusted_signers(None))
-        stored = len(store.snapshot_ids())
+        stored = 0 if snapshots else len(store.snapshot_ids())
 
     def human(screen: Screen) -> None:
         if not snapshots and stored:
