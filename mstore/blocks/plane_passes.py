@@ -21,8 +21,16 @@ from mstore.numeric.expansion import count as count64
 TILE: Final = 2048
 PART: Final = TILE // 4
 TILES: Final = 16 * TILE
-SCRATCH: Final = TILES + TILE + 4 * 256 * 4
-"""Bytes of scratch for a pass: two tiles of the widest elements, a tile of classes, places."""
+PLACES: Final = TILES + TILE
+FREQUENT: Final = PLACES + 4 * 256 * 4
+MOST_FREQUENT: Final = 32
+SCRATCH: Final = FREQUENT + MOST_FREQUENT
+"""Bytes of scratch for a pass: two tiles of the widest elements, a tile of classes, places, and the
+frequent classes."""
+SAMPLED: Final = 32
+"""Groups of 64 elements that tell which classes are frequent."""
+RARE: Final = 256
+"""A class with less than this part of the elements is not frequent: most groups have none of it."""
 
 PLAIN: Final = 0
 FLOATS: Final = 1
@@ -168,12 +176,39 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
                     )
                 tiles[lane * PART + j] = z
 
+    @compiled
+    def placed(scratch: Any) -> Any:
+        return scratch[PLACES:FREQUENT].view(np.uint32)
+
     expand64, compress64 = expand(width), compress(width)
 
     @compiled
-    def begin_classes(bases: Any, keys: Any, places: Any) -> None:
-        """Compute where each class begins; it is in every fourth of the places."""
+    def find_frequent(bases: Any, keys: Any, places: Any, frequent: Any) -> Any:
+        """Write the classes that are frequent in a sample; return how many they are."""
         n = bases.size
+        for place in range(places.size):
+            places[place] = np.uint32(0)
+        groups = n // TOGETHER
+        step = max(1, groups // SAMPLED)
+        sampled = 0
+        for group in range(0, groups, step):
+            start = group * TOGETHER
+            classify(bases[start : start + TOGETHER], keys[:TOGETHER])
+            for j in range(TOGETHER):
+                take(places, keys[j], 0)
+            sampled += TOGETHER
+        most = 0
+        for key in range(256):
+            if most < MOST_FREQUENT and np.int64(places[4 * key]) * RARE > sampled:
+                frequent[most] = np.uint8(key)
+                most += 1
+        return most
+
+    @compiled
+    def begin_classes(bases: Any, keys: Any, places: Any, frequent: Any) -> Any:
+        """Compute where each class begins, in every fourth of the places; return `most`."""
+        n = bases.size
+        most = find_frequent(bases, keys, places, frequent)
         for place in range(places.size):
             places[place] = np.uint32(0)
         for start in range(0, n, TILE):
@@ -181,7 +216,7 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             classify(bases[start : start + count], keys[:count])
             whole = count - count % TOGETHER
             for j in range(0, whole, TOGETHER):
-                count64(keys, places, j)
+                count64(keys, places, frequent, most, j)
             for j in range(whole, count):
                 take(places, keys[j], 0)
         total = np.uint32(0)
@@ -189,12 +224,13 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             found = places[place]
             places[place] = total
             total = np.uint32(total + found)
+        return most
 
     @compiled
-    def split_floats_wide(
-        n: int, words: Any, bases: Any, planes: Any, rooms: Any, keys: Any, places: Any
-    ) -> None:
-        begin_classes(bases, keys, places)
+    def split_floats_wide(n: int, words: Any, bases: Any, planes: Any, scratch: Any) -> None:
+        rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
+        frequent = scratch[FREQUENT:]
+        most = begin_classes(bases, keys, places, frequent)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile, other = rooms[:count], rooms[TILE : TILE + count]
@@ -205,14 +241,14 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             classify(base, keys[:count])
             whole = count - count % TOGETHER
             for j in range(0, whole, TOGETHER):
-                compress64(keys, places, planes, n, tile, j)
+                compress64(keys, places, frequent, most, planes, n, tile, j)
             scatter(tile[whole:], keys[whole:], 0, n, places, planes)
 
     @compiled
-    def join_floats_wide(
-        n: int, planes: Any, bases: Any, words: Any, rooms: Any, keys: Any, places: Any
-    ) -> None:
-        begin_classes(bases, keys, places)
+    def join_floats_wide(n: int, planes: Any, bases: Any, words: Any, scratch: Any) -> None:
+        rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
+        frequent = scratch[FREQUENT:]
+        most = begin_classes(bases, keys, places, frequent)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile, other = rooms[:count], rooms[TILE : TILE + count]
@@ -220,16 +256,15 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             classify(base, keys[:count])
             whole = count - count % TOGETHER
             for j in range(0, whole, TOGETHER):
-                expand64(keys, places, planes, n, tile, j)
+                expand64(keys, places, frequent, most, planes, n, tile, j)
             gather(tile[whole:], keys[whole:], 0, n, places, planes)
             ordered(base, other)
             add(tile, other)
             unordered(tile, words[start : start + count])
 
     @compiled
-    def split_floats_narrow(
-        n: int, words: Any, bases: Any, planes: Any, rooms: Any, keys: Any, places: Any
-    ) -> None:
+    def split_floats_narrow(n: int, words: Any, bases: Any, planes: Any, scratch: Any) -> None:
+        rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
         lane = n // 4
         count_classes(bases, lane, places)
         for start in range(0, lane, PART):
@@ -253,9 +288,8 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
         scatter(tile, keys, 3, n, places, planes)
 
     @compiled
-    def join_floats_narrow(
-        n: int, planes: Any, bases: Any, words: Any, rooms: Any, keys: Any, places: Any
-    ) -> None:
+    def join_floats_narrow(n: int, planes: Any, bases: Any, words: Any, scratch: Any) -> None:
+        rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
         lane = n // 4
         count_classes(bases, lane, places)
         for start in range(0, lane, PART):
@@ -286,12 +320,10 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
     def split(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
         words = data.view(word)
         bases = base.view(word)
-        rooms = scratch[:TILES].view(word)
         if mode == FLOATS:
-            keys = scratch[TILES : TILES + TILE]
-            places = scratch[TILES + TILE :].view(np.uint32)
-            split_floats(n, words, bases, planes, rooms, keys, places)
+            split_floats(n, words, bases, planes, scratch)
             return
+        rooms = scratch[:TILES].view(word)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile = words[start : start + count]
@@ -307,12 +339,10 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
     def join(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
         words = data.view(word)
         bases = base.view(word)
-        rooms = scratch[:TILES].view(word)
         if mode == FLOATS:
-            keys = scratch[TILES : TILES + TILE]
-            places = scratch[TILES + TILE :].view(np.uint32)
-            join_floats(n, planes, bases, words, rooms, keys, places)
+            join_floats(n, planes, bases, words, scratch)
             return
+        rooms = scratch[:TILES].view(word)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile = rooms[:count]

@@ -43,7 +43,7 @@ _MODULE: Final = "mstore.blocks.plane_passes"
 _WIDTHS: Final = (1, 2, 4, 8)
 _split: Final = {width: Pass(_MODULE, f"split{width}", "iipppp", _SOURCES) for width in _WIDTHS}
 _join: Final = {width: Pass(_MODULE, f"join{width}", "iipppp", _SOURCES) for width in _WIDTHS}
-_SCRATCH: Final = 17 * 2048 + 4 * 256 * 4
+_SCRATCH: Final = 17 * 2048 + 4 * 256 * 4 + 32
 
 
 class Mode(IntEnum):
