@@ -5,10 +5,10 @@ each class that they have gives, or takes, as many bytes as it has elements ther
 AVX-512 VBMI2 do that for a class in one instruction (vpexpandb, vpcompressb); IS_WIDE tells whether
 code is made for one that has it.  Otherwise these functions must not be called.
 
-The functions are numba intrinsics.  `keys`: uint8[>= at + 64], the classes of elements. `places`:
-uint32[4 * 256], in every fourth the place of the next byte of a class; it is advanced.  frequent:
-uint8[>= most], classes to try first, each of them once; they change the time that it takes, not the
-result.  at: the first element, an int64.
+The functions are numba intrinsics.  keys: uint8[>= at + 64], the classes of elements.  places:
+uint32[>= 256], the place of the next byte of each class; it is advanced.  frequent: uint8[>= most],
+classes to try first, each of them once; they change the time that it takes, not the result.  at:
+the first element, an int64.
 """
 
 from __future__ import annotations
@@ -139,8 +139,7 @@ class _Classes:
         self.mask = builder.icmp_unsigned("==", self._all, same)
         bits = builder.bitcast(self.mask, _WORD)
         self.count = builder.ctpop(bits)
-        fourth = builder.shl(builder.zext(key, _WORD), ir.Constant(_WORD, 2))
-        self._slot = builder.gep(self._places, [fourth])
+        self._slot = builder.gep(self._places, [builder.zext(key, _WORD)])
         self.place = builder.zext(builder.load(self._slot), _WORD)
         return bits
 
