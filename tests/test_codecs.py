@@ -317,6 +317,46 @@ def test_flipped_bits_of_a_frame_never_pass() -> None:
         assert bytes(found) == data
 
 
+def test_reading_needs_no_checksum_and_checks_all_else() -> None:
+    """A damaged checksum: `decode` refuses it, `decode_into` gives the very bytes."""
+    data = weights(np.random.default_rng(5), 300).tobytes()
+    good = framed(Codec.PLANES, 2, data)
+    target = memoryview(bytearray(len(data)))
+    bad = bytearray(good)
+    bad[-1] ^= 1
+    with pytest.raises(Corrupt):
+        decode(Codec.PLANES, bytes(bad), 2, len(data))
+    for payload in (good, bytes(bad), memoryview(bytearray(good))):
+        target[:] = bytes(len(data))
+        before = bytes(payload)
+        decode_into(Codec.PLANES, payload, 2, target)
+        assert target == data
+        assert bytes(payload) == before
+    broken = [good[:cut] for cut in range(len(good))]
+    for wrong in (*broken, good + b"\0", good + good, good + bytes(4), good[:-4] + good[-8:]):
+        with pytest.raises(Corrupt):
+            decode_into(Codec.PLANES, wrong, 2, target)
+
+
+def test_a_frame_is_stored_with_a_sound_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is encoded is read back whole: a checksum that is wrong is found before the commit."""
+    compressor = codecs._compressor
+
+    class Wrong:
+        def __init__(self, window: int | None) -> None:
+            self._own = compressor(window)
+
+        def compress(self, data: Buffer) -> bytes:
+            made = bytearray(self._own.compress(data))
+            made[-1] ^= 1
+            return bytes(made)
+
+    monkeypatch.setattr(codecs, "_own", codecs._Own())
+    monkeypatch.setattr(codecs, "_compressor", Wrong)
+    with pytest.raises(Corrupt):
+        encode(weights(np.random.default_rng(5), 300).tobytes(), Elements(2, True), Policy.DENSE)
+
+
 def test_a_wide_window_is_refused() -> None:
     """A frame that asks its reader for more memory than a block may have."""
     wide = zstandard.ZstdCompressionParameters(

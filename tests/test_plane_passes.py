@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mstore.blocks import planes as callers
 from mstore.blocks.plane_passes import FLOATS, SCRATCH, TILE, steps
 from mstore.numeric.expansion import IS_WIDE, TOGETHER
 
@@ -37,6 +38,10 @@ def _members(width: int, n: int, kind: str) -> tuple[npt.NDArray[Any], npt.NDArr
     if kind == "any":
         raw = rng.integers(0, 256, (2, n * width), dtype=np.uint8)
         return raw[0].view(word), raw[1].view(word)
+    if kind == "stretches":
+        # A class at a time, which a sample of groups finds or misses.
+        base = np.minimum(np.arange(n) // 90, 40).astype(word) << word(8 * width - 7)
+        return base ^ rng.integers(0, 8, n).astype(word), base
     # As weights are: a few exponents, of both signs.
     base = (rng.standard_normal(n) * 0.02).astype(np.float32).view(np.uint32)
     base = (base >> np.uint32(max(0, 32 - 8 * width))).astype(word) << word(max(0, 8 * width - 32))
@@ -56,9 +61,9 @@ def _members(width: int, n: int, kind: str) -> tuple[npt.NDArray[Any], npt.NDArr
 def test_every_processor_writes_the_same_planes(width: int, is_wide: bool) -> None:
     """Planes are those of the format, however they are made, and come back bit by bit."""
     split, join = steps(WORDS[width], 8 * width, is_wide=is_wide)
-    scratch = np.empty(SCRATCH, dtype=np.uint8)
+    scratch = np.empty(SCRATCH + 8 * max(LENGTHS), dtype=np.uint8)
     for n in LENGTHS:
-        for kind in ("any", "weights"):
+        for kind in ("any", "stretches", "weights"):
             words, base = _members(width, n, kind)
             sides = [one.view(np.uint8) for one in (words, base)]
             # Bytes after the planes stay as they are.
@@ -70,3 +75,8 @@ def test_every_processor_writes_the_same_planes(width: int, is_wide: bool) -> No
             join(FLOATS, n, planes[: n * width], sides[1], found[: n * width], scratch)
             assert found[: n * width].tobytes() == sides[0].tobytes()
             assert (found[n * width :] == 7).all()
+
+
+def test_the_caller_gives_as_much_scratch_as_the_passes_use() -> None:
+    """`planes`, which must not import the passes, has their size of scratch."""
+    assert callers._SCRATCH == SCRATCH

@@ -19,10 +19,21 @@ from mstore.numeric.expansion import IS_WIDE, TOGETHER, compress, expand
 from mstore.numeric.expansion import count as count64
 
 TILE: Final = 2048
-PART: Final = TILE // 4
+LANES: Final = 4
+"""Stretches of a block that are ordered side by side, where not 64 elements are at a time."""
+PART: Final = TILE // LANES
 TILES: Final = 16 * TILE
-SCRATCH: Final = TILES + TILE + 4 * 256 * 4
-"""Bytes of scratch for a pass: two tiles of the widest elements, a tile of classes, places."""
+PLACES: Final = TILES + TILE
+CLASSES: Final = 256
+FREQUENT: Final = PLACES + 4 * CLASSES * LANES
+MOST_FREQUENT: Final = 32
+SCRATCH: Final = FREQUENT + MOST_FREQUENT
+"""Bytes of scratch for a pass: two tiles of the widest elements, a tile of classes, places, and
+frequent classes. Behind them are as many bytes as the block has: its numbers, ordered by class."""
+SAMPLED: Final = 32
+"""Groups of 64 elements that tell which classes are frequent."""
+RARE: Final = 256
+"""A class with less than this part of the elements is not frequent: most groups have none of it."""
 
 PLAIN: Final = 0
 FLOATS: Final = 1
@@ -103,30 +114,27 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
     @inlined
     def take(places: Any, key: Any, lane: int) -> Any:
         """Return and advance the next place of a class."""
-        k = np.uint64(np.uint64(np.uint64(key) << np.uint64(2)) + np.uint64(lane))
+        k = np.uint64(np.uint64(lane * CLASSES) + np.uint64(key))
         at = places[k]
         places[k] = np.uint32(at + np.uint32(1))
         return at
 
     @compiled
-    def count_classes(bases: Any, lane: int, places: Any) -> None:
+    def count_classes(bases: Any, size: int, places: Any) -> None:
         """Compute where each class of each lane begins, ordered by class, then lane."""
         for place in range(places.size):
             places[place] = np.uint32(0)
-        a, b, c = bases[:lane], bases[lane : 2 * lane], bases[2 * lane : 3 * lane]
-        d = bases[3 * lane :]
-        for j in range(lane):
-            take(places, word(a[j] << one) >> key_shift, 0)
-            take(places, word(b[j] << one) >> key_shift, 1)
-            take(places, word(c[j] << one) >> key_shift, 2)
-            take(places, word(d[j] << one) >> key_shift, 3)
-        for j in range(lane, d.size):
-            take(places, word(d[j] << one) >> key_shift, 3)
+        for j in range(size):
+            for lane in range(LANES):
+                take(places, word(bases[np.uint64(lane * size + j)] << one) >> key_shift, lane)
+        for j in range(LANES * size, bases.size):
+            take(places, word(bases[j] << one) >> key_shift, LANES - 1)
         total = np.uint32(0)
-        for place in range(places.size):
-            found = places[place]
-            places[place] = total
-            total = np.uint32(total + found)
+        for key in range(CLASSES):
+            for lane in range(LANES):
+                found = places[lane * CLASSES + key]
+                places[lane * CLASSES + key] = total
+                total = np.uint32(total + found)
 
     @compiled
     def scatter(tile: Any, keys: Any, lane: int, n: int, places: Any, planes: Any) -> None:
@@ -138,14 +146,12 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
                 planes[np.uint64(np.uint64(p * n) + at)] = np.uint8(word(z >> word(8 * p)))
 
     @compiled
-    def scatter_lanes(tiles: Any, keys: Any, count: int, n: int, places: Any, planes: Any) -> None:
+    def scatter_lanes(tiles: Any, keys: Any, count: int, places: Any, numbers: Any) -> None:
         # Successive elements of one class would wait for each other; four lanes do not.
         for j in range(count):
-            for lane in range(4):
-                z = tiles[lane * PART + j]
+            for lane in range(LANES):
                 at = take(places, keys[lane * PART + j], lane)
-                for p in range(width):
-                    planes[np.uint64(np.uint64(p * n) + at)] = np.uint8(word(z >> word(8 * p)))
+                numbers[np.uint64(at)] = tiles[lane * PART + j]
 
     @compiled
     def gather(tile: Any, keys: Any, lane: int, n: int, places: Any, planes: Any) -> None:
@@ -157,23 +163,71 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             tile[j] = z
 
     @compiled
-    def gather_lanes(tiles: Any, keys: Any, count: int, n: int, places: Any, planes: Any) -> None:
+    def gather_lanes(tiles: Any, keys: Any, count: int, places: Any, numbers: Any) -> None:
         for j in range(count):
-            for lane in range(4):
+            for lane in range(LANES):
                 at = take(places, keys[lane * PART + j], lane)
-                z = nothing
-                for p in range(width):
-                    z = word(
-                        z | word(word(planes[np.uint64(np.uint64(p * n) + at)]) << word(8 * p))
-                    )
-                tiles[lane * PART + j] = z
+                tiles[lane * PART + j] = numbers[np.uint64(at)]
+
+    @compiled
+    def divide(numbers: Any, planes: Any) -> None:
+        """Write the bytes of numbers to their planes."""
+        n = numbers.size
+        for start in range(0, n, TILE):
+            count = min(TILE, n - start)
+            for p in range(width):
+                at = p * n + start
+                narrow(numbers[start : start + count], word(8 * p), planes[at : at + count])
+
+    @compiled
+    def unite(planes: Any, numbers: Any) -> None:
+        """Make numbers of the bytes of planes."""
+        n = numbers.size
+        for start in range(0, n, TILE):
+            count = min(TILE, n - start)
+            tile = numbers[start : start + count]
+            clear(tile)
+            for p in range(width):
+                at = p * n + start
+                widen(planes[at : at + count], word(8 * p), tile)
+
+    @compiled
+    def in_order(n: int, scratch: Any) -> Any:
+        return scratch[SCRATCH : SCRATCH + n * width].view(word)
+
+    @compiled
+    def placed(scratch: Any) -> Any:
+        return scratch[PLACES:FREQUENT].view(np.uint32)
 
     expand64, compress64 = expand(width), compress(width)
 
     @compiled
-    def begin_classes(bases: Any, keys: Any, places: Any) -> None:
-        """Compute where each class begins; it is in every fourth of the places."""
+    def find_frequent(bases: Any, keys: Any, places: Any, frequent: Any) -> Any:
+        """Write the classes that are frequent in a sample; return how many they are."""
         n = bases.size
+        for place in range(places.size):
+            places[place] = np.uint32(0)
+        groups = n // TOGETHER
+        step = max(1, groups // SAMPLED)
+        sampled = 0
+        for group in range(0, groups, step):
+            start = group * TOGETHER
+            classify(bases[start : start + TOGETHER], keys[:TOGETHER])
+            for j in range(TOGETHER):
+                take(places, keys[j], 0)
+            sampled += TOGETHER
+        most = 0
+        for key in range(CLASSES):
+            if most < MOST_FREQUENT and np.int64(places[key]) * RARE > sampled:
+                frequent[most] = np.uint8(key)
+                most += 1
+        return most
+
+    @compiled
+    def begin_classes(bases: Any, keys: Any, places: Any, frequent: Any) -> Any:
+        """Compute where each class begins, in every fourth of the places; return `most`."""
+        n = bases.size
+        most = find_frequent(bases, keys, places, frequent)
         for place in range(places.size):
             places[place] = np.uint32(0)
         for start in range(0, n, TILE):
@@ -181,20 +235,21 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             classify(bases[start : start + count], keys[:count])
             whole = count - count % TOGETHER
             for j in range(0, whole, TOGETHER):
-                count64(keys, places, j)
+                count64(keys, places, frequent, most, j)
             for j in range(whole, count):
                 take(places, keys[j], 0)
         total = np.uint32(0)
-        for place in range(0, places.size, 4):
-            found = places[place]
-            places[place] = total
+        for key in range(CLASSES):
+            found = places[key]
+            places[key] = total
             total = np.uint32(total + found)
+        return most
 
     @compiled
-    def split_floats_wide(
-        n: int, words: Any, bases: Any, planes: Any, rooms: Any, keys: Any, places: Any
-    ) -> None:
-        begin_classes(bases, keys, places)
+    def split_floats_wide(n: int, words: Any, bases: Any, planes: Any, scratch: Any) -> None:
+        rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
+        frequent = scratch[FREQUENT:]
+        most = begin_classes(bases, keys, places, frequent)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile, other = rooms[:count], rooms[TILE : TILE + count]
@@ -205,14 +260,14 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             classify(base, keys[:count])
             whole = count - count % TOGETHER
             for j in range(0, whole, TOGETHER):
-                compress64(keys, places, planes, n, tile, j)
+                compress64(keys, places, frequent, most, planes, n, tile, j)
             scatter(tile[whole:], keys[whole:], 0, n, places, planes)
 
     @compiled
-    def join_floats_wide(
-        n: int, planes: Any, bases: Any, words: Any, rooms: Any, keys: Any, places: Any
-    ) -> None:
-        begin_classes(bases, keys, places)
+    def join_floats_wide(n: int, planes: Any, bases: Any, words: Any, scratch: Any) -> None:
+        rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
+        frequent = scratch[FREQUENT:]
+        most = begin_classes(bases, keys, places, frequent)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile, other = rooms[:count], rooms[TILE : TILE + count]
@@ -220,21 +275,21 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             classify(base, keys[:count])
             whole = count - count % TOGETHER
             for j in range(0, whole, TOGETHER):
-                expand64(keys, places, planes, n, tile, j)
+                expand64(keys, places, frequent, most, planes, n, tile, j)
             gather(tile[whole:], keys[whole:], 0, n, places, planes)
             ordered(base, other)
             add(tile, other)
             unordered(tile, words[start : start + count])
 
     @compiled
-    def split_floats_narrow(
-        n: int, words: Any, bases: Any, planes: Any, rooms: Any, keys: Any, places: Any
-    ) -> None:
-        lane = n // 4
+    def split_floats_narrow(n: int, words: Any, bases: Any, planes: Any, scratch: Any) -> None:
+        rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
+        numbers = in_order(n, scratch)
+        lane = n // LANES
         count_classes(bases, lane, places)
         for start in range(0, lane, PART):
             count = min(PART, lane - start)
-            for q in range(4):
+            for q in range(LANES):
                 first = q * lane + start
                 tile = rooms[q * PART : q * PART + count]
                 other = rooms[TILE : TILE + count]
@@ -243,41 +298,45 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
                 ordered(base, other)
                 subtract(tile, other)
                 classify(base, keys[q * PART : q * PART + count])
-            scatter_lanes(rooms, keys, count, n, places, planes)
-        rest = n - 4 * lane
+            scatter_lanes(rooms, keys, count, places, numbers)
+        rest = n - LANES * lane
         tile, other = rooms[:rest], rooms[TILE : TILE + rest]
-        ordered(words[4 * lane :], tile)
-        ordered(bases[4 * lane :], other)
+        ordered(words[LANES * lane :], tile)
+        ordered(bases[LANES * lane :], other)
         subtract(tile, other)
-        classify(bases[4 * lane :], keys[:rest])
-        scatter(tile, keys, 3, n, places, planes)
+        classify(bases[LANES * lane :], keys[:rest])
+        for j in range(rest):
+            numbers[np.uint64(take(places, keys[j], LANES - 1))] = tile[j]
+        divide(numbers, planes)
 
     @compiled
-    def join_floats_narrow(
-        n: int, planes: Any, bases: Any, words: Any, rooms: Any, keys: Any, places: Any
-    ) -> None:
-        lane = n // 4
+    def join_floats_narrow(n: int, planes: Any, bases: Any, words: Any, scratch: Any) -> None:
+        rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
+        numbers = in_order(n, scratch)
+        unite(planes, numbers)
+        lane = n // LANES
         count_classes(bases, lane, places)
         for start in range(0, lane, PART):
             count = min(PART, lane - start)
-            for q in range(4):
+            for q in range(LANES):
                 first = q * lane + start
                 classify(bases[first : first + count], keys[q * PART : q * PART + count])
-            gather_lanes(rooms, keys, count, n, places, planes)
-            for q in range(4):
+            gather_lanes(rooms, keys, count, places, numbers)
+            for q in range(LANES):
                 first = q * lane + start
                 tile = rooms[q * PART : q * PART + count]
                 other = rooms[TILE : TILE + count]
                 ordered(bases[first : first + count], other)
                 add(tile, other)
                 unordered(tile, words[first : first + count])
-        rest = n - 4 * lane
+        rest = n - LANES * lane
         tile, other = rooms[:rest], rooms[TILE : TILE + rest]
-        classify(bases[4 * lane :], keys[:rest])
-        gather(tile, keys, 3, n, places, planes)
-        ordered(bases[4 * lane :], other)
+        classify(bases[LANES * lane :], keys[:rest])
+        for j in range(rest):
+            tile[j] = numbers[np.uint64(take(places, keys[j], LANES - 1))]
+        ordered(bases[LANES * lane :], other)
         add(tile, other)
-        unordered(tile, words[4 * lane :])
+        unordered(tile, words[LANES * lane :])
 
     split_floats = split_floats_wide if is_wide else split_floats_narrow
     join_floats = join_floats_wide if is_wide else join_floats_narrow
@@ -286,12 +345,10 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
     def split(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
         words = data.view(word)
         bases = base.view(word)
-        rooms = scratch[:TILES].view(word)
         if mode == FLOATS:
-            keys = scratch[TILES : TILES + TILE]
-            places = scratch[TILES + TILE :].view(np.uint32)
-            split_floats(n, words, bases, planes, rooms, keys, places)
+            split_floats(n, words, bases, planes, scratch)
             return
+        rooms = scratch[:TILES].view(word)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile = words[start : start + count]
@@ -307,12 +364,10 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
     def join(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
         words = data.view(word)
         bases = base.view(word)
-        rooms = scratch[:TILES].view(word)
         if mode == FLOATS:
-            keys = scratch[TILES : TILES + TILE]
-            places = scratch[TILES + TILE :].view(np.uint32)
-            join_floats(n, planes, bases, words, rooms, keys, places)
+            join_floats(n, planes, bases, words, scratch)
             return
+        rooms = scratch[:TILES].view(word)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile = rooms[:count]
@@ -343,54 +398,54 @@ _split8, _join8 = steps(np.uint64, 64)
 @entry("iipppp", expansion)
 def split1(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
     """Split n elements of one byte, with the base's, into planes."""
-    size, room = n, _bytes(scratch, SCRATCH)
+    size, room = n, _bytes(scratch, SCRATCH + n)
     _split1(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
 @entry("iipppp", expansion)
 def join1(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
     """Join planes, with the base's elements, to n elements of one byte."""
-    size, room = n, _bytes(scratch, SCRATCH)
+    size, room = n, _bytes(scratch, SCRATCH + n)
     _join1(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
 
 
 @entry("iipppp", expansion)
 def split2(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
     """Split n elements of 2 bytes, with the base's, into planes."""
-    size, room = 2 * n, _bytes(scratch, SCRATCH)
+    size, room = 2 * n, _bytes(scratch, SCRATCH + 2 * n)
     _split2(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
 @entry("iipppp", expansion)
 def join2(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
     """Join planes, with the base's elements, to n elements of 2 bytes."""
-    size, room = 2 * n, _bytes(scratch, SCRATCH)
+    size, room = 2 * n, _bytes(scratch, SCRATCH + 2 * n)
     _join2(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
 
 
 @entry("iipppp", expansion)
 def split4(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
     """Split n elements of 4 bytes, with the base's, into planes."""
-    size, room = 4 * n, _bytes(scratch, SCRATCH)
+    size, room = 4 * n, _bytes(scratch, SCRATCH + 4 * n)
     _split4(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
 @entry("iipppp", expansion)
 def join4(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
     """Join planes, with the base's elements, to n elements of 4 bytes."""
-    size, room = 4 * n, _bytes(scratch, SCRATCH)
+    size, room = 4 * n, _bytes(scratch, SCRATCH + 4 * n)
     _join4(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
 
 
 @entry("iipppp", expansion)
 def split8(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
     """Split n elements of 8 bytes, with the base's, into planes."""
-    size, room = 8 * n, _bytes(scratch, SCRATCH)
+    size, room = 8 * n, _bytes(scratch, SCRATCH + 8 * n)
     _split8(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
 @entry("iipppp", expansion)
 def join8(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
     """Join planes, with the base's elements, to n elements of 8 bytes."""
-    size, room = 8 * n, _bytes(scratch, SCRATCH)
+    size, room = 8 * n, _bytes(scratch, SCRATCH + 8 * n)
     _join8(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)

@@ -16,7 +16,8 @@ given size changes a small weight by many units of its last place and a large on
 differences within a class are similar, and compress well (docs/design/006-codecs.md). The transform
 is bijective for all bit patterns, including NaN.
 
-Any thread may call; a call releases the GIL and keeps 38 KiB of scratch for its thread.
+Any thread may call; a call releases the GIL. A thread keeps 39 KiB of scratch, and without AVX-512
+VBMI2 as much again as its longest block.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MODULE: Final = "mstore.blocks.plane_passes"
 _WIDTHS: Final = (1, 2, 4, 8)
 _split: Final = {width: Pass(_MODULE, f"split{width}", "iipppp", _SOURCES) for width in _WIDTHS}
 _join: Final = {width: Pass(_MODULE, f"join{width}", "iipppp", _SOURCES) for width in _WIDTHS}
-_SCRATCH: Final = 17 * 2048 + 4 * 256 * 4
+_SCRATCH: Final = 17 * 2048 + 4 * 256 * 4 + 32
 
 
 class Mode(IntEnum):
@@ -56,8 +57,15 @@ class Mode(IntEnum):
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
-        self.room = np.empty(_SCRATCH, dtype=np.uint8)
-        self.room_at = self.room.ctypes.data
+        self._room = np.empty(0, dtype=np.uint8)
+        self._at = 0
+
+    def at(self, length: int) -> int:
+        """Return the address of scratch for a block of so many bytes."""
+        if self._room.size < _SCRATCH + length:
+            self._room = np.empty(_SCRATCH + length, dtype=np.uint8)
+            self._at = self._room.ctypes.data
+        return self._at
 
 
 _scratch: Final = _Scratch()
@@ -77,7 +85,7 @@ def split(mode: Mode, width: int, data: Buffer, base: Buffer | None, planes: Byt
         source.ctypes.data,
         other.ctypes.data,
         planes.ctypes.data,
-        _scratch.room_at,
+        _scratch.at(planes.size),
     )
 
 
@@ -95,7 +103,7 @@ def join(mode: Mode, width: int, planes: Buffer, base: Buffer | None, target: me
         # Not read if there is no base, but it must be aligned nevertheless.
         room.ctypes.data if base is None else other.ctypes.data,
         room.ctypes.data,
-        _scratch.room_at,
+        _scratch.at(out.size),
     )
     if room is not out:
         out[:] = room
