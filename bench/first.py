@@ -1,6 +1,6 @@
 """The first commands of a new installation, with kernels that came with it, and without.
 
-    python bench/first.py WORK [--rounds 5] [--millions 20]
+    python bench/first.py WORK [--rounds 5] [--millions 2]
 
 Writes and prints bench/results/first.json.  WORK needs 1 GB; all of it is removed.  Each round
 copies the packages of this checkout twice, as an installer would, with their bytecode: `ahead` with
@@ -47,10 +47,10 @@ def commands(store: Path, family: Path, env: dict[str, str]) -> dict[str, Run]:
     shutil.rmtree(store, ignore_errors=True)
 
     def mstore(*words: str) -> Run:
-        line = [sys.executable, "-m", "mstore_cli", "--store", str(store), "--no-progress"]
+        line = [sys.executable, "-P", "-m", "mstore_cli", "--store", str(store), "--no-progress"]
         return run([*line, *words], env=env)
 
-    experts = ["expert01", "expert02"]
+    experts = ["expert1", "expert2"]
     found = {"init": mstore("init", str(store))}
     found["add"] = mstore("add", str(family / "base"), "--name", "base")
     for name in experts:
@@ -63,7 +63,7 @@ def commands(store: Path, family: Path, env: dict[str, str]) -> dict[str, Run]:
 
 def main() -> None:
     """All rounds, in turn."""
-    parser = options(__doc__, rounds=5, millions=20)
+    parser = options(__doc__, rounds=5, millions=2)
     chosen = parser.parse_args()
     subprocess.run([sys.executable, str(ROOT / "scripts" / "kernels.py")], check=True)
     family = chosen.work / "first-family"
