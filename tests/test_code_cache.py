@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,8 @@ import numpy as np
 import pytest
 
 from mstore.errors import Unavailable
-from mstore.numeric import code_cache
+from mstore.numeric import code_cache, images, levels
 from mstore.numeric.code_cache import Pass
-from mstore.stats import deltas
 
 MODULE = """
 import numpy as np
@@ -29,6 +29,43 @@ def add(n, address):
     for i in range(n):
         values[i] += FACTOR * i
 """
+
+
+STEPS = """
+from mstore.numeric.compiling import compiled
+
+@compiled
+def step(x):
+    return x + NUMBER
+"""
+WITH_STEPS = """
+import numpy as np
+import passes_steps
+from numba import carray
+from mstore.numeric.compiling import entry
+
+@entry("ip", passes_steps)
+def add(n, address):
+    values = carray(address, (n,), np.int64)
+    for i in range(n):
+        values[i] = passes_steps.step(values[i])
+"""
+ROOT = Path(__file__).resolve().parent.parent
+# Together they use every pass, on edge cases, any bit patterns and odd lengths.
+COMPARING = (
+    *("tests/test_kernels.py", "tests/test_masks.py", "tests/test_stats_deltas.py"),
+    *("tests/test_stats_many.py", "tests/test_halves.py"),
+    "tests/test_adapters.py::test_numbers_that_are_not_finite",
+    "tests/test_adapters.py::test_dora_gives_rows_their_norms",
+    "tests/test_arcee_fusion.py::test_divergences_are_exact",
+    "tests/test_attribution.py::test_elements_that_are_not_finite_are_counted_apart[ties]",
+    "tests/test_attribution.py::test_shares_are_those_of_the_definition[alike-ties]",
+    "tests/test_codecs.py::test_every_codec_holds_every_block",
+    "tests/test_codecs.py::test_planes_are_what_the_page_says",
+    "tests/test_fisher.py::test_a_merge_equals_the_reference",
+    "tests/test_product_rows.py::test_no_row_is_less_than_what_is_measured",
+    "tests/test_row_wise.py::test_each_row_has_its_own_angles[BF16-nuslerp]",
+)
 
 
 def _pass(folder: Path, name: str, factor: int = 3) -> Pass:
@@ -47,7 +84,6 @@ def _run(made: Pass) -> list[int]:
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose modules can be imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path
 
@@ -70,32 +106,141 @@ def test_code_of_another_source_is_not_run(modules: Path) -> None:
     _run(made)
     path = code_cache.code_path(modules / "passes_changed.py", "add")
     good = path.read_bytes()
+    code_cache._digest.cache_clear()
     for damaged in (b"", good[:40], good[:-1], good[:200] + b"\xff" + good[201:], b"x" + good[1:]):
         path.write_bytes(damaged)
         assert _pass(modules, "passes_changed")._stored() is None
     path.write_bytes(good)
     assert _pass(modules, "passes_changed")._stored() is not None
-    assert _pass(modules, "passes_changed", factor=5)._stored() is None
+    changed = _pass(modules, "passes_changed", factor=5)
+    code_cache._digest.cache_clear()
+    assert changed._stored() is None
 
 
-def test_statistics_need_no_compiler() -> None:
-    """Once its code lies beside the source, a process that measures does not import numba."""
-    bytes_ = np.zeros(2048, dtype=np.uint8)
-    hist = np.zeros((0x8000, 2), dtype=np.int64)
-    deltas.measure(bytes_, "BF16", bytes_, "BF16", 1024, 0, hist)
-    if not code_cache.code_path(Path(deltas.__file__).with_name("passes.py"), "measure").exists():
-        pytest.skip("nothing can be written beside the source here")
+def test_a_changed_step_is_compiled_anew(modules: Path) -> None:
+    """A module whose code is in a pass is one of its sources."""
+    (modules / "passes_steps.py").write_text(STEPS.replace("NUMBER", "10"))
+    (modules / "passes_with_steps.py").write_text(WITH_STEPS)
+    sources = (modules / "passes_steps.py", modules / "passes_with_steps.py")
+    made = Pass("passes_with_steps", "add", "ip", sources)
+    assert _run(made) == [20, 20, 20, 20]
+    assert made._stored() is not None
+    (modules / "passes_steps.py").write_text(STEPS.replace("NUMBER", "300"))
+    code_cache._digest.cache_clear()
+    changed = Pass("passes_with_steps", "add", "ip", sources)
+    assert changed._stored() is None
+    assert _run(changed) == [310, 310, 310, 310]
+
+
+def test_code_where_nothing_can_be_kept(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a file cannot be written, the pass runs all the same."""
+    (modules / "__pycache__").touch()
+    assert _run(_pass(modules, "passes_unkept")) == [10, 13, 16, 19]
+    assert _pass(modules, "passes_unkept")._stored() is None
+
+
+def test_without_the_compiler(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is neither code nor numba, the error says what to install."""
+    (modules / "numba.py").write_text("raise ModuleNotFoundError(\"No module named 'numba'\")\n")
+    with pytest.raises(Unavailable, match="No module named 'numba'") as raised:
+        _run(_pass(modules, "passes_without"))
+    assert "mstore[compile]" in str(raised.value.texts[2])
+
+
+def test_a_pass_that_cannot_be_compiled(modules: Path) -> None:
+    """What the compiler says of a pass that it refuses is in the error."""
+    (modules / "passes_wrong.py").write_text(MODULE.replace("FACTOR * i", "nowhere(i)"))
+    with pytest.raises(Unavailable, match="cannot be compiled"):
+        _run(Pass("passes_wrong", "add", "ip", (modules / "passes_wrong.py",)))
+
+
+# -- compiled ahead ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """What scripts/setup makes: nothing is compiled where all is there."""
+    program = [sys.executable, str(ROOT / "scripts" / "kernels.py")]
+    subprocess.run(program, check=True, capture_output=True)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("level", [level.name for level in levels.runnable()])
+def test_code_needs_no_compiler(level: str) -> None:
+    """At each level, every pass of the library loads in a process without numba or llvmlite."""
     script = (
-        "import sys, numpy as np\n"
-        "from mstore.stats import deltas\n"
-        "b = np.zeros(2048, dtype=np.uint8); h = np.zeros((0x8000, 2), dtype=np.int64)\n"
-        "deltas.measure(b, 'BF16', b, 'BF16', 1024, 0, h)\n"
-        "print('numba' in sys.modules)\n"
+        "import sys\n"
+        "sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
+        "from mstore.numeric import code_cache, levels\n"
+        f"code_cache.runnable = lambda: (levels.named({level!r}),)\n"
+        "import kernels_once\n"
+        "for one in kernels_once.passes().values():\n"
+        "    assert code_cache.shipped(one.module, one.name, *code_cache.runnable()).exists()\n"
+        "    one.load()\n"
+        "print(len(kernels_once.passes()))\n"
     )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
     )
-    assert found.stdout == "False\n"
+    assert (found.stdout, found.stderr) == (f"{len(kernels_once.passes())}\n", "")
+
+
+# The best level is what all other tests run.
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("level", [level.name for level in levels.runnable()[1:]])
+def test_bits_depend_on_no_level(level: str, tmp_path: Path) -> None:
+    """Tests that compare with a reference, bit for bit, pass at each level, and use every pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "LEVEL": level,
+        "RAN": str(tmp_path / "ran"),
+    }
+    done = subprocess.run(
+        [*command, "-p", "one_level", "--basetemp", str(tmp_path / "inner"), *COMPARING],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    every = {f"{one.module}.{one.name}" for one in kernels_once.passes().values()}
+    assert set((tmp_path / "ran").read_text().split()) == every
+
+
+def test_the_best_level_counts() -> None:
+    """A processor gets the best level of its architecture that it has all instructions of."""
+    best = {level.name: level.needs for level in levels.LEVELS}
+    for name, flags in best.items():
+        if name == "aarch64":
+            continue
+        assert levels.run_by("x86_64", flags | {"more"})[0].name == name
+    lacking = best["x86-64-v4"] - {"avx512vl"}
+    assert levels.run_by("x86_64", lacking)[0].name == "x86-64-v3"
+    assert [level.name for level in levels.run_by("aarch64", frozenset())] == ["aarch64"]
+    assert levels.run_by("riscv64", frozenset()) == ()
+
+
+def test_the_build_makes_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Code of the same sources and compiler stays; that of others, and damaged code, is remade."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import kernels as build
+
+    level = levels.runnable()[0]
+    one = next(one for one in kernels_once.passes().values() if one.name == "upper")
+    monkeypatch.setattr(build, "shipped", lambda *_: tmp_path / "code")
+    monkeypatch.setattr(build, "passes", lambda: iter([one]))
+    [job] = build.work([level], "by hand")
+    assert build.make(job) == 1
+    found = images.decoded((tmp_path / "code").read_bytes(), one.stamp())
+    assert found is not None
+    assert build.work([level], found.made_by) == []
+    assert len(build.work([level], "another compiler")) == 1
+    (tmp_path / "code").write_bytes(b"damaged")
+    assert len(build.work([level], found.made_by)) == 1
 
 
 def test_code_in_a_directory_of_the_users(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+import kernels_once
 import pytest
 
+from mstore.numeric.code_cache import SHIPPED, shipped
+from mstore.numeric.levels import LEVELS
 from mstore.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +46,19 @@ def test_every_source_file_is_in(wheel: list[str]) -> None:
     sources = {str(f.relative_to(root.parent)) for root in roots for f in root.rglob("*.py")}
     assert {name for name in wheel if name.endswith(".py")} == sources
     assert not [name for name in wheel if "__pycache__" in name or name.endswith((".pyc", ".nbi"))]
+
+
+def test_kernels_travel(wheel: list[str]) -> None:
+    """The wheel holds the code of every pass at every level that can be made here, and no lock."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("a wheel for all processors is built on x86-64")
+    inside = "mstore/numeric/"
+    wanted = {
+        inside + str(shipped(one.module, one.name, level).relative_to(SHIPPED.parent))
+        for one in kernels_once.passes().values()
+        for level in LEVELS
+    }
+    assert {name for name in wheel if name.startswith(f"{inside}kernels/")} == wanted
 
 
 def test_types_and_licence_travel(wheel: list[str]) -> None:
@@ -77,3 +94,5 @@ def test_the_tests_travel(tmp_path: Path) -> None:
     }
     assert tests - found == set()
     assert {"tests/golden/format-1/refs/mirror", "constraints.txt", "LICENSE"} <= found
+    assert {"hatch_build.py", "scripts/kernels.py"} <= found
+    assert not [name for name in found if name.startswith("mstore/numeric/kernels")]

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import delta_reference as reference
@@ -263,31 +259,6 @@ def golden() -> str:
 def test_golden_statistics() -> None:
     """The bits are those that every earlier release and every other machine measured."""
     assert golden() == GOLDEN
-
-
-@pytest.mark.slow
-def test_processor_without_vector_extensions(tmp_path: Path) -> None:
-    """Code compiled for the oldest processor gives the same bits."""
-    environment = {
-        **os.environ,
-        "NUMBA_CPU_NAME": "generic",
-        "NUMBA_CPU_FEATURES": "",
-        "NUMBA_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-    }
-    # The code that lies beside the source was made for this processor.
-    script = (
-        "import mstore.numeric.code_cache as m; m.Pass._stored = lambda self: None;"
-        "import test_stats_deltas as t; print(t.golden())"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.strip() == GOLDEN
 
 
 @pytest.mark.parametrize(("base_dtype", "expert_dtype"), PAIRS)

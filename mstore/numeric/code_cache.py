@@ -1,47 +1,48 @@
 """Compiled passes that start without the compiler.
 
-Owns how a pass that was compiled once is found again as machine code.  Importing the compiler and
-letting it load its own cache takes a third of a second per process, longer than many commands run;
-loading the code alone takes a twentieth.  Does not own how code is made (`compiling.entry`).
+Owns how a pass that was compiled once is found again as machine code.  Does not own how code is
+made (`compiling`), its form (`images`), nor the kinds of processors (`levels`).
 
-Code lies beside the source in `__pycache__`, like the interpreter's own and with the same trust:
-anyone who may write there may run code.  Or it lies in a directory that `use_cache` names, where
-only the owner may write.  It is used only if it was made from exactly the same sources by the same
-compiler for the same processor, and is complete; otherwise the compiler runs.
+Code comes with the installation (`shipped`), made when that was built.  It is used only if it was
+made from exactly the same sources, is complete, and is for a level that this machine runs; the best
+such level counts.  Otherwise the compiler runs, once, and its code lies beside the source in
+`__pycache__`, like the interpreter's own and with the same trust: anyone who may write there may
+run code.  Or it lies in a directory that `use_cache` names, where only the owner may write.
 
 A pass takes integers and addresses, releases the GIL while it runs, and may run in any thread.  It
 checks nothing: its caller guarantees that addresses and lengths are right.
-
-File: SHA-256 of the inputs of the code (32), SHA-256 of the code (32), an ELF object with the one
-function `mstore_pass`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib
 import os
 import shlex
 import stat
-import sys
-from collections.abc import Callable
-from importlib import metadata
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Final
 
-from llvmlite import binding as llvm  # type: ignore[import-untyped]
-
 from mstore.errors import Unavailable
+from mstore.numeric import images
+from mstore.numeric.levels import Level, runnable
 
-SYMBOL: Final = "mstore_pass"
 LOGGER: Final = "mstore.numeric"
 COMPILING: Final = "compiling kernels that are needed for the first time: up to 15 s or so"
 """The message of the logger LOGGER, at level INFO, before a process compiles its first pass."""
+SHIPPED: Final = Path(__file__).with_name("kernels")
+"""Where the code lies that the build made: a directory for each level."""
 _TYPES: Final = {"i": ctypes.c_int64, "p": ctypes.c_void_p}
-_DIGEST: Final = 32
 _HERE: Final = Path(__file__)
+_MAKERS: Final = tuple(
+    _HERE.with_name(f"{name}.py") for name in ("compiling", "images", "levels", "linking")
+)
+_PACKAGE: Final = "mstore."
+_OTHERS: Final = "others may write in it"
 
 
 _caches: list[Path] = []
@@ -55,23 +56,25 @@ def use_cache(directory: Path) -> None:
     Raises Unavailable if it is not a directory, or if others than its owner may write there: their
     code would run.
     """
-    try:
-        found = directory.stat()
-    except OSError as error:
-        raise Unavailable(
-            f"compiled kernels cannot be kept here: {error.strerror}", where=str(directory)
-        ) from error
-    why, hint = None, None
-    if not stat.S_ISDIR(found.st_mode):
-        why = "not a directory"
-    elif found.st_uid not in (os.geteuid(), 0):
-        why = "it is another user's"
-    elif found.st_mode & 0o022:
-        why, hint = "others may write in it", f"chmod go-w {shlex.quote(str(directory))}"
+    why = _distrusted(directory)
     if why is not None:
+        hint = f"chmod go-w {shlex.quote(str(directory))}" if why == _OTHERS else None
         what = f"compiled kernels cannot be kept here: {why}"
         raise Unavailable(what, where=str(directory), hint=hint)
     _caches[:] = [directory]
+
+
+def _distrusted(directory: Path) -> str | None:
+    """Return why code in this directory must not run, or None."""
+    try:
+        found = directory.stat()
+    except OSError as error:
+        return error.strerror or "it cannot be read"
+    if not stat.S_ISDIR(found.st_mode):
+        return "not a directory"
+    if found.st_uid not in (os.geteuid(), 0):
+        return "it is another user's"
+    return _OTHERS if found.st_mode & 0o022 else None
 
 
 def cache_directory() -> Path | None:
@@ -83,14 +86,14 @@ class Pass:
     """One compiled pass: `name` of `module`, where `compiling.entry` made it.
 
     takes: one letter per argument, "i" for an int64 and "p" for an address. sources: the files that
-    its code comes from, besides this package's `compiling`.
+    its code comes from, besides this package's `compiling`; the last is the module's own.
     """
 
     def __init__(self, module: str, name: str, takes: str, sources: tuple[Path, ...]) -> None:
-        self._module = module
-        self._name = name
+        self.module = module
+        self.name = name
+        self.sources = sources
         self._takes = takes
-        self._sources = (_HERE, _HERE.with_name("compiling.py"), *sources)
         self._lock = Lock()
         self._function: Callable[..., int] | None = None
         # Must live as long as the code may run.
@@ -103,41 +106,75 @@ class Pass:
         """Run the pass."""
         function = self._function or self.load()
         status = function(ctypes.byref(self._returned), ctypes.byref(self._raised), *arguments)
-        assert status == 0, f"{self._name} was given arguments that contradict each other"
+        assert status == 0, f"{self.name} was given arguments that contradict each other"
 
     def load(self) -> Callable[..., int]:
-        """Prepare to run: load the file, or compile."""
+        """Prepare to run: load the code, or compile.
+
+        Raises Unavailable if there is no code for this processor and it cannot be compiled.
+        """
         with self._lock:
             if self._function is None:
-                address, self._kept = self._stored() or self._compiled()
-                kinds = [ctypes.c_void_p] * 2 + [_TYPES[letter] for letter in self._takes]
-                self._function = ctypes.CFUNCTYPE(ctypes.c_int32, *kinds)(address)
+                address, self._kept = images.mapped(self._stored() or self._compiled())
+                self._function = self._callable(address)
             return self._function
 
-    def _stored(self) -> tuple[int, Any] | None:
-        try:
-            data = code_path(self._sources[-1], self._name).read_bytes()
-        except OSError:
-            return None
-        stamp, digest, code = data[:_DIGEST], data[_DIGEST : 2 * _DIGEST], data[2 * _DIGEST :]
-        if stamp != made_from(self._sources) or digest != hashlib.sha256(code).digest():
-            return None
-        return _loaded(code)
+    def stamp(self) -> bytes:
+        """Return the digest of the sources that its code depends on (32 bytes)."""
+        return made_from(self.sources)
 
-    def _compiled(self) -> tuple[int, Any]:
+    def _callable(self, address: int) -> Callable[..., int]:
+        kinds = [ctypes.c_void_p] * 2 + [_TYPES[letter] for letter in self._takes]
+        return ctypes.CFUNCTYPE(ctypes.c_int32, *kinds)(address)
+
+    def _stored(self) -> images.Image | None:
+        stamp = self.stamp()
+        for level in runnable():
+            for path in self._paths(level):
+                try:
+                    data = path.read_bytes()
+                except OSError:
+                    continue
+                found = images.decoded(data, stamp)
+                if found is not None:
+                    return found
+        return None
+
+    def _paths(self, level: Level) -> Iterator[Path]:
+        """Yield where code of a level may lie, in the order in which it is looked for."""
+        if self.module.startswith(_PACKAGE):
+            yield shipped(self.module, self.name, level)
+        yield code_path(self.sources[-1], self.name, level)
+
+    def _compiled(self) -> images.Image:
+        from mstore.numeric import making
+
+        if not runnable():
+            raise Unavailable(f"kernels run on x86-64 and aarch64, not on {os.uname().machine}")
         _tell()
-        made = getattr(importlib.import_module(self._module), self._name)
-        found: tuple[int, Any] = made.compiled(
-            code_path(self._sources[-1], self._name), made_from(self._sources)
-        )
+        level = runnable()[0]
+        wanted = making.Wanted(self.module, self.name, self.stamp())
+        [(_, _, data)] = making.files([wanted], [level])
+        # The interpreter writes its own so: atomically, or not at all.
+        path = code_path(self.sources[-1], self.name, level)
+        SourceFileLoader("", "").set_data(str(path), data)
+        found = images.decoded(data, wanted.stamp)
+        assert found is not None
         return found
 
 
-def code_path(source: Path, name: str) -> Path:
-    """Return the path of the code of pass `name`, of a module at `source`, for this processor."""
-    processor = hashlib.sha256(_processor().encode()).hexdigest()[:12]
+def shipped(module: str, name: str, level: Level) -> Path:
+    """Return where the build puts the code of a pass of the library."""
+    return SHIPPED / level.name / f"{module.removeprefix(_PACKAGE)}.{name}.pass"
+
+
+def code_path(source: Path, name: str, level: Level | None = None) -> Path:
+    """Return where code is kept that this machine compiled for itself.
+
+    It is that of pass `name`, of a module at `source`; level: if None, the best that runs here.
+    """
     directory = cache_directory() or source.parent / "__pycache__"
-    return directory / f"{source.stem}.{name}-{processor}.pass"
+    return directory / f"{source.stem}.{name}-{(level or runnable()[0]).name}.pass"
 
 
 def _tell() -> None:
@@ -151,42 +188,14 @@ def _tell() -> None:
 
 
 def made_from(sources: tuple[Path, ...]) -> bytes:
-    """Return a digest of what code depends on: sources, compiler, interpreter, processor."""
-    digest = hashlib.sha256()
-    for part in (metadata.version("numba"), llvm.llvm_version_info, sys.version, _processor()):
-        digest.update(f"{part}\0".encode())
-    for source in sources:
-        text = source.read_bytes()
-        digest.update(len(text).to_bytes(8, "little") + text)
-    return digest.digest()
+    """Return a digest of the sources that code depends on (32 bytes).
+
+    The compiler's version is no part of it: code is used where no compiler is installed, and every
+    version makes the same arithmetic. Who builds compares it (`Image.made_by`).
+    """
+    return hashlib.sha256(b"".join(_digest(path) for path in (*_MAKERS, *sources))).digest()
 
 
-def stored(code: bytes, stamp: bytes) -> bytes:
-    """Return the bytes of a file."""
-    return stamp + hashlib.sha256(code).digest() + code
-
-
-def _loaded(code: bytes) -> tuple[int, Any]:
-    """Return the address of SYMBOL, and the object that must live as long as it is used."""
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
-    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    return engine.get_function_address(SYMBOL), engine
-
-
-def target_machine() -> Any:
-    """Return the target of compilation: this processor with all its features."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True
-    )
-
-
-def _features() -> str:
-    features: str = llvm.get_host_cpu_features().flatten()
-    return features
-
-
-def _processor() -> str:
-    return f"{llvm.get_default_triple()} {llvm.get_host_cpu_name()} {_features()}"
+@cache
+def _digest(source: Path) -> bytes:
+    return hashlib.sha256(source.read_bytes()).digest()

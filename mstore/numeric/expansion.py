@@ -26,9 +26,16 @@ TOGETHER: Final = 64
 """Elements at a time."""
 
 _ASKED: Final[Any] = config
-_IS_ASKED: Final = bool(_ASKED.ENABLE_AVX and not (_ASKED.CPU_NAME or _ASKED.CPU_FEATURES))
-"""Whether code is made for this processor, with all it has: numba's variables may say otherwise."""
-IS_WIDE: Final = _IS_ASKED and bool(llvm.get_host_cpu_features().get("avx512vbmi2"))
+
+
+def _is_wide() -> bool:
+    """Whether the processor that code is made for has VBMI2: numba's variables may name another."""
+    if _ASKED.CPU_NAME or _ASKED.CPU_FEATURES:
+        return "+avx512vbmi2" in (_ASKED.CPU_FEATURES or "").split(",")
+    return bool(_ASKED.ENABLE_AVX and llvm.get_host_cpu_features().get("avx512vbmi2"))
+
+
+IS_WIDE: Final = _is_wide()
 
 _BIT: Final = ir.IntType(1)
 _BYTE: Final = ir.IntType(8)
