@@ -52,6 +52,7 @@ from mstore.store import refs as ref_rows
 from mstore.store.config import Config
 from mstore.store.layout import Layout
 from mstore.store.record_cache import Key, RecordCache
+from mstore.store.stored_lengths import StoredLengths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,6 +87,7 @@ class Catalog:
         self._reader = BlockReader(packs, layout.block_size)
         self._records = RecordCache()
         self._room = Room(layout.block_size)
+        self.lengths = StoredLengths(index, self.stored_lengths)
 
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
