@@ -68,10 +68,7 @@ class StoredLengths:
 
         raw = b"".join(lists)
         ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
-        # In the order of the index: neighbours are found without another descent.
-        order = np.frombuffer(raw, dtype=">u8")[:: ID_BYTES // 8].astype(np.uint64).argsort()
-        lengths = np.empty(len(ids), dtype=np.int64)
-        lengths[order] = self._look_up([ids[at] for at in order.tolist()])
+        lengths = self._look_up(ids)
         lengths.flags.writeable = False
         ends = np.cumsum([len(one) // ID_BYTES for one in lists])
         return np.split(lengths, ends[:-1])

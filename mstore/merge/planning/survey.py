@@ -22,6 +22,14 @@ from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.castable import hint_for_scales, hint_for_types
+from mstore.merge.planning.compared import (
+    ID_WORDS,
+    Words,
+    batched,
+    chunk_ids,
+    equal_chunks,
+    twins,
+)
 from mstore.merge.planning.facts import NEEDS_ANALYSIS, Facts
 from mstore.merge.planning.fishers import Fisher, grouped
 from mstore.merge.planning.known_pairs import KnownPairs
@@ -53,16 +61,12 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, call, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, Rows, finite
-from mstore.stats.chunks import blocks_per_chunk, tensor_chunk
+from mstore.stats.chunks import tensor_chunk
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
 from mstore.stats.products import product_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
-
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-
-_ID_WORDS = ID_BYTES // 8
 
 
 class Surveyor:
@@ -96,6 +100,7 @@ class Surveyor:
         self._small = SmallSurvey(catalog, statistics, request)
         self._facts = Facts(catalog, statistics, analyze=request.analyze, meter=self.analyzed)
         self._known = KnownPairs(statistics, request)
+        self._compared: dict[str, tuple[int, Bools, Counts, Counts]] = {}
 
     def survey(self) -> Survey:
         """Run the survey.  Raises Incompatible if an expert's tensors do not match the base's."""
@@ -174,6 +179,7 @@ class Surveyor:
             for asked in self._measured(one)
         )
         self._look_up_lengths(candidates.values())
+        self._compare([one for name, one in candidates.items() if name not in are_small])
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
         with ThreadPoolExecutor(self._threads, "survey") as pool:
@@ -431,14 +437,15 @@ class Surveyor:
             output,
             whole=operation.needs_rows,
         )
-        ids = chunk_ids(base, chunk, self._catalog.block_size)
-        sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
-        equal = np.zeros((len(pairs), len(ids)), dtype=bool)
-        for number, side in enumerate(sides):
-            if dtypes[number] == base.dtype:
-                equal[number] = (side == ids).all(axis=1)
-        twin = twins(sides, dtypes)
-        cost = self._costs(sides, equal, twin, [record for _, record in pairs])
+        compared = None if sources else self._compared.get(name)
+        if compared is not None and compared[0] == chunk:
+            _, equal, twin, cost = compared
+        else:
+            ids = chunk_ids(base, chunk, self._catalog.block_size)
+            sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
+            equal = equal_chunks(ids, base.dtype, sides, dtypes)
+            twin = twins(sides, dtypes)
+            cost = self._costs(sides, equal, twin, [record for _, record in pairs])
         informed: Sequence[Fisher | None] = [None] * len(pairs)
         if fishers:
             named = sources or (name,) * (1 + 2 * count)
@@ -475,7 +482,14 @@ class Surveyor:
                 (*digested[number], math.nan)
                 if bound is None and number in digested
                 else self._numbers(
-                    name, (base_id, id), number, operation, chunk, len(ids), table, moves=moves
+                    name,
+                    (base_id, id),
+                    number,
+                    operation,
+                    chunk,
+                    equal.shape[1],
+                    table,
+                    moves=moves,
                 )
                 if bound is None
                 else (bound, (), math.nan)
@@ -502,6 +516,67 @@ class Surveyor:
             name, base, elements, chunk, tuple(experts), copies, operation, sources, dtype, cut
         )
 
+    def _compare(self, candidates: Sequence[Candidate]) -> None:
+        """Compare the blocks of stored tensors, and what they cost, many at a time."""
+        if self._request.fishers:
+            return
+        size, count = self._catalog.block_size, len(self._request.experts)
+        groups: dict[tuple[str, tuple[str, ...], int], list[Candidate]] = {}
+        for one in candidates:
+            rule = self._request.rule_of(one.name)
+            operation = self._request.operation if rule is None else rule.operation
+            output = (rule and rule.dtype) or self._request.dtype or one.base.dtype
+            records = [record for _, record in one.pairs]
+            dtypes = tuple(record.dtype for record in records)
+            if (
+                {one.base.dtype, *dtypes} <= ITEMSIZES.keys()
+                and 0 not in one.base.shape
+                and any(id != one.base_id for id, _ in one.pairs)
+                and not any(isinstance(record, AppliedTensor) for record in records)
+            ):
+                chunk = tensor_chunk(size, one.base, records, output, whole=operation.needs_rows)
+                groups.setdefault((one.base.dtype, dtypes, chunk), []).append(one)
+        for (base_dtype, dtypes, chunk), members in groups.items():
+            chunks = [-(-math.prod(one.base.shape) // chunk) for one in members]
+            for some in batched(members, chunks):
+                ids = [chunk_ids(one.base, chunk, size) for one in some]
+                sides = [
+                    np.concatenate([chunk_ids(one.pairs[k][1], chunk, size) for one in some])
+                    for k in range(count)
+                ]
+                equal = equal_chunks(np.concatenate(ids), base_dtype, sides, dtypes)
+                twin = twins(sides, dtypes)
+                cost = self._stored(some, [side.shape[1] // ID_WORDS for side in sides], equal)
+                cost = np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
+                start = 0
+                for one, own in zip(some, ids, strict=True):
+                    at = slice(start, start + len(own))
+                    self._compared[one.name] = chunk, equal[:, at], twin[:, at], cost[:, at]
+                    start += len(own)
+
+    def _stored(self, some: Sequence[Candidate], per_chunk: Sequence[int], equal: Bools) -> Counts:
+        """Return the stored bytes of chunks, int64[K, chunks]; per_chunk: blocks of each expert's.
+
+        0 for a tensor that is the base's.
+        """
+        members = [
+            (k, one.pairs[k][1].blocks, one.pairs[k][0] != one.base_id)
+            for k in range(len(per_chunk))
+            for one in some
+        ]
+        found = iter(
+            self._catalog.lengths.of([blocks for _, blocks, differs in members if differs])
+        )
+        cost: list[list[Counts]] = [[] for _ in per_chunk]
+        for k, blocks, differs in members:
+            firsts = np.arange(0, len(blocks) // ID_BYTES, per_chunk[k])
+            cost[k].append(
+                np.add.reduceat(next(found), firsts)
+                if differs
+                else np.zeros(len(firsts), dtype=np.int64)
+            )
+        return np.array([np.concatenate(side) for side in cost]).reshape(equal.shape)
+
     def _costs(
         self, sides: Sequence[Words], equal: Bools, twin: Counts, records: Sequence[Tensor]
     ) -> Counts:
@@ -518,7 +593,7 @@ class Surveyor:
         read = np.flatnonzero(wanted.any(axis=1)).tolist()
         found = self._catalog.lengths.of([records[k].blocks for k in read])
         for k, lengths in zip(read, found, strict=True):
-            firsts = np.arange(0, len(lengths), sides[k].shape[1] // _ID_WORDS)
+            firsts = np.arange(0, len(lengths), sides[k].shape[1] // ID_WORDS)
             cost[k] = np.where(wanted[k], np.add.reduceat(lengths, firsts), cost[k])
         return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
 
@@ -811,41 +886,3 @@ def left_out_names(
 
 def _fits(table: DeltaTable, base: Tensor, chunk: int) -> bool:
     return table.elements == math.prod(base.shape) and chunk % table.chunk_elements == 0
-
-
-def chunk_ids(record: Tensor, chunk: int, block_size: int) -> Words:
-    """Return uint64[chunks, 4 * blocks per chunk]: ids as rows, a short last row zero-padded."""
-    width = _ID_WORDS * blocks_per_chunk(record.dtype, chunk, block_size)
-    words = np.frombuffer(record.blocks, dtype=np.uint64)
-    if len(words) % width:
-        words = np.concatenate([words, np.zeros(-len(words) % width, dtype=np.uint64)])
-    return words.reshape(-1, width)
-
-
-def twins(sides: Sequence[Words], dtypes: Sequence[str]) -> Counts:
-    """Return the first expert with the same blocks in the same chunk: int64[K, chunks].
-
-    sides: block ids from `chunk_ids`.  Equal bytes of another dtype are not twins.
-    """
-    twin = np.repeat(np.arange(len(sides)), len(sides[0])).reshape(len(sides), -1)
-    for dtype in dict.fromkeys(dtypes):
-        members = np.array([k for k, own in enumerate(dtypes) if own == dtype])
-        ids = np.stack([sides[k] for k in members])
-        # One word per chunk to sort by.  Ids are hashes, so unequal chunks do not share a word by
-        # chance; if someone constructs such chunks, they are merely read once more than necessary.
-        weights = 2 * np.arange(ids.shape[2] // _ID_WORDS, dtype=np.uint64) + np.uint64(1)
-        keys = (ids[:, :, ::_ID_WORDS] * weights).sum(axis=2, dtype=np.uint64)
-        order = np.argsort(keys, axis=0, kind="stable")
-        ranked = np.take_along_axis(keys, order, axis=0)
-        news = np.ones(keys.shape, dtype=bool)
-        news[1:] = ranked[1:] != ranked[:-1]
-        if news.all():
-            continue
-        leads = np.maximum.accumulate(np.where(news, np.arange(len(members))[:, None], 0), axis=0)
-        first = np.empty_like(order)
-        np.put_along_axis(first, order, np.take_along_axis(order, leads, axis=0), axis=0)
-        later, chunk = np.nonzero(first != np.arange(len(members))[:, None])
-        earlier = first[later, chunk]
-        same = (ids[later, chunk] == ids[earlier, chunk]).all(axis=1)
-        twin[members[later[same]], chunk[same]] = members[earlier[same]]
-    return twin
