@@ -13,7 +13,12 @@ from families import BLOCK, write_checkpoint
 
 from mstore import MergeRequest
 from mstore.api import Store
+from mstore.merge.planning import compared
+from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.session import Planning
+from mstore.merge.planning.survey import Surveyor
+from mstore.objects.canonical import decode
+from mstore.objects.plan import Plan
 from mstore.stats import digests
 from mstore.stats.store import StatsStore
 
@@ -154,3 +159,25 @@ def test_stored_lengths_follow_the_index(tmp_path: Path) -> None:
         (again,) = lengths.of([blocks])
         assert again is not first
         assert again.tolist() == first.tolist()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tensors_compared_together_are_as_those_compared_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Plans and costs do not depend on how many tensors are compared at once."""
+
+    def everything() -> dict[str, tuple[bytes, object]]:
+        found = {}
+        for what in REQUESTS:
+            plan = planned(store, what, ["e0", "e1", "again"])
+            found[what] = plan, costs_of(store._catalog, decode(Plan, plan, ""))
+        return found
+
+    with add_all(tmp_path, seed) as store:
+        store.add(tmp_path / "e1", name="again", base="base", threads=1)
+        together = everything()
+        monkeypatch.setattr(compared, "TOGETHER", 3)
+        assert everything() == together
+        monkeypatch.setattr(Surveyor, "_compare", lambda self, candidates: None)
+        assert everything() == together
