@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.errors import BadRequest
-from mstore.merge.planning.survey import left_out_names, twins
+from mstore.merge.planning.compared import twins
+from mstore.merge.planning.survey import left_out_names
 
 NAMES = {name: name for name in ("model.a.w", "model.b.w", "head", "lm[1]")} | {"tied": "head"}
 

@@ -7,6 +7,8 @@
     squares      TensorId                                    -> sum of squares f64, check
                  base TensorId + expert TensorId             -> another fact about the difference
                  + hash of what it is, 16 bytes                 (`merge.planning.facts`), f64, check
+                 base TensorId + expert TensorId             -> a digest of their table, check
+                 + what it is, 16 bytes                         (`mstore.stats.digests`)
                  TensorId + hash of what it is, 16 bytes     -> sums over its chunks, f64, check
     thresholds   base TensorId + expert TensorId + k u64     -> value f32, quota u64, check
     ties         base TensorId + expert TensorId + k u64     -> elements with |d| = value in each
@@ -38,6 +40,9 @@ from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, TensorId
+from mstore.stats import digests
+from mstore.stats.digests import Digest
+from mstore.stats.histogram import Threshold
 from mstore.stats.table import DeltaTable, MeasuredPair
 
 DATABASES = ("pairs", "tables", "squares", "thresholds", "ties")
@@ -169,10 +174,46 @@ class StatsStore:
                     found[key] = table
         return [found[key] for key in wanted]
 
+    def digests(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[Digest | None]:
+        """Return the rows of these pairs' tables, with one lookup; None where there is no digest.
+
+        A digest that is missing says nothing of the table.
+        """
+        return digests.digests(self._facts([base + one + digests.ROWS for base, one in keys]))
+
+    def cuts(self, keys: Sequence[tuple[TensorId, TensorId, int]]) -> list[Threshold | None]:
+        """Return where these pairs' tables are cut at a rank (`histogram.select`), if known."""
+        rows = self._facts([base + one + digests.cut_at(rank) for base, one, rank in keys])
+        return [digests.decode_cut(row) for row in rows]
+
+    def put_digest(self, base: TensorId, expert: TensorId, table: DeltaTable) -> None:
+        """Add the digest of a pair's table."""
+        row = digests.digest(table.rows, table.elements, table.chunk_elements)
+        self._put("squares", base + expert + digests.ROWS, row)
+
+    def put_cut(self, base: TensorId, expert: TensorId, rank: int, cut: Threshold) -> None:
+        """Add where a pair's table is cut at a rank."""
+        self._put("squares", base + expert + digests.cut_at(rank), digests.encode_cut(cut))
+
+    def _facts(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return rows of `squares`, each sound or None, with one lookup."""
+        with self._lock:
+            waiting = {key: self._pending.get(("squares", key)) for key in keys}
+        found: dict[bytes, bytes] = {}
+        env = self._env
+        if keys and env is not None:
+            with env.read() as transaction:
+                # In the order of the table: neighbours are found without another descent.
+                found = _many(env, transaction, "squares", sorted(keys))
+        return [waiting[key] or opened("squares", key, found.get(key)) for key in keys]
+
     def put_pair(self, pair: MeasuredPair) -> None:
         """Add a finished measurement; a pair without a difference adds only the base's squares."""
         if pair.table is not None:
             self._put("pairs", pair.base + pair.expert, pair.table)
+            row = digests.digest_of(pair.table)
+            if row is not None:
+                self._put("squares", pair.base + pair.expert + digests.ROWS, row)
         self.put_squares(pair.base, pair.base_squares)
 
     def squares(self, tensor: TensorId) -> float | None:

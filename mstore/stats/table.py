@@ -181,6 +181,21 @@ def unpacked(value: bytes | None) -> bytes:
         return b""
 
 
+def rows_of(data: bytes) -> tuple[int, int, Rows]:
+    """Return elements, elements a chunk, and the rows of an encoded table, not its histogram.
+
+    Raises Corrupt if lengths are wrong; checks nothing else, so `data` must have been made here.
+    """
+    plain = _decompress(data, DEFAULT_LIMIT)
+    if len(plain) < _HEAD.size:
+        raise Corrupt("statistics end before their lengths", where=_WHERE)
+    elements, chunk_elements, _ = _HEAD.unpack_from(plain)
+    chunks = -(-elements // chunk_elements) if chunk_elements else 0
+    if len(plain) < _HEAD.size + chunks * CHUNK.itemsize:
+        raise Corrupt("statistics are not as long as their lengths say", where=_WHERE)
+    return elements, chunk_elements, _rows(plain, _HEAD.size, chunks)
+
+
 class _Own(threading.local):
     """Each thread's own compressor: it is not thread-safe, and slow to create."""
 

@@ -54,6 +54,7 @@ from mstore.store import refs as ref_rows
 from mstore.store.config import Config
 from mstore.store.layout import Layout
 from mstore.store.record_cache import Key, RecordCache
+from mstore.store.stored_lengths import StoredLengths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,6 +91,7 @@ class Catalog:
         self._reader = BlockReader(packs, layout.block_size)
         self._records = RecordCache()
         self._room = Room(layout.block_size)
+        self.lengths = StoredLengths(index, self.stored_lengths)
 
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
@@ -214,9 +216,16 @@ class Catalog:
 
         Raises Corrupt naming the first that is not stored.
         """
+        import numpy as np  # late, as above
+
+        # In the order of the index: neighbours are found without another descent.
+        order = np.frombuffer(b"".join([block[:8] for block in blocks]), dtype=">u8").argsort()
+        ordered = [blocks[at] for at in order.tolist()]
         with self.index.env.read() as transaction:
-            rows = self.index.block_rows(transaction, blocks)
-        return location_rows.stored_lengths(_all_stored(blocks, rows))
+            rows = self.index.block_rows(transaction, ordered)
+        lengths = np.empty(len(blocks), dtype=np.int64)
+        lengths[order] = location_rows.stored_lengths(_all_stored(ordered, rows))
+        return lengths
 
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
         """Return whether each block is stored."""

@@ -7,8 +7,9 @@ looked up on demand.  A plan record holds only plain bytes, which never change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,12 +18,14 @@ from mstore.adapters.low_rank import stored_bytes
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import ID_BYTES
 from mstore.merge.methods import registry
-from mstore.merge.planning.survey import Words, chunk_ids, twins
+from mstore.merge.planning.compared import Words, batched, chunk_ids, twins
 from mstore.merge.planning.surveyed import Bools, Counts
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
+
+States = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +54,27 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
         ),
         strict=True,
     )
-    single = _Single()
+    single, alike = _Single(), _Alike()
     for tensor, records in zip(plan.tensors, sides_of, strict=True):
         if all(type(one) is Tensor and len(one.blocks) == ID_BYTES for one in records):
             single.take(tensor, records)
             continue
         states = np.frombuffer(b"".join(tensor.states), dtype=np.uint8).reshape(len(experts), -1)
         sides = [chunk_ids(one, tensor.chunk_elements, plan.block_size) for one in records]
-        first = twins(sides, [record.dtype for record in records])
-        is_read = (states == READ) | (states == SHARED)
-        matters = is_read | (states == OMITTED) | (states == DROPPED)
-        leads, group_read = _groups(first, matters, is_read)
+        if all(type(one) is Tensor for one in records):
+            alike.take(tuple(record.dtype for record in records), sides, states)
+            continue
+        leads, group_read = _led([record.dtype for record in records], sides, states)
         for record, side, lead, reads in zip(records, sides, leads, group_read, strict=True):
             if isinstance(record, AppliedTensor):
                 applied.take(record, matters=bool(lead.any()), is_read=bool(reads[lead].any()))
                 continue
-            own = side[lead].reshape(-1, ID_BYTES // 8)
-            # The padding of a short last chunk is zeros, which are no block's hash.
-            there = own.any(axis=1)
-            blocks.append(own[there])
-            read.append(np.repeat(reads[lead], side.shape[1] * 8 // ID_BYTES)[there])
+            own, own_read = _listed(side, lead, reads)
+            blocks.append(own)
+            read.append(own_read)
+    for own, own_read in alike.blocks():
+        blocks.append(own)
+        read.append(own_read)
     raw = np.concatenate(blocks).tobytes() if blocks else b""
     ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)] + single.blocks
     if not ids:
@@ -93,6 +97,43 @@ class _Applied:
         cost = stored_bytes(self._catalog, record) if matters else 0
         self.full += cost
         self.planned += cost if is_read else 0
+
+
+class _Alike:
+    """Tensors whose sides have the same types and blocks per chunk: compared many at a time."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[object, ...], list[tuple[list[Words], States]]] = {}
+
+    def take(self, dtypes: tuple[str, ...], sides: list[Words], states: States) -> None:
+        """Add one tensor. states: uint8[K, chunks]."""
+        key = (dtypes, *(side.shape[1] for side in sides))
+        self._parts.setdefault(key, []).append((sides, states))
+
+    def blocks(self) -> Iterator[tuple[Words, Bools]]:
+        """Yield the blocks that count, and which of them are read."""
+        for (dtypes, *_), parts in self._parts.items():
+            for some in batched(parts, [states.shape[1] for _, states in parts]):
+                sides = [np.concatenate(side) for side in zip(*(s for s, _ in some), strict=True)]
+                states = np.concatenate([states for _, states in some], axis=1)
+                leads, group_read = _led(cast(tuple[str, ...], dtypes), sides, states)
+                for side, lead, reads in zip(sides, leads, group_read, strict=True):
+                    yield _listed(side, lead, reads)
+
+
+def _listed(side: Words, lead: Bools, reads: Bools) -> tuple[Words, Bools]:
+    """Return the blocks of the leading chunks of one expert, and which of them are read."""
+    own = side[lead].reshape(-1, ID_BYTES // 8)
+    # The padding of a short last chunk is zeros, which are no block's hash.
+    there = own.any(axis=1)
+    return own[there], np.repeat(reads[lead], side.shape[1] * 8 // ID_BYTES)[there]
+
+
+def _led(dtypes: Sequence[str], sides: Sequence[Words], states: States) -> tuple[Bools, Bools]:
+    """Return `_groups` of chunks. states: uint8[K, chunks]."""
+    is_read = (states == READ) | (states == SHARED)
+    matters = is_read | (states == OMITTED) | (states == DROPPED)
+    return _groups(twins(sides, dtypes), matters, is_read)
 
 
 class _Single:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 from blake3 import blake3
 
-from mstore.ids import ID_BYTES, ManifestId
+from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Value
 from mstore.merge.planning.costs import Costs
@@ -38,10 +38,6 @@ from mstore.store.plan_rows import Overflow
 
 PLANNER = 7
 """Increment whenever the same request leads to a different plan."""
-
-
-_TOGETHER = 1 << 14
-"""Number of blocks looked up together."""
 
 
 def request_key(catalog: Catalog, request: Request) -> bytes:
@@ -82,14 +78,9 @@ def _costs(catalog: Catalog, base: ManifestId, expert: ManifestId) -> bytes:
     same = set(catalog.manifest(base).tensors().values())
     found = dict.fromkeys(catalog.manifest(expert).tensors().values())
     digest = blake3()
-    ids: list[bytes] = []
-    for record in catalog.tensors([id for id in found if id not in same]):
-        blocks = record.blocks
-        ids += [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
-        if len(ids) >= _TOGETHER:
-            digest.update(catalog.stored_lengths(ids).astype("<i8").tobytes())
-            ids = []
-    digest.update(catalog.stored_lengths(ids).astype("<i8").tobytes())
+    records = catalog.tensors([id for id in found if id not in same])
+    for lengths in catalog.lengths.of([record.blocks for record in records]):
+        digest.update(lengths.astype("<i8").tobytes())
     return digest.digest()
 
 

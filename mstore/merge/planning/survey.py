@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,8 +22,17 @@ from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.castable import hint_for_scales, hint_for_types
+from mstore.merge.planning.compared import (
+    ID_WORDS,
+    Words,
+    batched,
+    chunk_ids,
+    equal_chunks,
+    twins,
+)
 from mstore.merge.planning.facts import NEEDS_ANALYSIS, Facts
 from mstore.merge.planning.fishers import Fisher, grouped
+from mstore.merge.planning.known_pairs import KnownPairs
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
 from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, few, skipped
@@ -52,16 +61,12 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, call, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, Rows, finite
-from mstore.stats.chunks import blocks_per_chunk, tensor_chunk
+from mstore.stats.chunks import tensor_chunk
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
 from mstore.stats.products import product_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
-
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-
-_ID_WORDS = ID_BYTES // 8
 
 
 class Surveyor:
@@ -94,6 +99,8 @@ class Surveyor:
         self._copied: list[tuple[str, str]] = []
         self._small = SmallSurvey(catalog, statistics, request)
         self._facts = Facts(catalog, statistics, analyze=request.analyze, meter=self.analyzed)
+        self._known = KnownPairs(statistics, request)
+        self._compared: dict[str, tuple[int, Bools, Counts, Counts]] = {}
 
     def survey(self) -> Survey:
         """Run the survey.  Raises Incompatible if an expert's tensors do not match the base's."""
@@ -151,7 +158,6 @@ class Surveyor:
             )
             experts.append(found)
         tensors: list[SurveyedTensor] = []
-        small: list[Candidate] = []
         self._require_rules(records)
         tied = ties_embeddings(catalog, base)
         first = first_names(inputs.base, inputs.models, tied=tied)
@@ -161,33 +167,38 @@ class Surveyor:
         for expert, found in zip(request.experts, experts[: len(inputs.models)], strict=False):
             _require_types(records, found, merged, base=request.base.name, where=expert.name)
         copies = Counter(first.values())
+        candidates = {
+            name: Candidate(name, *records[name], [found[name] for found in experts], copies[name])
+            for name in merged
+        }
+        are_small = {name for name, one in candidates.items() if self._small.takes(one)}
+        self._known.fetch(
+            asked
+            for name, one in candidates.items()
+            if name not in are_small
+            for asked in self._measured(one)
+        )
+        self._look_up_lengths(candidates.values())
+        self._compare([one for name, one in candidates.items() if name not in are_small])
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
         with ThreadPoolExecutor(self._threads, "survey") as pool:
             squares = self._base_squares(records, pool)
+            small = self._together([candidates[name] for name in merged if name in are_small])
             for name, (base_tensor, record) in records.items():
                 if first[name] == name and name in left_out:
                     there = [found.get(name) for found in experts]
                     if any(one is None or one[0] != base_tensor for one in there):
                         self._copied.append((name, left_out[name]))
                 elif first[name] == name:
-                    pairs = [found[name] for found in experts]
-                    one = Candidate(name, base_tensor, record, pairs, copies[name])
-                    is_small = self._small.takes(one)
-                    if is_small:
-                        small.append(one)
                     # In the order of the base, which is also the order of the plan and of its
                     # notes.
-                    if small and (not is_small or len(small) == TOGETHER):
-                        tensors += self._together(small, pool)
-                        small = []
-                    if not is_small:
-                        tensors += self._alone(one, pool)
+                    surveyed = small.get(name) or self._tensor(*candidates[name], pool)
+                    if surveyed is not None:
+                        tensors.append(surveyed)
                 done += record.nbytes
                 if self._progress is not None:
                     self._progress(Progress("plan", done, total))
-            if small:
-                tensors += self._together(small, pool)
             for name, sources in request.outputs:
                 tensors.append(self._output(name, sources, [records, *experts], pool))
         return Survey(
@@ -266,19 +277,39 @@ class Surveyor:
                 )
         return bool(lacks or others)
 
-    def _together(
-        self, small: Sequence[Candidate], pool: ThreadPoolExecutor
-    ) -> Iterator[SurveyedTensor]:
-        for one, surveyed in zip(small, self._small.survey(small), strict=True):
-            if surveyed is None:
-                yield from self._alone(one, pool)
-            else:
-                yield surveyed
+    def _look_up_lengths(self, candidates: Iterable[Candidate]) -> None:
+        """Look up what the blocks of all tensors cost at once: it is remembered for each."""
+        self._catalog.lengths.of(
+            [
+                record.blocks
+                for one in candidates
+                for id, record in one.pairs
+                if id != one.base_id and not isinstance(record, AppliedTensor)
+            ]
+        )
 
-    def _alone(self, one: Candidate, pool: ThreadPoolExecutor) -> Iterator[SurveyedTensor]:
-        surveyed = self._tensor(*one, pool)
-        if surveyed is not None:
-            yield surveyed
+    def _measured(
+        self, one: Candidate
+    ) -> Iterator[tuple[tuple[TensorId, TensorId], int, Operation, int]]:
+        """Yield the pairs of a tensor whose statistics are probably needed (`KnownPairs.fetch`)."""
+        rule = self._request.rule_of(one.name)
+        operation = self._request.operation if rule is None else rule.operation
+        if one.base.dtype not in ITEMSIZES or operation.is_band:
+            return
+        elements, weightless = math.prod(one.base.shape), operation.weightless
+        for number, (id, _) in enumerate(one.pairs[: len(one.pairs) - self._request.fishers]):
+            if id != one.base_id and not weightless[number]:
+                yield (one.base_id, id), elements, operation, number
+
+    def _together(self, small: Sequence[Candidate]) -> dict[str, SurveyedTensor]:
+        """Survey small tensors, many at a time; those that need their own survey are left out."""
+        found = {}
+        for start in range(0, len(small), TOGETHER):
+            batch = small[start : start + TOGETHER]
+            for one, surveyed in zip(batch, self._small.survey(batch), strict=True):
+                if surveyed is not None:
+                    found[one.name] = surveyed
+        return found
 
     def _require_rules(self, records: Collection[str]) -> None:
         """Raise BadRequest for a rule or an output that cannot be what the caller meant."""
@@ -406,41 +437,60 @@ class Surveyor:
             output,
             whole=operation.needs_rows,
         )
-        ids = chunk_ids(base, chunk, self._catalog.block_size)
-        sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
-        equal = np.zeros((len(pairs), len(ids)), dtype=bool)
-        for number, side in enumerate(sides):
-            if dtypes[number] == base.dtype:
-                equal[number] = (side == ids).all(axis=1)
-        twin = twins(sides, dtypes)
-        cost = self._costs(sides, equal, twin, [record for _, record in pairs])
+        compared = None if sources else self._compared.get(name)
+        if compared is not None and compared[0] == chunk:
+            _, equal, twin, cost = compared
+        else:
+            ids = chunk_ids(base, chunk, self._catalog.block_size)
+            sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
+            equal = equal_chunks(ids, base.dtype, sides, dtypes)
+            twin = twins(sides, dtypes)
+            cost = self._costs(sides, equal, twin, [record for _, record in pairs])
         informed: Sequence[Fisher | None] = [None] * len(pairs)
         if fishers:
             named = sources or (name,) * (1 + 2 * count)
             informed, twin = self._fishers(*(named, operation, fishers, chunk, (equal, twin), pool))
         experts: list[ExpertTensor] = []
+        weightless = operation.weightless
         # One lookup for all of them; several experts may share a tensor.
         wanted = list(
             dict.fromkeys(
                 (base_id, id)
-                for (id, _), nothing in zip(pairs, operation.weightless, strict=True)
+                for (id, _), nothing in zip(pairs, weightless, strict=True)
                 if id != base_id and not nothing
             )
         )
         bounded = self._product_rows(operation, (base_id, base), dict(pairs), wanted, chunk, pool)
-        measured = [pair for pair in wanted if pair not in bounded]
+        digested = self._digested(operation, elements, chunk, pairs, base_id)
+        measured = [
+            pair
+            for pair in wanted
+            if pair not in bounded
+            and any(k not in digested for k, (id, _) in enumerate(pairs) if (base_id, id) == pair)
+        ]
         tables = dict(zip(measured, self._statistics.pairs(measured), strict=True))
         for number, (id, record) in enumerate(pairs):
             table = None
-            moves = id != base_id and not operation.weightless[number]
+            moves = id != base_id and not weightless[number]
             bound = bounded.get((base_id, id)) if moves else None
-            if moves and bound is None:
+            if moves and bound is None and number not in digested:
                 found = tables[base_id, id]
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
                     tables[base_id, id] = table
             rows, thresholds, band = (
-                self._numbers(name, number, operation, chunk, len(ids), table, moves=moves)
+                (*digested[number], math.nan)
+                if bound is None and number in digested
+                else self._numbers(
+                    name,
+                    (base_id, id),
+                    number,
+                    operation,
+                    chunk,
+                    equal.shape[1],
+                    table,
+                    moves=moves,
+                )
                 if bound is None
                 else (bound, (), math.nan)
             )
@@ -466,6 +516,67 @@ class Surveyor:
             name, base, elements, chunk, tuple(experts), copies, operation, sources, dtype, cut
         )
 
+    def _compare(self, candidates: Sequence[Candidate]) -> None:
+        """Compare the blocks of stored tensors, and what they cost, many at a time."""
+        if self._request.fishers:
+            return
+        size, count = self._catalog.block_size, len(self._request.experts)
+        groups: dict[tuple[str, tuple[str, ...], int], list[Candidate]] = {}
+        for one in candidates:
+            rule = self._request.rule_of(one.name)
+            operation = self._request.operation if rule is None else rule.operation
+            output = (rule and rule.dtype) or self._request.dtype or one.base.dtype
+            records = [record for _, record in one.pairs]
+            dtypes = tuple(record.dtype for record in records)
+            if (
+                {one.base.dtype, *dtypes} <= ITEMSIZES.keys()
+                and 0 not in one.base.shape
+                and any(id != one.base_id for id, _ in one.pairs)
+                and not any(isinstance(record, AppliedTensor) for record in records)
+            ):
+                chunk = tensor_chunk(size, one.base, records, output, whole=operation.needs_rows)
+                groups.setdefault((one.base.dtype, dtypes, chunk), []).append(one)
+        for (base_dtype, dtypes, chunk), members in groups.items():
+            chunks = [-(-math.prod(one.base.shape) // chunk) for one in members]
+            for some in batched(members, chunks):
+                ids = [chunk_ids(one.base, chunk, size) for one in some]
+                sides = [
+                    np.concatenate([chunk_ids(one.pairs[k][1], chunk, size) for one in some])
+                    for k in range(count)
+                ]
+                equal = equal_chunks(np.concatenate(ids), base_dtype, sides, dtypes)
+                twin = twins(sides, dtypes)
+                cost = self._stored(some, [side.shape[1] // ID_WORDS for side in sides], equal)
+                cost = np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
+                start = 0
+                for one, own in zip(some, ids, strict=True):
+                    at = slice(start, start + len(own))
+                    self._compared[one.name] = chunk, equal[:, at], twin[:, at], cost[:, at]
+                    start += len(own)
+
+    def _stored(self, some: Sequence[Candidate], per_chunk: Sequence[int], equal: Bools) -> Counts:
+        """Return the stored bytes of chunks, int64[K, chunks]; per_chunk: blocks of each expert's.
+
+        0 for a tensor that is the base's.
+        """
+        members = [
+            (k, one.pairs[k][1].blocks, one.pairs[k][0] != one.base_id)
+            for k in range(len(per_chunk))
+            for one in some
+        ]
+        found = iter(
+            self._catalog.lengths.of([blocks for _, blocks, differs in members if differs])
+        )
+        cost: list[list[Counts]] = [[] for _ in per_chunk]
+        for k, blocks, differs in members:
+            firsts = np.arange(0, len(blocks) // ID_BYTES, per_chunk[k])
+            cost[k].append(
+                np.add.reduceat(next(found), firsts)
+                if differs
+                else np.zeros(len(firsts), dtype=np.int64)
+            )
+        return np.array([np.concatenate(side) for side in cost]).reshape(equal.shape)
+
     def _costs(
         self, sides: Sequence[Words], equal: Bools, twin: Counts, records: Sequence[Tensor]
     ) -> Counts:
@@ -479,23 +590,11 @@ class Surveyor:
             if isinstance(record, AppliedTensor):
                 wanted[k] = False
                 cost[k, 0] = low_rank.stored_bytes(self._catalog, record)
-        blocks = [
-            side[want].reshape(-1, _ID_WORDS) for side, want in zip(sides, wanted, strict=True)
-        ]
-        flat = np.concatenate(blocks)
-        if not len(flat):
-            return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
-        # The padding of a short last chunk is zeros, which are no block's hash.
-        there = flat.any(axis=1)
-        raw = flat[there].tobytes()
-        ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
-        stored = np.zeros(len(flat), dtype=np.int64)
-        stored[there] = self._catalog.stored_lengths(ids)
-        done = 0
-        for k, (side, mine) in enumerate(zip(sides, blocks, strict=True)):
-            lengths = stored[done : done + len(mine)].reshape(-1, side.shape[1] // _ID_WORDS)
-            cost[k, wanted[k]] = lengths.sum(axis=1)
-            done += len(mine)
+        read = np.flatnonzero(wanted.any(axis=1)).tolist()
+        found = self._catalog.lengths.of([records[k].blocks for k in read])
+        for k, lengths in zip(read, found, strict=True):
+            firsts = np.arange(0, len(lengths), sides[k].shape[1] // ID_WORDS)
+            cost[k] = np.where(wanted[k], np.add.reduceat(lengths, firsts), cost[k])
         return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
 
     def _fishers(
@@ -586,9 +685,32 @@ class Surveyor:
             return None
         return self._facts.measured((base_id, base), (id, record), pool)
 
+    def _digested(
+        self,
+        operation: Operation,
+        elements: int,
+        chunk: int,
+        pairs: Sequence[tuple[TensorId, Tensor]],
+        base_id: TensorId,
+    ) -> dict[int, tuple[Rows, tuple[Threshold, ...]]]:
+        """Return rows at the plan's chunks, and thresholds, of the experts that have a digest."""
+        found: dict[int, tuple[Rows, tuple[Threshold, ...]]] = {}
+        if operation.is_band:
+            return found
+        weightless = operation.weightless
+        for number, (id, _) in enumerate(pairs):
+            if id != base_id and not weightless[number]:
+                ranks = operation.keep_counts(elements, number) if operation.is_trimmed else ()
+                known = self._known.find((base_id, id), elements, chunk, ranks)
+                if known is not None:
+                    row, cuts = known
+                    found[number] = coarsen(row.rows, chunk // row.chunk_elements), cuts
+        return found
+
     def _numbers(
         self,
         name: str,
+        pair: tuple[TensorId, TensorId],
         number: int,
         operation: Operation,
         chunk: int,
@@ -617,13 +739,16 @@ class Surveyor:
                 )
             return None, (), math.nan
         rows = coarsen(table.rows, chunk // table.chunk_elements)
-        histogram = _without_nan(table.histogram)
         ranks = operation.keep_counts(table.elements, number) if cuts else ()
+        histogram = _without_nan(table.histogram) if cuts else table.histogram
         thresholds = tuple(
             select(histogram, rank, table.elements) if rank else KEEPS_NONE for rank in ranks
         )
+        if not operation.is_band:
+            self._known.learn(pair, table, ranks, thresholds)
+            return rows, thresholds, math.nan
         squares = [kept_squares(histogram, threshold) for threshold in thresholds]
-        return rows, thresholds, squares[0] - squares[1] if operation.is_band else math.nan
+        return rows, thresholds, squares[0] - squares[1]
 
     def _surplus(
         self,
@@ -761,41 +886,3 @@ def left_out_names(
 
 def _fits(table: DeltaTable, base: Tensor, chunk: int) -> bool:
     return table.elements == math.prod(base.shape) and chunk % table.chunk_elements == 0
-
-
-def chunk_ids(record: Tensor, chunk: int, block_size: int) -> Words:
-    """Return uint64[chunks, 4 * blocks per chunk]: ids as rows, a short last row zero-padded."""
-    width = _ID_WORDS * blocks_per_chunk(record.dtype, chunk, block_size)
-    words = np.frombuffer(record.blocks, dtype=np.uint64)
-    if len(words) % width:
-        words = np.concatenate([words, np.zeros(-len(words) % width, dtype=np.uint64)])
-    return words.reshape(-1, width)
-
-
-def twins(sides: Sequence[Words], dtypes: Sequence[str]) -> Counts:
-    """Return the first expert with the same blocks in the same chunk: int64[K, chunks].
-
-    sides: block ids from `chunk_ids`.  Equal bytes of another dtype are not twins.
-    """
-    twin = np.repeat(np.arange(len(sides)), len(sides[0])).reshape(len(sides), -1)
-    for dtype in dict.fromkeys(dtypes):
-        members = np.array([k for k, own in enumerate(dtypes) if own == dtype])
-        ids = np.stack([sides[k] for k in members])
-        # One word per chunk to sort by.  Ids are hashes, so unequal chunks do not share a word by
-        # chance; if someone constructs such chunks, they are merely read once more than necessary.
-        weights = 2 * np.arange(ids.shape[2] // _ID_WORDS, dtype=np.uint64) + np.uint64(1)
-        keys = (ids[:, :, ::_ID_WORDS] * weights).sum(axis=2, dtype=np.uint64)
-        order = np.argsort(keys, axis=0, kind="stable")
-        ranked = np.take_along_axis(keys, order, axis=0)
-        news = np.ones(keys.shape, dtype=bool)
-        news[1:] = ranked[1:] != ranked[:-1]
-        if news.all():
-            continue
-        leads = np.maximum.accumulate(np.where(news, np.arange(len(members))[:, None], 0), axis=0)
-        first = np.empty_like(order)
-        np.put_along_axis(first, order, np.take_along_axis(order, leads, axis=0), axis=0)
-        later, chunk = np.nonzero(first != np.arange(len(members))[:, None])
-        earlier = first[later, chunk]
-        same = (ids[later, chunk] == ids[earlier, chunk]).all(axis=1)
-        twin[members[later[same]], chunk[same]] = members[earlier[same]]
-    return twin

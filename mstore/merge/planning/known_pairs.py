@@ -1,0 +1,80 @@
+"""Known pairs: statistics that a survey needs, from their digests where there are any.
+
+A table takes some 100 us to unpack, and a survey of 20 experts looks at thousands; of most it needs
+the rows and one cut.  So these are kept beside the tables (`mstore.stats.digests`), found for all
+tensors together, and made from the table where they are missing.  A survey gives the same with
+digests and without.  Belongs to one survey; not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mstore.ids import TensorId
+from mstore.merge.methods.method import Operation
+from mstore.merge.planning.request import Request
+from mstore.merge.planning.surveyed import KEEPS_NONE
+from mstore.stats.digests import Digest
+from mstore.stats.histogram import Threshold
+from mstore.stats.store import StatsStore
+from mstore.stats.table import DeltaTable
+
+Pair = tuple[TensorId, TensorId]
+BY_SKETCH = "conflict"
+"""The score that compares sketches, which digests leave out."""
+
+
+class KnownPairs:
+    """The digests of one survey's pairs."""
+
+    def __init__(self, statistics: StatsStore, request: Request) -> None:
+        self._statistics = statistics
+        self._is_usable = request.score != BY_SKETCH
+        self._rows: dict[Pair, Digest] = {}
+        self._cuts: dict[tuple[TensorId, TensorId, int], Threshold] = {}
+
+    def fetch(self, wanted: Iterable[tuple[Pair, int, Operation, int]]) -> None:
+        """Fetch the digests of many pairs: each with its elements, operation, and expert."""
+        if not self._is_usable:
+            return
+        pairs: dict[Pair, None] = {}
+        cuts: dict[tuple[TensorId, TensorId, int], None] = {}
+        for pair, elements, operation, number in wanted:
+            pairs[pair] = None
+            if operation.is_trimmed:
+                cuts[*pair, operation.keep_counts(elements, number)[0]] = None
+        rows = zip(pairs, self._statistics.digests(list(pairs)), strict=True)
+        self._rows |= {pair: row for pair, row in rows if row is not None}
+        found = zip(cuts, self._statistics.cuts(list(cuts)), strict=True)
+        self._cuts |= {key: cut for key, cut in found if cut is not None}
+
+    def find(
+        self, pair: Pair, elements: int, chunk: int, ranks: Sequence[int]
+    ) -> tuple[Digest, tuple[Threshold, ...]] | None:
+        """Return rows that fit a tensor's elements and chunks, and the cut at each rank.
+
+        None if one of them is not known: the table has to be read.
+        """
+        row = self._rows.get(pair)
+        if row is None or row.elements != elements or chunk % row.chunk_elements:
+            return None
+        cuts = []
+        for rank in ranks:
+            cut = self._cuts.get((*pair, rank)) if rank else KEEPS_NONE
+            if cut is None:
+                return None
+            cuts.append(cut)
+        return row, tuple(cuts)
+
+    def learn(
+        self, pair: Pair, table: DeltaTable, ranks: Sequence[int], cuts: Sequence[Threshold]
+    ) -> None:
+        """Keep what was read from a table, for later surveys."""
+        if not self._is_usable or len(table.rows) < 2:
+            return
+        if pair not in self._rows:
+            self._statistics.put_digest(*pair, table)
+        for rank, cut in zip(ranks, cuts, strict=True):
+            if rank and (*pair, rank) not in self._cuts:
+                self._statistics.put_cut(*pair, rank, cut)
+                self._cuts[*pair, rank] = cut

@@ -1,0 +1,108 @@
+"""Digests: what planning needs of a pair's statistics, without unpacking them.
+
+Owns two kinds of row that follow from a table (`mstore.stats.table`) and can be made from it again:
+
+    rows    elements of the tensor u64, elements a chunk u32, then for each chunk the fields of
+            chunk.CHUNK up to the sketch, 32 bytes
+    cut     of one rank k: `histogram.Threshold` as value f32, then above, needed, in_bin and
+            inexact, u64 each
+
+Little-endian.  A table of one chunk has no digest of its rows: such tables are opened together
+(`mstore.stats.many`).  Does not own where rows are kept.  Pure functions.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from mstore.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows
+from mstore.stats.histogram import Threshold
+from mstore.stats.table import rows_of
+
+ROWS: Final = b"rows of a delta1"
+"""Stands for the digest of a table's rows in a key: 16 bytes."""
+
+ROW_BYTES: Final = CHUNK.itemsize - SKETCH_BUCKETS - 2
+"""Bytes of a row without exponent and sketch."""
+
+_CUT: Final = b"cut at 1"
+_RANK: Final = struct.Struct(">8sQ")
+_HEAD: Final = struct.Struct("<QI")
+_THRESHOLD: Final = struct.Struct("<fQQQQ")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Digest:
+    """The rows of a pair's statistics; their sketches are zero."""
+
+    rows: Rows
+    elements: int
+    chunk_elements: int
+
+
+def cut_at(rank: int) -> bytes:
+    """Return what stands for the cut at a rank in a key: 16 bytes."""
+    return _RANK.pack(_CUT, rank)
+
+
+def digest(rows: Rows, elements: int, chunk_elements: int) -> bytes:
+    """Encode the digest of these rows."""
+    raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), CHUNK.itemsize)
+    return _HEAD.pack(elements, chunk_elements) + raw[:, :ROW_BYTES].tobytes()
+
+
+def digest_of(table: bytes) -> bytes | None:
+    """Return the digest of an encoded table; None if it has a single chunk.
+
+    Raises Corrupt for anything but a table.
+    """
+    elements, chunk_elements, rows = rows_of(table)
+    return None if len(rows) < 2 else digest(rows, elements, chunk_elements)
+
+
+def digests(values: Sequence[bytes | None]) -> list[Digest | None]:
+    """Decode many digests; None for a missing or invalid one."""
+    heads = [None if value is None else _head(value) for value in values]
+    plain = [value for value, head in zip(values, heads, strict=True) if value and head]
+    raw = b"".join([value[_HEAD.size :] for value in plain])
+    whole = np.zeros(len(raw) // ROW_BYTES, dtype=CHUNK)
+    narrow = np.frombuffer(raw, dtype=np.uint8).reshape(len(whole), ROW_BYTES)
+    whole.view(np.uint8).reshape(len(whole), CHUNK.itemsize)[:, :ROW_BYTES] = narrow
+    whole.flags.writeable = False
+    found: list[Digest | None] = []
+    done = 0
+    for head in heads:
+        if head is None:
+            found.append(None)
+            continue
+        elements, chunk, chunks = head
+        found.append(Digest(whole[done : done + chunks], elements, chunk))
+        done += chunks
+    return found
+
+
+def _head(value: bytes) -> tuple[int, int, int] | None:
+    """Return elements, elements a chunk, and chunks; None if the length contradicts them."""
+    if len(value) < _HEAD.size:
+        return None
+    elements, chunk = _HEAD.unpack_from(value)
+    chunks = -(-elements // chunk) if chunk else 0
+    fits = chunks > 0 and len(value) == _HEAD.size + ROW_BYTES * chunks
+    return (elements, chunk, chunks) if fits else None
+
+
+def encode_cut(cut: Threshold) -> bytes:
+    """Encode a cut."""
+    return _THRESHOLD.pack(cut.value, cut.above, cut.needed, cut.in_bin, cut.inexact)
+
+
+def decode_cut(value: bytes | None) -> Threshold | None:
+    """Decode a cut; None for a missing or invalid one."""
+    if value is None or len(value) != _THRESHOLD.size:
+        return None
+    return Threshold(*_THRESHOLD.unpack(value))
