@@ -217,6 +217,49 @@ def test_every_type_in_and_out(method: str, parameters: dict[str, Any], kind: st
         )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("method", "parameters"), METHODS, ids=lambda p: p if isinstance(p, str) else str(len(p))
+)
+def test_bfloat_throughout(method: str, parameters: dict[str, Any], kind: str) -> None:
+    """Where all is bf16, one to five experts, present or absent, give the reference's bits."""
+    for experts, share in itertools.product(range(1, 6), (0.0, 0.4)):
+        # Longer than a straight step, and not a multiple of one.
+        cuts = [5000, 5001] if share else []
+        _compare(
+            *(method, parameters, kind, ["BF16"] * (1 + experts), "BF16"),
+            n=9300,
+            cuts=cuts,
+            seed=experts,
+            share_absent=share,
+        )
+
+
+@pytest.mark.parametrize("weight", [0.0, -0.0, 3e38, -0.5])
+@pytest.mark.parametrize("method", ["ties", "linear", "task_arithmetic"])
+def test_any_weight_of_bfloat_experts(method: str, weight: float) -> None:
+    """A weight of zero, a huge one or a negative one gives what it gives with float32 inputs."""
+    rng = np.random.default_rng(5)
+    n = 9300
+    base, experts = _family(rng, "edges", ["BF16"] * 4, n)
+    parameters = {"normalize": False} if method == "linear" else {}
+    weights = (0.5, weight, 1.0)
+    absent = [np.zeros(n, dtype=bool)] * 3
+    given = (method, parameters, weights)
+    found = _merge(*given, base, experts, out_dtype="BF16", cuts=(), absent=absent)
+    wide = _merge(
+        *given,
+        reference.single(base),
+        [reference.single(expert) for expert in experts],
+        out_dtype="BF16",
+        cuts=(),
+        absent=absent,
+    )
+    number = ~np.isnan(reference.single(found))
+    _assert_same_bits(found[number], wide[number])
+    assert (number == ~np.isnan(reference.single(wide))).all()
+
+
 @settings(max_examples=150)
 @given(
     data=st.data(),

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
 from mstore.merge.running.ties import TieLedger
 
 
@@ -57,3 +57,28 @@ def test_known_chunks_are_booked_in_their_place() -> None:
     last = ledger.take(4, [3, 7])
     assert (last.quotas, last.taken) == ((1, UNLIMITED), (1, 0))
     assert ledger.open == [False, False]
+
+
+def test_the_next_chunk_is_told_what_is_left() -> None:
+    """A chunk waits for the only one before it and then gets the rest; with more before it, not."""
+    ledger = TieLedger([5, 2, UNLIMITED], range(4))
+    assert ledger.asked(2) == (COUNTED, COUNTED, UNLIMITED)
+    assert ledger.asked(0) == (5, 2, UNLIMITED)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(ledger.asked, 1)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.05)
+        ledger.take(0, [3, 0, 0])
+        assert second.result(timeout=600) == (2, 2, UNLIMITED)
+    ledger.take(1, [2, 2, 0])
+    # Nothing is left: no chunk needs to wait.
+    assert ledger.asked(3) == (0, 0, UNLIMITED)
+
+
+def test_a_failure_wakes_who_waits_for_what_is_left() -> None:
+    """A chunk does not wait for what a failed one would have left."""
+    ledger = TieLedger([5], range(2))
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(ledger.asked, 1)
+        ledger.fail(0)
+        assert second.result(timeout=600) == (COUNTED,)

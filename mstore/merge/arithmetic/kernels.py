@@ -43,6 +43,7 @@ _SOURCES: Final = (
     _HERE.with_name("tiles.py"),
     _HERE.with_name("arguments.py"),
     _HERE.with_name("stages.py"),
+    _HERE.with_name("straight.py"),
     _HERE.with_name("passes.py"),
 )
 _PASSES: Final = "mstore.merge.arithmetic.passes"

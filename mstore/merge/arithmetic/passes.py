@@ -12,12 +12,13 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import arguments, philox, stages, tiles
+from mstore.merge.arithmetic import arguments, philox, stages, straight, tiles
 from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.philox import fill_draws
 from mstore.merge.arithmetic.stages import MAGNITUDE as _MAGNITUDE
 from mstore.merge.arithmetic.stages import NOTHING as _NOTHING
 from mstore.merge.arithmetic.stages import drawn_by, subtract, swap, trim, trim_band
+from mstore.merge.arithmetic.straight import is_straight, mix_straight
 from mstore.merge.arithmetic.tiles import (
     ADDITIVE,
     ALL,
@@ -39,6 +40,7 @@ from mstore.merge.arithmetic.tiles import (
     POSITIVE,
     POSITIVE_WEIGHT,
     SECOND,
+    STRAIGHT,
     STRIDE,
     SUM,
     THIRD,
@@ -49,6 +51,7 @@ from mstore.merge.arithmetic.tiles import (
 from mstore.numeric import floats
 from mstore.numeric.compiling import compiled, entry, inlined, pointer
 from mstore.numeric.floats import (
+    BF16,
     bits_float,
     float_bits,
     fused,
@@ -453,7 +456,7 @@ def _pay(quotas: Any, left: Any, ties: Any, slot: int, found: int) -> None:
         left[slot] -= found
 
 
-@entry("p", floats, philox, stages, tiles, arguments)
+@entry("p", floats, philox, stages, straight, tiles, arguments)
 def mix(arguments_at: Any) -> None:
     """Do `kernels.mix_chunk`; write its result into the ties of the arguments."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
@@ -494,6 +497,11 @@ def mix(arguments_at: Any) -> None:
         left[k] = quotas[k]
         ties[k] = 0
     present = _taking_part(kind, row_of, experts)
+    goes_straight = False
+    if base_code == out_code == BF16 and row_length >= n and not (alone or late or masked):
+        goes_straight = is_straight(
+            kind, cuts, row_codes, row_of, experts[:present], limits, rescales, row_weights[0]
+        )
     row, row_end = -1, 0
     start = 0
     while start < n:
@@ -501,6 +509,14 @@ def mix(arguments_at: Any) -> None:
             row += 1
             row_end += row_length
         weights = row_weights[row]
+        if goes_straight:
+            count = min(STRAIGHT, row_end - start)
+            if mix_straight(
+                *(kind, normalize, divisor, lam, trims, base, rows, row_of, experts[:present]),
+                *(thresholds, quotas, left, ties, weights, start, count, out, scratch),
+            ):
+                start += count
+                continue
         count = min(TILE, row_end - start)
         load_bits(base_code, base, start, count, scratch, BASE)
         # Start from plus zero, as mergekit does: the difference shows where a direct sum has only

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mstore.merge.arithmetic.tiles import BASE
+from mstore.merge.arithmetic.tiles import BASE, UNLIMITED
 from mstore.numeric.compiling import compiled
 from mstore.numeric.floats import bits_float, float_bits, quieten
 
@@ -75,6 +75,15 @@ def trim(count: int, threshold: Any, quota: int, at: int, scratch: Any) -> int:
 
 
 @compiled
+def _ties(tile: Any, threshold: Any) -> Any:
+    equal = np.uint32(0)
+    for i in range(tile.size):
+        magnitude = bits_float(tile[i] & MAGNITUDE)
+        equal = np.uint32(equal + np.uint32(magnitude == threshold))
+    return np.int64(equal)
+
+
+@compiled
 def _trim_whole_band(tile: Any, low: Any, low_quota: int, high: Any, high_quota: int) -> Any:
     """Do `trim_band` where each threshold takes all of its ties, or none."""
     # "Above" means "not below the next float32".  For infinity that is a NaN, which nothing
@@ -101,9 +110,13 @@ def trim_band(
     negative.
     """
     tile = scratch[at : at + count]
+    # A quota ends in one tile of a tensor; before that, it is as good as unlimited.
+    if low_quota > 0 and _ties(tile, low) <= low_quota:
+        low_quota = UNLIMITED
+    if high_quota > 0 and _ties(tile, high) <= high_quota:
+        high_quota = UNLIMITED
     if low_quota <= 0 and high_quota <= 0:
         return _trim_whole_band(tile, low, low_quota, high, high_quota)
-    # A quota ends in one tile of a tensor.
     lows, highs = np.int64(0), np.int64(0)
     for i in range(count):
         magnitude = bits_float(tile[i] & MAGNITUDE)

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 TILE: Final = 1024
 """Elements per tile, chosen so that all tiles of a step stay in the first-level cache."""
+STRAIGHT: Final = 4 * TILE
+"""Elements that straight steps take at a time."""
 
 # One scratch array holds all tiles at fixed distances: LLVM then sees that loops over several of
 # them do not overlap.  The padding keeps element i of different tiles out of one cache set.

@@ -159,10 +159,11 @@ class Computer:
             # The chunk may use the whole quota.
             return blend(loaded, tensor.quotas, out)
         # Usually all ties of a chunk are kept or none: mixing at once saves a counting pass.
-        asked = part.ledger.asked
+        asked = part.ledger.asked(loaded.task.number)
         ties = blend(loaded, asked, out)
         grant = part.ledger.take(loaded.task.number, ties)
-        if grant.quotas != tuple(UNLIMITED if quota == COUNTED else quota for quota in asked):
+        tried = tuple(UNLIMITED if quota == COUNTED else quota for quota in asked)
+        if COUNTED in asked and grant.quotas != tried:
             blend(loaded, grant.quotas, out)
         return grant.taken
 

@@ -3,6 +3,11 @@
 Exactly k elements of a tensor are kept, and of those that equal the threshold the ones with the
 lowest flat index.  So a chunk must know how many ties come before it.  Chunks of a tensor count
 their own ties and pass the sum on in order; all other work on a chunk runs in parallel.
+
+A chunk that is mixed before the ones before it have reported must try, and mix again if a quota
+turns out to end in it.  In tensors of few blocks that is most chunks, so a chunk rather waits if
+only one other is before it: both are then loaded while the other is mixed, and nobody waits for
+long.  Where many threads work on one tensor, waiting would cost more than trying.
 """
 
 from __future__ import annotations
@@ -66,13 +71,24 @@ class TieLedger:
         """Return which experts' ties must still be counted: those with quota left."""
         return [quota > 0 for quota in self._left]
 
-    @property
-    def asked(self) -> tuple[int, ...]:
-        """Return, per expert, the quota to try: COUNTED if some quota is left.
+    def asked(self, chunk: int) -> tuple[int, ...]:
+        """Return, per expert, the quota that chunk `chunk` should try, before it reports.
 
-        Quotas only fall, so an outdated answer costs only time.
+        If no other chunk is before it, that is what is left of the quota, and will be granted.
+        Waits while one is.  If more are, it is COUNTED where some quota is left; quotas only fall,
+        so an outdated answer costs only time.
         """
-        return tuple(COUNTED if quota > 0 else quota for quota in self._left)
+        with self._turn:
+            self._turn.wait_for(
+                lambda: chunk > self._failed or self._numbers[-2:-1] != [chunk] or self._spent
+            )
+            if self._numbers[-1:] == [chunk]:
+                return tuple(self._left)
+            return tuple(COUNTED if quota > 0 else quota for quota in self._left)
+
+    @property
+    def _spent(self) -> bool:
+        return not any(self.open)
 
     def take(self, chunk: int, ties: Sequence[int]) -> Grant:
         """Return how many of its `ties` per expert chunk `chunk` may keep.
