@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -378,7 +378,7 @@ class Blocks:
         done = 0
         # The search runs beside the reading: numpy lets other threads run meanwhile.
         with ThreadPoolExecutor(1, "usage") as pool:
-            searches = []
+            searches: list[Future[Any]] = []
             for some in _together(catalog, inventory, stored):
                 lists = b"".join([tensor.blocks for _, tensor in some])
                 if searches:
