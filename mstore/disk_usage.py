@@ -378,7 +378,7 @@ class Blocks:
         done = 0
         # The search runs beside the reading: numpy lets other threads run meanwhile.
         with ThreadPoolExecutor(1, "usage") as pool:
-            searches: list[Future[Any]] = []
+            searches: list[Future[npt.NDArray[np.int32]]] = []
             for some in _together(catalog, inventory, stored):
                 lists = b"".join([tensor.blocks for _, tensor in some])
                 if searches:
