@@ -22,7 +22,7 @@ class Row(NamedTuple):
     work: str
     peer: str
     peer_s: float | None
-    mstore_s: float
+    mstore_s: float | None
     ratio: str
     limit: float | None
     aim: str
@@ -51,7 +51,7 @@ def _line(row: Row) -> tuple[str, ...]:
         row.work,
         row.peer,
         "" if row.peer_s is None else f"{row.peer_s:.2f}",
-        f"{row.mstore_s:.2f}",
+        "" if row.mstore_s is None else f"{row.mstore_s:.2f}",
         row.ratio,
         "" if row.limit is None else f"{row.limit:.1f} times",
         row.aim,
@@ -150,10 +150,80 @@ def _paper(told: dict[str, Told]) -> Iterator[Row]:
     )
 
 
+def _decoding(told: dict[str, Told]) -> Iterator[Row]:
+    blocks = [found for name, found in told["decoding"].items() if name.startswith("bf16")]
+    for way, least in (("own", 2.0), ("one at a time", 1.5)):
+        rates = [found[way]["delta"]["decode"] for found in blocks]
+        yield Row(
+            f"decode a difference of bf16, {'AVX-512' if way == 'own' else way}",
+            "",
+            None,
+            None,
+            f"{min(rates):.2f} to {max(rates):.2f} GB/s",
+            None,
+            f"{least:g} GB/s",
+            met=min(rates) >= least,
+        )
+
+
+def _first(told: dict[str, Told]) -> Iterator[Row]:
+    before, ahead = told["first"]["before"]["first"], told["first"]["ahead"]["first"]
+    for name in ("add", "merge"):
+        yield Row(
+            f"first {name} of an installation",
+            "compiled at first use",
+            before[name]["wall"],
+            ahead[name]["wall"],
+            f"{before[name]['wall'] / ahead[name]['wall']:.1f}x",
+            None,
+            "1 s",
+            met=ahead[name]["wall"] <= 1,
+        )
+
+
+def _start(told: dict[str, Told]) -> Iterator[Row]:
+    commands = told["start"]["commands"]
+    python = commands["python -c pass"]["wall_ms"]["median"]
+    for name in ("refs", "log", "show", "ls"):
+        found = commands[f"mstore {name}, now"]["wall_ms"]["median"]
+        yield Row(
+            f"`mstore {name}`",
+            "python -c pass",
+            python / 1000,
+            found / 1000,
+            f"{found / python:.1f} times",
+            None,
+            "0.12 s",
+            met=found <= 120,
+        )
+
+
+def _growth(told: dict[str, Told]) -> Iterator[Row]:
+    largest = max(told["growth"]["sizes"].values(), key=lambda one: one["blocks"])
+    for name, task in largest["tasks"].items():
+        reach = task.get("aim_seconds")
+        if reach is not None:
+            seconds = task["seconds"]["median"]
+            yield Row(
+                f"{name}, {largest['blocks']:.0e} blocks",
+                "",
+                None,
+                seconds,
+                "",
+                None,
+                f"{reach:g} s",
+                met=seconds <= reach,
+            )
+
+
 MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("mergekit", _mergekit),
     ("limits", _dense),
+    ("decoding", _decoding),
     ("rates", _rates),
     ("incremental", _incremental),
     ("paper", _paper),
+    ("first", _first),
+    ("start", _start),
+    ("growth", _growth),
 )

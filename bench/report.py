@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import page_adapters
+import page_decoding
 import page_density
 import page_estimates
+import page_first
 import page_growth
 import page_headline
 import page_incremental
@@ -52,10 +54,12 @@ on the same machine, and a ratio is the median of the ratios of the rounds. MB a
 
 SECTIONS: dict[str, Callable[[Told], str]] = {
     "limits": page_limits.section,
+    "decoding": page_decoding.section,
     "density": page_density.section,
     "rates": page_rates.section,
     "growth": page_growth.section,
     "refs": page_refs.section,
+    "first": page_first.section,
     "start": page_start.section,
     "small": page_small.section,
     "small_calls": page_small_calls.section,
