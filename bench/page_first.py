@@ -6,8 +6,9 @@ from tables import Told, machine, table, wall
 
 FIRST = """\
 {machine} `python bench/first.py WORK`. A checkpoint of {millions:g} M parameters; medians of
-{rounds} rounds. *before*: an installation without kernels, which compiles what it needs; *ahead*: with the
-kernels that come with mstore. *First* is the first time that the installation runs the command.
+{rounds} rounds. *before*: an installation without kernels, which compiles what it needs; *ahead*:
+with the kernels that come with mstore. *First* is the first time that the installation runs the
+command.
 """
 
 
