@@ -17,7 +17,7 @@ PACKAGES = {
     *("blake3", "lmdb", "msgspec", "platformdirs"),
 }
 MODULES = {
-    "mstore": "errors fs ids lineage neighbours phrases sharing sizes",
+    "mstore": "ancestry errors fs ids lineage neighbours phrases sharing sizes",
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space checked_rows codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages "
@@ -28,7 +28,7 @@ MODULES = {
     "mstore.store": (
         "backup_row catalog config contents damage generation layout leases mirror overflow "
         "pin_rows plan_rows pruned_rows record_cache refs revisions signature_report "
-        "snapshot_rows unseen"
+        "snapshot_rows stored_lengths unseen"
     ),
     "mstore_cli": (
         "command commands completion errors graph kernels main options output session signers "

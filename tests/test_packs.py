@@ -8,13 +8,13 @@ import struct
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.packs import (
