@@ -261,12 +261,22 @@ def summary(runs: Sequence[Figures], naive: Sequence[Figures] | None = None) -> 
 def main() -> None:
     parser = options(__doc__, rounds=2, millions=600.0)
     parser.add_argument("--experts", type=int, default=COUNTS[-1])
+    parser.add_argument(
+        "--budget",
+        action="store_true",
+        help="only all experts at 10 % beside the naive merge: bench/results/budget.json",
+    )
     arguments = parser.parse_args()
     paper = Paper(arguments.work.absolute() / "paper", arguments.millions, arguments.experts)
     rounds, most = arguments.rounds, arguments.experts
     results: Figures = {"machine": machine(), "millions": arguments.millions}
     results["experts"] = paper.set_up()
     results["plain_bytes"] = paper.plain_bytes()
+    if arguments.budget:
+        results["scaling"] = {str(most): paper.table([NAIVE, "10%"], most, "linear", rounds)}
+        shutil.rmtree(paper.work)
+        keep(arguments.results, "budget", results)
+        return
     paper.look_twice(min(OPERATORS_AT, most))
     paper.check()
     results["scaling"] = {
