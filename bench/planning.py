@@ -61,6 +61,7 @@ def make(path: Path, experts: int) -> None:
     from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
     from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
     from mstore.objects.tensor import Tensor
+    from mstore.stats.digests import digest
     from mstore.stats.store import StatsStore
     from mstore.stats.table import MeasuredPair
     from mstore.store import refs
@@ -110,7 +111,8 @@ def make(path: Path, experts: int) -> None:
                 base_ids[tensor] = id
             else:
                 table = _scaled(rng, tables[record.shape])
-                statistics.put_pair(MeasuredPair(base_ids[tensor], id, table.encode(), 1.0))
+                row = digest(table.rows, table.elements, table.chunk_elements)
+                statistics.put_pair(MeasuredPair(base_ids[tensor], id, table.encode(), 1.0, row))
     statistics.flush()
     statistics.close()
     catalog.close()

@@ -21,12 +21,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, SnapshotId, TensorId
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunk import CHUNK, Rows, finite, inner
-from mstore.stats.store import StatsStore
+from mstore.stats.store import StatsStore, readable
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
 
@@ -104,7 +103,10 @@ class Distances:
         tensors: their records, of one dtype and shape.
         """
         for base in self._candidates(name, a, b):
-            of_a, of_b = (None if side == base else self._table(base, side) for side in (a, b))
+            of_a, of_b = (
+                None if side == base else readable(self._tables.get((base, side)))
+                for side in (a, b)
+            )
             either = of_a or of_b
             if either is None or (of_a is None and a != base) or (of_b is None and b != base):
                 continue
@@ -127,16 +129,6 @@ class Distances:
         """Return the tensors that may be the base of both; each of the two may be the other's."""
         common = (base[name] for base in self._bases if name in base)
         return list(dict.fromkeys((a, b, *common)))
-
-    def _table(self, base: TensorId, expert: TensorId) -> DeltaTable | None:
-        value = self._tables.get((base, expert))
-        if value is None:
-            return None
-        try:
-            return DeltaTable.decode(value)
-        except Corrupt:
-            # Statistics can be measured again; damaged ones count as missing.
-            return None
 
     def _equal_chunks(
         self, tensors: tuple[Tensor, Tensor], table: DeltaTable

@@ -22,7 +22,6 @@ import numpy as np
 
 from mstore.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows
 from mstore.stats.histogram import Threshold
-from mstore.stats.table import rows_of
 
 ROWS: Final = b"rows of a delta1"
 """Stands for the digest of a table's rows in a key: 16 bytes."""
@@ -50,19 +49,12 @@ def cut_at(rank: int) -> bytes:
     return _RANK.pack(_CUT, rank)
 
 
-def digest(rows: Rows, elements: int, chunk_elements: int) -> bytes:
-    """Encode the digest of these rows."""
+def digest(rows: Rows, elements: int, chunk_elements: int) -> bytes | None:
+    """Encode the digest of these rows; None for a single one."""
+    if len(rows) < 2:
+        return None
     raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), CHUNK.itemsize)
     return _HEAD.pack(elements, chunk_elements) + raw[:, :ROW_BYTES].tobytes()
-
-
-def digest_of(table: bytes) -> bytes | None:
-    """Return the digest of an encoded table; None if it has a single chunk.
-
-    Raises Corrupt for anything but a table.
-    """
-    elements, chunk_elements, rows = rows_of(table)
-    return None if len(rows) < 2 else digest(rows, elements, chunk_elements)
 
 
 def digests(values: Sequence[bytes | None]) -> list[Digest | None]:

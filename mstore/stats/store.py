@@ -152,7 +152,7 @@ class StatsStore:
 
     def pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[DeltaTable | None]:
         """Return `pair` of each (base, expert), with one lookup for all of them."""
-        return [_table(value) for value in self.encoded_pairs(keys)]
+        return [readable(value) for value in self.encoded_pairs(keys)]
 
     def encoded_pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[bytes | None]:
         """Return encoded statistics, for callers that decode many at once (`mstore.stats.many`)."""
@@ -187,9 +187,10 @@ class StatsStore:
         return [digests.decode_cut(row) for row in rows]
 
     def put_digest(self, base: TensorId, expert: TensorId, table: DeltaTable) -> None:
-        """Add the digest of a pair's table."""
+        """Add the digest of a pair's table, if it has one."""
         row = digests.digest(table.rows, table.elements, table.chunk_elements)
-        self._put("squares", base + expert + digests.ROWS, row)
+        if row is not None:
+            self._put("squares", base + expert + digests.ROWS, row)
 
     def put_cut(self, base: TensorId, expert: TensorId, rank: int, cut: Threshold) -> None:
         """Add where a pair's table is cut at a rank."""
@@ -198,22 +199,22 @@ class StatsStore:
     def _facts(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return rows of `squares`, each sound or None, with one lookup."""
         with self._lock:
-            waiting = {key: self._pending.get(("squares", key)) for key in keys}
-        found: dict[bytes, bytes] = {}
+            found = {key: self._pending.get(("squares", key)) for key in keys}
+        # In the order of the table: neighbours are found without another descent.
+        asked = sorted(key for key, value in found.items() if value is None)
         env = self._env
-        if keys and env is not None:
+        if asked and env is not None:
             with env.read() as transaction:
-                # In the order of the table: neighbours are found without another descent.
-                found = _many(env, transaction, "squares", sorted(keys))
-        return [waiting[key] or opened("squares", key, found.get(key)) for key in keys]
+                rows = _many(env, transaction, "squares", asked)
+            found |= {key: opened("squares", key, rows.get(key)) for key in asked}
+        return [found[key] for key in keys]
 
     def put_pair(self, pair: MeasuredPair) -> None:
         """Add a finished measurement; a pair without a difference adds only the base's squares."""
         if pair.table is not None:
             self._put("pairs", pair.base + pair.expert, pair.table)
-            row = digests.digest_of(pair.table)
-            if row is not None:
-                self._put("squares", pair.base + pair.expert + digests.ROWS, row)
+        if pair.digest is not None:
+            self._put("squares", pair.base + pair.expert + digests.ROWS, pair.digest)
         self.put_squares(pair.base, pair.base_squares)
 
     def squares(self, tensor: TensorId) -> float | None:
@@ -223,15 +224,7 @@ class StatsStore:
 
     def squares_of(self, tensors: Sequence[TensorId]) -> list[float | None]:
         """Return `squares` of each tensor, with one lookup for all of them."""
-        with self._lock:
-            found = {id: self._pending.get(("squares", id)) for id in tensors}
-        asked = sorted(id for id, value in found.items() if value is None)
-        env = self._env
-        if asked and env is not None:
-            with env.read() as transaction:
-                rows = _many(env, transaction, "squares", asked)
-            found |= {id: opened("squares", id, rows.get(id)) for id in asked}
-        values = (found[id] for id in tensors)
+        values = self._facts(tensors)
         return [None if value is None else float(_SQUARES.unpack(value)[0]) for value in values]
 
     def put_squares(self, tensor: TensorId, value: float) -> None:
@@ -346,8 +339,8 @@ def _tensors(key: bytes) -> list[bytes]:
     return [key[at : at + ID_BYTES] for at in range(0, len(key) // ID_BYTES * ID_BYTES, ID_BYTES)]
 
 
-def _table(value: bytes | None) -> DeltaTable | None:
-    """Decode a stored table; a damaged one counts as missing."""
+def readable(value: bytes | None) -> DeltaTable | None:
+    """Decode a stored table; a damaged one counts as missing: it can be measured again."""
     if value is None:
         return None
     try:

@@ -23,6 +23,7 @@ from mstore.objects.tensor import Tensor
 from mstore.stats import deltas
 from mstore.stats.chunk import CHUNK
 from mstore.stats.chunks import chunk_elements
+from mstore.stats.digests import digest
 from mstore.stats.histogram import BINS
 from mstore.stats.table import MeasuredPair, encoded
 from mstore.store.catalog import Catalog
@@ -94,6 +95,7 @@ class PairMeasure:
         self._lock = Lock()
         self._left = len(self._rows)
         self._table: bytes | None = None
+        self._digest: bytes | None = None
 
     @classmethod
     def begin(
@@ -154,6 +156,7 @@ class PairMeasure:
             whole += part
             part.fill(0)
         self._table = encoded(self._rows, self.elements, self.chunk, deltas.collect(whole, largest))
+        self._digest = digest(self._rows, self.elements, self.chunk)
         _spare.extend(self._counts.values())
         self._counts.clear()
 
@@ -164,7 +167,7 @@ class PairMeasure:
     def finish(self, base: TensorId, expert: TensorId) -> MeasuredPair:
         """Return the finished statistics; every chunk must have been added."""
         assert not self._left, "a chunk of this tensor was not taken"
-        return MeasuredPair(base, expert, self._table, self.base_squares())
+        return MeasuredPair(base, expert, self._table, self.base_squares(), self._digest)
 
 
 # Zeroed histograms for reuse: allocating and scanning half a MiB per tensor would take longer than

@@ -181,21 +181,6 @@ def unpacked(value: bytes | None) -> bytes:
         return b""
 
 
-def rows_of(data: bytes) -> tuple[int, int, Rows]:
-    """Return elements, elements a chunk, and the rows of an encoded table, not its histogram.
-
-    Raises Corrupt if lengths are wrong; checks nothing else, so `data` must have been made here.
-    """
-    plain = _decompress(data, DEFAULT_LIMIT)
-    if len(plain) < _HEAD.size:
-        raise Corrupt("statistics end before their lengths", where=_WHERE)
-    elements, chunk_elements, _ = _HEAD.unpack_from(plain)
-    chunks = -(-elements // chunk_elements) if chunk_elements else 0
-    if len(plain) < _HEAD.size + chunks * CHUNK.itemsize:
-        raise Corrupt("statistics are not as long as their lengths say", where=_WHERE)
-    return elements, chunk_elements, _rows(plain, _HEAD.size, chunks)
-
-
 class _Own(threading.local):
     """Each thread's own compressor: it is not thread-safe, and slow to create."""
 
@@ -227,12 +212,16 @@ def encoded(rows: Rows, elements: int, chunk_elements: int, histogram: bytes) ->
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """Finished statistics of a pair: the encoded table (None if nothing differs)."""
+    """Finished statistics of a pair: the encoded table (None if nothing differs).
+
+    digest: of the table (`mstore.stats.digests`), or None.
+    """
 
     base: TensorId
     expert: TensorId
     table: bytes | None
     base_squares: float
+    digest: bytes | None = None
 
 
 def _rows(plain: bytes, at: int, count: int) -> Rows:
