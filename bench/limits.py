@@ -24,12 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import parts
-from generate import BASE, near, write_family
 from measure import Run, keep, machine, median, options, ready, run, spread, warm_memory
-from store import Store
+from near_stores import CODECS, EXPERTS, NearStores
 
-EXPERTS = 4
-CODECS = ("raw", "dense")
 METHODS = {"ties": ["--param", f"density={parts.DENSITY}"], "linear": []}
 WARM_GIGABYTES = 3
 Figures = dict[str, Any]
@@ -44,27 +41,12 @@ class Work:
     disk: tuple[str, ...]
 
 
-class Bench:
-    """A family as plain files, and a store of it for each policy."""
+class Bench(NearStores):
+    """What is measured on them."""
 
     def __init__(self, work: Path, millions: float) -> None:
-        self.work = work
-        self.family = work / f"near{millions:g}"
-        self.models = [BASE, *(near(number) for number in range(EXPERTS))]
-        write_family(self.family, millions, self.models)
-        self.plain_bytes = sum(f.stat().st_size for f in (self.family / "base").iterdir())
-        self.scratch = Store(work / "scratch")
-        for codec in CODECS:
-            self.store(codec).make(codec=codec)
-            for model in self.models:
-                self.store(codec).add(self.family / model.name, model.name)
-
-    def store(self, codec: str) -> Store:
-        return Store(self.work / f"store-{codec}")
-
-    def close(self) -> None:
-        for store in (self.scratch, *map(self.store, CODECS)):
-            shutil.rmtree(store.path, ignore_errors=True)
+        super().__init__(work, millions)
+        self.fill()
 
     # -- commands --------------------------------------------------------------------------------
 

@@ -21,37 +21,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generate import BASE, near, write_family
 from measure import Run, keep, machine, median, options, run, spread, warm_memory
+from near_stores import CODECS, EXPERTS, NearStores
 from spine import SHARD, map_through, read_through
-from store import Store
 
-EXPERTS = 4
-CODECS = ("raw", "dense")
 WARM_GIGABYTES = 3
 Figures = dict[str, Any]
 
 
-class Bench:
-    """A family, and a store of it for each policy."""
-
-    def __init__(self, work: Path, millions: float) -> None:
-        self.work = work
-        self.family = work / f"near{millions:g}"
-        self.models = [BASE, *(near(number) for number in range(EXPERTS))]
-        write_family(self.family, millions, self.models)
-        self.plain_bytes = sum(path.stat().st_size for path in (self.family / "base").iterdir())
-        self.scratch = Store(work / "scratch")
-
-    def store(self, codec: str) -> Store:
-        return Store(self.work / f"store-{codec}")
-
-    def fill(self) -> None:
-        """Base and experts, in both stores."""
-        for codec in CODECS:
-            self.store(codec).make(codec=codec)
-            for model in self.models:
-                self.store(codec).add(self.family / model.name, model.name)
+class Bench(NearStores):
+    """What is measured on them."""
 
     # -- add -----------------------------------------------------------------------------------
 
@@ -175,9 +154,7 @@ def main() -> None:
     results["checkout"] = beside(in_turn(given.rounds, outs), "cp -r")
     results["merge"] = beside(in_turn(given.rounds, merges), "raw")
     results["mount"] = bench.mount_rates(given.rounds)
-    for codec in CODECS:
-        shutil.rmtree(bench.store(codec).path)
-    shutil.rmtree(bench.scratch.path)
+    bench.close()
     keep(given.results, "rates", results)
 
 
