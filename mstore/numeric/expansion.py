@@ -195,6 +195,26 @@ class _Sides:
         return self._builder.gep(self._planes, [self._builder.add(self.classes.place, start)])
 
 
+def _moving(made: Callable[[Any, Any, Any, Any], Any]) -> Any:
+    """Return what `made` makes as a function that numba knows: of `expand` and `compress`."""
+
+    @intrinsic
+    def found(
+        _typing: Any,
+        keys: Any,
+        places: Any,
+        frequent: Any,
+        most: Any,
+        planes: Any,
+        n: Any,
+        words: Any,
+        at: Any,
+    ) -> Any:
+        return types.void(keys, places, frequent, most, planes, n, words, at), made
+
+    return found
+
+
 def expand(width: int) -> Any:
     """Return expand(keys, places, frequent, most, planes, n, words, at): elements of `width` bytes.
 
@@ -202,88 +222,60 @@ def expand(width: int) -> Any:
     n], from p * n on.
     """
 
-    @intrinsic
-    def found(
-        _typing: Any,
-        keys: Any,
-        places: Any,
-        frequent: Any,
-        most: Any,
-        planes: Any,
-        n: Any,
-        words: Any,
-        at: Any,
-    ) -> Any:
-        def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            sides = _Sides(context, builder, signature.args, arguments)
-            takes = [_BYTE.as_pointer(), _MASK, _BYTES]
-            load = _declared(builder, "llvm.masked.expandload.*", _BYTES, takes)
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sides = _Sides(context, builder, signature.args, arguments)
+        takes = [_BYTE.as_pointer(), _MASK, _BYTES]
+        load = _declared(builder, "llvm.masked.expandload.*", _BYTES, takes)
 
-            def expanded(before: Sequence[Any]) -> list[Any]:
-                return [
-                    builder.call(load, [sides.plane(p), sides.classes.mask, own])
-                    for p, own in enumerate(before)
-                ]
+        def expanded(before: Sequence[Any]) -> list[Any]:
+            return [
+                builder.call(load, [sides.plane(p), sides.classes.mask, own])
+                for p, own in enumerate(before)
+            ]
 
-            nothing = [ir.Constant(_BYTES, None)] * width
-            kind = ir.VectorType(ir.IntType(8 * width), TOGETHER)
-            whole = ir.Constant(kind, None)
-            for p, own in enumerate(sides.classes.each(nothing, expanded)):
-                shift = ir.Constant(kind, [8 * p] * TOGETHER)
-                wide = own if width == 1 else builder.zext(own, kind)
-                whole = builder.or_(whole, builder.shl(wide, shift))
-            builder.store(whole, builder.bitcast(sides.words, kind.as_pointer()), align=1)
-            return context.get_dummy_value()
+        nothing = [ir.Constant(_BYTES, None)] * width
+        kind = ir.VectorType(ir.IntType(8 * width), TOGETHER)
+        whole = ir.Constant(kind, None)
+        for p, own in enumerate(sides.classes.each(nothing, expanded)):
+            shift = ir.Constant(kind, [8 * p] * TOGETHER)
+            wide = own if width == 1 else builder.zext(own, kind)
+            whole = builder.or_(whole, builder.shl(wide, shift))
+        builder.store(whole, builder.bitcast(sides.words, kind.as_pointer()), align=1)
+        return context.get_dummy_value()
 
-        return types.void(keys, places, frequent, most, planes, n, words, at), made
-
-    return found
+    return _moving(made)
 
 
 def compress(width: int) -> Any:
     """Return compress(keys, places, frequent, most, planes, n, words, at): inverse of `expand`."""
 
-    @intrinsic
-    def found(
-        _typing: Any,
-        keys: Any,
-        places: Any,
-        frequent: Any,
-        most: Any,
-        planes: Any,
-        n: Any,
-        words: Any,
-        at: Any,
-    ) -> Any:
-        def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            sides = _Sides(context, builder, signature.args, arguments)
-            takes = [_BYTES, _BYTES, _MASK]
-            pack = _declared(builder, "llvm.x86.avx512.mask.compress.*", _BYTES, takes)
-            takes = [_BYTES, _BYTES.as_pointer(), _PLACE, _MASK]
-            write = _declared(builder, "llvm.masked.store.*.p0", ir.VoidType(), takes)
-            lowest = _declared(builder, "llvm.x86.bmi.bzhi.64", _WORD, [_WORD, _WORD])
-            kind = ir.VectorType(ir.IntType(8 * width), TOGETHER)
-            whole = builder.load(builder.bitcast(sides.words, kind.as_pointer()), align=1)
-            own = []
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sides = _Sides(context, builder, signature.args, arguments)
+        takes = [_BYTES, _BYTES, _MASK]
+        pack = _declared(builder, "llvm.x86.avx512.mask.compress.*", _BYTES, takes)
+        takes = [_BYTES, _BYTES.as_pointer(), _PLACE, _MASK]
+        write = _declared(builder, "llvm.masked.store.*.p0", ir.VoidType(), takes)
+        lowest = _declared(builder, "llvm.x86.bmi.bzhi.64", _WORD, [_WORD, _WORD])
+        kind = ir.VectorType(ir.IntType(8 * width), TOGETHER)
+        whole = builder.load(builder.bitcast(sides.words, kind.as_pointer()), align=1)
+        own = []
+        for p in range(width):
+            shifted = builder.lshr(whole, ir.Constant(kind, [8 * p] * TOGETHER))
+            own.append(shifted if width == 1 else builder.trunc(shifted, _BYTES))
+
+        def compressed(_: Sequence[Any]) -> Sequence[Any]:
+            # As many of the lowest bits as the class has elements: 0 to 64.
+            all_of = ir.Constant(_WORD, -1)
+            ones = builder.call(lowest, [all_of, sides.classes.count])
+            written = builder.bitcast(ones, _MASK)
             for p in range(width):
-                shifted = builder.lshr(whole, ir.Constant(kind, [8 * p] * TOGETHER))
-                own.append(shifted if width == 1 else builder.trunc(shifted, _BYTES))
+                mask = sides.classes.mask
+                packed = builder.call(pack, [own[p], ir.Constant(_BYTES, None), mask])
+                target = builder.bitcast(sides.plane(p), _BYTES.as_pointer())
+                builder.call(write, [packed, target, ir.Constant(_PLACE, 1), written])
+            return ()
 
-            def compressed(_: Sequence[Any]) -> Sequence[Any]:
-                # As many of the lowest bits as the class has elements: 0 to 64.
-                all_of = ir.Constant(_WORD, -1)
-                ones = builder.call(lowest, [all_of, sides.classes.count])
-                written = builder.bitcast(ones, _MASK)
-                for p in range(width):
-                    mask = sides.classes.mask
-                    packed = builder.call(pack, [own[p], ir.Constant(_BYTES, None), mask])
-                    target = builder.bitcast(sides.plane(p), _BYTES.as_pointer())
-                    builder.call(write, [packed, target, ir.Constant(_PLACE, 1), written])
-                return ()
+        sides.classes.each((), compressed)
+        return context.get_dummy_value()
 
-            sides.classes.each((), compressed)
-            return context.get_dummy_value()
-
-        return types.void(keys, places, frequent, most, planes, n, words, at), made
-
-    return found
+    return _moving(made)
