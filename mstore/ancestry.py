@@ -4,7 +4,8 @@ The order is that of Kahn's algorithm with a heap: of all snapshots whose reache
 listed, the newest comes next, and ids decide among equal times.  To know all reached children, the
 whole lineage would have to be read.  Where only the first few are wanted, the index's rows tell the
 times of the starts and the children of each snapshot, and records are read only of what is listed
-(`docs/design/036-bulk-reads.md`).  Both ways give the same list.
+(`docs/design/036-bulk-reads.md`).  Both ways give the same list, unless a row tells another time
+than its record, which is an error of the index.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_arrays import Table
+from mstore.blocks.location_arrays import Table, id_at
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt, Incompatible, NotFound
 from mstore.ids import ID_BYTES, Id, ManifestId, SnapshotId, TensorId
@@ -374,7 +374,7 @@ class Blocks:
         self._counts = np.zeros(len(self._tensors), np.int64)
         ids = b"".join(tensors)
         found = self._tensors.find(ids)
-        stored = [_id_at(ids, at) for at in np.flatnonzero(found >= 0).tolist()]
+        stored = [TensorId(id_at(ids, at)) for at in np.flatnonzero(found >= 0).tolist()]
         done = 0
         # The search runs beside the reading: numpy lets other threads run meanwhile.
         with ThreadPoolExecutor(1, "usage") as pool:
@@ -409,10 +409,6 @@ class Blocks:
 
 def _found(blocks: Table, ids: bytes) -> npt.NDArray[np.int32]:
     return blocks.find(ids).astype(np.int32)
-
-
-def _id_at(ids: bytes, place: int) -> TensorId:
-    return TensorId(ids[place * ID_BYTES : (place + 1) * ID_BYTES])
 
 
 def _together(

@@ -28,7 +28,7 @@ import numpy as np
 from mstore.blocks import location_arrays
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
-from mstore.blocks.location_arrays import LOST_BASE, Flags, Numbers, Table
+from mstore.blocks.location_arrays import LOST_BASE, Flags, Numbers, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
@@ -355,7 +355,7 @@ class Reach:
         for id, tensor in self._loaded_rows(Tensor, new):
             self._keep_tensor(TensorId(id), tensor)
         for at in np.flatnonzero(found < 0).tolist():
-            self._keep_stranger(TensorId(ids[at * ID_BYTES : (at + 1) * ID_BYTES]))
+            self._keep_stranger(TensorId(id_at(ids, at)))
 
     def _keep_tensor(self, id: TensorId, tensor: Tensor) -> None:
         if not tensor.fits(self._catalog.block_size):
@@ -394,7 +394,7 @@ class Reach:
         found = search.result()
         self._mark_blocks(found[found >= 0])
         for at in np.flatnonzero(found < 0).tolist():
-            self._mark_later(BlockId(ids[at * ID_BYTES : (at + 1) * ID_BYTES]))
+            self._mark_later(BlockId(id_at(ids, at)))
 
     def _mark_blocks(self, numbers: Numbers) -> None:
         live = self.live[Kind.BLOCK]

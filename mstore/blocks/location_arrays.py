@@ -115,6 +115,11 @@ class Table:
         return np.asarray(equal.view(np.uint32)[:, 0] == _ALL_EQUAL)
 
 
+def id_at(ids: bytes, place: int) -> bytes:
+    """Return one of concatenated ids."""
+    return ids[place * ID_BYTES : (place + 1) * ID_BYTES]
+
+
 def _numbers(words: _Words) -> _Words:
     """Return the first eight bytes of ids as numbers, in whose order the ids are."""
     return words[:, 0].byteswap() if _IS_LITTLE else words[:, 0].copy()

@@ -214,7 +214,7 @@ class Catalog:
     def stored_lengths(self, blocks: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return bytes at rest of each block, int64[blocks]: a cheaper `locate` for counting.
 
-        Raises Corrupt naming the first that is not stored.
+        Raises Corrupt naming one that is not stored.
         """
         import numpy as np  # late, as above
 

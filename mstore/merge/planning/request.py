@@ -149,6 +149,16 @@ class Request:
         """Return the first rule that names a tensor of the output."""
         return self.rules.of(tensor)
 
+    def operation_of(self, tensor: str) -> Operation:
+        """Return what makes a tensor of the output, not settled."""
+        rule = self.rule_of(tensor)
+        return self.operation if rule is None else rule.operation
+
+    def dtype_of(self, tensor: str, base: str) -> str:
+        """Return the element type of a tensor of the output; base: that of the base's."""
+        rule = self.rule_of(tensor)
+        return (rule and rule.dtype) or self.dtype or base
+
     @property
     def operations(self) -> tuple[Operation, ...]:
         """All operations, not settled: the request's own first."""

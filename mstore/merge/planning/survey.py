@@ -292,8 +292,7 @@ class Surveyor:
         self, one: Candidate
     ) -> Iterator[tuple[tuple[TensorId, TensorId], int, Operation, int]]:
         """Yield the pairs of a tensor whose statistics are probably needed (`KnownPairs.fetch`)."""
-        rule = self._request.rule_of(one.name)
-        operation = self._request.operation if rule is None else rule.operation
+        operation = self._request.operation_of(one.name)
         if one.base.dtype not in ITEMSIZES or operation.is_band:
             return
         elements, weightless = math.prod(one.base.shape), operation.weightless
@@ -394,7 +393,7 @@ class Surveyor:
         sources: its names in base and experts, for a tensor that the base does not have.
         """
         rule = self._request.rule_of(name)
-        operation = self._request.operation if rule is None else rule.operation
+        operation = self._request.operation_of(name)
         dtype = None if rule is None else rule.dtype
         count = len(pairs) - self._request.fishers
         pairs, fishers = pairs[:count], pairs[count:]
@@ -405,7 +404,7 @@ class Surveyor:
         elements = math.prod(base.shape)
         if elements == 0:
             return None
-        output = dtype or self._request.dtype or base.dtype
+        output = self._request.dtype_of(name, base.dtype)
         if not (any(changed) or sources or output != base.dtype or operation.scales_equal):
             return None
         cut, kept = None, math.nan
@@ -523,9 +522,8 @@ class Surveyor:
         size, count = self._catalog.block_size, len(self._request.experts)
         groups: dict[tuple[str, tuple[str, ...], int], list[Candidate]] = {}
         for one in candidates:
-            rule = self._request.rule_of(one.name)
-            operation = self._request.operation if rule is None else rule.operation
-            output = (rule and rule.dtype) or self._request.dtype or one.base.dtype
+            operation = self._request.operation_of(one.name)
+            output = self._request.dtype_of(one.name, one.base.dtype)
             records = [record for _, record in one.pairs]
             dtypes = tuple(record.dtype for record in records)
             if (
@@ -569,11 +567,10 @@ class Surveyor:
         )
         cost: list[list[Counts]] = [[] for _ in per_chunk]
         for k, blocks, differs in members:
-            firsts = np.arange(0, len(blocks) // ID_BYTES, per_chunk[k])
             cost[k].append(
-                np.add.reduceat(next(found), firsts)
+                _by_chunk(next(found), per_chunk[k])
                 if differs
-                else np.zeros(len(firsts), dtype=np.int64)
+                else np.zeros(-(-len(blocks) // (ID_BYTES * per_chunk[k])), dtype=np.int64)
             )
         return np.array([np.concatenate(side) for side in cost]).reshape(equal.shape)
 
@@ -593,8 +590,8 @@ class Surveyor:
         read = np.flatnonzero(wanted.any(axis=1)).tolist()
         found = self._catalog.lengths.of([records[k].blocks for k in read])
         for k, lengths in zip(read, found, strict=True):
-            firsts = np.arange(0, len(lengths), sides[k].shape[1] // ID_WORDS)
-            cost[k] = np.where(wanted[k], np.add.reduceat(lengths, firsts), cost[k])
+            whole = _by_chunk(lengths, sides[k].shape[1] // ID_WORDS)
+            cost[k] = np.where(wanted[k], whole, cost[k])
         return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
 
     def _fishers(
@@ -882,6 +879,11 @@ def left_out_names(
     for pattern in skip:
         left_out |= dict.fromkeys(matches[pattern], skipped(pattern))
     return left_out
+
+
+def _by_chunk(lengths: Counts, blocks: int) -> Counts:
+    """Return the sums of the lengths of blocks, `blocks` to a chunk; fewer in the last."""
+    return np.add.reduceat(lengths, np.arange(0, len(lengths), blocks))
 
 
 def _fits(table: DeltaTable, base: Tensor, chunk: int) -> bool:
