@@ -43,6 +43,11 @@ class Batch(msgspec.Struct, frozen=True, eq=False, gc=False):
         """All of them, in order."""
         return [task for part in self.parts for task in part.tasks]
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes at rest of its sides, without what these are differences to."""
+        return sum([task.base.stored_bytes + task.expert_bytes for task in self.tasks])
+
     def fail(self, *, wholly: bool) -> None:
         """Report that this batch failed, and wake whoever waits for one of its chunks.
 

@@ -78,9 +78,9 @@ class Computer:
         self._lock = threading.Lock()
         self._free: list[npt.NDArray[np.uint8]] = []
 
-    def prefetch(self, batch: Batch) -> None:
-        """Have the kernel read ahead what `batch` will read."""
-        will_need(batch.tasks, self._packs)
+    def prefetch(self, batches: Sequence[Batch]) -> None:
+        """Have the kernel read ahead what these batches will read."""
+        will_need([task for batch in batches for task in batch.tasks], self._packs)
 
     def batch(self, batch: Batch) -> Computed:
         """Load, mix, hash and encode.  Raises BudgetExceeded, Corrupt, StorageFailed."""

@@ -13,6 +13,7 @@ from contextlib import closing
 from mstore.ahead import in_order
 from mstore.merge.running.batches import BATCH_BYTES, Batch, batches
 from mstore.merge.running.computer import Computed, Computer
+from mstore.merge.running.read_ahead import read_ahead
 from mstore.merge.running.slices import Slice
 
 
@@ -40,7 +41,10 @@ class Stream:
         """Yield every batch of every slice.  The first error in order ends it."""
         working = in_order(
             self._begin,
-            (batch for slice in slices for batch in batches(slice, self._together)),
+            read_ahead(
+                (batch for slice in slices for batch in batches(slice, self._together)),
+                self._computer.prefetch,
+            ),
             ahead=self._ahead,
             stopping=_give_up,
         )
@@ -49,7 +53,6 @@ class Stream:
                 yield computed
 
     def _begin(self, batch: Batch) -> Future[Computed]:
-        self._computer.prefetch(batch)
         return self._pool.submit(self._computer.batch, batch)
 
 
