@@ -165,6 +165,28 @@ def test_planes_are_what_the_page_says(pair: tuple[Elements, bytes, bytes]) -> N
         assert room.tobytes() == by_plane.tobytes()
 
 
+def test_the_classes_of_a_base_are_counted_again_unless_it_is_the_last() -> None:
+    """`same_base` changes no bit, whatever the thread split or joined since it was counted."""
+    rng = np.random.default_rng(4)
+    stored = [weights(rng, n) for n in (1 << 12, 1 << 12, 700)]
+    bases = [one.tobytes() for one in stored]
+    blocks = [nudged(rng, one, 1e-4).tobytes() for one in stored]
+    last = None
+    for number in rng.integers(0, 3, 200):
+        data, width, mode = blocks[number], int(rng.choice([1, 2, 4])), Mode(rng.integers(0, 3))
+        base = None if mode is Mode.PLAIN else bases[number]
+        found, wanted, back = (np.empty(len(data), dtype=np.uint8) for _ in range(3))
+        planes.split(mode, width, data, base, found, same_base=last is base)
+        planes.join(mode, width, found, base, back.data, same_base=base is not None)
+        assert back.tobytes() == data
+        # A thread of its own has counted nothing.
+        other = threading.Thread(target=planes.split, args=(mode, width, data, base, wanted))
+        other.start()
+        other.join()
+        assert found.tobytes() == wanted.tobytes()
+        last = last if base is None else base
+
+
 # -- policies ----------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from mstore.blocks import planes as callers
-from mstore.blocks.plane_passes import FLOATS, SCRATCH, TILE, steps
+from mstore.blocks.plane_passes import FLOATS, FLOATS_AGAIN, SCRATCH, TILE, steps
 from mstore.numeric.expansion import IS_WIDE, TOGETHER
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -75,6 +75,14 @@ def test_every_processor_writes_the_same_planes(width: int, is_wide: bool) -> No
             join(FLOATS, n, planes[: n * width], sides[1], found[: n * width], scratch)
             assert found[: n * width].tobytes() == sides[0].tobytes()
             assert (found[n * width :] == 7).all()
+            # The same once more, and in the other order, from what the passes left in the scratch.
+            again = np.zeros_like(planes)
+            for _ in range(2):
+                found[: n * width] = 0
+                join(FLOATS_AGAIN, n, planes[: n * width], sides[1], found[: n * width], scratch)
+                assert found[: n * width].tobytes() == sides[0].tobytes()
+                split(FLOATS_AGAIN, n, *sides, again[: n * width], scratch)
+                assert again[: n * width].tobytes() == planes[: n * width].tobytes()
 
 
 def test_the_caller_gives_as_much_scratch_as_the_passes_use() -> None:

@@ -27,9 +27,10 @@ PLACES: Final = TILES + TILE
 CLASSES: Final = 256
 FREQUENT: Final = PLACES + 4 * CLASSES * LANES
 MOST_FREQUENT: Final = 32
-SCRATCH: Final = FREQUENT + MOST_FREQUENT
+SCRATCH: Final = FREQUENT + 2 * MOST_FREQUENT
 """Bytes of scratch for a pass: two tiles of the widest elements, a tile of classes, places, and
-frequent classes. Behind them are as many bytes as the block has: its numbers, ordered by class."""
+frequent classes with their number. Behind them are as many bytes as the block has: its numbers,
+ordered by class."""
 SAMPLED: Final = 32
 """Groups of 64 elements that tell which classes are frequent."""
 RARE: Final = 256
@@ -38,6 +39,8 @@ RARE: Final = 256
 PLAIN: Final = 0
 FLOATS: Final = 1
 INTEGERS: Final = 2
+FLOATS_AGAIN: Final = 3
+"""FLOATS where the scratch is as a pass with this base left it: classes are not counted again."""
 
 # Each loop does a few simple operations on a tile in the L1 cache, from one array to another: LLVM
 # vectorises such loops completely. numba widens integers on every operation; the explicit casts
@@ -120,8 +123,21 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
         return at
 
     @compiled
-    def count_classes(bases: Any, size: int, places: Any) -> None:
+    def rewind(places: Any, lanes: int) -> None:
+        """Move places from the end of each class and lane, where a pass left them, to its begin."""
+        before = np.uint32(0)
+        for key in range(CLASSES):
+            for lane in range(lanes):
+                end = places[lane * CLASSES + key]
+                places[lane * CLASSES + key] = before
+                before = end
+
+    @compiled
+    def count_classes(bases: Any, size: int, places: Any, again: Any) -> None:
         """Compute where each class of each lane begins, ordered by class, then lane."""
+        if again:
+            rewind(places, LANES)
+            return
         for place in range(places.size):
             places[place] = np.uint32(0)
         for j in range(size):
@@ -224,8 +240,11 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
         return most
 
     @compiled
-    def begin_classes(bases: Any, keys: Any, places: Any, frequent: Any) -> Any:
-        """Compute where each class begins, in every fourth of the places; return `most`."""
+    def begin_classes(bases: Any, keys: Any, places: Any, frequent: Any, again: Any) -> Any:
+        """Compute where each class begins, in the first quarter of the places; return `most`."""
+        if again:
+            rewind(places, 1)
+            return np.int64(frequent[MOST_FREQUENT])
         n = bases.size
         most = find_frequent(bases, keys, places, frequent)
         for place in range(places.size):
@@ -243,13 +262,16 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             found = places[key]
             places[key] = total
             total = np.uint32(total + found)
+        frequent[MOST_FREQUENT] = np.uint8(most)
         return most
 
     @compiled
-    def split_floats_wide(n: int, words: Any, bases: Any, planes: Any, scratch: Any) -> None:
+    def split_floats_wide(
+        n: int, words: Any, bases: Any, planes: Any, scratch: Any, again: Any
+    ) -> None:
         rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
         frequent = scratch[FREQUENT:]
-        most = begin_classes(bases, keys, places, frequent)
+        most = begin_classes(bases, keys, places, frequent, again)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile, other = rooms[:count], rooms[TILE : TILE + count]
@@ -264,10 +286,12 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             scatter(tile[whole:], keys[whole:], 0, n, places, planes)
 
     @compiled
-    def join_floats_wide(n: int, planes: Any, bases: Any, words: Any, scratch: Any) -> None:
+    def join_floats_wide(
+        n: int, planes: Any, bases: Any, words: Any, scratch: Any, again: Any
+    ) -> None:
         rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
         frequent = scratch[FREQUENT:]
-        most = begin_classes(bases, keys, places, frequent)
+        most = begin_classes(bases, keys, places, frequent, again)
         for start in range(0, n, TILE):
             count = min(TILE, n - start)
             tile, other = rooms[:count], rooms[TILE : TILE + count]
@@ -282,11 +306,13 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             unordered(tile, words[start : start + count])
 
     @compiled
-    def split_floats_narrow(n: int, words: Any, bases: Any, planes: Any, scratch: Any) -> None:
+    def split_floats_narrow(
+        n: int, words: Any, bases: Any, planes: Any, scratch: Any, again: Any
+    ) -> None:
         rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
         numbers = in_order(n, scratch)
         lane = n // LANES
-        count_classes(bases, lane, places)
+        count_classes(bases, lane, places, again)
         for start in range(0, lane, PART):
             count = min(PART, lane - start)
             for q in range(LANES):
@@ -310,12 +336,14 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
         divide(numbers, planes)
 
     @compiled
-    def join_floats_narrow(n: int, planes: Any, bases: Any, words: Any, scratch: Any) -> None:
+    def join_floats_narrow(
+        n: int, planes: Any, bases: Any, words: Any, scratch: Any, again: Any
+    ) -> None:
         rooms, keys, places = scratch[:TILES].view(word), scratch[TILES:PLACES], placed(scratch)
         numbers = in_order(n, scratch)
         unite(planes, numbers)
         lane = n // LANES
-        count_classes(bases, lane, places)
+        count_classes(bases, lane, places, again)
         for start in range(0, lane, PART):
             count = min(PART, lane - start)
             for q in range(LANES):
@@ -345,8 +373,8 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
     def split(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
         words = data.view(word)
         bases = base.view(word)
-        if mode == FLOATS:
-            split_floats(n, words, bases, planes, scratch)
+        if mode in (FLOATS, FLOATS_AGAIN):
+            split_floats(n, words, bases, planes, scratch, mode == FLOATS_AGAIN)
             return
         rooms = scratch[:TILES].view(word)
         for start in range(0, n, TILE):
@@ -364,8 +392,8 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
     def join(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
         words = data.view(word)
         bases = base.view(word)
-        if mode == FLOATS:
-            join_floats(n, planes, bases, words, scratch)
+        if mode in (FLOATS, FLOATS_AGAIN):
+            join_floats(n, planes, bases, words, scratch, mode == FLOATS_AGAIN)
             return
         rooms = scratch[:TILES].view(word)
         for start in range(0, n, TILE):

@@ -138,11 +138,20 @@ def decoded(id: BlockId, at: Location, payload: Buffer, base: Buffer | None = No
 
 
 def decode_into(
-    id: BlockId, at: Location, payload: Buffer, target: memoryview, base: Buffer | None = None
+    id: BlockId,
+    at: Location,
+    payload: Buffer,
+    target: memoryview,
+    base: Buffer | None = None,
+    *,
+    same_base: bool = False,
 ) -> None:
-    """Decode a payload into `target`, which is as long as the block; does not check the id."""
+    """Decode a payload into `target`, which is as long as the block; does not check the id.
+
+    same_base: as for `codecs.decode_into`.
+    """
     try:
-        codecs.decode_into(at.codec, payload, at.width, target, base)
+        codecs.decode_into(at.codec, payload, at.width, target, base, same_base=same_base)
     except (Corrupt, Incompatible) as error:
         raise _named(error, id) from error
 
