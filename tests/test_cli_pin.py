@@ -43,6 +43,22 @@ def test_a_pin_and_back(mstore: Program) -> None:
     assert " refs says which" in refused.err
 
 
+def test_a_merge_that_is_only_tried_is_not_compressed(mstore: Program) -> None:
+    """merge --codec raw writes the blocks as they are, and pin and unpin compress them; another
+    word is refused."""
+    words = ("merge", "--base", "m/base", "--method", "task_arithmetic", "--expert")
+    refused = mstore(*words, "m/e0=0.5", "--name", "m/try", "--codec", "zip")
+    assert refused.status == 1
+    assert "auto" in refused.err
+    loose = mstore.succeed(*words, "m/e0=0.5", "--name", "m/try", "--codec", "raw", "--json")
+    packed = mstore.succeed(*words, "m/e0=0.25", "--name", "m/kept", "--json")
+    written, least = (one.document["bytes_written"] for one in (loose, packed))
+    assert written > 2 * least
+    mstore.succeed("pin", "m/try", "--raw")
+    coded = mstore.succeed("unpin", "m/try", "--json").document
+    assert coded["bytes_before"] - coded["bytes_after"] > written / 2
+
+
 def test_raw_has_to_be_said(mstore: Program) -> None:
     """Without --raw, pin changes nothing, and its hint is the command with it."""
     refused = mstore("pin", "m/e0")

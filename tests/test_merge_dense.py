@@ -274,6 +274,43 @@ def test_a_raw_store_stays_raw(places: Callable[[str], Place]) -> None:
     assert kinds_at_rest(store, "plain").keys() <= {Codec.RAW, Codec.CONSTANT}
 
 
+def test_a_merge_may_be_stored_unlike_its_store(places: Callable[[str], Place]) -> None:
+    """With codec="raw" the output of a merge lies raw in a dense store, and is the same."""
+    place = places("bf16")
+    store, other = place.store("delta"), place.store("raw")
+
+    def plan(of: Store) -> PlanReport:
+        experts = ["e0", "e1"]
+        return of.plan(MergeRequest(base="base", experts=experts, method="linear"))
+
+    loose = store.merge(plan(store), name="loose", memo=False, codec="raw")
+    assert other.merge(plan(other), name="loose", memo=False).blocks_total == loose.blocks_total
+    own = at_rest(store, "loose").keys() - at_rest(store, "base").keys()
+    own -= at_rest(store, "e0").keys() | at_rest(store, "e1").keys()
+    places_of_own = [at for id, at in at_rest(store, "loose").items() if id in own]
+    codecs_of_own = {Codec(at.codec) for at in places_of_own}
+    assert codecs_of_own == {Codec.RAW, Codec.CONSTANT}
+    assert at_rest(store, "loose").keys() == at_rest(other, "loose").keys()
+    assert kinds_at_rest(store, "e0")[Codec.DELTA_FLOATS]
+    # What is kept is coded like any other: a pin marks it, and unpin codes it against its base.
+    store.pin("loose", raw=True)
+    store.unpin("loose")
+    assert any(Codec(at_rest(store, "loose")[id].codec).is_delta for id in own)
+    assert Codec.RAW not in {Codec(at_rest(store, "loose")[id].codec) for id in own}
+    assert store.fsck(read_data=True).problems == ()
+
+
+def test_a_wrong_codec_merges_nothing(places: Callable[[str], Place]) -> None:
+    """An unknown codec, and any for a virtual merge, is refused before anything is published."""
+    store = places("bf16").store("raw")
+    plan = planned(store, "linear")
+    with pytest.raises(BadRequest, match="zip"):
+        store.merge(plan, name="nothing", codec="zip")
+    with pytest.raises(BadRequest, match="virtual"):
+        store.merge(plan, name="nothing", codec="raw", virtual=True)
+    assert "nothing" not in {ref.name for ref in store.refs()}
+
+
 # -- bytes ---------------------------------------------------------------------------------------
 
 

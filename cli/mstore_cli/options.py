@@ -41,6 +41,15 @@ Threads = Annotated[
         show_default=False,
     ),
 ]
+Codec = Annotated[
+    str | None,
+    typer.Option(
+        "--codec",
+        metavar="auto|raw|dense",
+        help="How new blocks are stored [default: as `mstore config codec` says].",
+        show_default=False,
+    ),
+]
 OnlyCompared = Annotated[
     list[str] | None,
     typer.Option(

@@ -118,8 +118,7 @@ class Adding(OpenStore):
             raise BadRequest(
                 "differences are added to a base, and none is named", hint=Option("base", "REF")
             )
-        config = self._catalog.config
-        policy = (config if codec is None else config.changed({"codec": codec})).codec
+        policy = self._policy(codec)
         branch_to_move(self._catalog, name)
         for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
             require_patterns(patterns, option)

@@ -395,6 +395,7 @@ class Merging(OpenStore):
         threads: int | None = None,
         memo: bool = True,
         memory: int | None = None,
+        codec: str | None = None,
         executor: Executor | None = None,
         progress: ProgressCallback | None = None,
     ) -> MergeReport:
@@ -410,6 +411,8 @@ class Merging(OpenStore):
         executor.  The result is the same for any number.
         memo: reuse outputs of earlier merges from the memo table, and add to it.
         memory: the most anonymous memory in bytes; None means 512 MiB.
+        codec: how new blocks are stored: auto, raw or dense; None uses the store's setting.  The
+        result is the same.  A virtual merge stores none.
         executor: computes slices in its workers, which need the store's directory but not its
         index.  `threads` and `memory` then hold for each slice: a worker that computes several at
         a time may take as much for each.
@@ -429,6 +432,13 @@ class Merging(OpenStore):
 
         began = time.monotonic()
         layouts.require_writable(self._catalog.layout)
+        policy = self._policy(codec)
+        if virtual and codec is not None:
+            raise BadRequest(
+                "a virtual merge stores no blocks, so none has a codec",
+                where=Option("codec"),
+                hint=phrase("leave out {codec}", codec=Option("codec")),
+            )
         planned = plan if isinstance(plan, PlanReport) else None
         id = find(self._catalog, str(plan)) if planned is None else planned.plan
         record = self._catalog.record(Plan, id)
@@ -473,6 +483,7 @@ class Merging(OpenStore):
             memo=self._memo if memo else None,
             memory=memory,
             executor=executor,
+            policy=policy,
         )
         sources = structs.replace(sources, overflow=merged.overflow)
         outcome = merged.outcome

@@ -26,6 +26,7 @@ ALWAYS = "always"
 # compiler.
 if TYPE_CHECKING:
     from mstore.block_cache import BlockCache
+    from mstore.blocks.codecs import Policy
     from mstore.ids import PlanId
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.virtual.blocks import VirtualBlocks
@@ -115,6 +116,14 @@ class OpenStore:
         store = cls(Catalog.open(Path(path)))
         store._cache_bytes, store._verify = cache_bytes, verify
         return store
+
+    def _policy(self, codec: str | None) -> Policy:
+        """Return the codecs that new blocks may use: `codec`, or the store's setting if None.
+
+        Raises BadRequest.
+        """
+        config = self._catalog.config
+        return (config if codec is None else config.changed({"codec": codec})).codec
 
     @classmethod
     def open_checked(cls, path: str | Path) -> Self:

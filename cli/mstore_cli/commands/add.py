@@ -11,6 +11,7 @@ import typer
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.options import (
+    Codec,
     Exclude,
     Message,
     NoDefaultExcludes,
@@ -86,15 +87,7 @@ def add(
     skip: SkipCompared = None,
     exclude: Exclude = None,
     no_default_excludes: NoDefaultExcludes = False,
-    codec: Annotated[
-        str | None,
-        typer.Option(
-            "--codec",
-            metavar="auto|raw|dense",
-            help="How new blocks are stored [default: as `mstore config codec` says].",
-            show_default=False,
-        ),
-    ] = None,
+    codec: Codec = None,
     convert: Annotated[
         bool,
         typer.Option(

@@ -37,7 +37,7 @@ from mstore_cli.merging import (
     format_bound,
     make_request,
 )
-from mstore_cli.options import Message, Threads
+from mstore_cli.options import Codec, Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.recipes import RecipeFile
 from mstore_cli.session import Session, replaced
@@ -117,6 +117,7 @@ def merge(
             show_default=False,
         ),
     ] = None,
+    codec: Codec = None,
     message: Message = "",
     threads: Threads = None,
 ) -> None:
@@ -170,6 +171,7 @@ def merge(
                         threads=threads,
                         memo=not no_memo,
                         memory=bound,
+                        codec=codec,
                         progress=tick,
                     )
                 notes([f"merged {step} as {earlier[str(step)]}"])
@@ -192,6 +194,7 @@ def merge(
                     threads=threads,
                     memo=not no_memo,
                     memory=bound,
+                    codec=codec,
                     progress=tick,
                 )
                 session.settled()
