@@ -69,14 +69,18 @@ class Bench(NearStores):
         shutil.rmtree(out)
         return done
 
-    def merge(self, codec: str, method: str) -> Run:
-        """All experts at full budget, into a copy of the store that never merged."""
+    def merge(self, codec: str, method: str, out: str | None = None) -> Run:
+        """All experts at full budget, into a copy of the store that never merged.
+
+        out: the codec of the output, if it is not that of the store.
+        """
         words = [f"--expert=expert{number}" for number in range(EXPERTS)]
         with self.store(codec).copy(self.work / "round") as store:
             ready(WARM_GIGABYTES, *sorted(store.path.rglob("*.pack")))
             return store.mstore(
                 *("merge", "--base", "base", *words, "--method", method),
                 *(*METHODS[method], "--name", "merged"),
+                *([] if out is None else ["--codec", out]),
             )
 
     def packs(self, codec: str) -> list[Path]:
@@ -109,15 +113,18 @@ class Bench(NearStores):
                     partial(self.checkout, codec, name), tuple(needs), ("write model",)
                 )
             for method in METHODS:
+                needs = [f"read packs {codec}", *["hash model"] * (EXPERTS + 2)]
+                needs += [*(["zstd all"] if codec == "dense" else []), f"kernel {method}"]
+                written = ("write model",)
                 found[f"{method} {codec}"] = Work(
                     partial(self.merge, codec, method),
-                    (
-                        *(f"read packs {codec}", *["hash model"] * (EXPERTS + 2)),
-                        *(["zstd all"] if codec == "dense" else []),
-                        f"kernel {method}",
-                    ),
-                    ("write model",) if codec == "raw" else (),
+                    tuple(needs),
+                    written if codec == "raw" else (),
                 )
+                if codec != "raw":
+                    found[f"{method} {codec}, raw output"] = Work(
+                        partial(self.merge, codec, method, "raw"), tuple(needs), written
+                    )
         return found
 
     # -- parts -----------------------------------------------------------------------------------
