@@ -25,8 +25,9 @@ from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.adapters.fit import is_any_adapter
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD
-from mstore.checkpoint.directory import INDEX_SUFFIX, Checkpoint, SourceFile
+from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.header import TensorSlot
+from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
 from mstore.errors import Incompatible
 from mstore.ids import TensorId

@@ -92,3 +92,26 @@ def test_json_imports_one_module_more(command: str, store: Program) -> None:
     both = imported(*words, "--json"), imported(*words)
     of_library = [{name for name in found if name.startswith("mstore.")} for found in both]
     assert of_library[0] - of_library[1] == {"mstore.plain"}
+
+
+# What merges by options do not need: each is milliseconds.
+NOT_FOR_A_MERGE = {
+    *("mstore.add", "mstore.casting.scales", "mstore.stats.analysis"),
+    *("mstore.checkpoint.directory", "mstore.checkpoint.header", "mstore.checkpoint.tree"),
+    *("mstore.merge.methods.dare_ties", "mstore.merge.planning.facts"),
+    *("mstore.merge.planning.recipes", "mstore.merge.planning.stack", "mstore.recipes.parse"),
+    *("mstore.merge.running.remote", "importlib.metadata", "tomllib"),
+}
+
+
+def test_a_merge_imports_only_what_it_uses(store: Program, tmp_path: Path) -> None:
+    """A merge of a model with statistics imports its method, and no reader of other inputs."""
+    content = struct.pack("<4f", 1.0, 2.0, 3.0, 4.0)
+    write_safetensors(tmp_path / "model.safetensors", [("t", "F32", (4,), content)])
+    store.succeed("add", tmp_path, "--base", "base", "--name", "tuned")
+    # Settings that `configure` wrote need no general reader, either.
+    store.succeed("config", "codec", "raw")
+    words = ("--base", "base", "--expert", "tuned", "--method", "ties", "--name", "n")
+    found = imported("--store", store.store, "merge", *words)
+    assert "mstore.merge.methods.ties" in found
+    assert found & NOT_FOR_A_MERGE == set()

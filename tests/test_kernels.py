@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from reference import DTYPES, WORDS, Array, Mask, name_of
 
 from mstore.errors import BadRequest
@@ -485,7 +485,7 @@ def test_a_mixture_of_whole_tensors(
     row_of = [
         -1 if missing else int(np.sum(np.logical_not(gone[:k]))) for k, missing in enumerate(gone)
     ]
-    made = dataclasses.replace(find("slerp"), experts=None).apply({"t": 0.5}, [1.0] * len(experts))
+    made = structs.replace(find("slerp"), experts=None).apply({"t": 0.5}, [1.0] * len(experts))
     mix = Mix.of(made.settled(Mixture(factors[0], tuple(factors[1:]), keeps)))
     out = np.zeros(n, dtype=DTYPES[out_dtype])
     mix_chunk(

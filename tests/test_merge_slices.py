@@ -272,7 +272,7 @@ def _cheated(work: Slice) -> Any:
     class Cheap(Slice):
         expert_bytes = 10  # type: ignore[assignment]
 
-    fields = {name: getattr(work, name) for name in Slice.__dataclass_fields__}
+    fields = {name: getattr(work, name) for name in Slice.__struct_fields__}
     return execute(Cheap(**fields))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mstore import MergeRequest
 from mstore.errors import BadRequest
@@ -91,8 +91,8 @@ def ask(count: int, method: str = "task_arithmetic", **options: Any) -> Request:
 
 def ready(tensors: Survey, request: Request) -> Planner:
     """The planner of a request whose operation all tensors have."""
-    own = [dataclasses.replace(one, operation=request.operation) for one in tensors.tensors]
-    return Planner(dataclasses.replace(tensors, tensors=tuple(own)), request)
+    own = [structs.replace(one, operation=request.operation) for one in tensors.tensors]
+    return Planner(structs.replace(tensors, tensors=tuple(own)), request)
 
 
 def select(tensors: Survey, **options: Any) -> Selection:
@@ -617,7 +617,7 @@ def test_one_planner_cuts_any_budget() -> None:
 def test_notes_say_the_cause() -> None:
     """Statistics that are missing or not finite are named with what was done about it."""
     bad = survey(tensor("t", expert([1, math.nan], [10, 10])))
-    bad = dataclasses.replace(
+    bad = structs.replace(
         bad,
         missing=tuple((f"e0: t{k}", "no statistics") for k in range(5)),
         unreliable=("e0: t",),

@@ -16,7 +16,7 @@ from small_layers import NAMES, member
 from mstore import Store
 from mstore.errors import BadRequest, NotFound
 from mstore.merge.methods import registry
-from mstore.merge.planning.recipes import known_method
+from mstore.merge.planning.recipe_text import known_method
 from mstore.recipes.parse import parse
 from mstore.recipes.prepared import prepare
 

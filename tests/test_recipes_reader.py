@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import small_layers
@@ -62,7 +62,7 @@ def test_what_would_change_the_result_is_refused(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A parameter that a method lacks is refused by line, unless its value changes nothing."""
-    stock = dataclasses.replace(METHODS["model_stock"], refuses=(("wide", False, "too wide"),))
+    stock = msgspec.structs.replace(METHODS["model_stock"], refuses=(("wide", False, "too wide"),))
     monkeypatch.setattr(registry, "METHODS", {**METHODS, "model_stock": stock})
     text = PAIRED.format(method="model_stock", weight="") + "  wide: "
     assert store.read_recipe(text + "false").request.method == "model_stock"

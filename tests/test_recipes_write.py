@@ -18,7 +18,7 @@ from small_layers import NAMES
 from mstore import MergeRequest, Store, TensorRule
 from mstore.errors import BadRequest
 from mstore.merge.methods import registry
-from mstore.merge.planning.recipes import known_method
+from mstore.merge.planning.recipe_text import known_method
 from mstore.merge.running import commit, papers
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanOperation, PlanTensor

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import reference
 from families import Family
+from msgspec import structs
 from reference import DTYPES, WORDS
 from test_budget import Place, make
 from test_kernels import KINDS, _family
@@ -85,7 +86,7 @@ def test_the_kernel_equals_the_reference(
         types = [list(DTYPES)[(seed + k) % 3] for k in range(experts)]
         base, sides = _family(rng, kind, [base_type, *types], N)
         own = operation("sce", {}, [1.0] * experts).weighed([1.0] * experts, 1)
-        mix = dataclasses.replace(Mix.of(own), weights=np.array(weights))
+        mix = structs.replace(Mix.of(own), weights=np.array(weights))
         there = [k for k in range(experts) if k != seed % 4]
         rows = np.zeros((len(there), 4 * N), dtype=np.uint8)
         for row, k in zip(rows, there, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,14 @@ def test_init_shared_takes_a_directory_after_it(tmp_path: Path) -> None:
     assert refused.status == 1
     assert "umask, group, all" in refused.err
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ['codec = "raw"\nreflog_days =  3\n', 'codec = "raw"\n', "reflog_days = 3 # days\n"]
+)
+def test_what_people_write_is_toml(root: Path, text: str) -> None:
+    """A file that is not exactly as `save` writes it means what TOML says."""
+    (root / "config").write_text(text)
+    wanted = Config().values() | tomllib.loads(text)
+    with Store.open(root) as store:
+        assert dict(store.config) == wanted

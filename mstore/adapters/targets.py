@@ -8,8 +8,9 @@ keep their own names.  Owns names only; reads nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from mstore.errors import Incompatible
 
@@ -25,8 +26,7 @@ _UNCHANGED: Final = ".base_layer.weight"
 _BIAS: Final = ".base_layer.bias"
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """An adapter's tensors of one product.
 
     module: its path in the trained model. down, up: lora_A and lora_B. embedding: whether the
@@ -45,8 +45,7 @@ class Pair:
         return (self.down, self.up, *self.magnitudes)
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(msgspec.Struct, frozen=True):
     """A base's tensor and the adapter's tensors of its product.
 
     module: its path in the trained model. down, up: lora_A and lora_B. embedding: whether the
@@ -61,8 +60,7 @@ class Product:
     magnitude: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
+class Targets(msgspec.Struct, frozen=True):
     """What an adapter does to a base, by names.
 
     products: low-rank changes. replaced: (tensor of the base, tensor of the adapter), trained

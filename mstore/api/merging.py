@@ -248,7 +248,7 @@ class Merging(OpenStore):
 
         Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
         """
-        from mstore.merge.planning.recipes import recipe_text
+        from mstore.merge.planning.recipe_text import recipe_text
         from mstore.objects.plan import Plan
         from mstore.store.plans import plan_of
 

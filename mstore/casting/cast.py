@@ -18,8 +18,8 @@ from mstore.adapters.targets import is_adapter
 from mstore.casting.scales import QUANTIZATIONS, Scale, Scales, quantization_of, scales_of
 from mstore.casting.streaming import Caster, CastTensor, Job
 from mstore.checkpoint.declared import CONFIG
-from mstore.checkpoint.directory import INDEX_SUFFIX
 from mstore.checkpoint.dtypes import DTYPES, nbytes
+from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -44,8 +44,7 @@ _MATRIX: Final = 2
 _NAMED: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
+class Quantization(msgspec.Struct, frozen=True):
     """What a config.json says of quantized weights.
 
     method: its name. block: rows and columns that share a scale, None if there are no blocks.
@@ -83,8 +82,7 @@ def _is_block(given: object) -> bool:
     return all(type(one) is int and one > 0 for one in given)
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(msgspec.Struct, frozen=True):
     """The scale of one weight, as a grid.
 
     name, record: its tensor. weight: [matrices, rows, columns] of the weight. grid: the same of the
@@ -98,8 +96,7 @@ class Scale:
     block: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
+class Scales(msgspec.Struct, frozen=True):
     """The scales of one model.
 
     of: by the names of weights. dropped: tensors that mean nothing once weights are not scaled.

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from mstore.checkpoint.paths import CONTROL
 from mstore.checkpoint.strict_json import parse_object
@@ -34,8 +35,7 @@ _ITEM = re.compile(r"\s*-\s+(?P<item>.*)")
 _PLAIN = re.compile(r"[^\s'\"\[\]{}&*!|>%@`#,][^\[\]{}#,]*")
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredLimits:
+class DeclaredLimits(msgspec.Struct, frozen=True):
     """How much of these files is read. What lies beyond declares nothing."""
 
     max_config_bytes: int = 1 << 20
@@ -48,8 +48,7 @@ class DeclaredLimits:
 DEFAULT_LIMITS = DeclaredLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
+class Declared(msgspec.Struct, frozen=True):
     """A model's name, and the file that names it.
 
     is_base: the file calls it the base; otherwise only the source of the loaded weights.

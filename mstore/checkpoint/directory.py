@@ -29,7 +29,13 @@ from mstore.checkpoint.exclusion import (
     is_pickled_top,
 )
 from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
-from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
+from mstore.checkpoint.paths import (
+    INDEX_SUFFIX,
+    check_case_twins,
+    check_relative,
+    name_for,
+    quoted,
+)
 from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, several, told, walk
@@ -38,7 +44,6 @@ from mstore.phrases import Phrase, call, joined, phrase
 from mstore.sizes import format_size
 
 SAFETENSORS_SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
 
 # Files that mark the top of one model; a directory of several models has none of them.
 _TOP_OF_ONE = frozenset(

@@ -5,9 +5,10 @@ For errors only: what such a file is, and how to get a checkpoint that can be ad
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
+
+import msgspec
 
 from mstore.errors import BadCheckpoint
 from mstore.phrases import Text, call, phrase
@@ -16,8 +17,7 @@ PREFIX_BYTES: Final = 8
 """How many first bytes of a file `by_bytes` needs; it accepts more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stranger:
+class Stranger(msgspec.Struct, frozen=True):
     """What a file is, as a predicate, and what to do about it."""
 
     what: str

@@ -27,7 +27,6 @@ import msgspec
 from mstore import fs
 from mstore.checkpoint.directory import (
     DEFAULT_LIMITS,
-    INDEX_SUFFIX,
     SAFETENSORS_SUFFIX,
     CheckpointLimits,
     Replacement,
@@ -39,7 +38,7 @@ from mstore.checkpoint.exclusion import (
     Exclusion,
     is_of_training,
 )
-from mstore.checkpoint.paths import CONTROL, quoted
+from mstore.checkpoint.paths import CONTROL, INDEX_SUFFIX, quoted
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.tree import Found, Tree, walk
 from mstore.errors import BadCheckpoint, Unavailable

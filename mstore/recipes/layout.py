@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 _NUMBERED = re.compile(r"(?P<stack>[^.]+(?:\.[^.]+)*?)\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")
 _WORDS: Final = frozenset(
@@ -61,8 +62,7 @@ _DECODER = re.compile(r"decoder\.(weight|bias)")
 """The head of some masked language models."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """The stacks of a model.
 
     stacks: how many layers each has. main: the stack that slices are of; None if it has none, or

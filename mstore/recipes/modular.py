@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NoReturn
 
+from msgspec import structs
+
 from mstore.errors import BadRequest, did_you_mean
 from mstore.objects.shapes import literal_name, literal_pattern
 from mstore.recipes import resolve as single
@@ -300,7 +302,7 @@ def _is_of_base(recipe: Recipe, module: Module) -> bool:
 
 def _alone(recipe: Recipe, module: Module, *, is_main: bool) -> Recipe:
     """Return a module as a recipe. is_main: what the recipe says of tokens is of this one."""
-    return replace(
+    return structs.replace(
         recipe,
         models=module.models,
         slices=module.slices,

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from mstore.recipes.layout import AHEAD, BEHIND, Layout
 
@@ -35,8 +36,7 @@ _PROJECTORS: Final = frozenset(
 _NUMBERED = re.compile(r"(.+?)\.[0-9]{1,6}\..")
 
 
-@dataclass(frozen=True, slots=True)
-class Modules:
+class Modules(msgspec.Struct, frozen=True):
     """The modules of one model. by_stack: see above."""
 
     layout: Layout

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 Value = bool | int | float | str | None
 
 
-@dataclass(frozen=True, slots=True)
-class YamlLimits:
+class YamlLimits(msgspec.Struct, frozen=True):
     """How large a file may be. nodes: scalars, lists and mappings, aliases written out."""
 
     max_bytes: int = 1 << 20
@@ -23,8 +22,7 @@ class YamlLimits:
 DEFAULT_LIMITS = YamlLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class Scalar:
+class Scalar(msgspec.Struct, frozen=True):
     """A value and its line, counted from 1."""
 
     value: Value
@@ -32,8 +30,7 @@ class Scalar:
     size: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
+class Items(msgspec.Struct, frozen=True):
     """A list. size: how many nodes it has, itself included."""
 
     items: tuple[Node, ...]
@@ -41,8 +38,7 @@ class Items:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Entries:
+class Entries(msgspec.Struct, frozen=True):
     """A mapping; its keys are different texts."""
 
     entries: tuple[tuple[Scalar, Node], ...]

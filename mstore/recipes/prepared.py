@@ -13,8 +13,10 @@ mergekit 0.1.5.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NoReturn
+
+from msgspec.structs import replace
 
 from mstore.errors import BadRequest
 from mstore.recipes.nodes import at

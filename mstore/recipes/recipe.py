@@ -7,8 +7,9 @@ Owns the values that `parse` makes.  Does not own what they mean for the tensors
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from mstore.recipes.setting import Condition, Setting
 from mstore.requests import BASE, UNION
@@ -19,8 +20,7 @@ _PLUS: Final = "+"
 Settings = Mapping[str, Setting]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(msgspec.Struct, frozen=True):
     """A text and its line."""
 
     text: str
@@ -39,8 +39,7 @@ class Text:
         return Text(name, self.line) if plus else None
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """A model that takes part. layers: from which to before which, None for all."""
 
     model: Text
@@ -49,8 +48,7 @@ class Source:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True):
     """A run of layers, made of the sources. base: None for the recipe's."""
 
     sources: tuple[Source, ...]
@@ -59,8 +57,7 @@ class Slice:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(msgspec.Struct, frozen=True):
     """A part of the model, made of models or slices; one of the two is not empty."""
 
     name: Text
@@ -69,8 +66,7 @@ class Module:
     settings: Settings
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSource:
+class TokenSource(msgspec.Struct, frozen=True):
     """Where the embedding of one token is from, in models that lack it.
 
     model: None for zeros. other: the token there, or its id, if it is not the same token. force:
@@ -83,8 +79,7 @@ class TokenSource:
     force: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerSource:
+class TokenizerSource(msgspec.Struct, frozen=True):
     """The tokenizer of the result.
 
     source: the model whose it is, BASE or UNION. pad_to: rows of embeddings are rounded up to a
@@ -101,8 +96,7 @@ class TokenizerSource:
         return None if self.source.text in (BASE, UNION) else self.source
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
+class Recipe(msgspec.Struct, frozen=True):
     """One document.
 
     where: the name of its file. One of `models`, `slices` and `modules` is not empty. tokenizer,

@@ -14,10 +14,12 @@ filter names are those of the request itself.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, NoReturn
+
+import msgspec
 
 from mstore.errors import BadRequest, MstoreError, did_you_mean
 from mstore.objects.shapes import literal_pattern
@@ -55,8 +57,7 @@ _KINDS: Final[Mapping[Kind, str]] = {
 Values = tuple[tuple[str, object], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class KnownParameter:
+class KnownParameter(msgspec.Struct, frozen=True):
     """A parameter of a method, as recipes have it.
 
     default: mergekit's, as the method takes it; None if a recipe must set it. stated: whether the
@@ -73,8 +74,7 @@ class KnownParameter:
     write: Callable[[object], object] = lambda value: value
 
 
-@dataclass(frozen=True, slots=True)
-class KnownMethod:
+class KnownMethod(msgspec.Struct, frozen=True):
     """What resolving must know of a method.
 
     weighted: whether experts have weights. takes_base: whether the base model, if the recipe lists
@@ -91,11 +91,11 @@ class KnownMethod:
     baseless: str | None = None
     is_alone: bool = False
     partial: bool = False
-    refused: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
+    refused: Mapping[str, tuple[bool, str]] = msgspec.field(default_factory=dict)
 
     def without_base(self) -> KnownMethod:
         """Return it as a recipe that names no base model means it."""
-        return replace(self, takes_base=True)
+        return msgspec.structs.replace(self, takes_base=True)
 
     @property
     def is_baseless(self) -> bool:
@@ -134,7 +134,7 @@ def resolve(
                 where=at(recipe.where, asked.line),
             )
         return found
-    return replace(found, request=replace(found.request, dtype=None))
+    return dataclasses.replace(found, request=dataclasses.replace(found.request, dtype=None))
 
 
 def check(
@@ -166,8 +166,7 @@ def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
     return recipe.every_source()[0].model.model()
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(msgspec.Struct, frozen=True):
     """What decides over a tensor's values: its name, its slice, and its place t."""
 
     name: str

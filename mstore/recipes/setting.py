@@ -11,8 +11,9 @@ or a gradient for the tensors whose names its filter matches.  As in mergekit 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 Given = bool | int | float | str
 Kind = Literal["float", "int", "bool", "choice"]
@@ -27,8 +28,7 @@ class NotThatKind(ValueError):
     """A value is not of the parameter's kind; `args[0]` is the value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(msgspec.Struct, frozen=True):
     """A scalar or a gradient for some tensors. filter: None for all."""
 
     value: Given | tuple[Given, ...]
@@ -45,8 +45,7 @@ class Condition:
         return bool(tensor) and self.filter in tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True):
     """The conditions of one parameter, in order; a plain value is a condition without a filter."""
 
     conditions: tuple[Condition, ...]

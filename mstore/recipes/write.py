@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from mstore.errors import BadRequest
@@ -204,13 +204,12 @@ class _Writer:
         return all(setting.given(name) == differing.get(name, own) for name in self._tensors)
 
 
-@dataclass(slots=True)
-class _Branch:
+class _Branch(msgspec.Struct):
     """The names with one beginning. values: all of their values."""
 
-    values: set[Given] = field(default_factory=set)
-    branches: dict[str, _Branch] = field(default_factory=dict)
-    leaves: dict[str, Given] = field(default_factory=dict)
+    values: set[Given] = msgspec.field(default_factory=set)
+    branches: dict[str, _Branch] = msgspec.field(default_factory=dict)
+    leaves: dict[str, Given] = msgspec.field(default_factory=dict)
 
     def add(self, name: str, value: Given) -> None:
         self.values.add(value)

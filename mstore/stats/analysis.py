@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 
+import msgspec
+
 from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.meter import Meter
 from mstore.ids import SnapshotId, TensorId
@@ -143,8 +145,7 @@ def measure_squares(
     return math.fsum(pool.map(take, range(-(-elements // chunk))))
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(msgspec.Struct, frozen=True):
     """A stored snapshot, and the name that the user gave it."""
 
     snapshot: SnapshotId

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from mstore.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows
@@ -35,8 +35,7 @@ _HEAD: Final = struct.Struct("<QI")
 _THRESHOLD: Final = struct.Struct("<fQQQQ")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Digest:
+class Digest(msgspec.Struct, frozen=True, eq=False):
     """The rows of a pair's statistics; their sketches are zero."""
 
     rows: Rows

@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,8 +38,7 @@ INFINITY_BIN: Final = 0x7F80
 _DTYPES: Final = (np.dtype("<u2"), np.dtype("<u8"), np.dtype("<u8"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Histogram:
+class Histogram(msgspec.Struct, frozen=True, eq=False):
     """The occupied bins, ascending: how many elements each holds, and how many are inexact.
 
     Invariants: bins rise strictly up to NAN_BIN; every count is at least 1; inexact <= counts,
@@ -134,8 +133,7 @@ def bin_of(value: float) -> int:
     return _pattern(value) >> 16
 
 
-@dataclass(frozen=True, slots=True)
-class Threshold:
+class Threshold(msgspec.Struct, frozen=True):
     """Where the k largest |d| of a tensor end, as far as its histogram shows.
 
     `value` is the edge of the bin that contains the k-th largest, exactly a float32.  `above`

@@ -9,10 +9,10 @@ several chunks, empty, with a NaN); the caller decodes such a table by itself.  
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,8 +30,7 @@ _open: Final = Pass("mstore.stats.table_passes", "open_singles", "pppipppppp", _
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SingleTables:
+class SingleTables(msgspec.Struct, frozen=True, eq=False):
     """T tables of one row each; `places` are their positions among the encoded values.
 
     rows: CHUNK[T], every one finite. elements, chunk_elements: int64[T]. thresholds: where trimming

@@ -29,9 +29,9 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -57,8 +57,7 @@ _SINGLE_BYTES: Final = HEAD_BYTES + CHUNK.itemsize + (NAN_BIN + 1) * BIN_BYTES
 """The most plain bytes of a table of one row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(msgspec.Struct, frozen=True):
     """Totals of one tensor's statistics; units as in chunk.CHUNK.
 
     Sums are correctly rounded sums of the rows' (math.fsum), so the order of chunks does not
@@ -74,8 +73,7 @@ class Totals:
     reliable: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeltaTable:
+class DeltaTable(msgspec.Struct, frozen=True, eq=False):
     """Statistics of the delta of one tensor pair.
 
     Invariants: `rows` is CHUNK[ceil(elements / chunk_elements)], in flat order, read-only; the
@@ -210,8 +208,7 @@ def encoded(rows: Rows, elements: int, chunk_elements: int, histogram: bytes) ->
     return MAGIC + _own.compressor.compress(b"".join((*parts, histogram)))
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredPair:
+class MeasuredPair(msgspec.Struct, frozen=True):
     """Finished statistics of a pair: the encoded table (None if nothing differs).
 
     digest: of the table (`mstore.stats.digests`), or None.

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from mstore import fs
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, elements_of, encode
@@ -40,8 +41,7 @@ from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
 
-@dataclass(frozen=True, slots=True)
-class RefMove:
+class RefMove(msgspec.Struct, frozen=True):
     """A ref to move: its expected value, its new value, and the action for the reflog."""
 
     name: str

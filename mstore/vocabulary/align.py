@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from mstore.adapters.targets import is_adapter
-from mstore.checkpoint.directory import INDEX_SUFFIX
+from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId
@@ -82,7 +84,7 @@ class Target:
         elif source is None:
             before = tokenizer
             others = [
-                replace(one.tokenizer, ids=one.tokens({}))
+                structs.replace(one.tokenizer, ids=one.tokens({}))
                 for one in members[1:]
                 if one.tokenizer is not None
             ]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from mstore.errors import Incompatible
 from mstore.objects.manifest import Manifest
@@ -31,8 +32,7 @@ _PLAIN: Final = {
 """How a token is added that was no added token before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenizer:
+class Tokenizer(msgspec.Struct, frozen=True):
     """ids: by token. added: entries of added tokens, by token. document: the whole file."""
 
     ids: Mapping[str, int]
@@ -152,8 +152,7 @@ def _unusable(why: str, where: str) -> Incompatible:
     return Incompatible(f"its {TOKENIZER} {why}", where=where)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDifferences:
+class TokenDifferences(msgspec.Struct, frozen=True):
     """How the tokens of a model differ from those of a base.
 
     moved: how many tokens of both have other rows. example: one of them. new: how many the base

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,8 +26,7 @@ _IMPORTANT: Final = 4
 _TURNED: Final = {Rows.SLERP: 5, Rows.STOCK: 6}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mix:
+class Mix(msgspec.Struct, frozen=True, eq=False):
     """One operation in the form that the kernel takes.
 
     `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself

@@ -7,9 +7,10 @@ follows from its norm. Pure functions of operations, in exact arithmetic; no sta
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
+
+import msgspec
 
 from mstore.errors import BadRequest
 from mstore.merge.methods.method import Operation
@@ -39,8 +40,7 @@ def coefficients(operation: Operation) -> list[float]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
+class Rounding(msgspec.Struct, frozen=True):
     """How far the kernel's float32 result is from exact arithmetic, for an additive method.
 
     For one element with base b and float32 deltas d_k of the experts that are read (the others are

@@ -55,11 +55,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
 from typing import Final
+
+import msgspec
 
 from mstore.errors import BadRequest, did_you_mean
 from mstore.merge.methods.parameters import (
@@ -120,8 +121,7 @@ where they are not known: of an expert of weight 0, and of experts with each oth
 does not need those."""
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(msgspec.Struct, frozen=True):
     """One merge method.
 
     summary: a line for lists. formula: the result of an element, as the docs write it. source:
@@ -258,8 +258,7 @@ class Method:
 
 
 # Not slotted: cached properties need a dict.
-@dataclass(frozen=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True, dict=True):
     """A method with complete parameters and one weight per expert, float32, in plan order.
 
     mixture: of one tensor, once its facts are known; `weights` are then those of the mixture, and
@@ -277,7 +276,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         if not self.given:
-            object.__setattr__(self, "given", self.weights)
+            msgspec.structs.force_setattr(self, "given", self.weights)
         if self.is_whole and self.normalizes and _sum(self.weights) == 0.0:
             raise BadRequest(
                 f"the weights of {self.method.name} add up to zero, and normalize divides by their "
@@ -329,7 +328,7 @@ class Operation:
         """The weights as a plan lists them: those that were asked for, and 1 for each Fisher."""
         return self.given + (1.0,) * len(self.given) if self.method.fishers else self.given
 
-    @property
+    @cached_property
     def select(self) -> Select:
         """What to select from an expert: WHOLE if a parameter says not to add deltas."""
         return self.method.select if self.parameters.get("around_base", True) else Select.WHOLE
@@ -456,12 +455,12 @@ class Operation:
         """Whether its weights follow from sums of squares that are not known yet."""
         return self.method.weigh is not None and self.mixture is None
 
-    @property
+    @cached_property
     def is_trimmed(self) -> bool:
         """Whether each expert and tensor needs magnitude thresholds first."""
         return self.select in (Select.TRIMMED, Select.BAND) and min(self.densities) < 1
 
-    @property
+    @cached_property
     def is_band(self) -> bool:
         """Whether there are two thresholds: the largest elements are dropped, too."""
         return self.select is Select.BAND and min(self.densities) < 1
@@ -519,10 +518,12 @@ class Operation:
             for one in (mixture.base, *mixture.experts)
         )
         if self.is_drawn:
-            return replace(self, mixture=Mixture(base, tuple(experts), mixture.keeps_base))
+            return msgspec.structs.replace(
+                self, mixture=Mixture(base, tuple(experts), mixture.keeps_base)
+            )
         own = (base, mixture.keeps_base) if self.is_whole else (1.0, True)
         rounded = Mixture(own[0], tuple(experts), own[1])
-        return replace(self, weights=rounded.experts, mixture=rounded)
+        return msgspec.structs.replace(self, weights=rounded.experts, mixture=rounded)
 
     @property
     def is_elected(self) -> bool:

@@ -10,9 +10,10 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Final, Literal
+
+import msgspec
 
 from mstore.errors import BadRequest
 
@@ -24,8 +25,7 @@ MAX_SINGLE: Final = float.fromhex("0x1.fffffep+127")
 """The largest finite float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(msgspec.Struct, frozen=True):
     """The numbers from `low` to `high`, both included unless `above_low`."""
 
     low: float
@@ -40,8 +40,7 @@ class Range:
         return f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(msgspec.Struct, frozen=True):
     """One parameter of a method: its kind, default (None: it must be given) and range.
 
     each: whether every expert may have its own value; such a parameter is a float. words: what may

@@ -6,11 +6,10 @@ whose value is a `Method`. A method of this folder cannot be replaced.
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Mapping, Sequence
-from importlib import import_module, metadata
-from types import MappingProxyType
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
@@ -20,20 +19,46 @@ from mstore.merge.methods.method import Method, Operation
 from mstore.objects.plan import Plan, PlanOperation, PlanTensor
 from mstore.phrases import call, phrase
 
+# Late: a merge by a method of this folder waits for no list of installed packages.
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 _OTHERS: Final = {"bounds", "method", "parameters", "registry", "report"}
 
 GROUP: Final = "mstore.methods"
 """The entry point group for methods of other packages."""
 
 
-def _here() -> dict[str, Method]:
+class _Here(Mapping[str, Method]):
+    """The methods of this folder, each imported when it is looked up: a merge needs one.
+
+    Every module but those of _OTHERS defines METHOD, whose name is the module's.
+    """
+
+    def __getitem__(self, name: str) -> Method:
+        if name not in _names_here():
+            raise KeyError(name)
+        found = import_module(f"{methods.__name__}.{name}").METHOD
+        assert isinstance(found, Method)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_names_here())
+
+    def __len__(self) -> int:
+        return len(_names_here())
+
+
+@cache
+def _names_here() -> tuple[str, ...]:
+    import pkgutil
+
     names = sorted(one.name for one in pkgutil.iter_modules(methods.__path__))
-    modules = [import_module(f"{methods.__name__}.{name}") for name in names if name not in _OTHERS]
-    return {module.METHOD.name: module.METHOD for module in modules}
+    return tuple(name for name in names if name not in _OTHERS)
 
 
-METHODS: Final[Mapping[str, Method]] = MappingProxyType(_here())
-"""The methods of this folder by name, in alphabetical order: every other module defines METHOD."""
+METHODS: Final[Mapping[str, Method]] = _Here()
+"""The methods of this folder by name, in alphabetical order."""
 
 PARAMETERS_ELSEWHERE: Final = frozenset(("filter", "int8_mask"))
 """Parameters of mergekit's methods, in recipes, that no method here needs to have."""
@@ -55,7 +80,7 @@ def find(name: str) -> Method:
     found = METHODS.get(name)
     if found is not None:
         return found
-    others = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+    others = _elsewhere()
     if name in others:
         return _load(others[name])
     known = (*METHODS, *sorted(others.keys() - METHODS.keys()))
@@ -131,11 +156,17 @@ def _made(one: PlanOperation) -> Operation:
 
 def names() -> tuple[str, ...]:
     """Return the names of all methods that `find` finds."""
-    others = {entry.name for entry in metadata.entry_points(group=GROUP)}
-    return (*METHODS, *sorted(others - METHODS.keys()))
+    return (*METHODS, *sorted(_elsewhere().keys() - METHODS.keys()))
 
 
-def _load(entry: metadata.EntryPoint) -> Method:
+def _elsewhere() -> dict[str, EntryPoint]:
+    """Return the methods of other packages by name, not loaded yet."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _load(entry: EntryPoint) -> Method:
     package = entry.dist.name if entry.dist is not None else entry.value
     try:
         method: object = entry.load()

@@ -8,9 +8,9 @@ looked up on demand.  A plan record holds only plain bytes, which never change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from mstore.adapters.inputs import Inputs
@@ -28,8 +28,7 @@ from mstore.store.catalog import Catalog
 States = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(msgspec.Struct, frozen=True):
     """Bytes at rest of experts: all blocks that matter, and those that the plan reads."""
 
     full: int

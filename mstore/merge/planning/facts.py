@@ -33,10 +33,11 @@ from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Gram, Operation
 from mstore.merge.planning import importance
 from mstore.merge.planning.spreads import Chunks, select
+from mstore.merge.planning.surveyed import NEEDS_ANALYSIS
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, phrase
+from mstore.phrases import Option
 from mstore.stats.analysis import measure_apart, measure_pair, measure_squares
 from mstore.stats.chunks import chunk_reader, row_length, tensor_chunk
 from mstore.stats.store import StatsStore
@@ -51,9 +52,6 @@ _APART: Final = blake3(b"apart").digest(length=16)
 _FISHER: Final = b"fisher"
 _NORMS: Final = b"norms 2"
 """Names how norms are summed: another order may round otherwise."""
-
-NEEDS_ANALYSIS: Final = phrase("run the command without {off}", off=Option("analyze", False))
-"""The hint where something must be measured and nothing may be read."""
 
 
 class Facts:

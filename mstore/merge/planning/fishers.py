@@ -11,9 +11,9 @@ of them leads, as for experts that share all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mstore.objects.plan import BELOW, EQUAL, READ, SHARED
@@ -24,8 +24,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 States = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@dataclass(frozen=True, slots=True)
-class Fisher:
+class Fisher(msgspec.Struct, frozen=True):
     """The Fisher of one expert's tensor, by chunk.
 
     twin: int64[chunks], the first expert whose Fisher has the same blocks there. cost: int64
@@ -44,8 +43,7 @@ class Fisher:
     model_twin: Counts
 
 
-@dataclass(frozen=True, slots=True)
-class FisherGrid:
+class FisherGrid(msgspec.Struct, frozen=True):
     """The Fishers of a grid's experts, [K, C] each; see `Fisher`.  Sums are NaN if not known."""
 
     twin: Counts
@@ -81,7 +79,7 @@ class FisherGrid:
 
     def part(self, own: Bools) -> FisherGrid:
         """Return some of the columns."""
-        return FisherGrid(*(getattr(self, name)[:, own] for name in self.__slots__))
+        return FisherGrid(*(getattr(self, name)[:, own] for name in self.__struct_fields__))
 
     def costs(
         self, equal: Bools, cost: Counts, plain: Floats, elements: Floats, leaders: Counts

@@ -38,17 +38,16 @@ sort, N K for the sums of the chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
+class Units(msgspec.Struct, frozen=True):
     """Parallel arrays, one element per unit.
 
     tensor, chunk, expert: int64; chunk -1 is a whole tensor of one expert. cost: int64, bytes, at

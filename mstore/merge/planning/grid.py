@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mstore.merge.planning.fishers import FisherGrid
@@ -22,8 +22,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(msgspec.Struct, frozen=True):
     """K experts by C chunks.
 
     starts: int64[tensors + 1], the first chunk of each tensor; tensor: int64[C]. elements:

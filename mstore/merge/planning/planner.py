@@ -24,10 +24,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mstore.errors import BadRequest
@@ -51,8 +51,7 @@ _FLOAT64_ERROR = 2.0**-24
 _NAMED = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(msgspec.Struct, frozen=True):
     """The outcome of planning.
 
     states: uint8[experts, chunks] per tensor. full: nothing was left out, neither for the budget
@@ -74,8 +73,7 @@ class Selection:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     """The tensors of one operation: its model, and their columns of the grid (C of them)."""
 
     model: Model

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+import msgspec
 from blake3 import blake3
 
 from mstore.adapters.targets import is_adapter
@@ -46,8 +47,7 @@ class PreparedModel:
     """bytes that were written for it"""
 
 
-@dataclass(frozen=True, slots=True)
-class Preparation:
+class Preparation(msgspec.Struct, frozen=True):
     """A model that must be made before a recipe's merge is planned.
 
     name: what the recipe calls it. ref: the branch that it is stored on; the name follows from the

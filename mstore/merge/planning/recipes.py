@@ -9,30 +9,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
-from msgspec import structs
-
 from mstore.adapters.inputs import Inputs
-from mstore.adapters.targets import is_adapter
-from mstore.checkpoint.declared import MERGEKIT
 from mstore.errors import BadRequest, NotFound
-from mstore.ids import ManifestId
 from mstore.merge.methods import registry
-from mstore.merge.methods.method import Method, Select
-from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
-from mstore.merge.planning.noop import is_retyped
-from mstore.merge.planning.prepared import STACK, Preparation, manifests_of, prepared
+from mstore.merge.planning.prepared import Preparation, manifests_of, prepared
+from mstore.merge.planning.recipe_text import known_method
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import CODES
-from mstore.objects.plan import Plan
 from mstore.phrases import Call, call, phrase
 from mstore.recipes.layout import layers_of
 from mstore.recipes.modular import check, resolve
-from mstore.recipes.nodes import DEFAULT_LIMITS, at
+from mstore.recipes.nodes import at
 from mstore.recipes.parse import parse
 from mstore.recipes.prepared import prepare
 from mstore.recipes.recipe import Recipe
-from mstore.recipes.resolve import KnownMethod, KnownParameter, base_of
-from mstore.recipes.write import recipe_of
+from mstore.recipes.resolve import KnownMethod, base_of
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
@@ -162,87 +153,6 @@ def chosen(recipes: tuple[Recipe, ...], document: int | None) -> Recipe:
             f"there is no document {number}: it has {len(recipes)}", where=recipes[0].where
         )
     return recipes[number]
-
-
-def known_method(method: Method) -> KnownMethod:
-    """Return what resolving must know of a method."""
-    return KnownMethod(
-        name=method.name,
-        parameters={
-            one.name: _rescaling(one)
-            if NORM in dict(one.words)
-            else KnownParameter(one.kind, one.default, one.parse, each=one.each)
-            for one in method.parameters
-        },
-        weighted=method.weighted,
-        # An average has no base: mergekit counts one that is listed like any other model.
-        # A mean on the sphere is an average, too; slerp goes from the base to its one expert.
-        takes_base=method.select is Select.WHOLE and (method.mix is None or method.experts is None),
-        baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
-        is_alone=method.weight is not None,
-        partial=method.weighted and method.experts is None,
-        refused={name: (usual, why) for name, usual, why in method.refuses},
-    )
-
-
-def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> str:
-    """Return the recipe of a plan.  Raises BadRequest if no recipe can state it.
-
-    tells_stacks: with comments that say how models that are stacks of layers were made.
-    """
-    if registry.fishers_of(plan):
-        raise BadRequest("no recipe can state this merge: recipes name no Fishers")
-    names = list(catalog.manifest(plan.base_id()).tensors())
-    if not is_retyped(catalog, plan):
-        # Whether the type was asked for does not change the merge, so it must not change its files.
-        plan = structs.replace(plan, dtype=None)
-    method = known_method(registry.find(plan.method))
-    if method.baseless is not None and not dict(plan.parameters)[method.baseless]:
-        method = method.without_base()
-    adapters = frozenset(
-        expert.manifest
-        for expert in plan.experts
-        if is_adapter(catalog.manifest(expert.manifest_id()).tensors()) and not is_adapter(names)
-    )
-    text = recipe_of(plan, method, names, adapters)
-    if tells_stacks and not plan.layers:
-        members = dict.fromkeys([plan.base, *(expert.manifest for expert in plan.experts)])
-        text += "".join(_stack_told(catalog, ManifestId(member)) for member in members)
-    return text
-
-
-def _stack_told(catalog: Catalog, member: ManifestId) -> str:
-    """Return comments with the recipe of a model, if it is a stack of layers that a merge made."""
-    raw = catalog.read_small(catalog.manifest(member).file(MERGEKIT), DEFAULT_LIMITS.max_bytes)
-    if not raw:
-        return ""
-    try:
-        text = raw.decode()
-        (recipe,) = parse(text, MERGEKIT)
-    except (UnicodeDecodeError, ValueError, BadRequest):
-        # Of another program, or of none: it says nothing that could be told here.
-        return ""
-    if recipe.method.text != STACK or not recipe.slices:
-        return ""
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    told = "".join(f"#   {line}\n" for line in lines)
-    return f"#\n# {member.hex()} is a stack of layers:\n{told}"
-
-
-def _rescaling(parameter: Parameter) -> KnownParameter:
-    """Return `rescale` as recipes have it: mergekit's `true` restores the L1 norm.
-
-    So that it never changes meaning, the rescaling of the paper is the word `density`.
-    """
-    norm = parameter.parse(NORM)
-
-    def check(value: object) -> object:
-        return norm if value is True else parameter.parse(value)
-
-    def write(value: object) -> object:
-        return True if value == norm and type(value) is type(norm) else value and DENSITY
-
-    return KnownParameter("choice", norm, check, stated=norm != parameter.default, write=write)
 
 
 def _method(recipe: Recipe) -> KnownMethod:

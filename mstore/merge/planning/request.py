@@ -6,10 +6,10 @@ import fnmatch
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import overload
 
-from mstore.checkpoint.header import METADATA_KEY
+import msgspec
+
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
 from mstore.merge.methods import registry
@@ -29,16 +29,14 @@ _TOP_P = Option("top_p")
 _NAMED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
+class Input(msgspec.Struct, frozen=True):
     """A snapshot to merge, and the name that the caller used."""
 
     snapshot: SnapshotId
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     """What holds for the tensors that `patterns` name; dtype None: the request's."""
 
     patterns: tuple[str, ...]
@@ -111,8 +109,7 @@ class Rules(Sequence[Rule]):
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One merge to plan, made from a `mstore.requests.MergeRequest`.
 
     operation: the method with its parameters and the experts' weights. budget: bytes (int), share
@@ -139,7 +136,7 @@ class Request:
     skip: tuple[str, ...] = ()
     expert_budget: int | float | None = None
     top_p: float | None = None
-    rules: Rules = field(default_factory=Rules)
+    rules: Rules = msgspec.field(default_factory=Rules)
     outputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     layers: tuple[tuple[int, int, int], ...] = ()
     allow_missing: bool = False
@@ -306,6 +303,8 @@ def _output(
 
     fishers: each expert has one, whose tensor has the name of the expert's.
     """
+    from mstore.checkpoint.header import METADATA_KEY
+
     # A lone surrogate is not printable, either.
     sound = name.isprintable() and 0 < len(name.encode()) <= DEFAULT_LIMITS.name_bytes
     if not sound or name == METADATA_KEY:

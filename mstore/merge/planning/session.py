@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 
 import msgspec
 from blake3 import blake3
@@ -84,8 +83,7 @@ def _costs(catalog: Catalog, base: ManifestId, expert: ManifestId) -> bytes:
     return digest.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(msgspec.Struct, frozen=True):
     """A plan, and its costs in the store that it was made in."""
 
     plan: Plan
@@ -148,11 +146,15 @@ class Planning:
 
     def plan_within(self, budget: int) -> Planned:
         """Return the plan of the same request with this budget, in bytes, and no error limit."""
-        return self._finished(self._planner.cut(budget), replace(self.request, max_error=None))
+        return self._finished(
+            self._planner.cut(budget), msgspec.structs.replace(self.request, max_error=None)
+        )
 
     def full_plan(self) -> Planned:
         """Return the plan of the same merge that leaves nothing out: errors are relative to it."""
-        whole = replace(self.request, budget=None, max_error=None, expert_budget=None, top_p=None)
+        whole = msgspec.structs.replace(
+            self.request, budget=None, max_error=None, expert_budget=None, top_p=None
+        )
         return self._finished(Planner(self._survey, whole).select(), whole)
 
     @property

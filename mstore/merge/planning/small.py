@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from mstore.ids import ID_BYTES, TensorId
@@ -44,8 +44,7 @@ class Candidate(NamedTuple):
     copies: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Looks:
+class _Looks(msgspec.Struct, frozen=True):
     """What is known of T tensors by K experts.
 
     equal, twin, cost: [T, K], as in ExpertTensor. numbers: (row, thresholds) of each pair that has

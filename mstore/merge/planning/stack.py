@@ -11,7 +11,8 @@ tokens) follow the last one, whatever its number is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from mstore.adapters.inputs import Inputs
 from mstore.errors import BadRequest, Incompatible
@@ -25,8 +26,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
+class _Member(msgspec.Struct, frozen=True):
     """An input: its tensors, and the stack of its layers.
 
     layers: the names of each layer's tensors, by what follows the layer's number. first, last: the

@@ -7,7 +7,8 @@ plan, and nothing is written.  Stops at any instruction leave the plan stored or
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from mstore.errors import NotFound
 from mstore.merge.planning.costs import Costs, costs_of, told_costs
@@ -15,7 +16,6 @@ from mstore.merge.planning.noop import require_effect
 from mstore.merge.planning.report import PlanReport, plan_report
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.session import Planning, request_key
-from mstore.merge.planning.stack import stacked
 from mstore.objects.plan import Plan
 from mstore.progress import ProgressCallback
 from mstore.stats.store import StatsStore
@@ -25,8 +25,7 @@ from mstore.store.plan_rows import Source, Sources
 from mstore.store.plans import plan_ids, sources_of, store_plan
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPlan:
+class StoredPlan(msgspec.Struct, frozen=True):
     """The plan of a request, its inputs under the request's names, and its costs in this store.
 
     analyzed: expert bytes read for missing statistics and for norms of adapters' products; factors:
@@ -75,6 +74,8 @@ def plan_of_request(
                 store_plan(catalog, plan, sources)
             return StoredPlan(plan, sources, costs_of(catalog, plan), 0, is_stored=True)
     if request.layers:
+        from mstore.merge.planning.stack import stacked
+
         plan = stacked(catalog, request)
         if not allow_noop:
             require_effect(catalog, plan)

@@ -11,7 +11,8 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
 from mstore.merge.methods.method import Operation
-from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.compared import (
     ID_WORDS,
     Words,
@@ -30,7 +30,6 @@ from mstore.merge.planning.compared import (
     equal_chunks,
     twins,
 )
-from mstore.merge.planning.facts import NEEDS_ANALYSIS, Facts
 from mstore.merge.planning.fishers import Fisher, grouped
 from mstore.merge.planning.known_pairs import KnownPairs
 from mstore.merge.planning.request import Request
@@ -38,6 +37,7 @@ from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
 from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, few, skipped
 from mstore.merge.planning.surveyed import (
     KEEPS_NONE,
+    NEEDS_ANALYSIS,
     NOTHING_KEPT,
     Bools,
     Counts,
@@ -58,7 +58,7 @@ from mstore.objects.shapes import (
     told_difference,
 )
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, call, joined, phrase
+from mstore.phrases import Option, Text, call, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, Rows, finite
 from mstore.stats.chunks import tensor_chunk
@@ -67,6 +67,10 @@ from mstore.stats.products import product_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
+
+# Late: most methods need no facts, and most surveys find statistics.
+if TYPE_CHECKING:
+    from mstore.merge.planning.facts import Facts
 
 
 class Surveyor:
@@ -98,9 +102,16 @@ class Surveyor:
         self._squares_of: dict[str, float] = {}
         self._copied: list[tuple[str, str]] = []
         self._small = SmallSurvey(catalog, statistics, request)
-        self._facts = Facts(catalog, statistics, analyze=request.analyze, meter=self.analyzed)
         self._known = KnownPairs(statistics, request)
         self._compared: dict[str, tuple[int, Bools, Counts, Counts]] = {}
+
+    @cached_property
+    def _facts(self) -> Facts:
+        from mstore.merge.planning.facts import Facts
+
+        return Facts(
+            self._catalog, self._statistics, analyze=self._request.analyze, meter=self.analyzed
+        )
 
     def survey(self) -> Survey:
         """Run the survey.  Raises Incompatible if an expert's tensors do not match the base's."""
@@ -138,24 +149,14 @@ class Surveyor:
                     )
                 has_missing |= bool(lacks) or not theirs.keys() <= ours.keys()
                 theirs = {name: shape for name, shape in theirs.items() if name in ours}
-            hint = told_difference(request.base.name, expert.name)
-            if ours.keys() != theirs.keys():
-                allowed = Option("allow_missing", True)
-                hint = phrase("{told}, {allowed} merges the others", told=hint, allowed=allowed)
-            if differ_in_vocabulary(ours, theirs):
-                models = {"base": request.base.name, "experts": (expert.name,)}
-                hint = phrase("{align} gives them one vocabulary", align=call("align", **models))
-            hint = (
-                hint_for_scales(request.base.name, _types(records), expert.name, _types(found))
-                or hint
-            )
-            require_same_shapes(
-                ours,
-                theirs,
-                what=f"cannot be merged into {request.base.name}",
-                where=expert.name,
-                hint=hint,
-            )
+            if ours != theirs:
+                require_same_shapes(
+                    ours,
+                    theirs,
+                    what=f"cannot be merged into {request.base.name}",
+                    where=expert.name,
+                    hint=_hint_for(request.base.name, expert.name, ours, theirs, records, found),
+                )
             experts.append(found)
         tensors: list[SurveyedTensor] = []
         self._require_rules(records)
@@ -792,6 +793,30 @@ def _tensors(inputs: Inputs, ids: Names) -> dict[str, tuple[TensorId, Tensor]]:
     return dict(zip(ids, zip(ids.values(), records, strict=True), strict=True))
 
 
+def _hint_for(
+    base: str,
+    expert: str,
+    ours: Mapping[str, tuple[int, ...]],
+    theirs: Mapping[str, tuple[int, ...]],
+    records: Mapping[str, tuple[TensorId, Tensor]],
+    found: Mapping[str, tuple[TensorId, Tensor]],
+) -> Text:
+    """Return what to do about an expert whose tensors have not the names and shapes of the base's.
+
+    base, expert: their names. ours, theirs: shapes of what is merged. records, found: all tensors.
+    """
+    from mstore.merge.planning.castable import hint_for_scales
+
+    hint = told_difference(base, expert)
+    if ours.keys() != theirs.keys():
+        allowed = Option("allow_missing", True)
+        hint = phrase("{told}, {allowed} merges the others", told=hint, allowed=allowed)
+    if differ_in_vocabulary(ours, theirs):
+        models = {"base": base, "experts": (expert,)}
+        hint = phrase("{align} gives them one vocabulary", align=call("align", **models))
+    return hint_for_scales(base, _types(records), expert, _types(found)) or hint
+
+
 def _shapes(tensors: Mapping[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int, ...]]:
     return {name: record.shape for name, (_, record) in tensors.items()}
 
@@ -821,6 +846,8 @@ def _require_types(
         if (types := odd_types(base_records[name][1], records[name][1]))
     }
     if odd:
+        from mstore.merge.planning.castable import hint_for_types
+
         kinds = sorted(set().union(*odd.values()))
         pairs = [(base_records[name][1].dtype, records[name][1].dtype) for name in odd]
         skip = phrase(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from mstore.ids import ManifestId, TensorId
@@ -19,6 +19,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.planning.fishers import Fisher
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
+from mstore.phrases import Option, phrase
 from mstore.stats.histogram import Threshold
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -28,10 +29,11 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
 KEEPS_NONE = Threshold(value=math.inf, above=0, needed=0, in_bin=0, inexact=0)
 """Trimming that keeps no element: a rank of 0."""
+NEEDS_ANALYSIS: Final = phrase("run the command without {off}", off=Option("analyze", False))
+"""The hint where something must be measured and nothing may be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertTensor:
+class ExpertTensor(msgspec.Struct, frozen=True):
     """One expert's side of one tensor; `pair` is (base, expert).
 
     equal: bool[chunks], the chunk's blocks are the base's. twin: int64[chunks], the first expert
@@ -68,8 +70,7 @@ class ExpertTensor:
         return record.factor_bytes if isinstance(record, AppliedTensor) else record.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class SurveyedTensor:
+class SurveyedTensor(msgspec.Struct, frozen=True):
     """One tensor to merge; `copies` counts its names (see `tied`).
 
     operation: settled. sources: its names in the base and in each expert, empty if all are its own.
@@ -94,8 +95,7 @@ class SurveyedTensor:
         return -(-self.elements // self.chunk_elements)
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(msgspec.Struct, frozen=True):
     """The planner's whole input, besides the request.
 
     base_squares: sum of squares of all floating-point tensors of the base, None if unknown. copied:
@@ -117,6 +117,6 @@ class Survey:
     unreliable: tuple[str, ...]
     base_not_finite: tuple[str, ...] = ()
     idle_rules: tuple[str, ...] = ()
-    squares: Mapping[str, float] = field(default_factory=dict)
+    squares: Mapping[str, float] = msgspec.field(default_factory=dict)
     has_missing: bool = False
     fishers: int = 0

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
-from mstore.merge.planning.facts import NEEDS_ANALYSIS
-from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
+from mstore.merge.planning.surveyed import NEEDS_ANALYSIS, Counts, ExpertTensor, SurveyedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram
 from mstore.stats.chunks import Bytes, chunk_reader
@@ -41,16 +40,17 @@ _ALL_KEPT = np.zeros(0, dtype=np.int64)
 States = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(msgspec.Struct, frozen=True):
     """What was found for one survey, to reuse for plans with other budgets.
 
     whole: thresholds of whole experts by pair of tensors and k, None if finding one was forbidden.
     singles: those of a tensor of one chunk, per expert, by its name, once all are found.
     """
 
-    whole: dict[tuple[TensorId, TensorId, int], Threshold | None] = field(default_factory=dict)
-    singles: dict[str, tuple[Threshold, ...]] = field(default_factory=dict)
+    whole: dict[tuple[TensorId, TensorId, int], Threshold | None] = msgspec.field(
+        default_factory=dict
+    )
+    singles: dict[str, tuple[Threshold, ...]] = msgspec.field(default_factory=dict)
 
 
 class Thresholds:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
+import msgspec
 from msgspec import structs
 
 from mstore.blocks.codecs import Policy
@@ -29,8 +29,7 @@ from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_o
 from mstore.version import TOOL
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
+class Merged(msgspec.Struct, frozen=True):
     """A published merge. `is_new` is False if the ref already was exactly that.
 
     overflow: tensors with elements that became infinite, worst first.

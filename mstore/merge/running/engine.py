@@ -14,8 +14,10 @@ any memo table.
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.meter import Meter
@@ -32,7 +34,6 @@ from mstore.merge.running.output import Layout
 from mstore.merge.running.overflow import Tally
 from mstore.merge.running.papers import Form, Papers
 from mstore.merge.running.records import Records, coverage
-from mstore.merge.running.remote import RemoteRunner
 from mstore.merge.running.sink import Sink
 from mstore.merge.running.slices import SLICE_BYTES, Slice
 from mstore.merge.running.stacking import EARLIER, LISTS
@@ -46,9 +47,11 @@ from mstore.progress import ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 
+if TYPE_CHECKING:
+    from mstore.merge.running.remote import RemoteRunner
 
-@dataclass(frozen=True, slots=True)
-class Resources:
+
+class Resources(msgspec.Struct, frozen=True):
     """The resources of a run.
 
     threads: most threads that compute. memory: most anonymous bytes. slice_bytes: plain bytes of
@@ -62,8 +65,7 @@ class Resources:
     slice_bytes: int = SLICE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What a run produced and what it cost (bytes).
 
     tensors: the merged ones, by the name they are planned under. memo_rows: rows for the memo
@@ -142,6 +144,8 @@ class Engine:
             )
             self._runner = LocalRunner(computer, limits, sink, written)
         else:
+            from mstore.merge.running.remote import RemoteRunner
+
             self._runner = RemoteRunner(
                 resources.executor, sink, self._expert_meter, self._base_meter
             )

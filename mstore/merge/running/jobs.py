@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.running.memo_hits import Shape
@@ -11,8 +12,7 @@ from mstore.merge.running.task import Members, TensorTask
 from mstore.objects.tensor import Tensor
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """One tensor in progress.  `ids` is complete once every chunk was put."""
 
     tensor: TensorTask

@@ -11,8 +11,9 @@ tensors) is a reserve that does not grow with experts.  Arithmetic only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+import msgspec
 
 from mstore.errors import BadRequest
 from mstore.merge.running.batches import BATCH_BYTES, batch_chunks
@@ -29,8 +30,7 @@ RESERVE: Final = 128 << 20
 """The part of it that is not for chunks: the fixed working memory of the process."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Need:
+class _Need(msgspec.Struct, frozen=True):
     """Bytes for one thread's inputs and for one output, of the largest tensor."""
 
     sides: int

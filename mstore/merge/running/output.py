@@ -10,13 +10,13 @@ import json
 import math
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from mstore.checkpoint.declared import CONFIG
-from mstore.checkpoint.directory import INDEX_SUFFIX
 from mstore.checkpoint.dtypes import nbytes
-from mstore.checkpoint.header import parse_header
+from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
 from mstore.merge.planning.tied import left_to_base
 from mstore.merge.running.stacking import LISTS, Lists, Stack
@@ -29,8 +29,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.rebuilt import with_dtype
 
 
-@dataclass(frozen=True, slots=True)
-class NewTensor:
+class NewTensor(msgspec.Struct, frozen=True):
     """A tensor of the output that the base does not have."""
 
     name: str
@@ -174,6 +173,8 @@ def rewritten_header(
     raw: bytes, dtypes: dict[str, str], added: Sequence[NewTensor], where: str
 ) -> bytes:
     """Rewrite a safetensors header for other dtypes and more tensors; keep order and metadata."""
+    from mstore.checkpoint.header import parse_header  # late: few merges change a header
+
     header = parse_header(raw, file_size=len(raw) + _data_bytes(raw), where=where)
     fields: dict[str, Any] = json.loads(raw[8:])
     offset = 0

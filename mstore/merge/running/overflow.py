@@ -8,8 +8,8 @@ published (`counted`). `codes.can_overflow` says which types can overflow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -42,13 +42,14 @@ def became_infinite(tensor: TensorTask, base: Bytes, out: Bytes) -> int:
     return int((now & ~infinite(base, tensor.base_dtype)).sum()) if now.any() else 0
 
 
-@dataclass(slots=True)
-class Tally:
+class Tally(msgspec.Struct):
     """Overflow in one run: counts by tensor, and chunks that were not checked yet."""
 
-    counts: dict[str, int] = field(default_factory=dict)
-    elements: dict[str, int] = field(default_factory=dict)
-    unseen: list[tuple[TensorTask, Members, int, tuple[BlockId, ...]]] = field(default_factory=list)
+    counts: dict[str, int] = msgspec.field(default_factory=dict)
+    elements: dict[str, int] = msgspec.field(default_factory=dict)
+    unseen: list[tuple[TensorTask, Members, int, tuple[BlockId, ...]]] = msgspec.field(
+        default_factory=list
+    )
 
     def add(self, tensor: TensorTask, count: int) -> None:
         """Add the count of one computed chunk."""

@@ -17,7 +17,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, partial
 from pathlib import PurePosixPath
@@ -39,7 +38,7 @@ from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
-from mstore.merge.planning.recipes import recipe_text
+from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.merge.running.stacking import has_earlier_config
 from mstore.objects.manifest import OPAQUE, File, Manifest
@@ -97,8 +96,7 @@ In the store where it was made, `mstore log REF` tells this merge's snapshot and
 in its own content; those of its parents' contents can, and `mstore show ID` takes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parent:
+class Parent(msgspec.Struct, frozen=True):
     """A parent as its own files describe it.
 
     role: base, expert N from 1 on, or Fisher N, of that expert: it is no model. name: from its
@@ -203,7 +201,10 @@ class Papers:
     def _named(self) -> tuple[Parent, ...]:
         """The parents; a base whose card has no name gets the one that experts use for it."""
         base, *experts = self.parents
-        return (base if base.name else replace(base, name=self._name_of_base()), *experts)
+        return (
+            base if base.name else msgspec.structs.replace(base, name=self._name_of_base()),
+            *experts,
+        )
 
     def licence_warnings(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield warnings: the parents concerned (0 the base, experts from 1 on), and the text."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -56,8 +55,7 @@ def write_receipt(pack: SealedPack, results: Sequence[Result]) -> None:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """A chunk that was computed before: its row, and how many expert bytes were read for it."""
 
     row: Remembered

@@ -10,7 +10,6 @@ idempotent; what they write is garbage until it is published.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -43,8 +42,7 @@ class Run(msgspec.Struct, frozen=True, eq=False, gc=False):
         return TieLedger(self.tensor.quotas.tolist(), numbers, self.known)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """What computing may take: with these, memory stays within a limit (`running.memory`).
 
     threads: how many compute in parallel. ahead: batches under way beyond the current one.
@@ -56,8 +54,7 @@ class Bounds:
     together: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slice:
+class Slice(msgspec.Struct, frozen=True, eq=False):
     """One piece of work.
 
     packs: the directory to read packs from. target: the pack to write; `execute` makes the name
@@ -95,8 +92,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     infinite: int
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True):
     """The result of a slice. pack: None if every block was already stored."""
 
     pack: SealedPack | None

@@ -8,12 +8,13 @@ shard index and the config's number of layers.  Reads headers and these two file
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
-from mstore.checkpoint.directory import INDEX_SUFFIX
+from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
@@ -23,8 +24,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.rebuilt import header_of, index_of, shards_of
 
 
-@dataclass(frozen=True, slots=True)
-class Lists:
+class Lists(msgspec.Struct, frozen=True):
     """What configs say of single layers.
 
     per_layer: lists with an entry for each layer. numbers: lists of the layers of one kind.  parts:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles

@@ -9,7 +9,7 @@ from small_layers import LAYERS, NAMES
 
 from mstore.errors import MstoreError
 from mstore.merge.methods import registry
-from mstore.merge.planning.recipes import known_method
+from mstore.merge.planning.recipe_text import known_method
 from mstore.recipes.modular import resolve
 from mstore.recipes.parse import parse
 from mstore.recipes.prepared import prepare

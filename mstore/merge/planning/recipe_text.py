@@ -1,0 +1,107 @@
+"""The recipe of a plan, for its store: what `mstore.recipes` writes, and must be told of a method.
+
+Every merge writes one, so this imports nothing that reads recipes (`recipes`).
+"""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from mstore.adapters.targets import is_adapter
+from mstore.checkpoint.declared import MERGEKIT
+from mstore.errors import BadRequest
+from mstore.ids import ManifestId
+from mstore.merge.methods import registry
+from mstore.merge.methods.method import Method, Select
+from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
+from mstore.merge.planning.noop import is_retyped
+from mstore.objects.plan import Plan
+from mstore.recipes.nodes import DEFAULT_LIMITS
+from mstore.recipes.resolve import KnownMethod, KnownParameter
+from mstore.recipes.write import recipe_of
+from mstore.store.catalog import Catalog
+
+
+def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> str:
+    """Return the recipe of a plan.  Raises BadRequest if no recipe can state it.
+
+    tells_stacks: with comments that say how models that are stacks of layers were made.
+    """
+    if registry.fishers_of(plan):
+        raise BadRequest("no recipe can state this merge: recipes name no Fishers")
+    names = list(catalog.manifest(plan.base_id()).tensors())
+    if not is_retyped(catalog, plan):
+        # Whether the type was asked for does not change the merge, so it must not change its files.
+        plan = structs.replace(plan, dtype=None)
+    method = known_method(registry.find(plan.method))
+    if method.baseless is not None and not dict(plan.parameters)[method.baseless]:
+        method = method.without_base()
+    adapters = frozenset(
+        expert.manifest
+        for expert in plan.experts
+        if is_adapter(catalog.manifest(expert.manifest_id()).tensors()) and not is_adapter(names)
+    )
+    text = recipe_of(plan, method, names, adapters)
+    if tells_stacks and not plan.layers:
+        members = dict.fromkeys([plan.base, *(expert.manifest for expert in plan.experts)])
+        text += "".join(_stack_told(catalog, ManifestId(member)) for member in members)
+    return text
+
+
+def known_method(method: Method) -> KnownMethod:
+    """Return what resolving must know of a method."""
+    return KnownMethod(
+        name=method.name,
+        parameters={
+            one.name: _rescaling(one)
+            if NORM in dict(one.words)
+            else KnownParameter(one.kind, one.default, one.parse, each=one.each)
+            for one in method.parameters
+        },
+        weighted=method.weighted,
+        # An average has no base: mergekit counts one that is listed like any other model.
+        # A mean on the sphere is an average, too; slerp goes from the base to its one expert.
+        takes_base=method.select is Select.WHOLE and (method.mix is None or method.experts is None),
+        baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
+        is_alone=method.weight is not None,
+        partial=method.weighted and method.experts is None,
+        refused={name: (usual, why) for name, usual, why in method.refuses},
+    )
+
+
+def _rescaling(parameter: Parameter) -> KnownParameter:
+    """Return `rescale` as recipes have it: mergekit's `true` restores the L1 norm.
+
+    So that it never changes meaning, the rescaling of the paper is the word `density`.
+    """
+    norm = parameter.parse(NORM)
+
+    def check(value: object) -> object:
+        return norm if value is True else parameter.parse(value)
+
+    def write(value: object) -> object:
+        return True if value == norm and type(value) is type(norm) else value and DENSITY
+
+    return KnownParameter("choice", norm, check, stated=norm != parameter.default, write=write)
+
+
+def _stack_told(catalog: Catalog, member: ManifestId) -> str:
+    """Return comments with the recipe of a model, if it is a stack of layers that a merge made."""
+    raw = catalog.read_small(catalog.manifest(member).file(MERGEKIT), DEFAULT_LIMITS.max_bytes)
+    if not raw:
+        return ""
+    # Few merges have a parent with a recipe, and only these read one.
+    from mstore.merge.planning.prepared import STACK
+    from mstore.recipes.parse import parse
+
+    try:
+        text = raw.decode()
+        (recipe,) = parse(text, MERGEKIT)
+    except (UnicodeDecodeError, ValueError, BadRequest):
+        # Of another program, or of none: it says nothing that could be told here.
+        return ""
+    if recipe.method.text != STACK or not recipe.slices:
+        return ""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    told = "".join(f"#   {line}\n" for line in lines)
+    return f"#\n# {member.hex()} is a stack of layers:\n{told}"
