@@ -24,7 +24,8 @@ from mstore.ids import BlockId
 from mstore.merge.methods import registry
 from mstore.merge.running.memo_hits import memo_expert_bytes
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
-from mstore.merge.running.task import Tasks
+from mstore.merge.running.ready import Ready
+from mstore.merge.running.task import Tasks, TensorTask
 from mstore.objects.plan import Plan
 from mstore.reports import MergeReport, PlanReport
 
@@ -73,7 +74,7 @@ class Place:
         promised = memo_expert_bytes(
             self.store._catalog,
             self.store._memo,
-            self.store._catalog.record(Plan, plan.plan),
+            Ready(self.store._catalog, self.store._catalog.record(Plan, plan.plan)),
             plan.planned_expert_bytes,
         )
         report = self.store.merge(plan, name=name, **options)
@@ -281,6 +282,33 @@ def test_a_row_that_lies_is_found_out(place: Place) -> None:
         place.store.merge(plan, name="two")
     place.store._memo.put_outputs([(key, b"nothing of the kind")])
     assert place.merge(plan, "two").manifest == place.store["one"].manifest
+
+
+def test_a_merge_takes_over_what_its_plan_has_looked_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merge after a plan computes no memo key again; one of another plan makes its own."""
+    place.merge(place.plan("ties", ["e0", "e1"]), "two")
+    made: list[str] = []
+    chunks = MemoKeys.chunks
+
+    def counted(self: MemoKeys, tensor: TensorTask, numbers: Sequence[int]) -> list[bytes]:
+        made.append(tensor.name)
+        return chunks(self, tensor, numbers)
+
+    monkeypatch.setattr(MemoKeys, "chunks", counted)
+    three = place.plan("ties", ["e0", "e1", "e2"])
+    assert sorted(made) == ["a", "b", "c", "d"]
+    report = place.store.merge(three, name="three")
+    assert sorted(made) == ["a", "b", "c", "d"]
+    # It was for one run.
+    again = place.store.merge(three, name="again", memo=False)
+    assert len(made) == 8
+    other = place.plan("ties", ["e0", "e3"])
+    place.plan("ties", ["e1", "e2"])
+    apart = place.store.merge(other, name="other")
+    assert apart.manifest == place.store.merge(other, name="apart", memo=False).manifest
+    assert again.manifest == report.manifest != apart.manifest
 
 
 def test_a_failed_merge_teaches_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

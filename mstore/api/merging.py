@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Input, Request
     from mstore.merge.planning.warnings import MergeWarning
+    from mstore.merge.running.ready import Ready
     from mstore.merge.running.replay import ReplayReport
     from mstore.merge.running.report import MergeReport
     from mstore.merge.virtual.deferred import MaterializeReport
@@ -351,12 +352,18 @@ class Merging(OpenStore):
         return self._about_parents[key]
 
     def _memo_expert_bytes(self, plan: Plan, costs: Costs) -> int:
-        """Return how many of a plan's expert bytes the memo table saves right now."""
+        """Return how many of a plan's expert bytes the memo table saves right now.
+
+        Keeps what a merge of this plan takes over.
+        """
         if not self._memo.has_outputs():
             return 0
         from mstore.merge.running.memo_hits import memo_expert_bytes
+        from mstore.merge.running.ready import Ready
 
-        return memo_expert_bytes(self._catalog, self._memo, plan, costs.planned)
+        ready = Ready(self._catalog, plan)
+        self._ready = ready if ready.is_small else None
+        return memo_expert_bytes(self._catalog, self._memo, ready, costs.planned)
 
     def _input(self, revision: str | SnapshotId) -> Input:
         from mstore.merge.planning.request import Input
@@ -484,6 +491,7 @@ class Merging(OpenStore):
             memory=memory,
             executor=executor,
             policy=policy,
+            ready=self._taken(id),
         )
         sources = structs.replace(sources, overflow=merged.overflow)
         outcome = merged.outcome
@@ -506,6 +514,11 @@ class Merging(OpenStore):
             blocks_reused=outcome.blocks_reused,
             seconds=time.monotonic() - began,
         )
+
+    def _taken(self, plan: PlanId) -> Ready | None:
+        """Return what the last report of a plan made ready, if it is this plan: for one run."""
+        ready, self._ready = self._ready, None
+        return ready if ready is not None and ready.plan.id() == plan else None
 
     def materialize(
         self,

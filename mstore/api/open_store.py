@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mstore.blocks.codecs import Policy
     from mstore.ids import PlanId
     from mstore.merge.planning.warnings import MergeWarning
+    from mstore.merge.running.ready import Ready
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
@@ -62,6 +63,7 @@ class OpenStore:
         self._unkept: dict[PlanId, tuple[Plan, Sources]] = {}
         # Model cards never change: a merge need not read again what its plan has read.
         self._about_parents: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
+        self._ready: Ready | None = None
         self._cache: BlockCache | None = None
         self._cache_bytes: int | None = None
         self._verify = ONCE

@@ -16,6 +16,7 @@ from mstore.merge.running.engine import Engine, Outcome, Resources
 from mstore.merge.running.memory import MEMORY
 from mstore.merge.running.overflow import counted
 from mstore.merge.running.papers import Form
+from mstore.merge.running.ready import Ready
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
@@ -59,13 +60,14 @@ def run_merge(
     policy: Policy | None = None,
     materialized: refs.Ref | None = None,
     papers: Form = Form.CURRENT,
+    ready: Ready | None = None,
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
     engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
-    moved, nothing is published. papers: as in engine.Engine.
+    moved, nothing is published. papers, ready: as in engine.Engine.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
     memory), NotFound (an input was pruned), BudgetExceeded, Corrupt, StorageFailed; then nothing is
@@ -89,6 +91,7 @@ def run_merge(
             memo=memo,
             papers=papers,
             progress=progress,
+            ready=ready,
         ).run()
         transaction.rely_on_manifest(outcome.manifest)
         transaction.put_record(outcome.manifest)

@@ -33,11 +33,11 @@ from mstore.merge.running.memory import MEMORY, bounds
 from mstore.merge.running.output import Layout
 from mstore.merge.running.overflow import Tally
 from mstore.merge.running.papers import Form, Papers
+from mstore.merge.running.ready import Ready
 from mstore.merge.running.records import Records, coverage
 from mstore.merge.running.sink import Sink
 from mstore.merge.running.slices import SLICE_BYTES, Slice
 from mstore.merge.running.stacking import EARLIER, LISTS
-from mstore.merge.running.task import Tasks
 from mstore.merge.running.work_list import WorkList
 from mstore.objects.coverage import Coverage
 from mstore.objects.manifest import Manifest
@@ -93,7 +93,7 @@ class Engine:
 
     sink: None to compute the outcome without storing it. memo: None to use no memo table. policy:
     how the output is coded, None for the store's own. papers: which model card the output has
-    (`merge.running.papers`).
+    (`merge.running.papers`). ready: the same plan, if it was made ready before.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Engine:
         memo: Memo | None = None,
         papers: Form = Form.CURRENT,
         progress: ProgressCallback | None = None,
+        ready: Ready | None = None,
     ) -> None:
         check_fits(catalog, plan)
         self._plan = plan
@@ -114,13 +115,15 @@ class Engine:
         policy = catalog.config.codec if policy is None else policy
         self._costs = costs_of(catalog, plan)
         self._expert_meter = Meter("expert", self._costs.planned)
-        tasks = Tasks(catalog, plan, self._expert_meter)
+        ready = ready or Ready(catalog, plan)
+        tasks = ready.tasks
+        tasks.charge(self._expert_meter)
         lists = EARLIER if papers is Form.STACKLESS else LISTS
         layout = Layout(catalog, tasks, lists)
         limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
         self._base_meter = Meter("base")
         written: set[BlockId] = set()
-        self._known = KnownChunks(catalog, tasks, sink, memo, written)
+        self._known = KnownChunks(catalog, ready, sink, memo, written)
         first = Slice(
             packs=catalog.layout.packs,
             target=(Path() if sink is None else sink.directory) / "0.pack",

@@ -14,11 +14,12 @@ from mstore.errors import Corrupt
 from mstore.ids import BlockId
 from mstore.merge.running.jobs import Job
 from mstore.merge.running.memo_hits import Hits, find_hits
-from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.memo_keys import Remembered
+from mstore.merge.running.ready import Ready
 from mstore.merge.running.resume import Leftovers
 from mstore.merge.running.sink import Sink
 from mstore.merge.running.slices import Result
-from mstore.merge.running.task import Tasks, TensorTask
+from mstore.merge.running.task import TensorTask
 from mstore.phrases import call
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
@@ -38,7 +39,7 @@ class KnownChunks:
     def __init__(
         self,
         catalog: Catalog,
-        tasks: Tasks,
+        ready: Ready,
         sink: Sink | None,
         memo: Memo | None,
         written: set[BlockId],
@@ -46,7 +47,7 @@ class KnownChunks:
         self._sink = sink
         self._memo = memo
         self._written = written
-        self._keys = MemoKeys(tasks)
+        self._ready = ready
         self._leftovers = None if sink is None else Leftovers(sink.directory, catalog)
         self._adopted: set[Path] = set()
         self._expected: dict[bytes, tuple[BlockId, ...]] = {}
@@ -58,7 +59,7 @@ class KnownChunks:
         """Return the memo keys of some chunks, by number; empty keys if none is needed."""
         if self._sink is None:
             return dict.fromkeys(numbers, b"")
-        return dict(zip(numbers, self._keys.chunks(tensor, numbers), strict=True))
+        return self._ready.keys(tensor, numbers)
 
     def find(
         self, jobs: Sequence[Job], keys: Sequence[Mapping[int, bytes]]

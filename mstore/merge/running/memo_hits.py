@@ -17,10 +17,10 @@ from mstore.adapters.low_rank import stored_bytes
 from mstore.checkpoint.partition import block_count
 from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.arithmetic.kernels import UNLIMITED
-from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.memo_keys import Remembered
+from mstore.merge.running.ready import Ready
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
 from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import Plan
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
@@ -93,15 +93,11 @@ def _split(rows: Mapping[int, Remembered], stored: set[BlockId]) -> Hits:
     return Hits(known, {number: row for number, row in rows.items() if number not in known})
 
 
-def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) -> int:
-    """Return how many of a plan's `planned` expert bytes a merge would not read now.
-
-    The plan must fit this store.
-    """
+def memo_expert_bytes(catalog: Catalog, memo: Memo, ready: Ready, planned: int) -> int:
+    """Return how many of a plan's `planned` expert bytes a merge would not read now."""
     if not memo.file_bytes():
         return 0
-    tasks = Tasks(catalog, plan)
-    keys = MemoKeys(tasks)
+    plan, tasks = ready.plan, ready.tasks
     known: list[tuple[TensorTask, list[int]]] = []
     unknown: list[tuple[TensorTask, list[int]]] = []
     for start in range(0, len(plan.tensors), TOGETHER):
@@ -109,7 +105,7 @@ def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) ->
         for one in plan.tensors[start : start + TOGETHER]:
             tensor = tasks.tensor(one.name)
             numbers = np.flatnonzero(~tasks.reused(tensor)).tolist()
-            named = dict(zip(numbers, keys.chunks(tensor, numbers), strict=True))
+            named = ready.keys(tensor, numbers)
             shape = Shape(tensor, tasks.members(one.name), catalog.block_size)
             asked.append((tensor, shape, named))
         hits = find_hits(memo, catalog.has_blocks, [(shape, named) for _, shape, named in asked])

@@ -225,6 +225,10 @@ class Tasks:
         self.first = names_of_plan(catalog, plan, self._base, self._experts)
         """Each tensor of the base -> the name it is planned under (`merge.planning.tied`)."""
 
+    def charge(self, meter: Meter) -> None:
+        """Count the bytes of adapters that are read from now on with this meter."""
+        self._factors = FactorCache(self._catalog, meter)
+
     def is_planned(self, name: str, id: TensorId) -> bool:
         """Return whether a tensor of the base, by name and record, is merged.
 
