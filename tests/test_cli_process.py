@@ -236,3 +236,34 @@ def test_an_interrupt_while_the_program_loads() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+ENDING = """\
+import atexit, sys, threading, time
+atexit.register(lambda: sys.stderr.write("registered "))
+if sys.argv[1:] == ["thread"]:
+    def late():
+        time.sleep(0.3)
+        sys.stderr.write("thread ")
+    threading.Thread(target=late).start()
+sys.argv[1:] = ["--version"] if sys.argv[1:] != ["wrong"] else ["--wrong"]
+from mstore_cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "end"),
+    [
+        ("", 0, "registered "),
+        ("wrong", 2, "registered "),
+        ("thread", 0, "thread registered "),
+    ],
+)
+def test_the_end_leaves_nothing_out(how: str, status: int, end: str) -> None:
+    """The process ends with its status, its output, after threads and what was registered."""
+    line = [sys.executable, "-c", ENDING, *([how] if how else [])]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert done.stderr.endswith(end)
+    assert bool(done.stdout) == (status == 0)

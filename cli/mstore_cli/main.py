@@ -6,13 +6,15 @@ commands: each command imports what it needs when it runs.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -193,10 +195,23 @@ def main() -> None:
         # Exits the process.
         build()(prog_name=PROGRAM)
     status = run(sys.argv[1:])
-    # Everything is closed and flushed.  Freezing skips the collector's scans at exit; the process
-    # frees the memory anyway.
-    gc.freeze()
-    sys.exit(status)
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    """End the process.  Everything is closed, and standard output is flushed.
+
+    Taking the interpreter apart module by module takes 8 ms after a merge, and frees memory that
+    the process gives back anyway.
+    """
+    if threading.active_count() > 1:
+        # Python waits for threads, as it should.
+        gc.freeze()
+        sys.exit(status)
+    # What modules registered for the end still runs, as in a child of `multiprocessing`.
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
