@@ -125,6 +125,28 @@ def test_digests_follow_changed_removed_and_returned_models(tmp_path: Path) -> N
         both(store, ["e0", "e1"])
 
 
+@pytest.mark.parametrize("odd", [np.inf, np.nan])
+def test_rows_that_are_not_finite_are_told_of_with_digests(tmp_path: Path, odd: float) -> None:
+    """A chunk of an expert that is infinite or NaN is in the plan's notes, of this expert alone."""
+    with add_all(tmp_path, 1) as store:
+        sick = families.read_checkpoint(tmp_path / "e0")
+        weight = sick["model.parts.weight"].copy()
+        weight.reshape(-1)[-1] = families.cast(np.array([odd], dtype=np.float32), "BF16")[0]
+        sick["model.parts.weight"] = weight
+        write_checkpoint(tmp_path / "sick", sick)
+        store.add(tmp_path / "sick", name="sick", base="base", threads=1)
+        for experts in (["e0", "sick", "e1"], ["sick"]):
+            digest_rows(store, lambda row: None)
+            fresh = planned(store, "task_arithmetic", experts)
+            again = planned(store, "task_arithmetic", experts)
+            assert again == fresh
+            (note,) = [n for n in decode(Plan, again, "").notes if "infinite or NaN" in n]
+            assert note.endswith(": sick: model.parts.weight")
+        digest_rows(store, lambda row: row)
+        sound = decode(Plan, planned(store, "task_arithmetic", ["e0", "e1"]), "")
+        assert not any("infinite or NaN" in note for note in sound.notes)
+
+
 def test_digests_spare_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second plan with one expert more opens the tables of that one alone."""
     asked: list[int] = []

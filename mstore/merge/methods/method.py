@@ -615,7 +615,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         """The factor of the base in a sum of whole experts, besides what it gets in their place."""
         return self.mixture.base if self.mixture is not None and self.is_whole else 0.0
 
-    @property
+    @cached_property
     def weightless(self) -> tuple[bool, ...]:
         """For each expert, whether its deltas are multiplied by 0; such an expert is not read."""
         nothing = self.parameters.get("lambda") == 0 or (self.is_near and self.reach == 0)
@@ -659,6 +659,14 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
             return (2**32,) * len(self.weights)
         return tuple(round(density * 2**32) for density in self.densities)
 
+    @cached_property
+    def _ranks(self) -> dict[tuple[int, float], tuple[int, ...]]:
+        """What `keep_counts` returned: a model has tensors of few sizes, and asks for each expert.
+
+        Not of BAND.
+        """
+        return {}
+
     def keep_counts(self, elements: int, expert: int = 0) -> tuple[int, ...]:
         """Return up to which rank of |d_k|, from the largest, trimming keeps n elements.
 
@@ -666,8 +674,14 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         second are dropped.  If fewer than int(gamma * n) can be dropped, as many as can.
         """
         density = self.densities[expert]
+        known = self._ranks.get((elements, density))
+        if known is not None:
+            return known
         if self.select is not Select.BAND:
-            return (min(elements, max(1, int(density * elements))),)
+            found = self._ranks[elements, density] = (
+                min(elements, max(1, int(density * elements))),
+            )
+            return found
         kept = int(density * elements)
         last = min(elements, kept + int(self._each("gamma", 0.0)[expert] * elements))
         return last, last - kept

@@ -478,9 +478,10 @@ class Surveyor:
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
                     tables[base_id, id] = table
+            known = digested.get(number)
             rows, thresholds, band = (
-                (*digested[number], math.nan)
-                if bound is None and number in digested
+                (known[0], known[1], math.nan)
+                if bound is None and known is not None
                 else self._numbers(
                     name,
                     (base_id, id),
@@ -496,7 +497,8 @@ class Surveyor:
             )
             if operation.is_important:
                 band = kept
-            if rows is not None and not (finite(rows) | equal[number]).all():
+            is_finite = bound is None and known is not None and known[2]
+            if not (is_finite or rows is None or (finite(rows) | equal[number]).all()):
                 self._unreliable.append(f"{self._request.experts[number].name}: {name}")
             experts.append(
                 ExpertTensor(
@@ -690,9 +692,12 @@ class Surveyor:
         chunk: int,
         pairs: Sequence[tuple[TensorId, Tensor]],
         base_id: TensorId,
-    ) -> dict[int, tuple[Rows, tuple[Threshold, ...]]]:
-        """Return rows at the plan's chunks, and thresholds, of the experts that have a digest."""
-        found: dict[int, tuple[Rows, tuple[Threshold, ...]]] = {}
+    ) -> dict[int, tuple[Rows, tuple[Threshold, ...], bool]]:
+        """Return what is known of the experts that have a digest.
+
+        Rows at the plan's chunks, thresholds, and whether all rows are finite.
+        """
+        found: dict[int, tuple[Rows, tuple[Threshold, ...], bool]] = {}
         if operation.is_band:
             return found
         weightless = operation.weightless
@@ -702,7 +707,9 @@ class Surveyor:
                 known = self._known.find((base_id, id), elements, chunk, ranks)
                 if known is not None:
                     row, cuts = known
-                    found[number] = coarsen(row.rows, chunk // row.chunk_elements), cuts
+                    rows = coarsen(row.rows, chunk // row.chunk_elements)
+                    # Sums of what is finite are.
+                    found[number] = rows, cuts, row.is_finite
         return found
 
     def _numbers(
@@ -910,6 +917,8 @@ def left_out_names(
 
 def _by_chunk(lengths: Counts, blocks: int) -> Counts:
     """Return the sums of the lengths of blocks, `blocks` to a chunk; fewer in the last."""
+    if blocks == 1:
+        return lengths
     return np.add.reduceat(lengths, np.arange(0, len(lengths), blocks))
 
 
