@@ -14,13 +14,16 @@ from families import BLOCK, write_checkpoint
 from mstore import MergeRequest
 from mstore.api import Store
 from mstore.merge.planning import compared
-from mstore.merge.planning.costs import costs_of
+from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.session import Planning
 from mstore.merge.planning.survey import Surveyor
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Plan
 from mstore.stats import digests
 from mstore.stats.store import StatsStore
+from mstore.store.catalog import Catalog
+from mstore.store.stored_lengths import StoredLengths
+from mstore.store.transaction import Transaction
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "linear": {"method": "linear", "budget": 0.4},
@@ -181,6 +184,60 @@ def test_stored_lengths_follow_the_index(tmp_path: Path) -> None:
         (again,) = lengths.of([blocks])
         assert again is not first
         assert again.tolist() == first.tolist()
+
+
+def test_costs_hold_from_a_plan_to_its_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs of a plan are those that a look-up finds, and are kept until another one commits."""
+    with add_all(tmp_path, 1) as store, Store.open(store.path) as other:
+        lengths = store._catalog.lengths
+        for what, asked in REQUESTS.items():
+            plan = store.plan(MergeRequest(base="base", experts=["e0", "e1"], **asked)).plan
+            kept = lengths.sums(plan)
+            assert kept is not None, what
+            record = store._catalog.record(Plan, plan)
+            with monkeypatch.context() as patch:
+                patch.setattr(StoredLengths, "sums", lambda self, key: None)
+                assert costs_of(store._catalog, record) == Costs(*kept), what
+            assert costs_of(store._catalog, record) == Costs(*kept)
+            other.tag(f"t{len(store.refs())}", "e0")
+            assert lengths.sums(plan) is None
+        request = MergeRequest(base="base", experts=["e0"], **REQUESTS["ties, part"])
+        looked_up: list[int] = []
+        stored_lengths = Catalog.stored_lengths
+
+        def counted(self: Catalog, blocks: Any) -> Any:
+            looked_up.append(len(blocks))
+            return stored_lengths(self, blocks)
+
+        monkeypatch.setattr(Catalog, "stored_lengths", counted)
+        planned_once = store.plan(request)
+        count = len(looked_up)
+        report = store.merge(planned_once, name="m")
+        assert len(looked_up) == count
+        assert report.full_expert_bytes == planned_once.full_expert_bytes
+
+
+def test_lengths_are_looked_up_again_after_a_commit_that_failed(tmp_path: Path) -> None:
+    """A transaction that was dropped gives its number to the next one, which may change lengths."""
+    with add_all(tmp_path, 1) as store:
+        lengths = store._catalog.lengths
+        manifest = store._catalog.manifest(store["e0"].manifest)
+        (record,) = store._catalog.tensors([manifest.tensors()["model.embed.weight"]])
+        (first,) = lengths.of([record.blocks])
+
+        def refuse(rows: object) -> None:
+            raise OSError("no")
+
+        with Transaction(store._catalog, "test") as transaction:
+            with pytest.raises(OSError, match="no"):
+                transaction.commit(also=refuse)
+            before = lengths.state()
+        assert lengths.of([record.blocks])[0] is first
+        store.tag("t", "e0")
+        assert lengths.state() == (before[0], before[1] + 1)
+        assert lengths.of([record.blocks])[0] is not first
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -83,6 +83,11 @@ class Environment:
 
         That is after a write transaction was dropped, or other files were opened.
         """
+        self.files = 0
+        """Changes when other files were opened: numbers of commits are comparable while it stays.
+
+        A transaction that was dropped was never read from outside of it.
+        """
         self._is_closed = False
         self._mapped = 0
         self._trust: Trust | None = None
@@ -112,6 +117,7 @@ class Environment:
             if now == before or (before[0] == now[0] and before[1] is None):
                 if now != self._file_id:
                     self.epoch += 1
+                    self.files += 1
                 self._file_id = now
                 return
             self._close_files()

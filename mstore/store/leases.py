@@ -78,6 +78,8 @@ class Lease:
             with index.env.write() as transaction:
                 row = msgspec.msgpack.encode(LeaseRow(os.getpid(), purpose))
                 transaction.put(self.name.encode(), row, db=index.db(_LEASES))
+                self.number = transaction.id()
+                """Of the transaction that wrote the row, and nothing else."""
         except BaseException:
             self.release()
             raise

@@ -81,6 +81,7 @@ class Transaction:
             leases.sweep(catalog.layout, catalog.index)
             condemned.sweep(catalog.layout, catalog.index)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
+        catalog.lengths.outlive(self._lease.number)
         self._packs = NewPacks(
             catalog, self._lease.directory, prefix="r", max_pack=max_pack, sealing=self._count
         )
@@ -314,7 +315,7 @@ class Transaction:
     ) -> None:
         """Publish everything, or raise and publish nothing. Raises Conflict, StorageFailed.
 
-        `also` adds rows of its own to the index transaction.
+        `also` adds rows of its own to the index transaction, none of blocks.
         """
         for snapshot in snapshots:
             self.put_record(snapshot)
@@ -333,6 +334,9 @@ class Transaction:
                 also(transaction)
             self._lease.drop_row(transaction)
             self._packs.keep()
+            number = transaction.id()
+        # Blocks that were stored before keep their rows (`Index.insert_pack`).
+        catalog.lengths.outlive(number)
 
     def _check_relied(self, transaction: IndexTransaction) -> None:
         index = self._catalog.index

@@ -84,9 +84,12 @@ def plan_of_request(
             store_plan(catalog, plan, sources)
         is_stored = may_write or _is_stored(catalog, plan)
         return StoredPlan(plan, sources, Costs(0, 0), 0, is_stored)
+    since = catalog.lengths.state()
     planning = Planning(catalog, statistics, request, threads=threads, progress=progress)
     planned = planning.plan()
     plan = planned.plan
+    # For the merge that mostly follows.
+    catalog.lengths.keep_sums(plan.id(), (planned.costs.full, planned.costs.planned), since)
     if not allow_noop:
         require_effect(catalog, plan)
     kept = sources_of(catalog, plan.id(), plan)
