@@ -22,12 +22,14 @@ from mstore.api import Store
 from mstore.errors import Corrupt
 from mstore.ids import BlockId
 from mstore.merge.methods import registry
+from mstore.merge.running import ready
 from mstore.merge.running.memo_hits import memo_expert_bytes
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.ready import Ready
 from mstore.merge.running.task import Tasks, TensorTask
 from mstore.objects.plan import Plan
 from mstore.reports import MergeReport, PlanReport
+from mstore.store.memo import Memo
 
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -296,11 +298,24 @@ def test_a_merge_takes_over_what_its_plan_has_looked_up(
         made.append(tensor.name)
         return chunks(self, tensor, numbers)
 
+    asked: list[bytes] = []
+    outputs = Memo.outputs
+
+    def seen(self: Memo, keys: Sequence[bytes]) -> list[bytes | None]:
+        found = outputs(self, keys)
+        asked.extend(key for key, value in zip(keys, found, strict=True) if value is not None)
+        return found
+
     monkeypatch.setattr(MemoKeys, "chunks", counted)
+    monkeypatch.setattr(Memo, "outputs", seen)
     three = place.plan("ties", ["e0", "e1", "e2"])
     assert sorted(made) == ["a", "b", "c", "d"]
+    assert asked
+    asked.clear()
     report = place.store.merge(three, name="three")
     assert sorted(made) == ["a", "b", "c", "d"]
+    # Rows that the plan has found are not looked up again.
+    assert not asked
     # It was for one run.
     again = place.store.merge(three, name="again", memo=False)
     assert len(made) == 8
@@ -309,6 +324,23 @@ def test_a_merge_takes_over_what_its_plan_has_looked_up(
     apart = place.store.merge(other, name="other")
     assert apart.manifest == place.store.merge(other, name="apart", memo=False).manifest
     assert again.manifest == report.manifest != apart.manifest
+
+
+def test_a_large_plan_keeps_nothing_for_its_merge(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a plan of too many chunks has looked up does not stay in memory."""
+    place.merge(place.plan("ties", ["e0", "e1"]), "two")
+    plan = place.plan("ties", ["e0", "e1", "e2"])
+    assert place.store._ready is not None
+    states = [one for tensor in place.store._ready.plan.tensors for one in tensor.states]
+    monkeypatch.setattr(ready, "MOST", sum(map(len, states)))
+    assert place.plan("ties", ["e0", "e1", "e2"]).plan == plan.plan
+    assert place.store._ready is not None
+    monkeypatch.setattr(ready, "MOST", sum(map(len, states)) - 1)
+    assert place.plan("ties", ["e0", "e1", "e2"]).memo_expert_bytes == plan.memo_expert_bytes
+    assert place.store._ready is None
+    assert place.merge(plan, "three").memo_expert_bytes == plan.memo_expert_bytes
 
 
 def test_a_failed_merge_teaches_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

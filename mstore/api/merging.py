@@ -361,8 +361,8 @@ class Merging(OpenStore):
         from mstore.merge.running.memo_hits import memo_expert_bytes
         from mstore.merge.running.ready import Ready
 
-        ready = Ready(self._catalog, plan)
-        self._ready = ready if ready.is_small else None
+        ready = Ready(self._catalog, plan, keeps=True)
+        self._ready = ready if ready.keeps else None
         return memo_expert_bytes(self._catalog, self._memo, ready, costs.planned)
 
     def _input(self, revision: str | SnapshotId) -> Input:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -48,7 +50,7 @@ def request_key(catalog: Catalog, request: Request) -> bytes:
         catalog.snapshot(one.snapshot).manifest_id() for one in (request.base, *request.experts)
     )
     # A block that was dropped and stored again may have come back with another codec.
-    costs = [_costs(catalog, base, expert) for expert in experts]
+    costs = _costs(catalog, base, experts)
     operation = request.operation
     said = (
         *(PLANNER, catalog.block_size, bytes(base), list(map(bytes, experts)), costs),
@@ -72,15 +74,23 @@ def request_key(catalog: Catalog, request: Request) -> bytes:
     return blake3(text, derive_key_context="mstore 1 request").digest()
 
 
-def _costs(catalog: Catalog, base: ManifestId, expert: ManifestId) -> bytes:
-    """Return a digest of the bytes at rest of an expert's blocks, for tensors unlike the base's."""
+def _costs(catalog: Catalog, base: ManifestId, experts: Sequence[ManifestId]) -> list[bytes]:
+    """Return a digest of the bytes at rest of each expert's blocks, for tensors unlike the base's.
+
+    All are looked up together: what many experts share is looked up once.
+    """
     same = set(catalog.manifest(base).tensors().values())
-    found = dict.fromkeys(catalog.manifest(expert).tensors().values())
-    digest = blake3()
-    records = catalog.tensors([id for id in found if id not in same])
-    for lengths in catalog.lengths.of([record.blocks for record in records]):
-        digest.update(lengths.astype("<i8").tobytes())
-    return digest.digest()
+    own = [
+        [id for id in dict.fromkeys(catalog.manifest(expert).tensors().values()) if id not in same]
+        for expert in experts
+    ]
+    ids = list(dict.fromkeys(itertools.chain.from_iterable(own)))
+    records = catalog.tensors(ids)
+    found = catalog.lengths.of([record.blocks for record in records])
+    lengths = {
+        id: one.astype("<i8", copy=False).tobytes() for id, one in zip(ids, found, strict=True)
+    }
+    return [blake3(b"".join([lengths[id] for id in some])).digest() for some in own]
 
 
 class Planned(msgspec.Struct, frozen=True):

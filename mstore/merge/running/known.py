@@ -70,7 +70,7 @@ class KnownChunks:
         hits = [Hits({}, {}) for _ in jobs]
         if self._memo is not None:
             wanted = [(job.shape, named) for job, named in zip(jobs, keys, strict=True)]
-            hits = find_hits(self._memo, self._sink.has_blocks, wanted)
+            hits = find_hits(self._memo, self._sink.has_blocks, wanted, self._ready.rows)
         return [
             self._known_of(self._sink, job, named, found)
             for job, named, found in zip(jobs, keys, hits, strict=True)

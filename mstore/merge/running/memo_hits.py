@@ -70,18 +70,26 @@ def find_hits(
     memo: Memo,
     has_blocks: Callable[[Sequence[BlockId]], Sequence[bool]],
     wanted: Sequence[tuple[Shape, Mapping[int, bytes]]],
+    known: dict[bytes, Remembered],
 ) -> list[Hits]:
-    """Look up chunks of several tensors together: for each its shape, and keys by chunk number."""
-    values = iter(memo.outputs([key for _, keys in wanted for key in keys.values()]))
-    found = []
-    for shape, keys in wanted:
-        rows = {}
-        for number in keys:
-            value = next(values)
-            row = None if value is None else Remembered.decode(value)
-            if row is not None and shape.fits(number, row):
-                rows[number] = row
-        found.append(rows)
+    """Look up chunks of several tensors together: for each its shape, and keys by chunk number.
+
+    known: rows that were found before, by key; gets the new ones.  A row never changes, but its
+    blocks may go: they are looked up each time.
+    """
+    asked = [key for _, keys in wanted for key in keys.values() if key not in known]
+    for key, value in zip(asked, memo.outputs(asked), strict=True):
+        row = None if value is None else Remembered.decode(value)
+        if row is not None:
+            known[key] = row
+    found = [
+        {
+            number: row
+            for number, key in keys.items()
+            if (row := known.get(key)) is not None and shape.fits(number, row)
+        }
+        for shape, keys in wanted
+    ]
     blocks = [block for rows in found for row in rows.values() for block in row.blocks]
     there = has_blocks(blocks) if blocks else []
     stored = {block for block, is_there in zip(blocks, there, strict=True) if is_there}
@@ -108,7 +116,8 @@ def memo_expert_bytes(catalog: Catalog, memo: Memo, ready: Ready, planned: int) 
             named = ready.keys(tensor, numbers)
             shape = Shape(tensor, tasks.members(one.name), catalog.block_size)
             asked.append((tensor, shape, named))
-        hits = find_hits(memo, catalog.has_blocks, [(shape, named) for _, shape, named in asked])
+        wanted = [(shape, named) for _, shape, named in asked]
+        hits = find_hits(memo, catalog.has_blocks, wanted, ready.rows)
         for (tensor, _, named), found in zip(asked, hits, strict=True):
             known.append((tensor, list(found.known)))
             unknown.append((tensor, [number for number in named if number not in found.known]))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
 import msgspec
@@ -43,6 +44,7 @@ ARITHMETIC: Final = 2
 
 _TAKEN = struct.Struct("<I")
 _COUNT = struct.Struct("<H")
+_NOTHING: Final = bytes(ID_BYTES)
 
 
 class Remembered(msgspec.Struct, frozen=True, gc=False):
@@ -119,7 +121,9 @@ class MemoKeys:
         sides = self._sides(tensor, members, operation)
         present = members.present.T.tolist()
         keys = []
+        # Here a line is a call for each expert of each chunk: hundreds of thousands in a merge.
         for number in numbers:
+            at = number.to_bytes(8, "little")
             pieces = [head, tensor.chunk_length(number).to_bytes(8, "little")]
             if tensor.cut is not None:
                 pieces.append(_selection(tensor, tensor.cut, number, len(members.experts)))
@@ -130,9 +134,9 @@ class MemoKeys:
                 present[number], sides, strict=True
             ):
                 if takes_part:
-                    pieces.append(fixed)
-                    pieces.append(blocks[number * width : (number + 1) * width])
-                    pieces += [chain.at(number) for chain in chains]
+                    pieces += (fixed, blocks[number * width : (number + 1) * width])
+                    for chain in chains:
+                        pieces += (chain.fixed, at, chain.before(number))
             keys.append(blake3(b"".join(pieces), derive_key_context=CONTEXT).digest())
         return keys
 
@@ -161,11 +165,16 @@ class MemoKeys:
         own = tensor.mix.own()
         experts = len(members.experts)
         quotas = tensor.quotas.tolist()
+        is_each = operation.is_whole or operation.rows is not None
+        spans = {
+            dtype: _span(tensor, dtype, self._tasks.plan.block_size)
+            for dtype in {expert.dtype for expert in members.experts}
+        }
         sides = []
         for k, expert in enumerate(members.experts):
             slots = range(k, len(quotas), experts)
             limited = [slot for slot in slots if quotas[slot] != UNLIMITED]
-            who = k.to_bytes(2, "little") if operation.is_whole or operation.rows else b""
+            who = k.to_bytes(2, "little") if is_each else b""
             if operation.is_informed:
                 # A Fisher counts without its expert, where that is the base's.
                 half = experts // 2
@@ -185,7 +194,7 @@ class MemoKeys:
                     ),
                 )
             )
-            width = _span(tensor, expert.dtype, self._tasks.plan.block_size)
+            width = spans[expert.dtype]
             chains = [_Chain(tensor, members, slot) for slot in limited]
             sides.append((fixed, expert.blocks, width, chains))
         return sides
@@ -203,6 +212,7 @@ def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:
     return ID_BYTES * blocks_per_chunk(dtype, tensor.chunk_elements, block_size)
 
 
+@cache
 def _text(dtype: str) -> bytes:
     return dtype.encode() + b"\0"
 
@@ -217,16 +227,23 @@ class _Chain:
     def __init__(self, tensor: TensorTask, members: Members, slot: int) -> None:
         k = slot % len(members.experts)
         quota = int(tensor.quotas[slot]).to_bytes(8, "little")
-        self._fixed = members.base_id + members.expert_ids[k] + quota
+        self.fixed = members.base_id + members.expert_ids[k] + quota
         states = members.plan.states[k]
-        self._out = [n for n, state in enumerate(states) if state in (OMITTED, DROPPED)]
+        is_whole = OMITTED not in states and DROPPED not in states
+        self._out = (
+            [] if is_whole else [n for n, state in enumerate(states) if state in (OMITTED, DROPPED)]
+        )
         self._seen = 0
-        self._hash = blake3(derive_key_context=CONTEXT)
+        self._hash = None if is_whole else blake3(derive_key_context=CONTEXT)
 
-    def at(self, number: int) -> bytes:
-        """Return the bytes for chunk `number`; numbers only grow."""
+    def before(self, number: int) -> bytes:
+        """Return what tells which chunks before `number` are left out; numbers only grow.
+
+        In a key, `fixed` and the number come before it.
+        """
+        if self._hash is None:
+            return _NOTHING
         while self._seen < len(self._out) and self._out[self._seen] < number:
             self._hash.update(self._out[self._seen].to_bytes(8, "little"))
             self._seen += 1
-        left_out = self._hash.digest() if self._seen else bytes(ID_BYTES)
-        return self._fixed + number.to_bytes(8, "little") + left_out
+        return self._hash.digest() if self._seen else _NOTHING
