@@ -265,8 +265,10 @@ class History:
 
 def needed(
     catalog: Catalog, history: History, inventory: Inventory, plain: dict[SnapshotId, int]
-) -> Iterator[tuple[Owners, Owners, Owners, Numbers]]:
-    """Group blocks by who takes, who keeps and why: (takers, keepers, reasons, row numbers).
+) -> Iterator[tuple[Owners, Numbers]]:
+    """Group blocks by who takes, who keeps and why: (owners, row numbers).
+
+    owners: three sets in one integer, from low bits to high: reasons, keepers, takers.
 
     Reads every manifest that is kept once. Skips pruned snapshots whose contents are gone. plain:
     receives the bytes of the files of each snapshot that a ref names.
@@ -274,7 +276,6 @@ def needed(
     takers: dict[SnapshotId, Owners] = defaultdict(int)
     for number, tip in enumerate(history.tips):
         takers[tip] |= 1 << number
-    # Three sets in one integer, from low bits to high: reasons, keepers, takers.
     width = len(history.names) + 1
     of_manifests: dict[ManifestId, int] = defaultdict(int)
     tips: dict[ManifestId, list[SnapshotId]] = defaultdict(list)
@@ -297,28 +298,17 @@ def needed(
     for place, contents in _readable(catalog, inventory, Manifest, of_manifests):
         for id in tips.get(place, ()):
             plain[id] = contents.plain_bytes()
-        _join(marks, contents, of_manifests[place])
+        mark = of_manifests[place]
+        for file in contents.files:
+            for part in file.parts:
+                # Twice as fast as to look for tensors with equal sets, which few are.
+                marks[part.tensor] = marks.get(part.tensor, 0) | mark
     together: dict[int, list[bytes]] = defaultdict(list)
     for tensor, mark in marks.items():
         together[mark].append(tensor)
     blocks = Blocks(catalog, inventory, marks)
     for mark, tensors in together.items():
-        owners = mark >> RUNNING + 1
-        mine = owners & (1 << width) - 1
-        yield owners >> width, mine, mark & (1 << RUNNING + 1) - 1, blocks.of(tensors)
-
-
-def _join(marks: dict[bytes, int], contents: Manifest, mark: int) -> None:
-    """Add a mark to the tensors of a manifest."""
-    # Many tensors have the same mark, and sets of refs are long: join each once.
-    joined: dict[int, tuple[int, int]] = {}
-    for file in contents.files:
-        for part in file.parts:
-            before = marks.get(part.tensor, 0)
-            if id(before) not in joined:
-                # The first number keeps what the key stands for alive.
-                joined[id(before)] = before, before | mark
-            marks[part.tensor] = joined[id(before)][1]
+        yield mark, blocks.of(tensors)
 
 
 def _readable(
@@ -441,18 +431,43 @@ class Sharings:
         self.labels = np.zeros(blocks, np.int32)
         self.owners: list[Owners] = [0]
         self.width = width
+        self._table: Numbers | None = None
+
+    def part(self, lowest: int, width: int) -> Sharings:
+        """Return the same sharings with only these owners, of whom the lowest is number 0."""
+        found = Sharings(0, width)
+        found.labels, found._table = self.labels, self._table
+        mask = (1 << width) - 1
+        found.owners = [owners >> lowest & mask for owners in self.owners]
+        return found
 
     def add(self, owners: Owners, numbers: Numbers) -> None:
         """Record that these owners need these blocks (each listed once)."""
         if not owners:
             return
+        self._table = None
         # Split every sharing that is touched: its touched blocks become a new sharing.
-        touched, within = np.unique(self.labels[numbers], return_inverse=True)
-        self.labels[numbers] = len(self.owners) + within
-        self.owners += [self.owners[label] | owners for label in touched.tolist()]
+        labels = self.labels[numbers]
+        first = int(labels[0]) if len(labels) else 0
+        if (labels == first).all():
+            touched = [first]
+            self.labels[numbers] = len(self.owners)
+        else:
+            found, within = np.unique(labels, return_inverse=True)
+            touched = found.tolist()
+            self.labels[numbers] = len(self.owners) + within
+        self.owners += [self.owners[label] | owners for label in touched]
 
     def table(self, blocks: Table) -> Numbers:
-        """Return int64[sharings, codecs, 3]: blocks, plain and stored bytes by codec."""
+        """Return int64[sharings, codecs, 3]: blocks, plain and stored bytes by codec.
+
+        Counted at the first call, also for later parts.
+        """
+        if self._table is None:
+            self._table = self._counted(blocks)
+        return self._table
+
+    def _counted(self, blocks: Table) -> Numbers:
         shape = (len(self.owners), len(Codec))
         codec = blocks.heads["codec"].astype(np.int64)
         if len(codec) and codec.max() >= len(Codec):
@@ -615,14 +630,14 @@ class Usage:
             named = History.read(catalog, transaction, since_ns)
         records = dict(_readable(catalog, inventory, SnapshotRecord, inventory.snapshots))
         history = replace(named, records=records)
-        width = len(history.names) + 1
-        taken, kept = (Sharings(len(inventory.blocks), width) for _ in range(2))
-        why = Sharings(len(inventory.blocks), RUNNING + 1)
+        width, reasons = len(history.names) + 1, RUNNING + 1
         plain: dict[SnapshotId, int] = {}
-        for takers, keepers, reasons, numbers in needed(catalog, history, inventory, plain):
-            taken.add(takers, numbers)
-            kept.add(keepers, numbers)
-            why.add(reasons, numbers)
+        sharings = Sharings(len(inventory.blocks), reasons + 2 * width)
+        for owners, numbers in needed(catalog, history, inventory, plain):
+            sharings.add(owners, numbers)
+        sharings.table(inventory.blocks)
+        taken, kept = (sharings.part(low, width) for low in (reasons + width, reasons))
+        why = sharings.part(0, reasons)
         return cls(catalog, history, inventory, plain, taken, kept, why)
 
     def report(self, names: Sequence[str], *, reflog_days: int) -> UsageReport:

@@ -20,6 +20,7 @@ The last user's `release` waits until no thread is inside a transaction. Later r
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -408,6 +409,20 @@ class Environment:
         """The file that is read: LMDB's own, or a private copy."""
         copy = self._copy
         return self.path / "data.mdb" if copy is None else copy.path
+
+    def mapped(self) -> mmap.mmap:
+        """Map the file that is read once more, read-only; call inside a transaction.
+
+        Raises OSError or ValueError if it cannot be mapped, or was replaced since it was opened.
+        """
+        fd = os.open(self.data, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            if self._copy is None and self._file_id[0] != (status.st_dev, status.st_ino):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.data))
+            return mmap.mmap(fd, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
 
     @contextmanager
     def read(self) -> Iterator[IndexTransaction]:

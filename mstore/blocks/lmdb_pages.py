@@ -35,7 +35,8 @@ PAGE = 4096
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _NOWHERE = (1 << 64) - 1
-_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+BRANCH, LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+PAGE_HEAD = 16
 _BIG_DATA, _SUB_DATA = 1, 2
 _INTEGER_KEYS = 8
 _MAX_DEPTH = 32
@@ -49,6 +50,7 @@ _TREE = struct.Struct("<IHHQQQQQ")
 _META_END = struct.Struct("<QQ")
 _NODE = struct.Struct("<HHHH")
 _NUMBER = struct.Struct("<Q")
+TREE_BYTES = _TREE.size
 
 
 class Tree(NamedTuple):
@@ -62,6 +64,11 @@ class Tree(NamedTuple):
     overflows: int
     entries: int
     root: int
+
+    @classmethod
+    def parse(cls, data: bytes) -> Tree:
+        """Return the tree of a record, which has TREE_BYTES."""
+        return cls(*_TREE.unpack(data))
 
 
 class _Meta(NamedTuple):
@@ -167,7 +174,7 @@ class LmdbFile:
             if flags != _SUB_DATA or len(data) != _TREE.size:
                 tell(f"database {name!r} has no description")
                 continue
-            tree = Tree(*_TREE.unpack(data))
+            tree = Tree.parse(data)
             if tree.flags:
                 tell(f"database {name!r} has features that mstore does not use")
             found[name] = tree
@@ -288,7 +295,7 @@ class _Walk:
     def _below(
         self, what: str, number: int, level: int, low: bytes, high: bytes | None, *, integers: bool
     ) -> Iterator[list[tuple[bytes, bytes, int]]]:
-        page = self._page(what, number, _LEAF if level == 1 else _BRANCH)
+        page = self._page(what, number, LEAF if level == 1 else BRANCH)
         if page is None:
             return
         self._counts[1 if level == 1 else 0] += 1

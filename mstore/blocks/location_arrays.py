@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import compress, islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_columns import Columns, Unexpected
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_rows import BLOCKS, RECORDS, Row
 from mstore.blocks.packs import Kind
@@ -25,7 +26,6 @@ from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES
 from mstore.phrases import call
 
-_Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 HEAD = np.dtype(
@@ -43,8 +43,11 @@ NO_BASE, LOST_BASE = -1, -2
 _BATCH = 1 << 17
 _WORDS = ID_BYTES // 8
 _IS_LITTLE = sys.byteorder == "little"
+_LARGEST = np.uint64((1 << 64) - 1)
+_MOST_IN_A_BUCKET = 64
 _ALL_EQUAL = np.uint32(0x01010101)
 """Four flags that are true, as one number."""
+_ID = np.dtype((np.void, ID_BYTES))
 _HEAD_BYTES = np.dtype((np.void, HEAD.itemsize))
 _DELTA = np.dtype([("head", _HEAD_BYTES), ("base", np.void, ID_BYTES)])
 
@@ -56,9 +59,11 @@ class Table:
         self.heads = np.frombuffer(heads, HEAD)
         self._keys = memoryview(keys)
         self._heads = memoryview(heads)
-        # For equality alone the order of bytes does not matter.
-        self._words = np.frombuffer(keys, np.uint64).reshape(-1, _WORDS)
-        self._first = _numbers(self._words)
+        self._ids = np.frombuffer(keys, _ID)
+        # One more behind the last, for which nothing is too large.
+        self._first = np.full(len(self._ids) + 1, _LARGEST)
+        self._first[:-1] = _numbers(self._ids)
+        self._shift, self._starts = _buckets(self._first[:-1])
         self.base = np.empty(0, np.int32)
 
     def __len__(self) -> int:
@@ -80,9 +85,17 @@ class Table:
         head = bytes(self._heads[number * HEAD.itemsize : (number + 1) * HEAD.itemsize])
         return Row(head + (self.base_id(number) or b""))
 
+    def is_ascending(self) -> bool:
+        """Return whether each id is less than the next: else `find` would miss some."""
+        first = self._first[:-1]
+        alike = np.flatnonzero(first[1:] == first[:-1]).tolist()
+        return bool((first[1:] >= first[:-1]).all()) and all(
+            self.id(number) < self.id(number + 1) for number in alike
+        )
+
     def find(self, ids: bytes) -> Numbers:
         """Return the row numbers of concatenated ids; -1 for an id without a row."""
-        wanted = np.frombuffer(ids, np.uint64).reshape(-1, _WORDS)
+        wanted = np.frombuffer(ids, _ID)
         result = np.full(len(wanted), -1, np.int64)
         if not len(self):
             return result
@@ -90,7 +103,7 @@ class Table:
         # In sorted order, each search finds the data of the one before in the processor's cache.
         order = np.argsort(first)
         first, wanted = first[order], wanted[order]
-        found = np.searchsorted(self._first, first)
+        found = self._from(first)
         same = self._are(np.minimum(found, len(self) - 1), wanted)
         result[order] = np.where(same, found, -1)
         # Ids with the same first eight bytes are neighbours: step through them.
@@ -104,15 +117,47 @@ class Table:
             found[open_] += 1
         return result
 
+    def _from(self, first: npt.NDArray[np.uint64]) -> Numbers:
+        """Return the first row whose id does not begin with less than each of these numbers."""
+        if self._starts is None:
+            return np.searchsorted(self._first[:-1], first)
+        found = self._starts[(first >> self._shift).astype(np.int64)].astype(np.int64)
+        behind = np.flatnonzero(self._first[found] < first)
+        while len(behind):
+            found[behind] += 1
+            behind = behind[self._first[found[behind]] < first[behind]]
+        return found
+
     def resolve(self, inside: slice, named: Flags, bases: bytes) -> None:
         """Set the bases of those of the rows inside that name one, from these concatenated ids."""
         found = self.find(bases)
         self.base[inside][named] = np.where(found < 0, LOST_BASE, found)
 
-    def _are(self, numbers: Numbers, wanted: _Words) -> Flags:
+    def _are(self, numbers: Numbers, wanted: npt.NDArray[np.void]) -> Flags:
         """Return whether the ids of these rows are the wanted ones."""
-        equal = self._words[numbers] == wanted
+        equal = _words(self._ids[numbers]) == _words(wanted)
         return np.asarray(equal.view(np.uint32)[:, 0] == _ALL_EQUAL)
+
+
+def _buckets(first: npt.NDArray[np.uint64]) -> tuple[np.uint64, npt.NDArray[np.int32] | None]:
+    """Return by how much to shift a number to get its bucket, and the first row of each bucket.
+
+    Ids are hashes: about four share a bucket, and stepping through it is faster than a search in
+    halves.  None if a bucket is large: then they are no hashes; or if they do not ascend.
+    """
+    bits = max(1, len(first).bit_length() - 2)
+    shift = np.uint64(64 - bits)
+    if (first[1:] < first[:-1]).any():
+        return shift, None
+    counts = np.zeros(1 << bits, np.int32)
+    for start in range(0, len(first), _BATCH):
+        some = (first[start : start + _BATCH] >> shift).astype(np.int64)
+        # The buckets of some lie together.
+        low, high = int(some[0]), int(some[-1])
+        counts[low : high + 1] += np.bincount(some - low).astype(np.int32)
+    if counts.max() > _MOST_IN_A_BUCKET:
+        return shift, None
+    return shift, np.cumsum(counts, dtype=np.int32) - counts
 
 
 def id_at(ids: bytes, place: int) -> bytes:
@@ -120,9 +165,15 @@ def id_at(ids: bytes, place: int) -> bytes:
     return ids[place * ID_BYTES : (place + 1) * ID_BYTES]
 
 
-def _numbers(words: _Words) -> _Words:
+def _words(ids: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+    """Return ids as uint64[ids, 4]: for equality alone the order of bytes does not matter."""
+    return ids.view(np.uint64).reshape(-1, _WORDS)
+
+
+def _numbers(ids: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
     """Return the first eight bytes of ids as numbers, in whose order the ids are."""
-    return words[:, 0].byteswap() if _IS_LITTLE else words[:, 0].copy()
+    first = _words(ids)[:, 0]
+    return first.byteswap() if _IS_LITTLE else first.copy()
 
 
 def read(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
@@ -132,54 +183,117 @@ def read(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
 
 def _block_table(index: Index, transaction: IndexTransaction) -> Table:
     count = index.count(transaction, BLOCKS)
+    try:
+        return _table(count, _Pages(index, transaction))
+    except Unexpected:
+        # One row after the other takes several times as long, and needs only LMDB.
+        return _table(count, _Cursor(index, transaction))
+
+
+def _table(count: int, source: _Source) -> Table:
     # Of their final size: arrays that grow take up to twice the memory meanwhile.
     keys, heads = bytearray(count * ID_BYTES), bytearray(count * HEAD.itemsize)
+    ids = np.frombuffer(keys, _ID)
     done = 0
-    for some in _columns(index, transaction, "keys"):
-        ids = b"".join(some)
-        _require(len(ids) == len(some) * ID_BYTES)
-        keys[done : done + len(ids)] = ids
-        done += len(ids)
-    _require(done == count * ID_BYTES)
+    for some in source.ids():
+        _require(done + len(some) <= count)
+        ids[done : done + len(some)] = some
+        done += len(some)
+    _require(done == count)
     table = Table(keys, heads)
+    source.require_order(table)
     table.base = np.full(count, NO_BASE, np.int32)
     places = np.frombuffer(heads, _HEAD_BYTES)
     # The search runs beside the reading: numpy lets other threads run meanwhile.
     with ThreadPoolExecutor(1) as pool:
         searches: deque[Future[None]] = deque()
         done = 0
-        for some in _columns(index, transaction, "rows"):
-            _require(done + len(some) <= count)
-            inside = slice(done, done + len(some))
-            bases, chosen = _split(some, places[inside])
+        for some_heads, chosen, bases in source.rows():
+            _require(done + len(chosen) <= count)
+            inside = slice(done, done + len(chosen))
+            places[inside] = some_heads
             searches.append(pool.submit(table.resolve, inside, chosen, bases))
             if len(searches) > 1:
                 searches.popleft().result()
-            done += len(some)
+            done += len(chosen)
         for search in searches:
             search.result()
     _require(done == count)
     return table
 
 
-def _columns(index: Index, transaction: IndexTransaction, what: str) -> Iterator[list[bytes]]:
-    """Yield the keys, or the rows, of all blocks in batches; both at once take twice as long."""
-    with transaction.cursor(db=index.db(BLOCKS)) as cursor:
-        column: Any = cursor.iternext(keys=what == "keys", values=what == "rows")
-        while batch := list(islice(column, _BATCH)):
-            yield batch
+class _Source(Protocol):
+    """The rows of blocks, in batches that need not be the same for ids and rows."""
+
+    def ids(self) -> Iterator[npt.NDArray[np.void]]:
+        """Yield all ids, ascending."""
+        ...
+
+    def require_order(self, table: Table) -> None:
+        """Check the order of the ids, unless LMDB keeps it."""
+        ...
+
+    def rows(self) -> Iterator[tuple[npt.NDArray[np.void], Flags, bytes]]:
+        """Yield heads, which rows name a base, and these bases one after the other."""
+        ...
 
 
-def _split(rows: list[bytes], into: npt.NDArray[np.void]) -> tuple[bytes, Flags]:
-    """Write the heads of rows; return the bases that they name, and which rows name one."""
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    named = lengths == _DELTA.itemsize
-    bare = lengths == HEAD.itemsize
-    _require(bool((named | bare).all()))
-    into[bare] = np.frombuffer(b"".join(compress(rows, bare.tobytes())), _HEAD_BYTES)
-    deltas = np.frombuffer(b"".join(compress(rows, named.tobytes())), _DELTA)
-    into[named] = deltas["head"]
-    return deltas["base"].tobytes(), named
+class _Pages:
+    """Gathered from LMDB's pages.  Methods raise Unexpected."""
+
+    def __init__(self, index: Index, transaction: IndexTransaction) -> None:
+        lengths = HEAD.itemsize, _DELTA.itemsize
+        self._columns = Columns(index.env, transaction, BLOCKS, ID_BYTES, lengths)
+
+    def ids(self) -> Iterator[npt.NDArray[np.void]]:
+        for nodes in self._columns.batches():
+            yield nodes.names()
+
+    def require_order(self, table: Table) -> None:
+        if not table.is_ascending():
+            raise Unexpected
+
+    def rows(self) -> Iterator[tuple[npt.NDArray[np.void], Flags, bytes]]:
+        for nodes in self._columns.batches():
+            named = nodes.lengths == _DELTA.itemsize
+            bases = nodes.values(HEAD.itemsize, ID_BYTES, named)
+            yield nodes.values(0, HEAD.itemsize), named, bases.tobytes()
+
+
+class _Cursor:
+    """Read with a cursor of LMDB.  Methods raise Corrupt for a row of another form."""
+
+    def __init__(self, index: Index, transaction: IndexTransaction) -> None:
+        self._ask = index, transaction
+
+    def ids(self) -> Iterator[npt.NDArray[np.void]]:
+        for some in self._column("keys"):
+            ids = b"".join(some)
+            _require(len(ids) == len(some) * ID_BYTES)
+            yield np.frombuffer(ids, _ID)
+
+    def require_order(self, table: Table) -> None:
+        """LMDB goes through them in order."""
+
+    def rows(self) -> Iterator[tuple[npt.NDArray[np.void], Flags, bytes]]:
+        for rows in self._column("rows"):
+            lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+            named = lengths == _DELTA.itemsize
+            bare = lengths == HEAD.itemsize
+            _require(bool((named | bare).all()))
+            heads = np.empty(len(rows), _HEAD_BYTES)
+            heads[bare] = np.frombuffer(b"".join(compress(rows, bare.tobytes())), _HEAD_BYTES)
+            deltas = np.frombuffer(b"".join(compress(rows, named.tobytes())), _DELTA)
+            heads[named] = deltas["head"]
+            yield heads, named, deltas["base"].tobytes()
+
+    def _column(self, what: str) -> Iterator[list[bytes]]:
+        """Yield the keys, or the rows, in batches; both at once take twice as long."""
+        index, transaction = self._ask
+        with transaction.cursor(db=index.db(BLOCKS)) as cursor:
+            column: Any = cursor.iternext(keys=what == "keys", values=what == "rows")
+            while batch := list(islice(column, _BATCH)):
+                yield batch
 
 
 def _require(is_sound: bool) -> None:

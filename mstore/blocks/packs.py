@@ -456,6 +456,8 @@ class PackFiles:
         return opened.version
 
     def _evict(self) -> None:
+        if len(self._open) <= self._max_open:
+            return
         for pack, opened in list(self._open.items()):
             if len(self._open) <= self._max_open:
                 return
