@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -317,7 +317,8 @@ def refs(catalog: Catalog) -> list[RefReport]:
         for name, move in ref_rows.walk_reflogs(catalog.index, transaction):
             moved[name] = move.time_ns
     pinned = _pinned(catalog)
-    return [_named(catalog, name, ref, moved.get(name, 0), pinned) for name, ref in named.items()]
+    contents = catalog.contents(ref.snapshot_id() for ref in named.values())
+    return [_named(name, ref, contents, moved.get(name, 0), pinned) for name, ref in named.items()]
 
 
 def ref(catalog: Catalog, name: str) -> RefReport:
@@ -326,17 +327,21 @@ def ref(catalog: Catalog, name: str) -> RefReport:
         found = ref_rows.require(catalog.index, transaction, name)
         moves = ref_rows.reflog(catalog.index, transaction, name)
     time_ns = moves[-1].time_ns if moves else 0
-    return _named(catalog, name, found, time_ns, _pinned(catalog))
+    contents = catalog.contents([found.snapshot_id()])
+    return _named(name, found, contents, time_ns, _pinned(catalog))
 
 
 def _named(
-    catalog: Catalog, name: str, ref: ref_rows.Ref, time_ns: int, pinned: set[SnapshotId]
+    name: str,
+    ref: ref_rows.Ref,
+    contents: Mapping[SnapshotId, ManifestId],
+    time_ns: int,
+    pinned: set[SnapshotId],
 ) -> RefReport:
     id = ref.snapshot_id()
-    record = catalog.snapshot_if_there(id)
-    manifest = None if record is None else record.manifest_id()
+    content = contents.get(id)
     return RefReport(
-        name, ref.kind, id, manifest, time_ns, missing=record is None, pinned=id in pinned
+        name, ref.kind, id, content, time_ns, missing=content is None, pinned=id in pinned
     )
 
 

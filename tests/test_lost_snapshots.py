@@ -14,6 +14,8 @@ from mstore.api import Store
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import SnapshotId
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.store.catalog import Catalog
 
 
 @pytest.fixture
@@ -153,3 +155,30 @@ def test_log_lists_what_no_ref_reaches(tmp_path: Path) -> None:
     assert "1 snapshot that no ref reaches" in mstore.succeed("log").out
     assert mstore.succeed("log", "--all", "-q").out.strip() == id
     assert mstore("log", "--all", "a").status == 2
+
+
+def test_refs_need_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refs are told from the index; only where it is in doubt, a snapshot's record is read."""
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
+        for name, directory in sources(tmp_path).items():
+            store.add(directory, name=name, threads=1)
+        told = store.refs()
+    asked: list[SnapshotId] = []
+    record = Catalog.snapshot_if_there
+
+    def counted(self: Catalog, id: SnapshotId) -> SnapshotRecord | None:
+        asked.append(id)
+        return record(self, id)
+
+    monkeypatch.setattr(Catalog, "snapshot_if_there", counted)
+    with Store.open(tmp_path / "store") as store:
+        assert store.refs() == told
+        assert all(ref.manifest == store[ref.name].manifest for ref in told)
+        assert asked == []
+    with Store.open(tmp_path / "store") as store:
+        index = store._catalog.index
+        doubted = told[0].snapshot
+        with index.env.write() as rows:
+            rows.put(bytes(doubted), b"damaged row", db=index.db("snapshots"))
+        assert store.refs() == told
+        assert asked == [doubted]

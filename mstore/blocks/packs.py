@@ -590,6 +590,12 @@ class PackFiles:
             if not _is_cached(fd, offset + length - 1):
                 os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
 
+    def is_there(self, pack: PackId) -> bool:
+        """Return whether the pack has a file; opens none."""
+        name = pack.hex()
+        # A path object takes ten times as long, and some ask for thousands.
+        return os.path.exists(f"{self.directory}/{name[:2]}/{name}.pack")
+
     def path(self, pack: PackId) -> Path:
         """Return the path of this pack."""
         return pack_path(self.directory, pack)

@@ -585,6 +585,27 @@ class Catalog:
         with self.index.env.read() as transaction:
             return snapshot_rows.times(self.index, transaction, ids)
 
+    def contents(self, ids: Iterable[SnapshotId]) -> dict[SnapshotId, ManifestId]:
+        """Return the content of each of these snapshots that is not lost, from the index.
+
+        Reads no record: a snapshot is there if the index lists it and has its record in a pack that
+        exists.  Whatever is otherwise is left to the record.
+        """
+        wanted = set(ids)
+        sound: set[bytes] = set()
+        with self.index.env.read() as transaction:
+            found = snapshot_rows.contents(self.index, transaction, wanted)
+            with suppress(Corrupt):
+                spans = self.index.record_spans(transaction, Kind.SNAPSHOT, found)
+                packs = {pack for pack in {span[0] for span in spans} if self.packs.is_there(pack)}
+                sound = {span[4] for span in spans if span[0] in packs}
+        found = {id: content for id, content in found.items() if id in sound}
+        for id in wanted - found.keys():
+            record = self.snapshot_if_there(id)
+            if record is not None:
+                found[id] = record.manifest_id()
+        return found
+
     def children(self, id: SnapshotId) -> set[SnapshotId]:
         """Return the snapshots that have this one as a parent, from the index."""
         with self.index.env.read() as transaction:

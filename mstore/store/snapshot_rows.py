@@ -11,12 +11,14 @@ content and children are found without reading every record.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from itertools import takewhile
 from typing import Final
 
 from mstore.blocks.checked_rows import CHECK_BYTES
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, ManifestId, SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 
@@ -83,6 +85,19 @@ def times(
         for id, value in values.items()
         if value is not None
     }
+
+
+def contents(
+    index: Index, transaction: IndexTransaction, snapshots: Iterable[SnapshotId]
+) -> dict[SnapshotId, ManifestId]:
+    """Return the content of each of these snapshots that is listed; leaves out damaged rows."""
+    found = {}
+    for id in snapshots:
+        with suppress(Corrupt):
+            value = index.get(transaction, _SNAPSHOTS, id)
+            if value is not None:
+                found[id] = ManifestId(value[:ID_BYTES])
+    return found
 
 
 def with_prefix(index: Index, transaction: IndexTransaction, digits: str) -> list[SnapshotId]:
