@@ -199,31 +199,35 @@ def _candidates(
     codec = Codec.PLANES
     is_auto = policy is Policy.AUTO
     alone_limit = int(PLANES_GAIN * length) if is_auto else length - 1
-    alone = min(length, _estimate(data, elements, Codec.PLANES, None))
+    is_whole = length <= 2 * SAMPLE_STRIPS * SAMPLE_BYTES
+    sample = data if is_whole else _strips(data)
+    alone = min(length, _estimate(length, sample, elements, Codec.PLANES, None))
     found = []
     if base is not None:
         codec = Codec.DELTA_FLOATS if elements.floating else Codec.DELTA_INTEGERS
         limit = int(DELTA_GAIN * alone) if is_auto else alone
-        if _estimate(data, elements, codec, base[1]) <= SAMPLE_SLACK * limit:
+        under = base[1] if is_whole else _strips(base[1])
+        if _estimate(length, sample, elements, codec, under) <= SAMPLE_SLACK * limit:
             found.append((codec, min(limit, length - 1)))
     if alone <= SAMPLE_SLACK * alone_limit:
         found.append((Codec.PLANES, alone_limit))
-    return found, codec if length <= 2 * SAMPLE_STRIPS * SAMPLE_BYTES else None
+    return found, codec if is_whole else None
 
 
-def _estimate(data: Buffer, elements: Elements, codec: Codec, base: Buffer | None) -> int:
-    """Estimate a payload's length in bytes, from strips of the block."""
-    width, length = elements.width, len(data)
-    room = SAMPLE_STRIPS * SAMPLE_BYTES
-    if length > 2 * room:
-        data = _strips(data)
-        base = None if base is None else _strips(base)
-    planes = memoryview(_own.split(data, width, codec, base))
+def _estimate(
+    length: int, sample: Buffer, elements: Elements, codec: Codec, base: Buffer | None
+) -> int:
+    """Estimate the length in bytes of the payload of a block of `length` bytes.
+
+    sample: of the block. base: the same of its base.
+    """
+    width = elements.width
+    planes = memoryview(_own.split(sample, width, codec, base))
     # Compress each plane alone: in a sample they would share a code table, in a block they do not.
     step = max(len(planes) // width, _SHORTEST)
     compress = _own.compressor(elements, codec).compress
     size = sum(len(compress(planes[at : at + step])) for at in range(0, len(planes), step))
-    return size * length // len(data)
+    return size * length // len(sample)
 
 
 def _strips(data: Buffer) -> bytes:
