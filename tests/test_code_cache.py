@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -115,6 +116,46 @@ def test_code_of_another_source_is_not_run(modules: Path) -> None:
     changed = _pass(modules, "passes_changed", factor=5)
     code_cache._digest.cache_clear()
     assert changed._stored() is None
+
+
+def test_code_that_others_could_have_made_is_not_run(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask, others may not write a file of code; one that they may is not run."""
+    before = os.umask(0)
+    try:
+        _run(_pass(modules, "passes_shared"))
+    finally:
+        os.umask(before)
+    path = code_cache.code_path(modules / "passes_shared.py", "add")
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert _pass(modules, "passes_shared")._stored() is not None
+    for mode in (0o664, 0o646):
+        path.chmod(mode)
+        assert _pass(modules, "passes_shared")._stored() is None
+    path.chmod(0o600)
+    assert _pass(modules, "passes_shared")._stored() is not None
+    own, fstat = os.geteuid(), os.fstat
+
+    def strangers(fd: int) -> os.stat_result:
+        return os.stat_result((*fstat(fd)[:4], own + 1, *fstat(fd)[5:]))
+
+    monkeypatch.setattr(os, "fstat", strangers)
+    assert _pass(modules, "passes_shared")._stored() is None
+
+
+def test_without_executable_memory(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no program may make code executable, the error is Unavailable and says so."""
+
+    def refused(image: images.Image) -> None:
+        raise PermissionError(errno.EACCES, "memory cannot be made executable")
+
+    made = _pass(modules, "passes_refused")
+    monkeypatch.setattr(images, "mapped", refused)
+    monkeypatch.setattr(Pass, "_stored", lambda self: images.Image(b"", 0, (), (), ""))
+    with pytest.raises(Unavailable, match="memory cannot be made executable") as raised:
+        _run(made)
+    assert "execmem" in str(raised.value.texts[2])
 
 
 def test_a_changed_step_is_compiled_anew(modules: Path) -> None:

@@ -7,7 +7,8 @@ Code comes with the installation (`shipped`), made when that was built.  It is u
 made from exactly the same sources, is complete, and is for a level that this machine runs; the best
 such level counts.  Otherwise the compiler runs, once, and its code lies beside the source in
 `__pycache__`, like the interpreter's own and with the same trust: anyone who may write there may
-run code.  Or it lies in a directory that `use_cache` names, where only the owner may write.
+run code.  Or it lies in a directory that `use_cache` names, where only the owner may write.  A file
+of code that others may write, or that is another user's, is not run, wherever it lies.
 
 A pass takes integers and addresses, releases the GIL while it runs, and may run in any thread.  It
 checks nothing: its caller guarantees that addresses and lengths are right.
@@ -42,6 +43,9 @@ _MAKERS: Final = tuple(
     _HERE.with_name(f"{name}.py") for name in ("compiling", "images", "levels", "linking")
 )
 _PACKAGE: Final = "mstore."
+_MODE: Final = 0o644
+"""Of a file of code, whatever the umask leaves of it."""
+_OTHERS_WRITE: Final = 0o022
 _OTHERS: Final = "others may write in it"
 
 
@@ -74,7 +78,7 @@ def _distrusted(directory: Path) -> str | None:
         return "not a directory"
     if found.st_uid not in (os.geteuid(), 0):
         return "it is another user's"
-    return _OTHERS if found.st_mode & 0o022 else None
+    return _OTHERS if found.st_mode & _OTHERS_WRITE else None
 
 
 def cache_directory() -> Path | None:
@@ -111,11 +115,12 @@ class Pass:
     def load(self) -> Callable[..., int]:
         """Prepare to run: load the code, or compile.
 
-        Raises Unavailable if there is no code for this processor and it cannot be compiled.
+        Raises Unavailable if there is no code for this processor and it cannot be compiled, or if
+        the system lets no program make code executable.
         """
         with self._lock:
             if self._function is None:
-                address, self._kept = images.mapped(self._stored() or self._compiled())
+                address, self._kept = _mapped(self._stored() or self._compiled())
                 self._function = self._callable(address)
             return self._function
 
@@ -131,11 +136,8 @@ class Pass:
         stamp = self.stamp()
         for level in runnable():
             for path in self._paths(level):
-                try:
-                    data = path.read_bytes()
-                except OSError:
-                    continue
-                found = images.decoded(data, stamp)
+                data = _read(path, self.sources[-1])
+                found = None if data is None else images.decoded(data, stamp)
                 if found is not None:
                     return found
         return None
@@ -157,10 +159,36 @@ class Pass:
         [(_, _, data)] = making.files([wanted], [level])
         # The interpreter writes its own so: atomically, or not at all.
         path = code_path(self.sources[-1], self.name, level)
-        SourceFileLoader("", "").set_data(str(path), data)
+        SourceFileLoader("", "").set_data(str(path), data, _mode=_MODE)
         found = images.decoded(data, wanted.stamp)
         assert found is not None
         return found
+
+
+def _mapped(image: images.Image) -> tuple[int, Any]:
+    try:
+        return images.mapped(image)
+    except OSError as error:
+        raise Unavailable(
+            f"compiled kernels cannot run here: {error.strerror or error}",
+            hint="let this program make memory executable (SELinux: execmem, systemd: "
+            "MemoryDenyWriteExecute)",
+        ) from error
+
+
+def _read(path: Path, source: Path) -> bytes | None:
+    """Return the bytes of a file of code; None if it is not there, or others could have made it.
+
+    source: its owner may give code to whoever runs the source.
+    """
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            owners = (os.geteuid(), 0, source.stat().st_uid)
+            is_trusted = found.st_uid in owners and not found.st_mode & _OTHERS_WRITE
+            return file.read() if is_trusted else None
+    except OSError:
+        return None
 
 
 def shipped(module: str, name: str, level: Level) -> Path:
