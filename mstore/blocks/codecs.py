@@ -466,6 +466,25 @@ def _without_checksum(payload: Buffer) -> bytearray:
     return frame
 
 
+def mended(
+    codec: int, payload: Buffer, width: int, raw_length: int, base: Buffer | None = None
+) -> Buffer:
+    """Return a payload whose frame has the checksum of what is in it, whatever it had.
+
+    For a payload of which only that is damaged, so that its block still matches its id: the caller
+    checks that. Raises as `decode` does, but not for the checksum.
+    """
+    if codec in (Codec.RAW, Codec.CONSTANT):
+        return payload
+    _checked(codec, payload, width, raw_length, base)
+    plain = _decompressed(_without_checksum(payload), raw_length)
+    import zstandard
+
+    # Every frame with these contents ends with the same checksum.
+    other = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(plain)
+    return bytes(payload[:-_CHECKSUM_BYTES]) + other[-_CHECKSUM_BYTES:]
+
+
 def _decompressed(payload: Buffer, raw_length: int) -> bytes:
     import zstandard
 

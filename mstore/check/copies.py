@@ -72,7 +72,10 @@ class Place(Protocol):
 
 
 class PackCopies:
-    """The sealed packs of one store."""
+    """The sealed packs of one store.
+
+    A block of which only a frame's own checksum is damaged is a good copy of itself.
+    """
 
     def __init__(self, packs: Path, block_size: int) -> None:
         self._packs = packs
@@ -132,7 +135,7 @@ class PackCopies:
         if kind != Kind.BLOCK:
             return reader.record(typed(kind, id), at)
         base = None if at.base == NO_BASE else self._base(reader, BlockId(at.base), bases)
-        return reader.block(BlockId(id), at, base)
+        return reader.served(BlockId(id), at, base)
 
     def _base(
         self, reader: BlockReader, block: BlockId, bases: dict[Key, list[tuple[PackId, Entry]]]
@@ -140,7 +143,7 @@ class PackCopies:
         for pack, entry in bases.get((Kind.BLOCK, bytes(block)), ()):
             if entry.base == NO_BASE:
                 with suppress(MstoreError):
-                    return reader.block(block, located(pack, entry))
+                    return reader.served(block, located(pack, entry))
         return None
 
 
