@@ -4,8 +4,9 @@ The order is that of Kahn's algorithm with a heap: of all snapshots whose reache
 listed, the newest comes next, and ids decide among equal times.  To know all reached children, the
 whole lineage would have to be read.  Where only the first few are wanted, the index's rows tell the
 times of the starts and the children of each snapshot, and records are read only of what is listed
-(`docs/design/036-bulk-reads.md`).  Both ways give the same list, unless a row tells another time
-than its record, which is an error of the index.
+(`docs/design/036-bulk-reads.md`).  Both ways give the same list.  Records are the truth about
+times: a row with a later time than its record changes nothing; one with an earlier time, which only
+a faulty index has, is noticed when its snapshot is reached, and not beyond the limit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def ancestry(
         counts = _children_count(catalog, roots, _WALKED * limit + _WALKED_ANYWAY)
         if counts is not None:
             return _ordered(catalog, roots, counts, limit)
-        # Records say what a damaged row of the index does not.
+        # Records say what a damaged or faulty row of the index does not.
         with suppress(Corrupt):
             return _newest(catalog, roots, limit)
     counts = _children_count(catalog, roots, None)
@@ -94,7 +95,7 @@ def _children_count(
 
 
 def _newest(catalog: Catalog, roots: list[SnapshotId], limit: int) -> list[SnapshotId]:
-    """Return the first snapshots of the same list.  Raises Corrupt at a damaged row of the index.
+    """Return the first snapshots of the same list.  Raises Corrupt at a damaged or faulty row.
 
     Candidates are the roots and the parents of what was listed.  The newest is listed unless it has
     a reached child that is not; it is a candidate again once such a child is listed.
@@ -112,6 +113,8 @@ def _newest(catalog: Catalog, roots: list[SnapshotId], limit: int) -> list[Snaps
         now = -_time_ns(catalog, id)
         if now != before:
             # Its row has another time than its record, which may be lost.
+            if now < before:
+                raise Corrupt("the index has an earlier time for this snapshot", where=str(id))
             heapq.heappush(waiting, (now, id))
             continue
         queued.remove(id)

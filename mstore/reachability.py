@@ -171,14 +171,6 @@ class Reach:
         # Rows newer than the inventory: they may be read, and never dropped.
         self._later: IndexTransaction | None = None
 
-    def of(self, snapshots: Iterable[SnapshotId]) -> Flags:
-        """Return a flag per block row: what just these snapshots contain, with bases of deltas."""
-        alone = Reach(self._catalog, self.inventory)
-        for _, record in alone._snapshots(snapshots):
-            alone._keep_contents(record)
-        alone._finish()
-        return alone.live[Kind.BLOCK]
-
     @property
     def whole(self) -> frozenset[SnapshotId]:
         """The reached snapshots whose contents are reached, too."""

@@ -191,6 +191,27 @@ def test_a_limit_reads_few_records(store: Store, monkeypatch: pytest.MonkeyPatch
     assert len(set(read)) < 20
 
 
+@pytest.mark.parametrize("told", [5, 15, 25, 40])
+def test_records_decide_where_a_row_has_another_time(
+    store: Store, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row with a wrong time moves nothing in the list that reaches its snapshot."""
+    monkeypatch.setattr("mstore.ancestry._WALKED", 0)
+    monkeypatch.setattr("mstore.ancestry._WALKED_ANYWAY", 0)
+    made = {time: put(store, time, ref=f"r{time}") for time in (10, 20, 30)}
+    index = store._catalog.index
+    for time, id in made.items():
+        with index.env.write() as rows:
+            value = index.get(rows, "snapshots", id)
+            assert value is not None
+            index.put(rows, "snapshots", id, value[:32] + told.to_bytes(8, "big"))
+        assert times(store, limit=3) == [30, 20, 10]
+        if told >= time:
+            assert times(store, limit=1) == [30]
+        with index.env.write() as rows:
+            index.put(rows, "snapshots", id, value)
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_what_a_removal_leaves_without_a_name(seed: int) -> None:

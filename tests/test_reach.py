@@ -185,15 +185,6 @@ def test_growing_reads_nothing_twice(store: Store, monkeypatch: pytest.MonkeyPat
     assert all((reach.live[kind] == flags).all() for kind, flags in before.items())
 
 
-def test_of_is_one_snapshots_contents(store: Store) -> None:
-    """`of` flags the blocks of just these snapshots, without their ancestors'."""
-    reach = Reach(store._catalog, Inventory.read(store._catalog))
-    flags = reach.of([store["expert"].id])
-    blocks = reach.inventory.blocks
-    assert {blocks.id(n) for n in np.flatnonzero(flags)} == blocks_by_walking(store, "expert")
-    assert not reach.live[Kind.BLOCK].any()
-
-
 def test_a_needed_record_that_is_damaged_stops_it(store: Store) -> None:
     """With a record that cannot be read nobody can say what is needed: gc drops nothing."""
     catalog = store._catalog
