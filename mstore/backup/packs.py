@@ -105,9 +105,10 @@ class PlacedPacks(PackFiles):
         super().__init__(directory)
         self._places = places
 
-    def path(self, pack: PackId) -> Path:
+    def place(self, pack: PackId) -> str:
         """Return where this pack lies."""
-        return self._places.get(pack) or super().path(pack)
+        place = self._places.get(pack)
+        return super().place(pack) if place is None else str(place)
 
 
 _Payload = tuple[Kind, bytes, Location, Row]

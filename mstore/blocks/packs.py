@@ -290,7 +290,7 @@ class PackWriter:
         self._file.abandon()
 
 
-def open_pack(path: Path) -> int:
+def open_pack(path: Path | str) -> int:
     """Open a regular file that is not a symbolic link.  Raises OSError, Corrupt."""
     try:
         # Without O_NONBLOCK, opening a fifo waits for a writer for ever.
@@ -415,18 +415,18 @@ class PackFiles:
                 self._drop_unlinked()
                 opened = None
             if opened is None:
-                path = self.path(pack)
+                path = self.place(pack)
                 try:
                     fd = open_pack(path)
                 except FileNotFoundError as error:
                     raise PackGone(
                         "a pack that the index names is missing",
-                        where=str(path),
+                        where=path,
                         hint=call("fsck"),
                     ) from error
                 except OSError as error:
                     raise StorageFailed(
-                        str(error.strerror), where=str(path), errno=error.errno
+                        str(error.strerror), where=path, errno=error.errno
                     ) from error
                 opened = self._open[pack] = _OpenPack(fd, self._version(pack, fd))
                 # Count the user before eviction: if all others are in use, this one would be
@@ -456,14 +456,12 @@ class PackFiles:
         return opened.version
 
     def _evict(self) -> None:
-        if len(self._open) <= self._max_open:
-            return
-        for pack, opened in list(self._open.items()):
-            if len(self._open) <= self._max_open:
+        while len(self._open) > self._max_open:
+            unused = (pack for pack, opened in self._open.items() if opened.users == 0)
+            oldest = next(unused, None)
+            if oldest is None:
                 return
-            if opened.users == 0:
-                os.close(opened.fd)
-                del self._open[pack]
+            os.close(self._open.pop(oldest).fd)
 
     def forget_removed(self) -> None:
         """Close packs whose files were removed, so that their space is freed."""
@@ -592,13 +590,19 @@ class PackFiles:
 
     def is_there(self, pack: PackId) -> bool:
         """Return whether the pack has a file; opens none."""
+        return os.path.exists(self.place(pack))
+
+    def place(self, pack: PackId) -> str:
+        """Return where this pack lies: some ask for thousands, and a path takes ten times as long.
+
+        The one method to override where packs lie elsewhere.
+        """
         name = pack.hex()
-        # A path object takes ten times as long, and some ask for thousands.
-        return os.path.exists(f"{self.directory}/{name[:2]}/{name}.pack")
+        return f"{self.directory}/{name[:2]}/{name}.pack"
 
     def path(self, pack: PackId) -> Path:
         """Return the path of this pack."""
-        return pack_path(self.directory, pack)
+        return Path(self.place(pack))
 
     def close(self) -> None:
         """Close all descriptors once running reads have ended; idempotent.
