@@ -168,6 +168,7 @@ def command(
     *,
     example: str,
     failure: str = "an error",
+    decodes: bool = False,
     bare: Mapping[str, str] = MappingProxyType({}),
     foreign: Mapping[str, str] = MappingProxyType({}),
     foreign_hint: str = "",
@@ -176,7 +177,8 @@ def command(
     """Make a Verb from a function `(session, its own parameters) -> None`.
 
     The function's name, with dashes, is the verb, its docstring the help.  `example` is a realistic
-    command line; `failure` says when the exit status is 1. bare: options whose value follows an
+    command line; `failure` says when the exit status is 1. decodes: whether it mostly reads blocks,
+    one after the other (`mstore.heap`). bare: options whose value follows an
     equals sign or is left out, and the value if left out. foreign, foreign_hint, mistaken: as in
     `Verb`.
     """
@@ -200,6 +202,10 @@ def command(
             # Error reporting knows only the outermost context.
             context.find_root().obj = choices
             session = Session(choices)
+            if decodes:
+                from mstore import heap
+
+                heap.keep_freed()
             try:
                 function(session, **given)
             finally:

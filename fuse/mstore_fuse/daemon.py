@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mstore import heap
 from mstore.errors import BadRequest, MstoreError, StorageFailed, Unavailable
 from mstore.phrases import Option, call, to_json
 from mstore_fuse import libfuse, mount_table
@@ -43,9 +44,6 @@ from mstore_fuse.tree import NOTHING, About, Hold, MountSource, SnapshotTree, Tr
 _STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SYSLOG = Path("/dev/log")
 
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_M_ARENA_MAX = -8
 _PR_SET_PDEATHSIG = 1
 _ENDED = b"\0"  # no signal has number 0
 
@@ -181,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = _Report(options.ready_fd, options.foreground)
     if options.foreground:
         _end_with_parent()
-    _tune_malloc()
+    heap.keep_freed(one_arena=True)
     chosen = MountOptions.of(options)
     daemon = Daemon(
         lambda: open_store(store, chosen),
@@ -247,19 +245,6 @@ def _message(error: BaseException | None) -> dict[str, object]:
         return {"error": type(error).__name__, "what": f"{type(error).__name__}: {error}"}
     what, where, hint = (None if text is None else to_json(text) for text in error.texts)
     return {"error": type(error).__name__, "what": what, "where": where, "hint": hint}
-
-
-def _tune_malloc() -> None:
-    """Keep read buffers in the heap, to avoid page faults.
-
-    If they are mapped and unmapped each time, a read of 1 MiB costs 256 page faults, which is half
-    the throughput.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
-        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def _end_with_parent() -> None:

@@ -8,7 +8,6 @@ again    a second signal ends them at once
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import signal
 import socket
@@ -20,7 +19,7 @@ from typing import Final
 
 import uvicorn
 
-from mstore import Store
+from mstore import Store, heap
 from mstore.errors import BadRequest, Conflict, MstoreError, StorageFailed, Unavailable
 from mstore.phrases import Option, phrase
 from mstore_serve.app import OWN_NAMES, App
@@ -35,10 +34,6 @@ _IDLE_SECONDS: Final = 30
 _CONNECTIONS_A_REQUEST: Final = 4
 _BACKLOG: Final = 256
 _TICKS: Final = 10
-
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
-_M_ARENA_MAX: Final = -8
 
 
 @contextmanager
@@ -120,7 +115,7 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve; return when the server has ended and its threads have."""
-        _tune_malloc()
+        heap.keep_freed(one_arena=True)
         try:
             super().run(sockets=[self._listening])
         finally:
@@ -160,12 +155,3 @@ class Server(uvicorn.Server):
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self.stop()
-
-
-def _tune_malloc() -> None:
-    """Keep pieces in the heap, to avoid page faults, and give what is free back."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
-        libc.mallopt(_M_ARENA_MAX, 1)

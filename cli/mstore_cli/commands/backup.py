@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 @command(
+    decodes=True,
     example="mstore backup /backup/models",
     failure="the store is damaged or lacks blocks (all else was copied), or another error",
 )

@@ -15,6 +15,7 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 
 
 @command(
+    decodes=True,
     example="mstore checkout llama/merged ./llama-merged",
     failure="an error; no directory was made",
     bare={"--reflink": "always"},

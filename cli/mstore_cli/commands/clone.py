@@ -16,6 +16,7 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 
 
 @command(
+    decodes=True,
     example="mstore clone /srv/models/store ./mine",
     failure="the source is damaged, or another error; no store was made",
 )

@@ -38,7 +38,9 @@ TENSOR_COLUMNS = (
 )
 
 
-@command(example="mstore diff llama/base llama/math\n  mstore diff llama/math ./llama-math")
+@command(
+    decodes=True, example="mstore diff llama/base llama/math\n  mstore diff llama/math ./llama-math"
+)
 def diff(
     session: Session,
     a: Annotated[

@@ -35,6 +35,7 @@ AFFECTED = (
 
 
 @command(
+    decodes=True,
     example="mstore fsck --read-data --repair --from /backup/store",
     failure="problems were found (with --repair: remain), or another error",
 )

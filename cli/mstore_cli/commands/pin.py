@@ -14,6 +14,7 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 
 
 @command(
+    decodes=True,
     example="mstore pin llama/merged --raw",
     failure="an error; blocks lie as before",
 )

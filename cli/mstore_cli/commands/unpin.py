@@ -10,6 +10,7 @@ from mstore_cli.sizes import format_seconds, format_size
 
 
 @command(
+    decodes=True,
     example="mstore unpin llama/merged",
     failure="an error; blocks lie as before",
 )

@@ -27,6 +27,7 @@ COLUMNS = (
 
 
 @command(
+    decodes=True,
     example="mstore verify llama/merged --signers allowed_signers --read-data",
     failure="a snapshot has no good signature of a trusted key, or another error",
 )
