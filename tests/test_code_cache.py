@@ -62,6 +62,8 @@ COMPARING = (
     "tests/test_attribution.py::test_elements_that_are_not_finite_are_counted_apart[ties]",
     "tests/test_attribution.py::test_shares_are_those_of_the_definition[alike-ties]",
     "tests/test_codecs.py::test_every_codec_holds_every_block",
+    "tests/test_codecs.py::test_every_codec_holds_every_width",
+    "tests/test_codecs.py::test_the_classes_of_a_base_are_counted_again_unless_it_is_the_last",
     "tests/test_codecs.py::test_planes_are_what_the_page_says",
     "tests/test_fisher.py::test_a_merge_equals_the_reference",
     "tests/test_product_rows.py::test_no_row_is_less_than_what_is_measured",
@@ -186,6 +188,18 @@ def test_without_the_compiler(modules: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Unavailable, match="No module named 'numba'") as raised:
         _run(_pass(modules, "passes_without"))
     assert "mstore[compile]" in str(raised.value.texts[2])
+
+
+def test_without_the_compiler_nobody_is_told_to_wait(
+    modules: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where numba is not installed, the error comes at once, and not after a note about waiting."""
+    caplog.set_level("INFO", logger=code_cache.LOGGER)
+    monkeypatch.setattr(code_cache, "_told", Event())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match="No module named 'numba'"):
+        _run(_pass(modules, "passes_nowhere"))
+    assert caplog.records == []
 
 
 def test_a_pass_that_cannot_be_compiled(modules: Path) -> None:

@@ -127,6 +127,18 @@ def test_every_codec_holds_every_block(
     assert target == data
 
 
+@pytest.mark.parametrize("codec", FRAMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_codec_holds_every_width(codec: Codec, width: int) -> None:
+    """The same for each width at least once, whatever the examples above are."""
+    rng = np.random.default_rng(width)
+    data, base = rng.bytes(1000 * width), rng.bytes(1000 * width)
+    reference = base if codec.is_delta else None
+    target = bytearray(len(data))
+    decode_into(codec, framed(codec, width, data, reference), width, memoryview(target), reference)
+    assert target == data
+
+
 def test_all_patterns_of_two_bytes_survive() -> None:
     """Each of the 65536 patterns against each of some bases: NaN with payloads, both zeros."""
     data = np.arange(1 << 16, dtype=np.uint16)

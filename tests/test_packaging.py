@@ -8,6 +8,8 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import kernels_once
 import pytest
@@ -71,6 +73,26 @@ def test_command_is_declared(wheel: list[str]) -> None:
     """Installing the wheel gives the command `mstore`."""
     assert [name for name in wheel if name.endswith(".dist-info/entry_points.txt")]
     assert "mstore_cli/main.py" in wheel
+
+
+def test_no_wheel_without_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wheel whose kernels could not be compiled is not built unless that is asked for."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    import hatch_build
+
+    told: list[str] = []
+    nothing: Any = (None, None)
+    app: Any = SimpleNamespace(display_warning=told.append)
+    hook = hatch_build.KernelsHook(str(ROOT), {}, *nothing, str(tmp_path), "wheel", app)
+    refusing = SimpleNamespace(returncode=1)
+    monkeypatch.setattr("hatch_build.subprocess.run", lambda *_, **__: refusing)
+    monkeypatch.delenv(hatch_build.ALLOWED, raising=False)
+    with pytest.raises(SystemExit, match=hatch_build.ALLOWED):
+        hook.initialize("standard", {})
+    hook.initialize("editable", {})
+    monkeypatch.setenv(hatch_build.ALLOWED, "1")
+    hook.initialize("standard", {})
+    assert len(told) == 2
 
 
 def test_the_tests_travel(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Part of `mstore.api.Store`, which combines all parts.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,6 +106,7 @@ class Adding(OpenStore):
         Raises BadCheckpoint, BadName, BadRequest (kind), Conflict, Incompatible, StorageFailed, and
         Unavailable (conversion without torch); then nothing is published.
         """
+        began = time.monotonic()
         from mstore.add import add
         from mstore.checkpoint.exclusion import Exclusion
         from mstore.objects.shapes import require_patterns
@@ -143,7 +145,12 @@ class Adding(OpenStore):
                     progress=progress,
                 )
                 report = unless_overtaken(self._catalog, name, one_add)
-        return replace(report, notes=notes + report.notes + _idle(exclusion, checkpoint))
+        return replace(
+            report,
+            notes=notes + report.notes + _idle(exclusion, checkpoint),
+            # With the scan, and the search for a base.
+            seconds=time.monotonic() - began,
+        )
 
     @contextmanager
     def _scanned(

@@ -153,6 +153,7 @@ class Pass:
 
         if not runnable():
             raise Unavailable(f"kernels run on x86-64 and aarch64, not on {os.uname().machine}")
+        making.require_compiler()
         _tell()
         level = runnable()[0]
         wanted = making.Wanted(self.module, self.name, self.stamp())

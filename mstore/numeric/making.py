@@ -6,6 +6,7 @@ megabytes, and makes code for other processors than this one: numba decides that
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 import subprocess
@@ -60,6 +61,12 @@ def files(
             (size,) = struct.unpack_from("<I", done.stdout, at)
             yield one, level, done.stdout[at + 4 : at + 4 + size]
             at += 4 + size
+
+
+def require_compiler() -> None:
+    """Raise Unavailable if the compiler is not installed."""
+    if importlib.util.find_spec("numba") is None:
+        raise _unavailable("ModuleNotFoundError: No module named 'numba'")
 
 
 def _processor(level: Level) -> tuple[str, str]:
