@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -930,6 +931,31 @@ def test_a_virtual_merge_is_read_while_gc_moves_its_inputs(
         assert moved
         assert store.materialize("v").expert_bytes_read > 0
         assert store.fsck(read_data=True).problems == ()
+
+
+def test_a_virtual_merge_is_read_while_its_inputs_are_pinned(
+    places: Callable[[str], Place], tmp_path: Path
+) -> None:
+    """A reader goes on when blocks that it has looked up, or costs of, are stored in another form:
+    what its plan reads at rest changes, and the packs that it knows go."""
+    root = places("bf16").root
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="dense") as store:
+        for name in ("base", "e0", "e1", "e2"):
+            store.add(root / name, name=name, base=None if name == "base" else "base")
+        store.merge(planned(store, "ties"), name="v", virtual=True)
+        with Store.open(tmp_path / "store") as other:
+            view = other.view("v")
+            wanted = {path: b"".join(other.read_file("v", path)) for path in view.files}
+        view = store.view("v")
+        path = max(view.files, key=lambda path: view.files[path])
+        start = view.files[path] // 2
+        # Some chunks are looked up, and a few of them computed.
+        assert view.read(path, start, 100) == wanted[path][start : start + 100]
+        for name in ("e0", "e1", "e2"):
+            store.pin(name, raw=True)
+        store.gc(reflog_days=0)
+        shutil.rmtree(tmp_path / "store" / "memo", ignore_errors=True)
+        assert {path: b"".join(store.read_file("v", path)) for path in view.files} == wanted
 
 
 # -- memory --------------------------------------------------------------------------------------

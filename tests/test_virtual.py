@@ -18,7 +18,6 @@ from small_models import small_model
 from mstore import MergeRequest, Store
 from mstore.block_cache import BlockCache, VirtualBlock
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
-from mstore.merge.planning.costs import Costs
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import Tasks
 from mstore.merge.virtual import blocks
@@ -341,11 +340,11 @@ def test_an_input_that_is_damaged(store: Store, tmp_path: Path) -> None:
 
 
 def test_reads_beyond_the_plan_stop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where more is read than what the plan costs here, the reads stop at that figure."""
+    """Where more is read for a chunk than what its plan reads for it, the reads stop."""
     plan = store.plan(MergeRequest(base="base", experts=["e0"], method="linear"))
     assert plan.planned_expert_bytes > BLOCK
     store.merge(plan, name="m", virtual=True)
-    monkeypatch.setattr(blocks, "costs_of", lambda catalog, plan: Costs(BLOCK, BLOCK))
+    monkeypatch.setattr(blocks, "READ", -1)
     with pytest.raises(BudgetExceeded):
         files_of(store, "m")
 

@@ -6,8 +6,8 @@ every block that was computed, even while the block itself is stored nowhere; a 
 differently than before is Corrupt, and never returned.
 
 The bytes are those of the real merge of the same plan. Reads of experts are charged as in that
-merge: the first read of each chunk to a meter whose limit is what the plan costs in this store; a
-repeated read (because the result was evicted) to a limit of that chunk's own cost.
+merge, but chunk by chunk: each to a limit of what the plan reads for it, in bytes at rest at that
+time, because readers stay while blocks are stored in another form.
 
 Safe for any number of threads. Memory: one chunk of each side per thread, and what readers keep.
 """
@@ -26,9 +26,8 @@ import numpy.typing as npt
 from mstore.block_cache import VirtualBlock
 from mstore.blocks.meter import Meter
 from mstore.checkpoint.partition import partition
-from mstore.errors import Corrupt, MstoreError
+from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import BlockId, Buffer, PlanId, VirtualId
-from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load, will_need
@@ -46,6 +45,8 @@ from mstore.store.memo import Memo
 _BATCH = 32
 _BATCHES_KEPT = 16
 _FLUSH_ROWS = 1024
+_LOOKS = 4
+"""How often a chunk is looked up whose blocks are stored in another form meanwhile."""
 
 
 _Batch = dict[int, tuple[bytes, ChunkTask]]
@@ -58,7 +59,7 @@ class _Plan:
         plan = catalog.record(Plan, id)
         check_fits(catalog, plan)
         self.id = id
-        self.first_reads = Meter("expert", costs_of(catalog, plan).planned)
+        self.first_reads = Meter("expert")
         self.tasks = Tasks(catalog, plan, self.first_reads)
         self.keys = MemoKeys(self.tasks)
         self.names = {tensor.name for tensor in plan.tensors}
@@ -103,17 +104,24 @@ class _Tensor:
         return dict(zip(numbers, zip(keys, tasks, strict=True), strict=True))
 
     def meter(self, task: ChunkTask) -> Meter:
-        """Return the meter to charge for reading this chunk's experts."""
-        with self._lock:
-            if task.number not in self._read:
-                self._read.add(task.number)
-                return self.plan.first_reads
+        """Return the meter to charge for reading this chunk's experts: only what is planned.
+
+        Its limit is in bytes at rest as they are now: `pin`, `unpin` and `gc` change them.
+        """
         planned = {
             row
             for row, states in zip(task.row_of, self.states, strict=True)
             if states[task.number] == READ
         }
         return Meter("expert", sum(task.rows[row].stored_bytes for row in planned))
+
+    def count(self, number: int, length: int) -> None:
+        """Count what was read of experts for a chunk, once."""
+        with self._lock:
+            if number in self._read:
+                return
+            self._read.add(number)
+        self.plan.first_reads.charge(length)
 
 
 class VirtualBlocks:
@@ -201,12 +209,17 @@ class VirtualBlocks:
                 self._batches.popitem(last=False)
         return batch[number]
 
+    def _forget(self, tensor: _Tensor, number: int) -> None:
+        """Look this chunk up again when it is needed next."""
+        with self._lock:
+            self._batches.pop((tensor, number - number % _BATCH), None)
+
     # -- computing -----------------------------------------------------------------------------
 
     def _compute(self, tensor: _Tensor, number: int) -> list[Buffer]:
         key, task = self._chunk(tensor, number)
         with tensor.prefix.counting(number) if tensor.prefix is not None else nullcontext():
-            loaded = self._load(tensor, task, self._scratch)
+            loaded = self._load(tensor, number, self._scratch)
             quotas, taken = self._quotas(tensor, loaded)
         out = np.empty(task.out_bytes, dtype=np.uint8)
         blend(loaded, quotas, out)
@@ -234,11 +247,24 @@ class VirtualBlocks:
                 hint=call("fsck", read_data=True),
             )
 
-    def _load(self, tensor: _Tensor, task: ChunkTask, scratch: Scratch) -> Loaded:
-        meter = tensor.meter(task)
+    def _load(self, tensor: _Tensor, number: int, scratch: Scratch) -> Loaded:
         moved = tensor.plan.tasks.moved
-        (loaded,) = load([task], self._catalog.packs, scratch, meter, self._base_meter, moved)
-        return loaded
+        for look in range(_LOOKS):
+            task = self._chunk(tensor, number)[1]
+            meter = tensor.meter(task)
+            try:
+                (found,) = load(
+                    [task], self._catalog.packs, scratch, meter, self._base_meter, moved
+                )
+            except Conflict:
+                # Its blocks are stored in another form since they were looked up.
+                if look == _LOOKS - 1:
+                    raise
+                self._forget(tensor, number)
+            else:
+                tensor.count(number, meter.total)
+                return found
+        raise AssertionError("the last look returns or raises")
 
     def _quotas(
         self, tensor: _Tensor, loaded: Loaded
@@ -258,7 +284,7 @@ class VirtualBlocks:
         """Count the ties of a chunk that was not read yet, for the quotas of a later one."""
         if tensor.reused[number]:
             return [0] * len(wanted)
-        loaded = self._load(tensor, self._chunk(tensor, number)[1], self._gap_scratch)
+        loaded = self._load(tensor, number, self._gap_scratch)
         return tie_counts(loaded, wanted)
 
     def _remember(self, key: bytes, row: bytes) -> None:
