@@ -250,14 +250,14 @@ class VirtualBlocks:
     def _load(self, tensor: _Tensor, number: int, scratch: Scratch) -> Loaded:
         moved = tensor.plan.tasks.moved
         for look in range(_LOOKS):
-            task = self._chunk(tensor, number)[1]
-            meter = tensor.meter(task)
             try:
+                task = self._chunk(tensor, number)[1]
+                meter = tensor.meter(task)
                 (found,) = load(
                     [task], self._catalog.packs, scratch, meter, self._base_meter, moved
                 )
-            except Conflict:
-                # Its blocks are stored in another form since they were looked up.
+            except (Conflict, Corrupt):
+                # Its blocks may be stored in another form since, or while, they were looked up.
                 if look == _LOOKS - 1:
                     raise
                 self._forget(tensor, number)
