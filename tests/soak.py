@@ -282,7 +282,8 @@ class Reader(Worker):
         point.mkdir(exist_ok=True)
         try:
             message = store.show(str(ref.snapshot)).message
-            mounts.mount(self._root, str(ref.snapshot), point, timeout=DEADLINE)
+            log = _log_of_mounts(self._root)
+            mounts.mount(self._root, str(ref.snapshot), point, timeout=DEADLINE, log=log)
         except NotFound:
             self._tell(gone=ref.name)
             return
@@ -338,6 +339,11 @@ def _whole(root: Path) -> Path:
     return root.with_name("whole")
 
 
+def _log_of_mounts(root: Path) -> Path:
+    """What goes wrong in any of the mounts: a reader sees no more than EIO, or SIGBUS."""
+    return root.with_name("mounts.log")
+
+
 @contextmanager
 def _shown(root: Path) -> Iterator[int | None]:
     """The process that serves a mount of the whole store; None where nothing can be mounted."""
@@ -348,7 +354,8 @@ def _shown(root: Path) -> Iterator[int | None]:
         yield None
         return
     _whole(root).mkdir()
-    info = mounts.mount(root, None, _whole(root), timeout=DEADLINE)
+    log = _log_of_mounts(root)
+    info = mounts.mount(root, None, _whole(root), timeout=DEADLINE, log=log)
     try:
         yield info.pid
     finally:
@@ -435,13 +442,20 @@ def _run(root: Path, scratch: Path, names: list[str], seed: int, seconds: float)
             largest = max(largest, _size(root))
             for name, process in processes.items():
                 if process.poll():
-                    told = (scratch / f"{name}.errors").read_text()
+                    told = (scratch / f"{name}.errors").read_text() + _told_by_mounts(root)
                     raise AssertionError(f"{name} ended with {process.returncode}: {told}")
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
     return largest
+
+
+def _told_by_mounts(root: Path) -> str:
+    """The log of the mounts but for when they began and ended."""
+    log = _log_of_mounts(root)
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return "".join(line for line in lines if "serving" not in line and "has ended" not in line)
 
 
 def _descriptors(server: int) -> int:
