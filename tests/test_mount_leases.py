@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ from mount_drivers import (
 )
 
 from mstore import MergeRequest, Store
+from mstore.errors import Conflict
+from mstore.ids import SnapshotId
+from mstore.store import leases
+from mstore.store.catalog import Catalog
+from mstore.store.layout import Layout
 
 pytest_plugins = ["mount_drivers"]
 
@@ -69,6 +75,47 @@ def test_what_is_mounted_is_kept(
         assert survey(tuned.point, family.sources["tuned"]) == {}
         assert store.fsck(read_data=True).problems == ()
         stack.close()
+
+
+def test_a_hold_that_came_too_late_is_told(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot that is collected before its hold is seen: a mount would fail in each read, so
+    taking a sure hold raises, and leaves none behind."""
+    really = leases.Hold
+
+    def late(layout: Layout, snapshot: SnapshotId) -> leases.Hold:
+        with Store.open(family.store) as other:
+            remove(other, family)
+            collect(other)
+        return really(layout, snapshot)
+
+    with Store.open(family.store) as store:
+        tuned = store.view("tuned").id
+        monkeypatch.setattr(leases, "Hold", late)
+        with pytest.raises(Conflict, match="was collected"):
+            store.hold(tuned, sure=True)
+    assert not list((family.store / "tmp").glob(f"*{leases.HOLD}"))
+
+
+def test_a_hold_waits_for_who_may_not_have_seen_it(family: Family) -> None:
+    """A snapshot without a ref may be in the course of being collected: a sure hold waits until
+    that is published. One with a ref waits for nobody."""
+    done = []
+    with Store.open(family.store) as store, closing(Catalog.open(family.store)) as catalog:
+        tuned, base = store.view("tuned").id, store.view("base").id
+        store.remove("tuned")
+
+        def hold() -> None:
+            store.hold(tuned, sure=True).release()
+            done.append("held")
+
+        thread = threading.Thread(target=hold)
+        with catalog.publishing():
+            store.hold(base, sure=True).release()
+            thread.start()
+            thread.join(0.5)
+            done.append("published")
+        thread.join()
+    assert done == ["published", "held"]
 
 
 @pytest.mark.parametrize("forget", [remove, move, prune])

@@ -72,7 +72,7 @@ class Store:
         self.viewed.append(revision)
         return self.views[revision]
 
-    def hold(self, snapshot: str) -> Hold:
+    def hold(self, snapshot: str, *, sure: bool = False) -> Hold:
         self.held.append(snapshot)
         return Hold(self.held, snapshot)
 

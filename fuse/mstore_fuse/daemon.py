@@ -141,7 +141,7 @@ class Daemon:
                 )
             return RefTree(StoreTree(source, about, show_about=shown), ref)
         view = source.view(self.revision)
-        self._hold = source.hold(view.id)
+        self._hold = source.hold(view.id, sure=True)
         return SnapshotTree(view, about, show_about=shown)
 
     def _detach(self) -> None:

@@ -107,7 +107,8 @@ def mount(
     `erofs`, `verify` is `once`, which checks every block before this returns, whatever `timeout`
     says, or `never`; and there is no `foreground`, `log`, `follow` or `show_meta`.
 
-    Raises NotFound, Conflict (mount point missing, not an empty directory, a mount already),
+    Raises NotFound, Conflict (mount point missing, not an empty directory, a mount already, a
+    snapshot that is being collected),
     BadRequest (also: not with this driver), StorageFailed (the log), Unavailable (no FUSE, no
     EROFS, refused, no answer within `timeout` seconds), Incompatible (not stored raw, for `erofs`),
     Corrupt (a block that `erofs` would show), and what opening the store and finding the revision

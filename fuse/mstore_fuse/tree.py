@@ -93,8 +93,11 @@ class MountSource(Protocol):
         """Return the snapshot that this revision names. Raises NotFound or BadName."""
         ...
 
-    def hold(self, snapshot: Any, /) -> Hold:
-        """Protect this snapshot's contents until the hold is released, or the process ends."""
+    def hold(self, snapshot: Any, /, *, sure: bool = False) -> Hold:
+        """Protect this snapshot's contents until the hold is released, or the process ends.
+
+        sure: raises Conflict if the snapshot was collected; else such a hold protects nothing.
+        """
         ...
 
     def ref_ids(self) -> Mapping[str, object]:

@@ -236,10 +236,19 @@ class Reading(OpenStore):
             computing=self._computing,
         )
 
-    def hold(self, snapshot: SnapshotId) -> leases.Hold:
+    def hold(self, snapshot: SnapshotId, *, sure: bool = False) -> leases.Hold:
         """Protect a snapshot's contents from garbage collection until the hold is released.
 
         The hold ends with the process.  If it cannot be taken (in a store that is read-only for
-        this user), it protects nothing; that is not an error.
+        this user), it protects nothing; that is not an error.  A hold that is taken while gc
+        publishes may be too late. sure: wait for gc's publishing to end; raises Conflict if the
+        snapshot was collected.
         """
-        return leases.Hold(self._catalog.layout, snapshot)
+        hold = leases.Hold(self._catalog.layout, snapshot)
+        if sure:
+            try:
+                contents.require_held(self._catalog, snapshot)
+            except BaseException:
+                hold.release()
+                raise
+        return hold

@@ -9,16 +9,17 @@ stored.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
-from mstore.errors import Conflict, Corrupt, NotFound
+from mstore.errors import Conflict, Corrupt, NotFound, StorageFailed
 from mstore.ids import SnapshotId
 from mstore.objects.manifest import Manifest
 from mstore.phrases import call, phrase
-from mstore.store import damage, leases, pruned_rows, snapshot_rows
+from mstore.store import damage, leases, pruned_rows, refs, snapshot_rows
 from mstore.store.catalog import Catalog
 
 
@@ -83,6 +84,27 @@ def or_collected(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[
         if gone is None:
             raise
         raise _collected(gone, gone.short) from error
+
+
+def require_held(catalog: Catalog, id: SnapshotId) -> None:
+    """Make sure that a hold, which the caller has just taken, is not too late.
+
+    Waits for a publisher that may not have seen the hold, unless a ref names the snapshot, and
+    where this user may lock the store. Raises Conflict if the snapshot is gone.
+    """
+    with catalog.index.env.read() as transaction:
+        # Whoever publishes now sees the same refs, because there is one publisher at a time.
+        if any(ref.snapshot_id() == id for _, ref in refs.walk(catalog.index, transaction)):
+            return
+    # Who may not lock a store can take no hold either.
+    with suppress(StorageFailed):
+        lock = fs.LockFile(catalog.layout.lock, create=False)
+        try:
+            lock.acquire()
+        finally:
+            lock.release()
+    if _is_gone(catalog, id):
+        raise _collected(id, id.short)
 
 
 def _is_gone(catalog: Catalog, id: SnapshotId) -> bool:
