@@ -19,10 +19,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import silent_ends
 from hypothesis import settings
+
+from mstore.blocks.index import Index
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -48,3 +52,12 @@ def _kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         from kernels_once import compile_all
 
         compile_all(tmp_path_factory.getbasetemp().parent)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    """A new index."""
+    (tmp_path / "index").mkdir()
+    index = Index(tmp_path / "index", create=True)
+    yield index
+    index.close()

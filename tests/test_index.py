@@ -35,15 +35,6 @@ def block(id: int, *, offset: int = 4096, base: bytes = NO_BASE) -> Entry:
     return Entry(bytes([id]) * 32, Kind.BLOCK, Codec.RAW, 2, offset, 10, 20, base)
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    """A new index."""
-    (tmp_path / "index").mkdir()
-    index = Index(tmp_path / "index", create=True)
-    yield index
-    index.close()
-
-
 # -- rows --------------------------------------------------------------------------------------
 
 

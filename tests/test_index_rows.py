@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,6 @@ ENTRIES = st.builds(
     st.sampled_from([NO_BASE, b"b" * ID_BYTES]),
 )
 FIRST, SECOND = SnapshotId(b"\xab\xc1" + bytes(30)), SnapshotId(b"\xab\xc2" + bytes(30))
-
-
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    """A new index."""
-    (tmp_path / "index").mkdir()
-    index = Index(tmp_path / "index", create=True)
-    yield index
-    index.close()
 
 
 def snapshot(manifest: int, time_ns: int, *parents: Parent) -> SnapshotRecord:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -24,15 +22,6 @@ from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt
 
 FORM = (BLOCKS, 32, (22, 54))
-
-
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    """A new index."""
-    (tmp_path / "index").mkdir()
-    index = Index(tmp_path / "index", create=True)
-    yield index
-    index.close()
 
 
 def fill(index: Index, draw: random.Random, rounds: int = 6) -> dict[bytes, bytes]:

@@ -741,18 +741,17 @@ def test_a_delta_of_a_delta_is_refused(
     store, tasks, task = _one(places)
     catalog = store._catalog
     (source,) = task.rows[0].sources
-    honest = catalog.locate
+    honest = catalog.locate_with_bases
 
-    def locate(blocks: Any) -> list[Location]:
-        wanted = list(blocks)
-        return [
-            structs.replace(at, codec=Codec.DELTA_FLOATS, base=bytes(source.id))
+    def locate(blocks: Any) -> dict[BlockId, Location]:
+        return {
+            id: structs.replace(at, codec=Codec.DELTA_FLOATS, base=bytes(source.id))
             if source.base is not None and id == source.base.id
             else at
-            for id, at in zip(wanted, honest(wanted), strict=True)
-        ]
+            for id, at in honest(blocks).items()
+        }
 
-    monkeypatch.setattr(catalog, "locate", locate)
+    monkeypatch.setattr(catalog, "locate_with_bases", locate)
     with pytest.raises(Corrupt, match="a delta itself"):
         tasks.chunk(task.tensor, task.number)
 

@@ -88,3 +88,4 @@ def test_every_processor_writes_the_same_planes(width: int, is_wide: bool) -> No
 def test_the_caller_gives_as_much_scratch_as_the_passes_use() -> None:
     """`planes`, which must not import the passes, has their size of scratch."""
     assert callers._SCRATCH == SCRATCH
+    assert callers._AGAIN == FLOATS_AGAIN

@@ -23,7 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.lmdb_env import Environment
-from mstore.blocks.lmdb_pages import BRANCH, LEAF, PAGE, PAGE_HEAD, TREE_BYTES, Tree
+from mstore.blocks.lmdb_pages import (
+    BRANCH,
+    LEAF,
+    MAX_DEPTH,
+    NODE,
+    PAGE,
+    PAGE_HEAD,
+    TREE_BYTES,
+    Tree,
+)
 from mstore.blocks.lmdb_types import IndexTransaction
 
 _Numbers = npt.NDArray[np.int64]
@@ -34,8 +43,7 @@ _WORD = 2
 """Places in a page are even; they are counted in words of two bytes."""
 _KIND, _LOWER, _UPPER = 5, 6, 7
 """Words of a page's head."""
-_NODE_HEAD = 8
-_MAX_DEPTH = 32
+_NODE_HEAD = NODE.size
 _CHILD = np.uint64((1 << 48) - 1)
 
 
@@ -94,7 +102,7 @@ class Columns:
         if not tree.entries:
             self._leaves = np.empty(0, np.int64)
             return
-        _require(0 < tree.depth <= _MAX_DEPTH and tree.root <= _CHILD)
+        _require(0 < tree.depth <= MAX_DEPTH and tree.root <= _CHILD)
         self._file = _File(environment)
         self._leaves = self._below(tree)
 

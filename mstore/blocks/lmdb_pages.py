@@ -39,7 +39,7 @@ BRANCH, LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 PAGE_HEAD = 16
 _BIG_DATA, _SUB_DATA = 1, 2
 _INTEGER_KEYS = 8
-_MAX_DEPTH = 32
+MAX_DEPTH = 32
 _MAX_MAP = 1 << 47
 _SLACK = 64 << 20
 
@@ -48,7 +48,7 @@ _OVERFLOW_HEADER = struct.Struct("<QHHI")
 _META_HEAD = struct.Struct("<IIQQ")
 _TREE = struct.Struct("<IHHQQQQQ")
 _META_END = struct.Struct("<QQ")
-_NODE = struct.Struct("<HHHH")
+NODE = struct.Struct("<HHHH")
 _NUMBER = struct.Struct("<Q")
 TREE_BYTES = _TREE.size
 
@@ -254,7 +254,7 @@ class _Walk:
             if tree.entries or tree.depth:
                 self._tell(f"{what}: has {tree.entries} rows and no page")
             return
-        if not 0 < tree.depth <= _MAX_DEPTH:
+        if not 0 < tree.depth <= MAX_DEPTH:
             self._tell(f"{what}: is {tree.depth} levels deep")
             return
         self._counts = [0, 0, 0]
@@ -371,14 +371,14 @@ class _Walk:
             self._tell(f"{what}: page {number} has wrong bounds")
             return None
         places = struct.unpack_from(f"<{(lower - 16) // 2}H", page, 16)
-        if min(places) < upper or max(places) + _NODE.size > PAGE:
+        if min(places) < upper or max(places) + NODE.size > PAGE:
             self._tell(f"{what}: page {number} has a row outside of it")
             return None
         nodes = []
         spans = []
         for at in places:
-            low, high, flags, key_length = _NODE.unpack_from(page, at)
-            begin = at + _NODE.size
+            low, high, flags, key_length = NODE.unpack_from(page, at)
+            begin = at + NODE.size
             middle = begin + key_length
             if not leaf:
                 child = low | high << 16 | flags << 32

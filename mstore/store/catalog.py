@@ -205,6 +205,22 @@ class Catalog:
         """Locate each block.  Raises Corrupt naming the first that is not stored."""
         return self.rows_of(list(blocks))[1]
 
+    def locate_with_bases(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
+        """Locate blocks, and those that they are differences to, as of one moment.
+
+        Raises as `locate`.
+        """
+        index = self.index
+        with index.env.read() as transaction:
+
+            def located(wanted: Sequence[BlockId]) -> dict[BlockId, Location]:
+                rows = _all_stored(wanted, index.block_rows(transaction, wanted))
+                return dict(zip(wanted, index.locations(transaction, rows), strict=True))
+
+            places = located(blocks)
+            bases = dict.fromkeys(BlockId(at.base) for at in places.values() if _is_delta(at))
+            return places | located([base for base in bases if base not in places])
+
     def rows_of(self, blocks: Sequence[BlockId]) -> tuple[list[Row], list[Location]]:
         """Return the row of each block, and where it lies.  Raises as `locate`."""
         with self.index.env.read() as transaction:

@@ -409,9 +409,8 @@ class Tasks:
     def _locate(self, blocks: Iterable[bytes]) -> dict[bytes, Source]:
         wanted = [BlockId(block) for block in dict.fromkeys(blocks)]
         places = self._places(wanted)
-        deltas = {block: BlockId(at.base) for block, at in places.items() if at.base != NO_BASE}
-        others = [block for block in dict.fromkeys(deltas.values()) if block not in places]
-        places |= self._places(others)
+        deltas = {block: BlockId(places[block].base) for block in wanted}
+        deltas = {block: base for block, base in deltas.items() if base != NO_BASE}
         # One object per block: a pickled slice then stores it once.
         sources: dict[bytes, Source] = {
             block: Source(block, at) for block, at in places.items() if at.base == NO_BASE
@@ -431,7 +430,8 @@ class Tasks:
 
     def _places(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
         try:
-            return dict(zip(blocks, self._catalog.locate(blocks), strict=True))
+            # `pin`, `unpin` and `gc` may change what is a delta of what at any time.
+            return self._catalog.locate_with_bases(blocks)
         except Corrupt as error:
             if self._has_inputs():
                 raise

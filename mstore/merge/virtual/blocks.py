@@ -39,14 +39,12 @@ from mstore.objects.plan import READ, Plan
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call
-from mstore.store.catalog import Catalog
+from mstore.store.catalog import LOOKS, Catalog
 from mstore.store.memo import Memo
 
 _BATCH = 32
 _BATCHES_KEPT = 16
 _FLUSH_ROWS = 1024
-_LOOKS = 4
-"""How often a chunk is looked up whose blocks are stored in another form meanwhile."""
 
 
 _Batch = dict[int, tuple[bytes, ChunkTask]]
@@ -217,10 +215,10 @@ class VirtualBlocks:
     # -- computing -----------------------------------------------------------------------------
 
     def _compute(self, tensor: _Tensor, number: int) -> list[Buffer]:
-        key, task = self._chunk(tensor, number)
         with tensor.prefix.counting(number) if tensor.prefix is not None else nullcontext():
-            loaded = self._load(tensor, number, self._scratch)
+            key, loaded = self._load(tensor, number, self._scratch)
             quotas, taken = self._quotas(tensor, loaded)
+        task = loaded.task
         out = np.empty(task.out_bytes, dtype=np.uint8)
         blend(loaded, quotas, out)
         blocks: list[Buffer] = [
@@ -247,23 +245,24 @@ class VirtualBlocks:
                 hint=call("fsck", read_data=True),
             )
 
-    def _load(self, tensor: _Tensor, number: int, scratch: Scratch) -> Loaded:
+    def _load(self, tensor: _Tensor, number: int, scratch: Scratch) -> tuple[bytes, Loaded]:
+        """Load a chunk, with its memo key; it is looked up again if its blocks moved meanwhile."""
         moved = tensor.plan.tasks.moved
-        for look in range(_LOOKS):
+        for look in range(LOOKS):
             try:
-                task = self._chunk(tensor, number)[1]
+                key, task = self._chunk(tensor, number)
                 meter = tensor.meter(task)
                 (found,) = load(
                     [task], self._catalog.packs, scratch, meter, self._base_meter, moved
                 )
             except (Conflict, Corrupt):
                 # Its blocks may be stored in another form since, or while, they were looked up.
-                if look == _LOOKS - 1:
+                if look == LOOKS - 1:
                     raise
                 self._forget(tensor, number)
             else:
                 tensor.count(number, meter.total)
-                return found
+                return key, found
         raise AssertionError("the last look returns or raises")
 
     def _quotas(
@@ -284,7 +283,7 @@ class VirtualBlocks:
         """Count the ties of a chunk that was not read yet, for the quotas of a later one."""
         if tensor.reused[number]:
             return [0] * len(wanted)
-        loaded = self._load(tensor, number, self._gap_scratch)
+        _, loaded = self._load(tensor, number, self._gap_scratch)
         return tie_counts(loaded, wanted)
 
     def _remember(self, key: bytes, row: bytes) -> None:
