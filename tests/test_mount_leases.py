@@ -118,6 +118,15 @@ def test_a_hold_waits_for_who_may_not_have_seen_it(family: Family) -> None:
     assert done == ["published", "held"]
 
 
+def test_a_sure_hold_needs_no_other_ref(family: Family) -> None:
+    """A row of another ref that cannot be read does not keep a sound snapshot from being held."""
+    with Store.open(family.store) as store, closing(Catalog.open(family.store)) as catalog:
+        tuned = store.view("tuned").id
+        with catalog.index.env.write() as transaction:
+            transaction.put(b"damaged", b"\xff", db=catalog.index.db("refs"))
+        store.hold(tuned, sure=True).release()
+
+
 @pytest.mark.parametrize("forget", [remove, move, prune])
 def test_what_is_open_is_kept(
     driver: Driver,

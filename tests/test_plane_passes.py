@@ -85,7 +85,8 @@ def test_every_processor_writes_the_same_planes(width: int, is_wide: bool) -> No
                 assert again[: n * width].tobytes() == planes[: n * width].tobytes()
 
 
-def test_the_caller_gives_as_much_scratch_as_the_passes_use() -> None:
-    """`planes`, which must not import the passes, has their size of scratch."""
+def test_the_caller_has_the_constants_of_the_passes() -> None:
+    """`planes`, which must not import the passes, has their size of scratch and their mode for a
+    base that was just used."""
     assert callers._SCRATCH == SCRATCH
     assert callers._AGAIN == FLOATS_AGAIN

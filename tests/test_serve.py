@@ -484,7 +484,7 @@ def test_one_piece_waits_and_one_is_sent() -> None:
     shown = Shown(20 * PIECE, "", Validators('"x"', None), "", source=source)
 
     class Snapshots:
-        def hold(self, id: SnapshotId, *, sure: bool = False) -> Any:
+        def hold(self, id: SnapshotId) -> Any:
             return lambda: None
 
     async def answered() -> None:

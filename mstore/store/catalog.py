@@ -210,22 +210,22 @@ class Catalog:
 
         Raises as `locate`.
         """
-        index = self.index
-        with index.env.read() as transaction:
-
-            def located(wanted: Sequence[BlockId]) -> dict[BlockId, Location]:
-                rows = _all_stored(wanted, index.block_rows(transaction, wanted))
-                return dict(zip(wanted, index.locations(transaction, rows), strict=True))
-
-            places = located(blocks)
+        with self.index.env.read() as transaction:
+            places = dict(zip(blocks, self._rows_of(transaction, blocks)[1], strict=True))
             bases = dict.fromkeys(BlockId(at.base) for at in places.values() if _is_delta(at))
-            return places | located([base for base in bases if base not in places])
+            others = [base for base in bases if base not in places]
+            return places | dict(zip(others, self._rows_of(transaction, others)[1], strict=True))
 
     def rows_of(self, blocks: Sequence[BlockId]) -> tuple[list[Row], list[Location]]:
         """Return the row of each block, and where it lies.  Raises as `locate`."""
         with self.index.env.read() as transaction:
-            rows = _all_stored(blocks, self.index.block_rows(transaction, blocks))
-            return rows, self.index.locations(transaction, rows)
+            return self._rows_of(transaction, blocks)
+
+    def _rows_of(
+        self, transaction: IndexTransaction, blocks: Sequence[BlockId]
+    ) -> tuple[list[Row], list[Location]]:
+        rows = _all_stored(blocks, self.index.block_rows(transaction, blocks))
+        return rows, self.index.locations(transaction, rows)
 
     def stored_lengths(self, blocks: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return bytes at rest of each block, int64[blocks]: a cheaper `locate` for counting.

@@ -92,7 +92,8 @@ def require_held(catalog: Catalog, id: SnapshotId) -> None:
     Waits for a publisher that may not have seen the hold, unless a ref names the snapshot, and
     where this user may lock the store. Raises Conflict if the snapshot is gone.
     """
-    with catalog.index.env.read() as transaction:
+    # A ref that cannot be read is no obstacle: waiting is always right.
+    with suppress(Corrupt), catalog.index.env.read() as transaction:
         # Whoever publishes now sees the same refs, because there is one publisher at a time.
         if any(ref.snapshot_id() == id for _, ref in refs.walk(catalog.index, transaction)):
             return

@@ -409,8 +409,8 @@ class Tasks:
     def _locate(self, blocks: Iterable[bytes]) -> dict[bytes, Source]:
         wanted = [BlockId(block) for block in dict.fromkeys(blocks)]
         places = self._places(wanted)
-        deltas = {block: BlockId(places[block].base) for block in wanted}
-        deltas = {block: base for block, base in deltas.items() if base != NO_BASE}
+        bases = {block: places[block].base for block in wanted}
+        deltas = {block: BlockId(base) for block, base in bases.items() if base != NO_BASE}
         # One object per block: a pickled slice then stores it once.
         sources: dict[bytes, Source] = {
             block: Source(block, at) for block, at in places.items() if at.base == NO_BASE
