@@ -4,8 +4,8 @@ Knows the store, not HTTP messages.  Every call may read the index or a disk, so
 made on the thread that serves connections.  Thread-safe.
 
 **Collected meanwhile.** A snapshot is looked up in the index at each request, so one that gc
-removed is gone here too. `hold` keeps one from gc while its bytes are sent. A hold that comes too
-late leads to an error of the read, never to other bytes.
+removed is gone here too. `hold` keeps one from gc while its bytes are sent. It is refused where gc
+was first.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ class Showing:
     def hold(self, id: SnapshotId) -> Callable[[], None]:
         """Keep a snapshot from gc until the returned function is called.
 
-        Answers share one hold of a snapshot.  Raises NotFound if it is gone already.
+        Answers share one hold of a snapshot.  May wait for gc to end.  Raises NotFound or Conflict
+        if the snapshot is gone already.
         """
         with self._lock:
             shared = self._holds.setdefault(id, _Shared())
@@ -202,8 +203,8 @@ class Showing:
         try:
             with shared.lock:
                 if shared.hold is None:
-                    shared.hold = self._store.hold(id)
-            # From here on gc sees the hold; before, it may have collected the snapshot.
+                    shared.hold = self._store.hold(id, sure=True)
+            # gc may have collected it before the hold.
             self._of(id.hex())
         except BaseException:
             self._let_go(id, shared)
