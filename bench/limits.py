@@ -100,21 +100,21 @@ class Bench(NearStores):
             ),
             "add dense expert": Work(
                 partial(self.add, "dense", "expert0"),
-                ("read model", "hash model", "hash model", "zstd base", "statistics"),
+                ("read model", "hash model", "hash model", "decode base", "statistics"),
                 (),
             ),
         }
         for codec in CODECS:
             for name in ("base", "expert0"):
-                needs = ["hash model", *(["read model"] if codec == "raw" else [f"zstd {name}"])]
+                needs = ["hash model", *(["read model"] if codec == "raw" else [f"decode {name}"])]
                 if codec == "dense" and name != "base":
-                    needs += ["zstd base"]
+                    needs += ["decode base"]
                 found[f"checkout {codec} {name}"] = Work(
                     partial(self.checkout, codec, name), tuple(needs), ("write model",)
                 )
             for method in METHODS:
                 needs = [f"read packs {codec}", *["hash model"] * (EXPERTS + 2)]
-                needs += [*(["zstd all"] if codec == "dense" else []), f"kernel {method}"]
+                needs += [*(["decode all"] if codec == "dense" else []), f"kernel {method}"]
                 written = ("write model",)
                 found[f"{method} {codec}"] = Work(
                     partial(self.merge, codec, method),
@@ -133,26 +133,27 @@ class Bench(NearStores):
         """Seconds of each part alone: of the processor in all, or of the disk; and the start."""
         models = [parts.plain(self.family / model.name) for model in self.models]
         warm_memory(WARM_GIGABYTES)
-        by_model = self._frames()
+        by_model = self._payloads()
         return {
             "start": parts.start(),
             "read model": parts.read(sorted((self.family / "base").iterdir())),
             "hash model": parts.hashed(models[0]),
             "statistics": parts.measured(models[0], models[1]),
-            "zstd base": parts.decompressed(by_model["base"]),
-            "zstd expert0": parts.decompressed(by_model["expert0"]),
-            "zstd all": parts.decompressed([f for each in by_model.values() for f in each]),
+            "decode base": parts.decoded(by_model["base"]),
+            "decode expert0": parts.decoded(by_model["expert0"]),
+            "decode all": parts.decoded([one for each in by_model.values() for one in each]),
             **{f"read packs {codec}": parts.read(self.packs(codec)) for codec in CODECS},
             **{f"kernel {method}": parts.mixed(method, models) for method in METHODS},
             "write model": parts.written(self.work / "written", self.plain_bytes),
         }
 
-    def _frames(self) -> dict[str, list[bytes]]:
-        """The frames of each model; each was added by a command of its own, in this order."""
+    def _payloads(self) -> dict[str, list[parts.Coded]]:
+        """The payloads of each model; each was added by a command of its own, in this order."""
         packs = sorted(self.packs("dense"), key=lambda path: path.stat().st_mtime_ns)
-        found: dict[str, list[bytes]] = {}
+        found: dict[str, list[parts.Coded]] = {}
+        payloads = parts.Payloads()
         for pack in packs:
-            inside = parts.frames([pack])
+            inside = payloads.of(pack)
             if inside:
                 found[self.models[len(found)].name] = inside
         assert len(found) == len(self.models), "a pack for each model"

@@ -154,19 +154,20 @@ def _paper(told: dict[str, Told]) -> Iterator[Row]:
 
 
 def _decoding(told: dict[str, Told]) -> Iterator[Row]:
-    blocks = [found for name, found in told["decoding"].items() if name.startswith("bf16")]
-    for way, least in (("own", 2.0), ("one at a time", 1.5)):
-        rates = [found[way]["delta"]["decode"] for found in blocks]
-        yield Row(
-            f"decode a difference of bf16, {'AVX-512' if way == 'own' else way}",
-            "",
-            None,
-            None,
-            f"{min(rates):.2f} to {max(rates):.2f} GB/s",
-            None,
-            f"{least:g} GB/s",
-            met=min(rates) >= least,
-        )
+    decoding = told["decoding"]
+    blocks = [found for name, found in decoding.items() if name.startswith("bf16")]
+    rates = [found["by class"]["delta"]["decode"] for found in blocks]
+    least = 2.0 if decoding["wide"] else 1.5
+    yield Row(
+        f"decode a difference of bf16, {'AVX-512' if decoding['wide'] else 'no AVX-512'}",
+        "",
+        None,
+        None,
+        f"{min(rates):.2f} to {max(rates):.2f} GB/s",
+        None,
+        f"{least:g} GB/s",
+        met=min(rates) >= least,
+    )
 
 
 def _first(told: dict[str, Told]) -> Iterator[Row]:

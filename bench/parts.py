@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from mstore.blocks.codecs import Codec
-from mstore.blocks.packs import read_table
+from mstore.blocks import classes
+from mstore.blocks.codecs import Codec, decode
+from mstore.blocks.packs import Kind, read_table
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
 from mstore.merge.methods import registry
 from mstore.stats import deltas
@@ -70,16 +72,38 @@ def plain(directory: Path) -> Bytes:
     return np.concatenate([row[row.size % MIB or MIB :] for row in rows])
 
 
-def frames(packs: Iterable[Path]) -> list[bytes]:
-    """The zstd frames in these packs: the payloads of byte planes."""
-    found = []
-    for path in packs:
-        with path.open("rb") as file:
-            for entry in read_table(path)[1]:
-                if entry.codec in (Codec.PLANES, Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS):
-                    file.seek(entry.offset)
-                    found.append(file.read(entry.stored_length))
-    return found
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """The payload of a block that is not raw. base: plain bytes, for a difference by class."""
+
+    payload: bytes
+    length: int
+    base: bytes | None = None
+
+
+class Payloads:
+    """The payloads of packs; the packs of bases are asked for before those of their deltas."""
+
+    def __init__(self) -> None:
+        self._bases: dict[bytes, bytes] = {}
+
+    def of(self, pack: Path) -> list[Coded]:
+        """What one pack has that is not raw."""
+        found = []
+        with pack.open("rb") as file:
+            for entry in read_table(pack)[1]:
+                if entry.kind != Kind.BLOCK or entry.codec in (Codec.RAW, Codec.CONSTANT):
+                    continue
+                file.seek(entry.offset)
+                payload, length = file.read(entry.stored_length), entry.raw_length
+                if entry.codec == Codec.DELTA_CLASSES:
+                    found.append(Coded(payload, length, self._bases[entry.base]))
+                    continue
+                found.append(Coded(payload, length))
+                if entry.codec == Codec.PLANES:
+                    plain = decode(entry.codec, payload, entry.width, length)
+                    self._bases[entry.id] = bytes(plain)
+        return found
 
 
 def start() -> float:
@@ -117,9 +141,15 @@ def hashed(data: Bytes) -> float:
     return processor(range(0, data.size, MIB), piece)
 
 
-def decompressed(payloads: Sequence[bytes]) -> float:
-    """Processor seconds of zstd's decoding of frames."""
-    return processor(payloads, lambda payload: timed(own.decompressor.decompress, payload))
+def decoded(payloads: Sequence[Coded]) -> float:
+    """Processor seconds of what codecs cannot do without: zstd's decoding, or the code by class."""
+
+    def piece(one: Coded) -> float:
+        if one.base is None:
+            return timed(own.decompressor.decompress, one.payload)
+        return timed(classes.decode, one.payload, one.base, own.room[0][: one.length].data)
+
+    return processor(payloads, piece)
 
 
 def mixed(method: str, models: Sequence[Bytes]) -> float:

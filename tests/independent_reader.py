@@ -9,6 +9,7 @@ page forbids raises FormatError.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -29,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 PAGE = 4096
 KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage", "virtual", "signature")
 BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE, VIRTUAL, SIGNATURE = range(8)
-RAW, CONSTANT, PLANES, DELTA_FLOATS, DELTA_INTEGERS = range(5)
+RAW, CONSTANT, PLANES, DELTA_FLOATS, DELTA_INTEGERS, DELTA_CLASSES = range(6)
 CONTEXTS = {
     TENSOR: "mstore 1 tensor record",
     MANIFEST: "mstore 1 manifest",
@@ -593,7 +594,7 @@ class Entry:
 
     @property
     def is_delta(self) -> bool:
-        return self.codec in (DELTA_FLOATS, DELTA_INTEGERS)
+        return self.codec in (DELTA_FLOATS, DELTA_INTEGERS, DELTA_CLASSES)
 
 
 @dataclass(frozen=True)
@@ -692,6 +693,9 @@ def _check_lengths(entry: Entry) -> None:
     elif entry.kind == BLOCK and entry.codec in (PLANES, DELTA_FLOATS, DELTA_INTEGERS):
         require(entry.stored < entry.plain, "a frame that saves nothing")
         require(entry.plain % entry.width == 0, "half an element")
+    elif entry.kind == BLOCK and entry.codec == DELTA_CLASSES:
+        require(entry.stored < entry.plain, "a delta that saves nothing")
+        require(entry.width == 2 and entry.plain % 2 == 0, "a code by class of another width")
     else:
         require(entry.codec == RAW, f"codec {entry.codec} for a {KINDS[entry.kind]}")
         require(entry.stored == entry.plain, "raw bytes of another length")
@@ -708,6 +712,10 @@ def read_payload(entry: Entry, stored: bytes, base: bytes | None = None) -> byte
     plain = stored
     if entry.codec == CONSTANT:
         plain = stored * (entry.plain // entry.width)
+    elif entry.codec == DELTA_CLASSES:
+        require(base is not None and len(base) == entry.plain, "the base has another length")
+        assert base is not None
+        plain = from_classes(stored, base)
     elif entry.codec != RAW:
         plain = _from_planes(entry, read_frame(entry, stored), base)
     if entry.kind == BLOCK:
@@ -752,6 +760,96 @@ def _from_planes(entry: Entry, planes: bytes, base: bytes | None) -> bytes:
             element = bases[i] + difference
         found[i] = (element % (1 << bits)).to_bytes(width, "little")
     return b"".join(found)
+
+
+def from_classes(stored: bytes, base: bytes) -> bytes:
+    """The plain bytes of a payload of codec 5, one element after the other."""
+    end = len(stored) - 8
+    require(end >= 24 and stored[end:] == bytes(8), "no zeros at the end")
+    contexts, lists = stored[0], stored[1]
+    require(lists <= 1 and stored[2:4] == b"\0\0", "a header with other flags")
+    escaped, *lanes = (int.from_bytes(stored[at : at + 4], "little") for at in range(4, 24, 4))
+    at = 24 + contexts
+    lowest = stored[24:at]
+    falls = all(a > b for a, b in itertools.pairwise(lowest))
+    require(1 <= contexts <= 32 and falls and lowest[-1] == 0, "contexts that are none")
+    tables = []
+    for _ in range(contexts):
+        low, high = stored[at], stored[at + 1]
+        at += 2
+        frequencies = [0] * 256
+        for symbol in range(low, high + 1):
+            byte, at = stored[at], at + 1
+            if byte >= 128:
+                byte, at = byte - 128 + 128 * stored[at], at + 1
+            frequencies[symbol] = byte
+        require(sum(frequencies) == 1024, "a table with another sum")
+        tables.append(_states(frequencies))
+    bases = [int.from_bytes(base[i : i + 2], "little") for i in range(0, len(base), 2)]
+    count = len(bases)
+    groups = -(-count // 64)
+    listed = [False] * groups
+    if lists:
+        listed = [bool(stored[at + group // 8] >> (group % 8) & 1) for group in range(groups)]
+        at += -(-groups // 8)
+    escapes = [
+        int.from_bytes(stored[at + 2 * i : at + 2 * i + 2], "little") for i in range(escaped)
+    ]
+    at += 2 * escaped
+    strings = []
+    for bits in lanes:
+        size = -(-bits // 8)
+        strings.append(
+            [int.from_bytes(stored[at : at + size], "little") >> (8 * size - bits), bits]
+        )
+        at += size
+    require(at == end, "something between the lanes and the end")
+
+    def read(lane: int, bits: int) -> int:
+        found = strings[lane][0] & ((1 << bits) - 1)
+        strings[lane][0] >>= bits
+        strings[lane][1] -= bits
+        return found
+
+    states = [read(lane, 10) for lane in range(4)]
+    found, used = [], 0
+    for i in range(64 * groups):
+        other = bases[i] if i < count else 0
+        number = 0
+        if not listed[i // 64]:
+            own = (other << 1) % 65536 >> 8
+            context = next(c for c, least in enumerate(lowest) if own >= least)
+            number, bits, begin = tables[context][states[i % 4]]
+            states[i % 4] = begin + read(i % 4, bits)
+        if number == 255:
+            number, used = escapes[used], used + 1
+        difference = -(number // 2) - 1 if number % 2 else number // 2
+        element = _ordered(_ordered(other, 16) + difference, 16, back=True)
+        if i < count:
+            found.append((element % 65536).to_bytes(2, "little"))
+        else:
+            require(number == 0, "a difference behind the block")
+    require(states == [0] * 4 and used == escaped, "a payload that ends elsewhere")
+    require(all(bits == 0 for _, bits in strings), "bits that are left")
+    return b"".join(found)
+
+
+def _states(frequencies: list[int]) -> list[tuple[int, int, int]]:
+    """(symbol, bits to read, the state that they are added to) of each of the 1024 states."""
+    symbols = [0] * 1024
+    at = 0
+    for symbol, times in enumerate(frequencies):
+        for _ in range(times):
+            symbols[at] = symbol
+            at = (at + 643) % 1024
+    following = list(frequencies)
+    found = []
+    for symbol in symbols:
+        x = following[symbol]
+        following[symbol] += 1
+        bits = 11 - x.bit_length()
+        found.append((symbol, bits, (x << bits) - 1024))
+    return found
 
 
 def _ordered(value: int, bits: int, *, back: bool = False) -> int:

@@ -10,7 +10,7 @@ import fcntl
 from pathlib import Path
 
 from mstore.adapters import low_rank
-from mstore.blocks import planes
+from mstore.blocks import classes, planes
 from mstore.merge.analysis import attribution
 from mstore.merge.arithmetic import importance, informed, kernels, masks, spread, turns
 from mstore.numeric import halves
@@ -19,7 +19,7 @@ from mstore.stats import deltas, many
 
 # What takes longest to compile comes first.
 MODULES = (
-    *(kernels, attribution, deltas, many, planes),
+    *(kernels, attribution, deltas, many, planes, classes),
     *(importance, informed, masks, spread, turns, halves, low_rank),
 )
 

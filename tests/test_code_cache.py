@@ -65,6 +65,8 @@ COMPARING = (
     "tests/test_codecs.py::test_every_codec_holds_every_width",
     "tests/test_codecs.py::test_the_classes_of_a_base_are_counted_again_unless_it_is_the_last",
     "tests/test_codecs.py::test_planes_are_what_the_page_says",
+    "tests/test_codecs.py::test_code_by_class_is_what_the_page_says",
+    "tests/test_codecs.py::test_a_sample_tells_what_a_block_will_take",
     "tests/test_fisher.py::test_a_merge_equals_the_reference",
     "tests/test_product_rows.py::test_no_row_is_less_than_what_is_measured",
     "tests/test_row_wise.py::test_each_row_has_its_own_angles[BF16-nuslerp]",

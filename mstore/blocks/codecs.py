@@ -7,9 +7,10 @@ A codec is a property of the stored entry, never of the BlockId. Codes are part 
     2  planes             byte planes of the block, one zstd frame
     3  delta of floats    order-preserving difference to a base block, planes, one zstd frame
     4  delta of integers  the same, without the mapping that orders floats
+    5  delta by class     differences as in 3, of two-byte floats, each coded by its class
 
-`planes` defines planes and differences. A base block has the same plain length and is never stored
-as a delta itself, so that a block costs two reads at most.
+`planes` defines planes and differences, `classes` the code by class. A base block has the same
+plain length and is never stored as a delta itself, so that a block costs two reads at most.
 
 Pure functions; nothing here reads or writes files. Any thread may call. `encode` decodes its result
 and compares it with the plain bytes before it returns. `decode` checks the length and the window of
@@ -61,11 +62,16 @@ SAMPLE_BYTES: Final = 8 << 10
 SAMPLE_SLACK: Final = 1.1
 """A sample has fewer repeats than its block, so its estimate is a little too high."""
 
+SAMPLE_ESCAPES: Final = 16
+"""A block is coded by class if at most this part of its sample's elements are escapes."""
+
 _DESCRIPTOR: Final = 4
 """Offset of the byte of a zstd frame that tells what its header has (RFC 8878, 3.1.1.1.1)."""
 
 _CHECKSUM_FLAG: Final = 4
 _CHECKSUM_BYTES: Final = 4
+
+_CLASSES_WIDTH: Final = 2
 
 _SHORTEST: Final = 64
 """Below so many bytes a frame and its checksum save nothing worth another read."""
@@ -79,6 +85,7 @@ class Codec(IntEnum):
     PLANES = 2
     DELTA_FLOATS = 3
     DELTA_INTEGERS = 4
+    DELTA_CLASSES = 5
 
     @classmethod
     def _missing_(cls, value: object) -> Codec | None:
@@ -87,7 +94,16 @@ class Codec(IntEnum):
     @property
     def is_delta(self) -> bool:
         """Whether decoding needs the base block."""
-        return self in (Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS)
+        return self in DELTAS
+
+    @property
+    def is_of_floats(self) -> bool:
+        """Whether it is a delta of floats."""
+        return self in (Codec.DELTA_FLOATS, Codec.DELTA_CLASSES)
+
+
+DELTAS: Final = frozenset({Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS, Codec.DELTA_CLASSES})
+"""The codecs that need the base block."""
 
 
 class Policy(StrEnum):
@@ -204,14 +220,29 @@ def _candidates(
     alone = min(length, _estimate(length, sample, elements, Codec.PLANES, None))
     found = []
     if base is not None:
-        codec = Codec.DELTA_FLOATS if elements.floating else Codec.DELTA_INTEGERS
         limit = int(DELTA_GAIN * alone) if is_auto else alone
         under = base[1] if is_whole else _strips(base[1])
-        if _estimate(length, sample, elements, codec, under) <= SAMPLE_SLACK * limit:
-            found.append((codec, min(limit, length - 1)))
+        delta, estimate = _difference(length, sample, elements, under)
+        if estimate <= SAMPLE_SLACK * limit:
+            found.append((delta, min(limit, length - 1)))
+        if delta is not Codec.DELTA_CLASSES:
+            codec = delta
     if alone <= SAMPLE_SLACK * alone_limit:
         found.append((Codec.PLANES, alone_limit))
     return found, codec if is_whole else None
+
+
+def _difference(length: int, sample: Buffer, elements: Elements, base: Buffer) -> tuple[Codec, int]:
+    """Return the codec for differences to a base, and an estimate as `_estimate` does."""
+    if not elements.floating:
+        return Codec.DELTA_INTEGERS, _estimate(length, sample, elements, Codec.DELTA_INTEGERS, base)
+    from mstore.blocks import classes
+
+    if elements.width == classes.WIDTH:
+        found = classes.measure(sample, base)
+        if found.escapes * SAMPLE_ESCAPES * classes.WIDTH <= len(sample):
+            return Codec.DELTA_CLASSES, found.coded * length // len(sample)
+    return Codec.DELTA_FLOATS, _estimate(length, sample, elements, Codec.DELTA_FLOATS, base)
 
 
 def _estimate(
@@ -252,11 +283,20 @@ def _packed(
     """
     plain_base = base[1] if base is not None and codec.is_delta else None
     width = elements.width
-    if is_split:
-        planes = _own.split_before(data, width, plain_base)
+    payload: bytes
+    if codec is Codec.DELTA_CLASSES:
+        from mstore.blocks import classes
+
+        assert plain_base is not None
+        payload = classes.encode(data, plain_base)
+        _own.has_ordered = False
     else:
-        planes = _own.split(data, width, codec, plain_base)
-    payload = _own.compressor(elements, codec).compress(planes)
+        planes = (
+            _own.split_before(data, width, plain_base)
+            if is_split
+            else _own.split(data, width, codec, plain_base)
+        )
+        payload = _own.compressor(elements, codec).compress(planes)
     if len(payload) > limit:
         return None
     room = _own.room(len(data))
@@ -292,6 +332,8 @@ class _Own(threading.local):
         self._room: Any = None
         self._compressors: dict[int | None, zstandard.ZstdCompressor] = {}
         self._decompressor: zstandard.ZstdDecompressor | None = None
+        # Whether `planes` had the base of the last delta: then it knows the classes of that base.
+        self.has_ordered = False
 
     def compressor(self, elements: Elements, codec: Codec) -> zstandard.ZstdCompressor:
         window = None
@@ -317,6 +359,7 @@ class _Own(threading.local):
             return data
         self._planes = room = _grown(self._planes, len(data))
         planes.split(_mode(codec), width, data, base, room[: len(data)])
+        self.has_ordered |= base is not None
         found: memoryview = room[: len(data)].data
         return found
 
@@ -420,7 +463,7 @@ def decode_into(
         target[:] = decode(codec, payload, width, len(target))
         return
     known = _checked(codec, payload, width, len(target), base)
-    _joined(known, _without_checksum(payload), width, target, base, same_base=same_base)
+    _joined(known, _without_checksum(known, payload), width, target, base, same_base=same_base)
 
 
 def _repeated(payload: Buffer, width: int, raw_length: int) -> bytes:
@@ -432,7 +475,7 @@ def _repeated(payload: Buffer, width: int, raw_length: int) -> bytes:
 def _checked(
     codec: int, payload: Buffer, width: int, raw_length: int, base: Buffer | None
 ) -> Codec:
-    """Return the codec of a frame that is safe to decompress. Raises Corrupt, Incompatible."""
+    """Return the codec of a payload that is safe to decode. Raises Corrupt, Incompatible."""
     known = Codec(codec)
     if width not in _UNSIGNED or raw_length % width:
         raise Corrupt(f"a block of {raw_length} bytes of element width {width}")
@@ -444,6 +487,10 @@ def _checked(
         )
     if base is not None and len(base) != raw_length:
         raise Corrupt(f"a delta of {raw_length} bytes to a base of {len(base)}")
+    if known is Codec.DELTA_CLASSES:
+        if width != _CLASSES_WIDTH or len(payload) >= raw_length:
+            raise Corrupt(f"{len(payload)} bytes by class for {raw_length} of width {width}")
+        return known
     import zstandard
 
     try:
@@ -458,8 +505,10 @@ def _checked(
     return known
 
 
-def _without_checksum(payload: Buffer) -> bytearray:
-    """Return a frame that has a checksum as one without."""
+def _without_checksum(known: Codec, payload: Buffer) -> Buffer:
+    """Return a frame that has a checksum as one without; other payloads have none."""
+    if known is Codec.DELTA_CLASSES:
+        return payload
     frame = bytearray(payload)
     frame[_DESCRIPTOR] &= ~_CHECKSUM_FLAG
     del frame[-_CHECKSUM_BYTES:]
@@ -474,10 +523,10 @@ def mended(
     For a payload of which only that is damaged, so that its block still matches its id: the caller
     checks that. Raises as `decode` does, but not for the checksum.
     """
-    if codec in (Codec.RAW, Codec.CONSTANT):
+    if codec in (Codec.RAW, Codec.CONSTANT, Codec.DELTA_CLASSES):
         return payload
-    _checked(codec, payload, width, raw_length, base)
-    plain = _decompressed(_without_checksum(payload), raw_length)
+    known = _checked(codec, payload, width, raw_length, base)
+    plain = _decompressed(_without_checksum(known, payload), raw_length)
     import zstandard
 
     # Every frame with these contents ends with the same checksum.
@@ -506,10 +555,20 @@ def _joined(
     *,
     same_base: bool = False,
 ) -> None:
+    if codec is Codec.DELTA_CLASSES:
+        from mstore.blocks import classes
+
+        assert base is not None
+        _own.has_ordered = False
+        if not classes.decode(payload, base, target):
+            raise Corrupt(f"{len(payload)} bytes that are no block of {len(target)} by class")
+        return
     plain = _decompressed(payload, len(target))
     if width == 1 and base is None:
         target[:] = plain
         return
     from mstore.blocks import planes
 
-    planes.join(_mode(codec), width, plain, base, target, same_base=same_base)
+    is_same = same_base and _own.has_ordered
+    planes.join(_mode(codec), width, plain, base, target, same_base=is_same)
+    _own.has_ordered |= base is not None

@@ -37,3 +37,7 @@ def _encoded() -> Iterable[bytes]:
             made = encode(near, Elements(width, width > 1), Policy.DENSE, base)
             head = [made.codec, width, *made.raw_length.to_bytes(3, "little"), base is not None]
             yield bytes(head) + bytes(made.payload)
+    from mstore.blocks import classes
+
+    payload = classes.encode(near, BASE)
+    yield bytes([Codec.DELTA_CLASSES, 2, *len(near).to_bytes(3, "little"), 1]) + payload
