@@ -792,6 +792,9 @@ def from_classes(stored: bytes, base: bytes) -> bytes:
     if lists:
         listed = [bool(stored[at + group // 8] >> (group % 8) & 1) for group in range(groups)]
         at += -(-groups // 8)
+        require(
+            groups % 8 == 0 or stored[at - 1] >> (groups % 8) == 0, "a list filled up otherwise"
+        )
     escapes = [
         int.from_bytes(stored[at + 2 * i : at + 2 * i + 2], "little") for i in range(escaped)
     ]
@@ -799,9 +802,9 @@ def from_classes(stored: bytes, base: bytes) -> bytes:
     strings = []
     for bits in lanes:
         size = -(-bits // 8)
-        strings.append(
-            [int.from_bytes(stored[at : at + size], "little") >> (8 * size - bits), bits]
-        )
+        string = int.from_bytes(stored[at : at + size], "little")
+        require(string % (1 << (8 * size - bits)) == 0, "bits before a lane")
+        strings.append([string >> (8 * size - bits), bits])
         at += size
     require(at == end, "something between the lanes and the end")
 

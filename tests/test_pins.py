@@ -100,7 +100,7 @@ def test_files_are_pieces_of_packs(store: Store) -> None:
     before = codecs(store)
     report = store.pin("t1", raw=True)
     own = {spot.block for blocks in spots(store, "t1").values() for spot in blocks}
-    assert {Codec.CONSTANT, Codec.PLANES, Codec.DELTA_FLOATS} <= {before[block] for block in own}
+    assert {Codec.CONSTANT, Codec.PLANES, Codec.DELTA_CLASSES} <= {before[block] for block in own}
     assert runs_of(store, "t1") == {"model.safetensors": 1, "config.json": 1}
     for file, data in model_files(7, 1).items():
         first = store.view("t1").physical_extents(file)[0].location
@@ -124,7 +124,7 @@ def test_nothing_else_changes(store: Store) -> None:
     assert [(one.name, one.snapshot) for one in store.refs()] == [
         (one.name, one.snapshot) for one in refs
     ]
-    assert Codec.DELTA_FLOATS in codecs(store).values()
+    assert Codec.DELTA_CLASSES in codecs(store).values()
     require_whole(store)
 
 

@@ -550,6 +550,8 @@ def decode2(n: int, length: int, payload: Any, base: Any, data: Any, scratch: An
         return
     empties = found[at : at + whole]
     at += whole
+    if whole > 0 and groups % 8 > 0 and empties[whole - 1] >> (groups % 8) != 0:
+        return
     escapes = found[at : at + 2 * escaped]
     at += 2 * escaped
     # Counts are not needed here: their place is lent to what the lanes begin and end with.
@@ -560,6 +562,8 @@ def decode2(n: int, length: int, payload: Any, base: Any, data: Any, scratch: An
         if at + size > end:
             return
         begins[lane] = U(8 * (at + size) - bits)
+        if load(found, U(at)) & ((U(1) << (begins[lane] & U(7))) - U(1)) != 0:
+            return
         begins[LANES + lane] = U(8 * (at + size))
         at += size
     if at != end or found[2] != 0 or found[3] != 0 or load(found, U(end)) != 0:
