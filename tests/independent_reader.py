@@ -610,7 +610,7 @@ def verify_pack(path: Path) -> Pack:
 
     Header, tail, table hash, PackId against name and directory, order and bounds of the entries,
     every payload against its id, records' canonical form, and zero wherever nothing is said to be.
-    Of a delta whose base is in another pack only the frame is looked at.
+    Of a delta whose base is in another pack only the frame is looked at, if it has one.
 
     Page congruence can be checked for a raw block if a tensor record of this pack lists it and a
     manifest of this pack names that tensor: block sizes are multiples of 4096, so each block of a
@@ -633,7 +633,7 @@ def verify_pack_bytes(data: bytes, path: Path) -> Pack:
         require((BLOCK, entry.base) != (BLOCK, entry.id), "a block that is its own base")
         if entry.is_delta and (BLOCK, entry.base) in payloads:
             read_payload(entry, _slice(data, entry), payloads[BLOCK, str(entry.base)])
-        elif entry.is_delta:
+        elif entry.is_delta and entry.codec != DELTA_CLASSES:
             read_frame(entry, _slice(data, entry))
     records = {
         key: READERS[key[0]](payload) for key, payload in payloads.items() if key[0] in READERS

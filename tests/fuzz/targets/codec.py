@@ -35,7 +35,8 @@ def _encoded() -> Iterable[bytes]:
     for width in (1, 2, 4, 8):
         for base in (None, (BlockId.of(BASE), BASE)):
             made = encode(near, Elements(width, width > 1), Policy.DENSE, base)
-            head = [made.codec, width, *made.raw_length.to_bytes(3, "little"), base is not None]
+            has_base = made.base is not None
+            head = [made.codec, width, *made.raw_length.to_bytes(3, "little"), has_base]
             yield bytes(head) + bytes(made.payload)
     from mstore.blocks import classes
 
