@@ -62,7 +62,7 @@ SAMPLE_BYTES: Final = 8 << 10
 SAMPLE_SLACK: Final = 1.1
 """A sample has fewer repeats than its block, so its estimate is a little too high."""
 
-SAMPLE_ESCAPES: Final = 16
+FEW_ESCAPES: Final = 64
 """A block is coded by class if at most this part of its sample's elements are escapes."""
 
 _DESCRIPTOR: Final = 4
@@ -240,7 +240,7 @@ def _difference(length: int, sample: Buffer, elements: Elements, base: Buffer) -
 
     if elements.width == classes.WIDTH:
         found = classes.measure(sample, base)
-        if found.escapes * SAMPLE_ESCAPES * classes.WIDTH <= len(sample):
+        if found.escapes * FEW_ESCAPES * classes.WIDTH <= len(sample):
             return Codec.DELTA_CLASSES, found.coded * length // len(sample)
     return Codec.DELTA_FLOATS, _estimate(length, sample, elements, Codec.DELTA_FLOATS, base)
 
