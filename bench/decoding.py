@@ -26,7 +26,7 @@ from blake3 import blake3
 from measure import keep, machine, options
 from numba import carray
 
-from mstore.blocks import classes, planes
+from mstore.blocks import classes, codecs, planes
 from mstore.blocks.codecs import Elements, Encoded, Policy, decode_into, encode
 from mstore.blocks.plane_passes import SCRATCH, steps
 from mstore.ids import BlockId
@@ -112,12 +112,12 @@ def one_at_a_time(word: Any) -> Iterator[None]:
 @contextmanager
 def ordered() -> Iterator[None]:
     """Let `codecs` order all differences by class, and code none by class."""
-    own = classes.WIDTH
-    classes.WIDTH = 0
+    own = codecs._CLASSES_WIDTH
+    codecs._CLASSES_WIDTH = 0
     try:
         yield
     finally:
-        classes.WIDTH = own
+        codecs._CLASSES_WIDTH = own
 
 
 def measured(rounds: int, of: list[Pair], elements: Elements) -> Figures:

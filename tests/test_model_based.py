@@ -34,7 +34,7 @@ from proof_models import BLOCK, MODEL, Files, merged_files, model_files, tensors
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.checkpoint.declared import CARD, MERGEKIT
-from mstore.errors import Conflict, MstoreError
+from mstore.errors import BadRequest, Conflict, MstoreError
 from mstore.ids import SnapshotId
 
 NAMES = ("a", "b", "team/c")
@@ -327,7 +327,8 @@ class Stories(RuleBasedStateMachine):
     def _with_papers(self, snapshot: SnapshotId, files: Files) -> Files:
         """A merge's files: a card and a recipe of its own; its base's only if it is its base.
 
-        The recipe is the one that the store tells, if a recipe can state the merge.
+        The recipe is the one that the store tells, if a recipe can state the merge. If none can,
+        there is none: that of a base that is a merge itself is not this merge's.
         """
         view = self._store.view(snapshot)
         if MERGEKIT in view.files:
@@ -335,6 +336,10 @@ class Stories(RuleBasedStateMachine):
             recipe = self._store.recipe(str(snapshot)).encode()
             assert b"".join(view.stream(MERGEKIT)) == recipe
             files = files | {MERGEKIT: recipe}
+        elif MERGEKIT in files:
+            with pytest.raises(BadRequest, match="no recipe can state this merge"):
+                self._store.recipe(str(snapshot))
+            files = {path: data for path, data in files.items() if path != MERGEKIT}
         if CARD not in view.files:
             assert CARD not in files
             return files

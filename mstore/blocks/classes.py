@@ -58,14 +58,19 @@ _SCRATCH: Final = _RESULTS + 64
 MEASURED: Final = 1 << 15
 """The most elements that `measure` takes."""
 
+_HEAD_BYTES: Final = 36
+_TABLE_BYTES: Final = 20
+"""About what a payload without elements takes, and what a table does."""
+
 _PARTS: Final = 256
 """Logarithms are rounded to so many parts of a bit: processors differ in the last place."""
 
 
 class Measure(NamedTuple):
-    """What elements would take: bytes, without their tables; and how many of them are escapes."""
+    """What elements would take, in bytes: themselves, and tables; and how many are escapes."""
 
     coded: int
+    tables: int
     escapes: int
 
 
@@ -118,7 +123,8 @@ def measure(data: Buffer, base: Buffer) -> Measure:
     whole = counts.sum(axis=1)
     logarithms = _logarithms()
     parts = (whole * logarithms[whole]).sum() - (counts * logarithms[counts]).sum()
-    return Measure(int(parts) // (8 * _PARTS) + WIDTH * escapes, escapes)
+    coded = int(parts) // (8 * _PARTS) + WIDTH * escapes
+    return Measure(coded, _HEAD_BYTES + _TABLE_BYTES * contexts, escapes)
 
 
 @cache

@@ -222,27 +222,37 @@ def _candidates(
     if base is not None:
         limit = int(DELTA_GAIN * alone) if is_auto else alone
         under = base[1] if is_whole else _strips(base[1])
-        delta, estimate = _difference(length, sample, elements, under)
+        delta, estimate, was_split = _difference(length, sample, elements, under)
         if estimate <= SAMPLE_SLACK * limit:
             found.append((delta, min(limit, length - 1)))
-        if delta is not Codec.DELTA_CLASSES:
-            codec = delta
+        codec = was_split or codec
     if alone <= SAMPLE_SLACK * alone_limit:
         found.append((Codec.PLANES, alone_limit))
     return found, codec if is_whole else None
 
 
-def _difference(length: int, sample: Buffer, elements: Elements, base: Buffer) -> tuple[Codec, int]:
-    """Return the codec for differences to a base, and an estimate as `_estimate` does."""
-    if not elements.floating:
-        return Codec.DELTA_INTEGERS, _estimate(length, sample, elements, Codec.DELTA_INTEGERS, base)
-    from mstore.blocks import classes
+def _difference(
+    length: int, sample: Buffer, elements: Elements, base: Buffer
+) -> tuple[Codec, int, Codec | None]:
+    """Return the codec for differences to a base, and an estimate as `_estimate` does.
 
-    if elements.width == classes.WIDTH:
+    Also return the codec for which the sample was split, if it was.
+    """
+    ordered = Codec.DELTA_FLOATS if elements.floating else Codec.DELTA_INTEGERS
+    by_class = None
+    if elements.floating and elements.width == _CLASSES_WIDTH:
+        from mstore.blocks import classes
+
         found = classes.measure(sample, base)
-        if found.escapes * FEW_ESCAPES * classes.WIDTH <= len(sample):
-            return Codec.DELTA_CLASSES, found.coded * length // len(sample)
-    return Codec.DELTA_FLOATS, _estimate(length, sample, elements, Codec.DELTA_FLOATS, base)
+        if found.escapes * FEW_ESCAPES * _CLASSES_WIDTH <= len(sample):
+            by_class = found.coded * length // len(sample) + found.tables
+            if len(sample) < length:
+                return Codec.DELTA_CLASSES, by_class, None
+    estimate = _estimate(length, sample, elements, ordered, base)
+    # In a short block the tables may take more than zstd's.
+    if by_class is not None and by_class <= estimate:
+        return Codec.DELTA_CLASSES, by_class, ordered
+    return ordered, estimate, ordered
 
 
 def _estimate(
