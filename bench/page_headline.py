@@ -12,7 +12,8 @@ HEAD = """\
 
 *Ratio* is mstore against the peer in the same run: "x" says how many times as fast, "times" how
 many times as long. *Limit* is mstore's wall time in multiples of the least that this machine could
-take (`bench/limits.py`), where that was measured. The sections below say how each figure was made.
+take (`bench/limits.py`), where that was measured. Limits, merges against raw, and decoding come
+from another machine than the rest, a slower one. The sections below say how each figure was made.
 """
 
 
