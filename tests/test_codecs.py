@@ -308,6 +308,22 @@ def test_rows_that_did_not_move_take_nothing() -> None:
     assert len(classes.encode(data.tobytes(), base.tobytes())) < 4 * 1024 + 2000
 
 
+def test_scratch_is_what_the_passes_need() -> None:
+    """Sizes and places that are written twice, where no compiler is imported, are the same."""
+    from mstore.blocks import class_passes, class_tables
+
+    assert classes._RESULTS == class_tables.RESULTS
+    assert classes._SCRATCH == class_tables.SCRATCH
+    own = (classes._SYMBOLS, classes._CONTEXTS, classes._LANES, classes._GROUP)
+    tables = class_tables
+    assert own == (tables.SYMBOLS, tables.CONTEXTS, tables.LANES, tables.GROUP)
+    for n in (1, 64, 65, 100_001, 1 << 19):
+        room, payload = classes._rooms(n)
+        groups = -(-n // tables.GROUP)
+        assert room == 257 * groups + tables.LANES * class_passes.lane_room(n)
+        assert payload == class_passes.longest(n)
+
+
 def test_a_sample_tells_what_a_block_will_take() -> None:
     """The measure of some elements, to a tenth or so, and the same number everywhere."""
     rng = np.random.default_rng(10)
