@@ -50,7 +50,7 @@ KEYS: Final = NUMBERS + 2 * TILE
 TAKEN: Final = KEYS + TILE
 RESULTS: Final = TAKEN + TILE
 SCRATCH: Final = RESULTS + 64
-"""Behind it, `encode` needs room: `encoding_room` bytes."""
+"""Behind it, `measure2` and `encode2` need room for the block (`class_passes.lane_room`)."""
 
 LENGTH: Final = 0
 CONTEXTS_USED: Final = 1

@@ -16,7 +16,7 @@ the context of an element costs no bytes (docs/design/038-code-by-class.md).
 The code is exact for all bit patterns, NaN included, and the same on every processor.
 
 Any thread may call; a call releases the GIL. A thread keeps scratch of 430 KiB, and one that
-encodes three times as much as its longest block.
+encodes another four and a half times as much as its longest block.
 """
 
 from __future__ import annotations
