@@ -132,19 +132,21 @@ def warm_memory(gigabytes: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a figure was measured on."""
+    """What a figure was measured on.  avx512: whether the processor has it."""
 
     processor: str
     cores: int
     memory_gib: float
     kernel: str
     python: str
+    avx512: bool
 
 
 def machine() -> dict[str, object]:
     """This machine, without its name."""
     processor = platform.processor() or "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    told = Path("/proc/cpuinfo").read_text()
+    for line in told.splitlines():
         if line.startswith("model name"):
             processor = line.split(":", 1)[1].strip()
             break
@@ -156,6 +158,7 @@ def machine() -> dict[str, object]:
             round(memory, 1),
             platform.release().split("-")[0],
             platform.python_version(),
+            "avx512f" in told.split(),
         )
     )
 

@@ -45,7 +45,7 @@ METHODS = HERE.parent / "docs" / "merge-methods.md"
 HEAD = """\
 # Benchmarks
 
-Written by `bench/report.py` from `bench/results/*.json` and `bench/notes.md`; how to run each
+Written by `bench/report.py` from `bench/results` and `bench/notes.md`; how to run each
 script is in `bench/README.md`. Each figure is the median of the rounds, with the extremes in
 brackets. Compare ratios, not seconds: peers ran in the same round as what they are compared with,
 on the same machine, and a ratio is the median of the ratios of the rounds. MB and GB are 10^6 and
@@ -77,15 +77,19 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
 }
 
 
+def read(directory: Path) -> dict[str, Told]:
+    """The results of a directory, by the names of their files."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(directory.glob("*.json"))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--methods", type=Path, default=METHODS)
     arguments = parser.parse_args()
-    files = sorted(arguments.results.glob("*.json"))
-    told = {file.stem: json.loads(file.read_text()) for file in files}
-    parts = [HEAD, page_headline.section(told)]
+    told, earlier = read(arguments.results), read(arguments.results / "avx512")
+    parts = [HEAD, page_headline.section(told, earlier)]
     parts += [section(told[name]) for name, section in SECTIONS.items() if name in told]
     parts.append((HERE / "notes.md").read_text())
     arguments.page.write_text("\n".join(parts))

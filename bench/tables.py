@@ -12,8 +12,10 @@ Told = dict[str, Any]
 def machine(told: Told) -> str:
     """What the results were measured on."""
     found = told["machine"]
+    # Older results do not say it.
+    wide = {None: "", True: " with AVX-512", False: " without AVX-512"}[found.get("avx512")]
     return (
-        f"Machine: {found['processor']}, {found['cores']} cores, {found['memory_gib']} GiB, "
+        f"Machine: {found['processor']}{wide}, {found['cores']} cores, {found['memory_gib']} GiB, "
         f"Linux {found['kernel']}, Python {found['python']}."
     )
 
