@@ -13,7 +13,8 @@ HEAD = """\
 *Ratio* is mstore against the peer in the same run: "x" says how many times as fast, "times" how
 many times as long. *Limit* is mstore's wall time in multiples of the least that the machine could
 take (`bench/limits.py`), where that was measured. The sections below say how each figure was made,
-and the end of the page what falls short, and why.
+and the end of the page how the machines differ, what falls short, and why. Aims in seconds were
+set for the one with AVX-512.
 """
 
 EARLIER = """\
@@ -21,8 +22,7 @@ A processor with AVX-512, before differences of bf16 were coded by class (design
 """
 
 NOW = """\
-This version, on a processor without AVX-512 that takes two to three times as long for everything,
-with a slower disk. Aims in seconds were set for the other machine.
+This version, on a processor {words} AVX-512:
 """
 
 
@@ -45,12 +45,15 @@ class Row(NamedTuple):
 def section(told: dict[str, Told], earlier: dict[str, Told]) -> str:
     """A table for each machine, of the results (by the names of their files) that are there.
 
-    told: results of this version, of which those from a machine without AVX-512 are taken.
-    earlier: results from a machine with it.
+    told: results of this version, with the rest that is on the page; older ones do not say whether
+    the processor has AVX-512, and have no row. earlier: results of a version before.
     """
-    now = {name: one for name, one in told.items() if one["machine"].get("avx512") is False}
+    tables = [(EARLIER, earlier)]
+    for has, words in ((True, "with"), (False, "without")):
+        own = {name: one for name, one in told.items() if one["machine"].get("avx512") is has}
+        tables.append((NOW.format(words=words), own))
     parts = [HEAD]
-    for words, results in ((EARLIER, earlier), (NOW, now)):
+    for words, results in tables:
         rows = [row for name, make in MAKERS if name in results for row in make(results)]
         if rows:
             parts += [words, table(COLUMNS, [_line(row) for row in rows])]

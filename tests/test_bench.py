@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,12 @@ def test_estimates_are_told_as_they_were_measured(monkeypatch: pytest.MonkeyPatc
     assert f"{low:.1f} to {high:.1f} times" in note
     methods = {method for (method, _, _), _ in page_estimates.ratios_of(told, lambda _: True)}
     assert methods == {f"`{method}`" for method in METHODS}
+
+
+def test_the_page_of_benchmarks_is_what_was_measured(tmp_path: Path) -> None:
+    """docs/benchmarks.md is what `report.py` writes of the results and notes that are there."""
+    docs, page, methods = BENCH.parent / "docs", tmp_path / "page.md", tmp_path / "methods.md"
+    methods.write_text((docs / "merge-methods.md").read_text())
+    words = ["--page", str(page), "--methods", str(methods)]
+    subprocess.run([sys.executable, str(BENCH / "report.py"), *words], check=True)
+    assert page.read_text() == (docs / "benchmarks.md").read_text()
