@@ -30,7 +30,7 @@ COLUMNS = ("work", "peer", "peer s", "mstore s", "ratio", "limit", "aim", "")
 
 
 class Row(NamedTuple):
-    """One piece of work.  got: the figure that the aim is about."""
+    """One piece of work.  met: whether its figures reach the aim."""
 
     work: str
     peer: str
