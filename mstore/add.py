@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -39,6 +38,7 @@ from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
 from mstore.errors import Corrupt, NotFound, StorageFailed
+from mstore.frozen import frozen
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.lineage import ParentReport
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
@@ -63,7 +63,7 @@ Kind = Literal["full", "delta"]
 GROUP_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AddReport:
     """What `add` stored."""
 
@@ -125,7 +125,7 @@ class Base(NamedTuple):
 NO_BASE = Base(None, None, given=True)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _PartPlan:
     """A part before its blocks are known: its place in the file, and its base tensor if any."""
 
@@ -150,7 +150,7 @@ class _PartPlan:
         return base.block(number)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Span:
     """One block to read: block `number` of part `part`, at `offset` of the file."""
 
@@ -160,7 +160,7 @@ class _Span:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Group:
     """Neighbouring blocks read with one `pread` into `buffer`, and their ids.
 

@@ -26,6 +26,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import Outdated
 from mstore.blocks.room import Room
 from mstore.errors import BadRequest, Corrupt
+from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, PackId, VirtualId
 from mstore.phrases import call
 from mstore.store.catalog import LOOKS, Catalog
@@ -41,7 +42,7 @@ class VirtualBlock(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Extent:
     """A piece of a file within one block: `length` bytes from `start` of the block."""
 
@@ -77,7 +78,7 @@ class Computing(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Group:
     """Blocks of a virtual tensor that are being computed."""
 

@@ -19,7 +19,6 @@ import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -32,6 +31,7 @@ from mstore.blocks.reader import FSCK
 from mstore.blocks.room import Room
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest, Corrupt, NotFound
+from mstore.frozen import frozen
 from mstore.ids import BlockId, SnapshotId
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
@@ -44,7 +44,7 @@ PIECE_BYTES = 2 << 20
 """Large enough to be worth handing to a thread, small enough to give every thread one."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CheckoutReport:
     """What `checkout` wrote."""
 

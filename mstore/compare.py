@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from mstore.checkpoint.reading import changed, open_stamped, read_range, require
 from mstore.checkpoint.tree import Found, Tree, walk
 from mstore.diff import FileDiff, TensorDiff
 from mstore.errors import BadCheckpoint
+from mstore.frozen import frozen
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import BYTES, Tensor
@@ -39,7 +40,7 @@ _Place = tuple[str, int, int]
 """File, first byte, number of bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DirectoryDiffReport:
     """How a directory differs from a snapshot; the lists are empty if it matches."""
 

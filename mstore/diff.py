@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from mstore.block_cache import BlockCache, Computing
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.distances import Distance, Distances
 from mstore.errors import Incompatible
+from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
@@ -38,7 +38,7 @@ _TOGETHER = 256
 """How many tensor records are read together."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TensorDiff:
     """One tensor on both sides."""
 
@@ -70,7 +70,7 @@ class TensorDiff:
     """an estimate between these bounds, from sketches; None without bounds"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FileDiff:
     """One file on both sides."""
 
@@ -84,7 +84,7 @@ class FileDiff:
     """bytes in b; None if b lacks it"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DiffReport:
     """How snapshot b differs from snapshot a; equal files and tensors are counted, not listed."""
 
@@ -106,7 +106,7 @@ class DiffReport:
     """blocks that differ"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Side:
     """One snapshot's tensor: its id, its record, and its blocks in order."""
 

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import numpy as np
@@ -30,6 +29,7 @@ from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
 from mstore.errors import Incompatible
+from mstore.frozen import frozen
 from mstore.ids import TensorId
 from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.singles import singles
@@ -51,7 +51,7 @@ _WHOLE: Final = ("I", "U", "BOOL")
 """How the names of types begin whose elements are no differences."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Slot:
     """A tensor of the checkpoint: where it lies, what it is added to."""
 

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar, overload
 
@@ -35,6 +35,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_arrays import Table, id_at
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt, Incompatible, NotFound
+from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, Id, ManifestId, SnapshotId, TensorId
 from mstore.objects.canonical import Record
 from mstore.objects.manifest import Manifest
@@ -59,7 +60,7 @@ _CHUNK = 1 << 10
 _BATCH = 1 << 17
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CodecUsage:
     """Blocks stored with one codec: how many, and their bytes."""
 
@@ -73,7 +74,7 @@ class CodecUsage:
     """their size at rest"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SharedBytes:
     """Stored bytes that another ref's snapshot uses as well."""
 
@@ -83,7 +84,7 @@ class SharedBytes:
     """stored bytes that both use"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RefUsage:
     """What one ref takes: the blocks of its snapshot, and the bases of those that are deltas.
 
@@ -114,7 +115,7 @@ class RefUsage:
     """bytes that other refs also use, by codec"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HeldBytes:
     """Why blocks are kept, in stored bytes: each counts for the first reason that applies."""
 
@@ -130,7 +131,7 @@ class HeldBytes:
     """stored bytes that running operations are reading"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class UsageReport:
     """What refs take and share, in stored bytes of blocks, and what gc would free without them."""
 
@@ -168,7 +169,7 @@ def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageR
 # Who keeps what -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class History:
     """Snapshots, their parents, and the refs that name them: all that decides what is kept.
 
@@ -481,7 +482,7 @@ class Sharings:
         return np.stack([column.astype(np.int64) for column in columns], axis=2)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Alone:
     """The figures of one owner, int64[codecs, 3]: counts, plain and stored bytes by codec.
 
@@ -604,7 +605,7 @@ def flags(sets: Sequence[Owners], width: int) -> Chosen:
     return np.unpackbits(rows, axis=1, count=width, bitorder="little").astype(np.bool_)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Usage:
     """One consistent reading of a store, from which all figures are computed.
 

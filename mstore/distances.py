@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, SnapshotId, TensorId
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
@@ -35,7 +35,7 @@ _WORDS: Final = ID_BYTES // 8
 Pair = tuple[TensorId, TensorId]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Distance:
     """||b - a|| / ||a||: bounds, equal where it is known, and an estimate within them."""
 

@@ -19,7 +19,6 @@ import fcntl
 import mmap
 import os
 import shlex
-import shutil
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -512,6 +511,9 @@ def remove_tree(path: Path) -> None:
     """
     if not os.path.lexists(path):
         return
+    # Imported late, as it imports every compression of Python.
+    import shutil
+
     with translated(path):
         _announce("rmtree", path)
         shutil.rmtree(path)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from mstore.ancestry import ancestry, is_led_to, parents_of
 from mstore.errors import Corrupt, NotFound
+from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
@@ -19,7 +19,7 @@ from mstore.store.overflow import TensorOverflow, overflow_of
 from mstore.store.signature_report import SignatureReport
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FileReport:
     """One file of a snapshot."""
 
@@ -31,7 +31,7 @@ class FileReport:
     """tensors in it; 0 if not safetensors"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TensorReport:
     """One tensor of a snapshot."""
 
@@ -47,7 +47,7 @@ class TensorReport:
     """the file that holds it"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ParentReport:
     """An edge of the lineage."""
 
@@ -59,7 +59,7 @@ class ParentReport:
     """branches and tags that point at it"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SnapshotReport:
     """One snapshot as `log` and `show` print it."""
 
@@ -101,7 +101,7 @@ class SnapshotReport:
     """tensors with elements that became, or may become, infinite, worst first"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RefReport:
     """A name and what it points at."""
 
@@ -121,7 +121,7 @@ class RefReport:
     """whether that snapshot's blocks were rewritten raw and in file order"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReflogReport:
     """One move of a ref."""
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +36,7 @@ from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.tree import given_name, hub_snapshot
 from mstore.errors import Corrupt, MstoreError, NotFound, StorageFailed
+from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import BASE, SnapshotRecord
@@ -70,7 +70,7 @@ _TRIES = 4
 _NOTHING_CALLED: Mapping[SnapshotId, Declared] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SearchLimits:
     """How far the search goes; it does not find what lies beyond.
 
@@ -96,7 +96,7 @@ class Nearest(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Candidate:
     """A snapshot that has bytes; `root` is the first of its family, itself if it has no base."""
 
@@ -107,7 +107,7 @@ class _Candidate:
     root: SnapshotId
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Sampled:
     """One block of the checkpoint."""
 
@@ -119,7 +119,7 @@ class _Sampled:
     id: BlockId
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Score:
     """A candidate's nearness, from 0 to 1, and the count of sampled blocks that are equal."""
 

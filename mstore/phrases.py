@@ -11,12 +11,12 @@ it reads like the Python call, `fsck(read_data=True)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Call:
+
+class Call(msgspec.Struct, frozen=True):
     """An operation of mstore with its arguments, as the next step to take.
 
     operation: its name, `fsck`. arguments: positional, in order; in capitals where the reader
@@ -37,8 +37,7 @@ class Call:
         return f"{self.operation}({', '.join(given)})"
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(msgspec.Struct, frozen=True):
     """A parameter of the operation that failed, by its Python name, and a value if there is one.
 
     A tuple is a list, a mapping gives values by name (`parameters={"density": 0.2}`), and False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from mstore.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Progress:
     """One tick of a long call: `done` of `total` bytes in the named phase."""
 

@@ -20,7 +20,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +30,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.location_arrays import LOST_BASE, Flags, Numbers, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.errors import Corrupt, MstoreError
+from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.objects.canonical import Record, decode
 from mstore.objects.manifest import Manifest
@@ -62,7 +62,7 @@ def is_recent(time_ns: int, since_ns: int) -> bool:
     return time_ns >= since_ns or time_ns < _FIRST_NS or since_ns >= _LAST_NS
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Roots:
     """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, holds) may be gone."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
@@ -23,6 +22,7 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE, PackGone
 from mstore.errors import BadRequest, Incompatible, StorageFailed
+from mstore.frozen import frozen
 from mstore.ids import BlockId
 from mstore.phrases import Option, Text, call, phrase
 from mstore.store.catalog import Catalog
@@ -59,7 +59,7 @@ def parse(word: str) -> Reflink:
         raise BadRequest(f"reflink is one of {words}, not {word!r}") from None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Piece:
     """Neighbouring blocks of a file from `offset` on, one location for each.
 

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, cast
 
 from mstore.errors import BadRequest
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.sizes import Budget
 
@@ -174,7 +175,7 @@ class Vocabulary:
     chat_template: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RecipeRequest:
     """The merge that a recipe asks for.
 

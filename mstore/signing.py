@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from mstore.blocks.packs import Kind
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.errors import BadRequest, Conflict, Corrupt, Unavailable
+from mstore.frozen import frozen
 from mstore.ids import BlockId, ManifestId, SignatureId, SnapshotId
 from mstore.objects.coverage import Coverage
 from mstore.objects.limits import DEFAULT_LIMITS
@@ -56,7 +56,7 @@ Trusted = Mapping[bytes, str]
 """Maps a public key to the name under which it is trusted."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class VerifyReport:
     """Whether a trusted key signed a snapshot, and what was read of its blocks."""
 
@@ -89,7 +89,7 @@ def _library_is_missing(error: ImportError) -> Unavailable:
 # -- keys ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SigningKey:
     """An ed25519 private key. Its repr never shows the secret."""
 

@@ -7,11 +7,11 @@ command line a budget is text.  Parsing raises BadRequest that names the option.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Final, NoReturn
 
 from mstore.errors import BadRequest
+from mstore.frozen import frozen
 from mstore.phrases import Option, Text, phrase
 
 _BINARY = {"": 1, "B": 1} | {
@@ -99,7 +99,7 @@ def _require_number(given: object, kind: type, words: str) -> None:
         _refuse(what, "Budget", 'mstore.Budget.share(0.3), or the text "30%"')
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Budget:
     """A limit on bytes read: a number of bytes (int), or a share of the full cost (float)."""
 

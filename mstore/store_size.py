@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,14 @@ from mstore.blocks import packs as packfiles
 from mstore.blocks.packs import Kind, pack_path
 from mstore.disk_usage import CodecUsage, Sums, Usage
 from mstore.errors import MstoreError
+from mstore.frozen import frozen
 from mstore.reachability import Inventory
 from mstore.store import leases, lost_found
 from mstore.store.catalog import Catalog
 from mstore.store.layout import FORMAT_VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoreReport:
     """Sizes and counts of a whole store.
 

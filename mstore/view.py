@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.checkpoint.header import parse_header
 from mstore.errors import Incompatible, MstoreError, NotFound
+from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, ManifestId, PackId, SnapshotId, TensorId, VirtualId
 from mstore.objects.manifest import SAFETENSORS, File, Manifest
 from mstore.objects.tensor import Tensor
@@ -37,7 +37,7 @@ from mstore.store import contents
 from mstore.store.catalog import Catalog
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PhysicalExtent:
     """Where a piece of a file lies at rest.
 

@@ -6,7 +6,6 @@ import errno
 import io
 
 import pytest
-import typer
 
 from mstore import errors as library
 from mstore_cli import errors
@@ -52,7 +51,7 @@ def test_usage() -> None:
         2,
         "error: this and that\nhint: mstore log --help\n",
     )
-    assert said(typer.BadParameter("nonsense"))[0] == 2
+    assert said(errors.UsageError("Nonsense.")) == (2, "error: nonsense\nhint: mstore --help\n")
 
 
 def test_interrupt_and_broken_pipe() -> None:

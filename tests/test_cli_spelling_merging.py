@@ -19,8 +19,8 @@ from mstore.merge.planning.facts import NEEDS_ANALYSIS
 from mstore.objects.shapes import told_difference
 from mstore.phrases import Call, Option, Phrase, Text, as_phrase, call, phrase
 from mstore.plain import plain
-from mstore_cli.main import build
 from mstore_cli.spelling import Typed, flag
+from mstore_cli.tree import build
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {

@@ -11,13 +11,10 @@ import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program
 
-# typer and what it imports itself; of the library: index, hashes, records; where trusted keys are.
-PACKAGES = {
-    *("annotated_doc", "shellingham", "typer", "typing_extensions"),
-    *("blake3", "lmdb", "msgspec", "platformdirs"),
-}
+# Index, hashes, and records with what they import themselves.
+PACKAGES = {"blake3", "lmdb", "msgspec", "typing_extensions"}
 MODULES = {
-    "mstore": "ancestry errors fs ids lineage neighbours phrases sharing sizes",
+    "mstore": "ancestry errors frozen fs ids lineage neighbours phrases sharing sizes",
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space checked_rows codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages "
@@ -31,13 +28,16 @@ MODULES = {
         "snapshot_rows stored_lengths unseen"
     ),
     "mstore_cli": (
-        "command commands completion errors graph kernels main options output session signers "
-        "sizes spelling tables values verbs"
+        "command commands declared errors graph lines main options output session signers sizes "
+        "spelling tables values verbs"
     ),
 }
 LOOKING = {"refs": ("refs",), "log": ("log",), "show": ("show", "m"), "ls": ("ls", "m")}
 # Standard libraries that take milliseconds, and that none of the packages above needs.
-SLOW = {"asyncio", "ctypes", "importlib.metadata", "multiprocessing", "tomllib"}
+SLOW = {
+    *("asyncio", "ctypes", "importlib.metadata", "logging", "multiprocessing", "shutil"),
+    *("tempfile", "tomllib", "traceback"),
+}
 
 
 @pytest.fixture(scope="module")

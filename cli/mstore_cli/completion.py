@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import typer
 
 from mstore_cli.session import Choices, Session
-
-VARIABLE = "_MSTORE_COMPLETE"
-"""Set by the shell's script when it requests completions."""
-
-
-def is_asked() -> bool:
-    """Return whether this process was started to complete a command line."""
-    return VARIABLE in os.environ
 
 
 def refs(context: typer.Context, incomplete: str) -> list[str]:

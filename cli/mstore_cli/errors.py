@@ -10,12 +10,9 @@ import os
 import re
 import shlex
 import sys
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
-
-import typer
 
 from mstore_cli.output import is_terminal, printable
 from mstore_cli.verbs import OF_NO_STORE, VERBS
@@ -36,14 +33,20 @@ _COMMAND = (
 )
 
 
-class UsageError(typer.TyperException):
-    """Options that do not go together; `hint` is the command to try."""
-
-    exit_code = USAGE
+class UsageError(Exception):
+    """Wrong usage of the command line; `hint` is the command to try."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+
+
+class Ended(Exception):
+    """The end of a command that printed its whole result, with an exit status that is not 0."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 class Interrupted(KeyboardInterrupt):
@@ -68,7 +71,7 @@ def rules() -> tuple[Rule, ...]:
     from mstore import errors
 
     return (
-        Rule(typer.TyperException, USAGE, "mstore --help"),
+        Rule(UsageError, USAGE, "mstore --help"),
         Rule(KeyboardInterrupt, INTERRUPTED),
         Rule(BrokenPipeError, BROKEN_PIPE),
         Rule(errors.BadName, FAILURE, "mstore refs"),
@@ -124,6 +127,8 @@ def report(
             _say(stream, "hint", "36", with_store(error.hint, store))
         return rule.status
     if rule.kind is Exception:
+        import traceback
+
         traceback.print_exception(error, file=stream)
     told = _told(error, rule, store)
     _say(stream, "error", "31", f"{told.where}: {told.what}" if told.where else told.what)
@@ -144,7 +149,7 @@ def _tell_programs(document: TextIO, error: BaseException, rule: Rule, store: Pa
 
 def _code(error: BaseException) -> str:
     """Return the error's kind for programs: the name of the library's error class."""
-    if isinstance(error, typer.TyperException):
+    if isinstance(error, UsageError):
         return "usage"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
@@ -185,8 +190,8 @@ def _told(error: BaseException, rule: Rule, store: Path | None) -> Told:
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, typer.TyperException):
-        message = error.format_message().rstrip(".")
+    if isinstance(error, UsageError):
+        message = str(error).rstrip(".")
         return message[:1].lower() + message[1:]
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
@@ -212,9 +217,6 @@ def _hint(error: BaseException, rule: Rule) -> str | None:
     path = getattr(error, "where", None) or getattr(error, "filename", None)
     if denied and isinstance(path, str):
         return f"ls -ld {shlex.quote(path)} says who may read it: run as that user, or chmod u+r it"
-    context = getattr(error, "ctx", None)
-    if isinstance(error, typer.TyperException) and context is not None:
-        return f"{context.command_path} --help"
     return rule.hint
 
 

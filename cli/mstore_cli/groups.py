@@ -8,9 +8,9 @@ would be equal, names stay whole, and their numbers go on the next line.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
+from mstore.frozen import frozen
 from mstore_cli.output import Column, Screen, distinct, printable
 
 WIDTH = 80
@@ -28,7 +28,7 @@ class By(StrEnum):
     EXPERT = "expert"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Group:
     """A heading, a note behind it, and rows: a name, and a cell for each column of the table."""
 

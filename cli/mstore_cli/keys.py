@@ -16,17 +16,17 @@ import textwrap
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import ids, reports
+from mstore.frozen import frozen
 from mstore.phrases import Phrase
 from mstore_fuse.mounts import MountInfo
 from mstore_serve import documents
 from mstore_serve.serving import ServeInfo
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Key:
     """One key of a JSON object: its name, the kind of its value, and its meaning."""
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import typer
-
-from mstore_cli import completion, method_names
+from mstore.frozen import frozen
+from mstore_cli import method_names
+from mstore_cli.declared import Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
 from mstore_cli.recipes import RecipeText, documents, request_of_recipe
@@ -65,33 +65,33 @@ def _parse_error(text: str) -> float:
         ) from None
 
 
-_BASE = typer.Option(
+_BASE = Option(
     "--base",
     metavar="REF",
     help="The model to merge into.",
-    autocompletion=completion.refs,
+    completes="refs",
 )
-_EXPERT = typer.Option(
+_EXPERT = Option(
     "--expert",
     metavar="REF[=WEIGHT]",
-    autocompletion=completion.refs,
+    completes="refs",
     help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
     "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch.",
 )
-_METHOD = typer.Option(
+_METHOD = Option(
     "--method",
     metavar="NAME",
     help=f"How experts are combined: {method_names.listed()}.",
-    autocompletion=completion.methods,
+    completes="methods",
 )
 MaybeFishers = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--fisher",
         metavar="REF",
         help="For `--method fisher`: the diagonal Fisher of an expert, as a checkpoint in the "
         "store. One for each expert, in their order.",
-        autocompletion=completion.refs,
+        completes="refs",
     ),
 ]
 Base = Annotated[str, _BASE]
@@ -101,7 +101,7 @@ Experts = Annotated[list[str], _EXPERT]
 MaybeMethod = Annotated[str | None, _METHOD]
 Parameters = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--param",
         metavar="KEY=VALUE",
         help="A parameter of the method; with commas, a value for each expert. Repeatable.",
@@ -109,7 +109,7 @@ Parameters = Annotated[
 ]
 Budget = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--budget",
         metavar="SIZE|SHARE",
         help="The most bytes to read from experts: 2GiB, 512MB, or 30% of the full cost.",
@@ -117,7 +117,7 @@ Budget = Annotated[
 ]
 MaxError = Annotated[
     float | None,
-    typer.Option(
+    Option(
         "--max-error",
         metavar="E",
         parser=_parse_error,
@@ -127,11 +127,11 @@ MaxError = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="DTYPE", help="The dtype of the output [default: the base's]."),
+    Option("--dtype", metavar="DTYPE", help="The dtype of the output [default: the base's]."),
 ]
 NoAnalyze = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--no-analyze",
         help="Do not read experts to compute missing statistics; choose whole tensors instead.",
     ),
@@ -140,7 +140,7 @@ NoAnalyze = Annotated[
 
 Score = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--score",
         metavar="NAME",
         help="Rank blocks by norm, trimmed, conflict or random [default: the method's own].",
@@ -148,7 +148,7 @@ Score = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--only",
         metavar="PATTERN",
         help="Merge only tensors whose names match; take the rest from the base. Repeatable.",
@@ -156,7 +156,7 @@ Only = Annotated[
 ]
 Skip = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--skip",
         metavar="PATTERN",
         help="Take tensors whose names match from the base. Repeatable.",
@@ -164,7 +164,7 @@ Skip = Annotated[
 ]
 AllowMissing = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--allow-missing",
         help="Let experts lack tensors of the base (the base's count for them), or have others "
         "(they are left out).",
@@ -172,7 +172,7 @@ AllowMissing = Annotated[
 ]
 PerExpertBudget = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--per-expert-budget",
         metavar="SIZE|SHARE",
         help="The most bytes to read from any one expert: a size, or a share of the full cost.",
@@ -180,7 +180,7 @@ PerExpertBudget = Annotated[
 ]
 TopP = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--top-p",
         metavar="SHARE",
         help="Write only this share of the blocks that would change, the largest changes first.",
@@ -188,7 +188,7 @@ TopP = Annotated[
 ]
 AllowNoop = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--allow-noop",
         help="Accept a plan that reads nothing, or whose result is the base itself.",
     ),
@@ -316,7 +316,7 @@ def parse_parameters(texts: list[str]) -> dict[str, object]:
     return parameters
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class Wanted:
     """The options of `plan` and `merge` that say what to merge."""
 

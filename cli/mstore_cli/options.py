@@ -4,46 +4,42 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from mstore_cli.declared import Argument, Option
 
-from mstore_cli import completion
-
-_REVISION = typer.Argument(
+_REVISION = Argument(
     metavar="REF",
     help="A branch, tag, snapshot id or its beginning (4 digits or more), REF~N, or REF@{N}.",
     show_default=False,
-    autocompletion=completion.refs,
+    completes="refs",
 )
 Revision = Annotated[str, _REVISION]
 MaybeRevision = Annotated[str | None, _REVISION]
 RefNames = Annotated[
     list[str] | None,
-    typer.Argument(
+    Argument(
         metavar="REF",
         help="Branches, tags, or patterns [default: all].",
         show_default=False,
-        autocompletion=completion.refs,
+        completes="refs",
     ),
 ]
 Message = Annotated[
     str,
-    typer.Option(
-        "--message", "-m", metavar="MSG", help="A message that says why.", show_default=False
-    ),
+    Option("--message", "-m", metavar="MSG", help="A message that says why.", show_default=False),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
+    Option(
         "--threads",
         metavar="N",
-        min=1,
+        least=1,
         help="Worker threads [default: one per processor].",
         show_default=False,
     ),
 ]
 Codec = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--codec",
         metavar="auto|raw|dense",
         help="How new blocks are stored [default: as `mstore config codec` says].",
@@ -52,13 +48,11 @@ Codec = Annotated[
 ]
 OnlyCompared = Annotated[
     list[str] | None,
-    typer.Option(
-        "--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeatable."
-    ),
+    Option("--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeatable."),
 ]
 SkipCompared = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--skip",
         metavar="PATTERN",
         help="Do not compare tensors whose names match: they may be missing, extra or of "
@@ -67,7 +61,7 @@ SkipCompared = Annotated[
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--exclude",
         metavar="PATTERN",
         help="Leave out files or directories whose names match, as in a .gitignore. Repeatable.",
@@ -76,7 +70,7 @@ Exclude = Annotated[
 ]
 NoDefaultExcludes = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--no-default-excludes",
         help="Store what is left out by default: .git, download caches, training states.",
     ),

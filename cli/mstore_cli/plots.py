@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
 from io import StringIO
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from mstore.frozen import frozen
 from mstore_cli.output import elided, printable
 from mstore_cli.treemap import Box, Node, Placed, place
 
@@ -58,7 +58,7 @@ CELL_NUMBERS = 400
 """Heat maps of at most this many cells show the numbers in the cells."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SweepPoint:
     """One budget of a sweep: bytes read from experts, and errors relative to the base's norm.
 
@@ -71,7 +71,7 @@ class SweepPoint:
     measured: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HeatMap:
     """A table of numbers: `cells[row][column]`, None if unknown (drawn hatched).
 
@@ -199,7 +199,7 @@ def heat_map(table: HeatMap, path: Path) -> None:
     _write(draw, path)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TreeMap:
     """Nested sizes.  The leaves whose name is in `hatched` are drawn hatched.
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from mstore.frozen import frozen
+from mstore_cli.declared import Option
 from mstore_cli.errors import notes
 from mstore_cli.session import Session
 from mstore_cli.vocabularies import aligned
@@ -28,7 +27,7 @@ _PATHS = ("/", "./", "../", "~")
 
 RecipeFile = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--recipe",
         metavar="FILE",
         help="Merge as this recipe of mergekit (YAML) says, instead of --base, --expert, --method "
@@ -37,7 +36,7 @@ RecipeFile = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RecipeText:
     """A recipe as it was read. folder: what paths of models in it are relative to."""
 

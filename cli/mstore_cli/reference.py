@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from mstore_cli import page
 from mstore_cli.keys import DOCUMENTS, OBJECTS, Key, keys_of
-from mstore_cli.main import PROGRAM, build
+from mstore_cli.tree import PROGRAM, build
 from mstore_cli.verbs import VERBS
 
 MARKER = page.marker("python -m mstore_cli.reference docs/cli.md")

@@ -104,6 +104,12 @@ class Session:
         """Open the store of this run, for use in a `with` block."""
         from mstore import Store
 
+        return self._computing(Store.open)
+
+    def open_to_look(self) -> Store:
+        """Do the same for a command that reads only records and thus needs no kernels."""
+        from mstore import Store
+
         return self._opened(Store.open)
 
     def open_silently(self) -> Store:
@@ -116,14 +122,17 @@ class Session:
         """Do the same for a store whose index may be damaged: checks the index first."""
         from mstore import Store
 
-        return self._opened(Store.open_checked)
+        return self._computing(Store.open_checked)
 
-    def _opened(self, open_at: Callable[[Path], Store]) -> Store:
-        """Open the store; warn if its index cannot be trusted."""
-        # Imported late: it imports `logging`, which --help and the like do not need.
+    def _computing(self, open_at: Callable[[Path], Store]) -> Store:
+        # Imported late: it imports `logging`, which commands that only look do not need.
         from mstore_cli import kernels
 
         kernels.prepare(quiet=self._choices.quiet)
+        return self._opened(open_at)
+
+    def _opened(self, open_at: Callable[[Path], Store]) -> Store:
+        """Open the store; warn if its index cannot be trusted."""
         store = open_at(self.store_path())
         self._stores.append(store)
         why = store.doubt()

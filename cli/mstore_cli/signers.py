@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from mstore_cli.declared import Option
 from mstore_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 SIGNERS_NAME = "allowed_signers"
 SignersOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--signers",
         metavar="FILE",
         help=f"Trusted keys [default: {SIGNERS_NAME} in the user's own mstore configuration].",

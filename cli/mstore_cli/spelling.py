@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from mstore.phrases import Call, Option
 from mstore_cli.verbs import OF_NO_STORE
@@ -40,8 +39,7 @@ _JOINED: Final = frozenset({"reflink"})
 """Options that also go without a value: one is joined to them, as in `--reflink=never`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Typed:
+class Typed(NamedTuple):
     """The words of a user who types commands; `store` is the one that `--store` names, if any."""
 
     store: Path | None = None

@@ -7,7 +7,8 @@ wide, its last columns move under the first ones, and only a cell wider than the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from mstore.frozen import frozen
 
 GAP = 2
 INDENT = 2
@@ -15,7 +16,7 @@ SHORTEST_SENTENCE = 24
 """Columns of sentences are not made narrower than this."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Piece:
     """Text within a line, and the number of its column (None: a blank)."""
 
@@ -26,7 +27,7 @@ class Piece:
 Line = list[Piece]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Band:
     """Columns side by side: their numbers, widths and indentation."""
 

@@ -8,10 +8,11 @@ worst rectangle narrower.  Pure; `plots` draws.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from mstore.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Node:
     """A part: its name, its size, and its subparts, whose sizes add up to its own.
 
@@ -23,7 +24,7 @@ class Node:
     parts: tuple[Node, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Box:
     """A rectangle, given by its lower left corner."""
 
@@ -40,7 +41,7 @@ class Box:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Placed:
     """A node in its rectangle; `path` are the nodes above it, the outermost first."""
 

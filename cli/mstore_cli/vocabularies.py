@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from mstore_cli import completion
+from mstore_cli.declared import Option
 from mstore_cli.errors import notes
 from mstore_cli.session import Session
 
@@ -21,12 +19,12 @@ if TYPE_CHECKING:
 
 Vocab = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--vocab",
         metavar="union|base|common|REF",
         help="First align the models' vocabularies: union keeps the tokens of all, base those of "
         "the base, common those that all have, REF those of this model (see `mstore align`).",
-        autocompletion=completion.refs,
+        completes="refs",
     ),
 ]
 

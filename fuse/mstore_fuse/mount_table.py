@@ -24,9 +24,10 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
+
+from mstore.frozen import frozen
 
 TYPE = "fuse.mstore"
 KERNEL_TYPE = "erofs"
@@ -45,7 +46,7 @@ _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TableEntry:
     """One line of mountinfo: mount point, type, source, whether it is a whole file system.
 
@@ -59,7 +60,7 @@ class TableEntry:
     user: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Source:
     """What a mount of ours shows, and which process serves it.
 

@@ -35,6 +35,7 @@ from mstore.errors import (
     StorageFailed,
     Unavailable,
 )
+from mstore.frozen import frozen
 from mstore.phrases import Phrase, call, from_json, joined
 from mstore_fuse import drivers, mount_table, readahead
 from mstore_fuse.drivers import Driver, Verify
@@ -48,7 +49,7 @@ _ENDS_WITHIN = 10.0
 _POLL = 0.02
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MountInfo:
     """One mount.
 
@@ -216,7 +217,7 @@ def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
         _await_end(info.pid)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unmounted:
     """What became of several mounts."""
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mstore.errors import BadRequest, StorageFailed, Unavailable
+from mstore.frozen import frozen
 from mstore.phrases import Option
 
 FUSE_CONF = Path("/etc/fuse.conf")
@@ -19,7 +20,7 @@ FUSE_CONF = Path("/etc/fuse.conf")
 _ALLOWED_LINE = "user_allow_other"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MountOptions:
     """How one mount behaves.
 

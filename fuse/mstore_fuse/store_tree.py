@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mstore.errors import NotFound
+from mstore.frozen import frozen
 from mstore_fuse.tree import (
     NOTHING,
     About,
@@ -44,7 +45,7 @@ class _Held:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Below:
     """A path inside a snapshot: the snapshot, the ref that led there, the rest of the path."""
 

@@ -35,6 +35,7 @@ from typing import Any, Protocol
 from blake3 import blake3
 
 from mstore.errors import Corrupt, MstoreError, NotFound
+from mstore.frozen import frozen
 
 BLOCK = 512
 """Unit of st_blocks, whatever the file system."""
@@ -145,7 +146,7 @@ class Nothing:
 NOTHING = Nothing()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Entry:
     """The attributes of a file or directory; `size` is 0 for a directory."""
 
@@ -155,7 +156,7 @@ class Entry:
     time_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Totals:
     """What `df` shows: files and bytes of the snapshots read so far."""
 

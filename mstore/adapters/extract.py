@@ -12,7 +12,6 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -22,6 +21,7 @@ from mstore.adapters.files import branch_for_adapter, put_factor, put_files
 from mstore.adapters.targets import PREFIX, factor_names, is_adapter
 from mstore.adapters.truncation import Errors, Singles, TruncatedTensor, squares_left, truncated
 from mstore.errors import BadRequest, Incompatible
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
 from mstore.numeric.singles import singles
@@ -55,7 +55,7 @@ _PANEL: Final = 1 << 22
 _NAMED: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExtractReport:
     """An adapter that was made of a difference."""
 
@@ -204,7 +204,7 @@ def _tensors(
     return {name: (id, record) for (name, id), record in zip(wanted.items(), records, strict=True)}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Work:
     """Tensors that differ, by what becomes of them: (name, the base's, the expert's)."""
 

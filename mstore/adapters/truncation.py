@@ -12,11 +12,12 @@ places, as its BLAS sums in another order.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from mstore.frozen import frozen
 
 Singles = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -29,7 +30,7 @@ _ITERATIONS: Final = 4
 _PANEL: Final = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TruncatedTensor:
     """What a truncated decomposition leaves out of one matrix."""
 

@@ -6,7 +6,6 @@ Part of `mstore.api.Store`, which combines all parts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mstore import lineage
@@ -14,6 +13,7 @@ from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.phrases import call, phrase
 from mstore.store import refs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mstore.store.transaction import RefMove
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RemoveReport:
     """Removed refs, and what they pointed at."""
 

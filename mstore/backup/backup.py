@@ -21,7 +21,6 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import fs
@@ -37,6 +36,7 @@ from mstore.blocks.packs import SealedPack, pack_path
 from mstore.check.affected import Affected, AffectedTensors
 from mstore.check.findings import Findings, Problem
 from mstore.errors import Conflict, StorageFailed, Unavailable
+from mstore.frozen import frozen
 from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
@@ -48,7 +48,7 @@ from mstore.store.publishing import give_names
 _ATTEMPTS = 20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BackupReport:
     """The result of `backup`: what the directory holds now, and what this run did.
 

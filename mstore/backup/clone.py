@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mstore import fs
@@ -28,6 +28,7 @@ from mstore.blocks.pack_numbers import NamedPack
 from mstore.blocks.packs import SealedPack, read_table
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
+from mstore.frozen import frozen
 from mstore.ids import PackId
 from mstore.phrases import call
 from mstore.progress import ProgressCallback
@@ -40,7 +41,7 @@ from mstore.store.publishing import give_names
 _ATTEMPTS = 20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CloneReport:
     """The result of `clone`: a new store, `uuid`, with everything that `source` had."""
 

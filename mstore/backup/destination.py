@@ -20,7 +20,6 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -29,6 +28,7 @@ from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
 from mstore.blocks.pack_numbers import NamedPack
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
+from mstore.frozen import frozen
 from mstore.ids import PackId
 from mstore.phrases import call, phrase
 from mstore.store import backup_row, leases, refs
@@ -44,7 +44,7 @@ _LOCK = "incoming"
 _HINT = "name a new directory"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class State:
     """What a backup holds: refs as of a generation, packs (condemned ones too), damaged packs."""
 

@@ -11,7 +11,6 @@ import posixpath
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Final
 
 from mstore.adapters.targets import is_adapter
@@ -22,6 +21,7 @@ from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
@@ -45,7 +45,7 @@ STATED_ELSEWHERE: Final = "hf_quant_config.json"
 _NAMED: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CastReport:
     """A model that was cast."""
 
@@ -174,7 +174,7 @@ def _too_large(what: str, told: str, counts: Mapping[str, int]) -> str:
     return f"{many} too large for {told}: {where}{more}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Slot:
     """A tensor of the output: its part in the model, and if it is cast, from and to what."""
 

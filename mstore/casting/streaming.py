@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -22,6 +21,7 @@ from mstore.ahead import in_order
 from mstore.blocks.codecs import Encoded, elements_of, encode
 from mstore.casting.scales import Scale, apply
 from mstore.checkpoint.partition import partition
+from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer
 from mstore.numeric.casts import SIZES, narrowed, widened
 from mstore.objects.tensor import Tensor
@@ -31,7 +31,7 @@ from mstore.store.transaction import Transaction
 _GROUP_BYTES: Final = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Job:
     """A tensor to cast: the stored one, its scale if it has one, and the new one, without blocks.
 
@@ -44,7 +44,7 @@ class Job:
     begin: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CastTensor:
     """A new tensor, and how much was too large.
 
@@ -56,7 +56,7 @@ class CastTensor:
     products: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Group:
     """Some whole blocks of a job: its number, its first element and how many it has."""
 
@@ -65,7 +65,7 @@ class _Group:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Done:
     """The new blocks of a group; None for the bytes of one that is stored."""
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 from mstore.blocks import location_rows
 from mstore.blocks.location_rows import Row
 from mstore.blocks.packs import Kind
 from mstore.check.findings import Findings
 from mstore.errors import MstoreError
+from mstore.frozen import frozen
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.tensor import Tensor
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Affected:
     """What of a snapshot cannot be read as it is: a tensor, a file, or all of it."""
 

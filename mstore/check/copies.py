@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -27,6 +26,7 @@ from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.errors import BadCheckpoint, MstoreError
+from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, PackId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.tensor import BYTES, Tensor
@@ -47,7 +47,7 @@ class Form(NamedTuple):
 AS_RECORD = Form(1)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Copy:
     """The checked plain bytes of a wanted block or record, and how to store them.
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from mstore.blocks.location_rows import Key, Row
 from mstore.blocks.packs import Kind
 from mstore.errors import MstoreError, StorageFailed
+from mstore.frozen import frozen
 from mstore.ids import BlockId, Id, PackId
 from mstore.objects.canonical import Record
 from mstore.objects.coverage import Coverage
@@ -34,7 +34,7 @@ RECORDS: dict[Kind, type[Record]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Problem:
     """One finding of `fsck`."""
 

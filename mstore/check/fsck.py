@@ -11,7 +11,6 @@ import shlex
 import time
 from collections.abc import Collection, Container
 from contextlib import closing
-from dataclasses import dataclass
 
 from mstore.blocks import lmdb_check, row_batches
 from mstore.blocks.index import Index, subject
@@ -24,6 +23,7 @@ from mstore.check.footers import Footers, Totals
 from mstore.check.graph import Graph
 from mstore.check.payloads import Payloads
 from mstore.errors import BadRequest
+from mstore.frozen import frozen
 from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call, phrase
 from mstore.progress import Progress, ProgressCallback
@@ -32,7 +32,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CheckReport:
     """The result of `fsck`; the store is sound if `problems` is empty."""
 
@@ -70,7 +70,7 @@ class CheckReport:
     """how long it took"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scope:
     """How much to read. share: of all blocks, 0 for none; the seed selects those of a sample."""
 

@@ -10,11 +10,11 @@ mirror wins, because it is checked as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from mstore.check.old_index import OldIndex
 from mstore.errors import MstoreError
+from mstore.frozen import frozen
 from mstore.store import mirror
 from mstore.store.layout import Layout
 from mstore.store.mirror import Mirror
@@ -25,7 +25,7 @@ _INDEX: Final = "the old index"
 _REFLOG: Final = "its reflog"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Word:
     """A statement: this ref, or none, as of a generation. rank: breaks ties of generations."""
 
@@ -35,7 +35,7 @@ class _Word:
     ref: Ref | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Names:
     """The refs to restore.
 

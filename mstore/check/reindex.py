@@ -36,6 +36,7 @@ from mstore.check.names import Names
 from mstore.check.old_index import OldIndex
 from mstore.check.pack_rows import PackRows
 from mstore.errors import Conflict, Corrupt, MstoreError
+from mstore.frozen import frozen
 from mstore.ids import Buffer, PackId, PlanId, SignatureId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.signature import Signature
@@ -62,7 +63,7 @@ from mstore.store.plan_rows import Source, Sources
 _DATA = "data.mdb"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReindexReport:
     """The result of `reindex`."""
 

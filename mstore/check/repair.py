@@ -31,6 +31,7 @@ from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, typed
 from mstore.check.fsck import Checker, CheckReport, Scope
 from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed
+from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
@@ -45,7 +46,7 @@ _DROPS = 3
 WIDTHS = (1, 2, 4, 8)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RepairReport:
     """The result of `repair`.
 

@@ -15,7 +15,6 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from mstore.checkpoint import strangers
@@ -40,6 +39,7 @@ from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_e
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, several, told, walk
 from mstore.errors import BadCheckpoint
+from mstore.frozen import frozen
 from mstore.phrases import Phrase, call, joined, phrase
 from mstore.sizes import format_size
 
@@ -60,7 +60,7 @@ _CONFIGS = ("config.json", "adapter_config.json")
 _NAMES_SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CheckpointLimits(HeaderLimits):
     """How large a checkpoint may be before it is refused.  Raise them for a trusted checkpoint.
 
@@ -78,7 +78,7 @@ class CheckpointLimits(HeaderLimits):
 DEFAULT_LIMITS = CheckpointLimits()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SourceFile:
     """One file of a checkpoint.
 
@@ -97,7 +97,7 @@ class SourceFile:
         return self.stamp.size
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Checkpoint:
     """The files below `root`, sorted by path; at least one has a header.
 
@@ -109,7 +109,7 @@ class Checkpoint:
     excluded: tuple[Excluded, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Replacement:
     """Generated files that replace some of a checkpoint's own, by path.
 

@@ -27,12 +27,13 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Final
 
 from mstore.checkpoint.paths import quoted
 from mstore.errors import BadCheckpoint, BadRequest
+from mstore.frozen import frozen
 from mstore.phrases import Option, call
 
 IGNORE_FILE: Final = ".mstoreignore"
@@ -91,7 +92,7 @@ _NEEDED: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pattern:
     """One line: its text, its source, and what it matches."""
 
@@ -180,7 +181,7 @@ def _patterns(lines: Iterable[str], source: str | Option) -> tuple[Pattern, ...]
     return patterns
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Exclusion:
     """Which files and directories of a checkpoint are left out; the last matching pattern decides.
 
@@ -241,7 +242,7 @@ class Exclusion:
 NOTHING_EXCLUDED: Final = Exclusion(reads_file=False)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Excluded:
     """A file that was left out, or a directory (its path ends with a slash) with its contents."""
 

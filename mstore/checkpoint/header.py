@@ -15,7 +15,6 @@ The header is kept verbatim, because a file's bytes cannot be reconstructed from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.strict_json import parse_object
 from mstore.errors import BadCheckpoint
+from mstore.frozen import frozen
 from mstore.sizes import exact_size, format_size
 
 LENGTH_BYTES = 8
@@ -34,7 +34,7 @@ METADATA_KEY = "__metadata__"
 MIB = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HeaderLimits:
     """What a header may cost before it is refused. Callers who trust a file can raise them."""
 
@@ -71,7 +71,7 @@ class TensorSlot(msgspec.Struct, frozen=True, gc=False):
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Header:
     """A valid header: its slots cover [0, data_bytes) exactly once, in order.
 

@@ -24,7 +24,7 @@ import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +52,7 @@ from mstore.checkpoint.reading import (
     storage_error,
 )
 from mstore.errors import BadCheckpoint, MstoreError, NotFound
+from mstore.frozen import frozen
 from mstore.phrases import Call, Option, Phrase, Text, call, phrase
 from mstore.sizes import format_size
 
@@ -67,7 +68,7 @@ _SMALL = 1 << 20
 _MAX_REVISION_BYTES = 255
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Found:
     """A regular file: its path in the checkpoint, its location, and the result of `stat`.
 
@@ -84,7 +85,7 @@ class Found:
         return Stamp.of(self.status)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tree:
     """The regular files of a checkpoint, sorted by path; `shown` is `root` as the user named it.
 
@@ -340,7 +341,7 @@ def _shown(path: str) -> str:
     return path.encode("utf-8", "backslashreplace").decode()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Walker:
     """One walk below `root`; `blobs` is the other directory that links may lead to."""
 

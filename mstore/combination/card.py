@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter
 from mstore.combination.members import Member
 from mstore.combination.methods import Setting
+from mstore.frozen import frozen
 from mstore.ids import ManifestId
 from mstore.merge.running.papers import NAME, conflicts, number_text, stated_licence, stated_name
 from mstore.store.catalog import Catalog
@@ -26,7 +26,7 @@ adapter's files. Put the name of the base in `base_model`, if it is not there, b
 this."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Said:
     """An adapter as its own files describe it."""
 

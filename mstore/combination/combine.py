@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from mstore.combination.members import Member, members_of
 from mstore.combination.methods import Setting
 from mstore.combination.products import Read, joined, truncated, united
 from mstore.errors import BadRequest, Incompatible
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import BASE, EXPERT, Parent
@@ -41,7 +41,7 @@ _KEPT: Final = ("auto_mapping", "base_model_name_or_path", "revision", "task_typ
 """Settings that say what an adapter is of: the first one's count."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CombineReport:
     """An adapter that was made of several."""
 
@@ -199,7 +199,7 @@ def _base_of(
     return (), (f"the adapters were added as those of several bases: {', '.join(told)}",)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Work:
     """What to combine: by module, the numbers of the adapters that have it."""
 

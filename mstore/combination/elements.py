@@ -9,12 +9,12 @@ as a whole.  Does not own what a matrix is, a factor or a product.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from mstore.combination.methods import FREQUENCY, Select, Setting
+from mstore.frozen import frozen
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.random import mask_key
 from mstore.numeric import halves
@@ -26,7 +26,7 @@ Source = Callable[[], Iterator[Singles]]
 """Gives the elements of one matrix, from the first on, in runs; each call begins anew."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Term:
     """One of the matrices: its elements, its weight, and which adapter, from 0, it is of."""
 

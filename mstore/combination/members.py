@@ -7,7 +7,6 @@ no weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from mstore.adapters.config import CONFIG, MAX_CONFIG, LoraConfig, parse_config
 from mstore.adapters.targets import is_adapter, is_unchanged, pairs_of
 from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadRequest, Incompatible
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import CODES, cast_hint
 from mstore.objects.limits import DEFAULT_LIMITS
@@ -30,7 +30,7 @@ _INSTEAD: Final = phrase(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Product:
     """One product of an adapter.
 
@@ -53,7 +53,7 @@ class Product:
         return self.up.shape[0], self.down.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Member:
     """An adapter to combine.
 

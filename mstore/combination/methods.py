@@ -18,12 +18,12 @@ Owns parsing.  Does not own the arithmetic (`elements`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Final, cast
 
 from mstore.errors import BadRequest, did_you_mean
+from mstore.frozen import frozen
 from mstore.merge.methods import registry
 from mstore.merge.methods.parameters import SEED, Parameter, Range, Value
 from mstore.phrases import Option, call, phrase
@@ -48,7 +48,7 @@ class Select(Enum):
     DRAWN = "drawn"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Method:
     """A method: of_products: it combines products, and truncates.  elects: only the elements that
     have the sign of the majority count.  joins: factors stand one beside the other.
@@ -90,7 +90,7 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(_methods())
 """The methods by name, in alphabetical order."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Setting:
     """A method and its parameters; those that it lacks have no effect.
 

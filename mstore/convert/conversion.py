@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -42,6 +41,7 @@ from mstore.checkpoint.paths import CONTROL, INDEX_SUFFIX, quoted
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.tree import Found, Tree, walk
 from mstore.errors import BadCheckpoint, Unavailable
+from mstore.frozen import frozen
 
 PROGRAM = Path(__file__).with_name("program.py")
 PICKLE_INDEX_SUFFIX = ".bin.index.json"
@@ -53,7 +53,7 @@ _MAX_ANSWER = 16 << 20
 _LEFT_OUT_SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ConversionLimits:
     """What the child may use.  Raise them for a trusted file.
 

@@ -33,6 +33,7 @@ from mstore.blocks.location_rows import pack_number
 from mstore.blocks.pack_numbers import Condemned
 from mstore.blocks.packs import Kind, pack_path
 from mstore.errors import StorageFailed
+from mstore.frozen import frozen
 from mstore.gc import proof, tidy
 from mstore.gc.repack import Copies
 from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
@@ -64,7 +65,7 @@ NEVER_NS = 1 << 64
 _POLL_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GcReport:
     """What garbage collection dropped, or with `dry_run` would drop."""
 
@@ -114,7 +115,7 @@ class GcReport:
     """how long it took"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Limits:
     """Limits of one run.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
 from mstore.ancestry import ancestry
 from mstore.errors import BadRequest, NotFound
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import PREVIOUS
 from mstore.phrases import call
@@ -25,7 +25,7 @@ from mstore.store.transaction import RefMove, apply_moves
 NS_A_SECOND = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PruneReport:
     """The snapshots whose contents were dropped, or with `dry_run` would be.
 
@@ -44,7 +44,7 @@ class PruneReport:
     """how long it took"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wish:
     """What to prune: of each branch (all for no names), every snapshot that no rule keeps.
 

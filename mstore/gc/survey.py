@@ -8,7 +8,6 @@ blocks that another pack has. Nothing here changes anything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from mstore.blocks.location_arrays import Flags, Numbers, Table
 from mstore.blocks.packs import ENTRY, PAGE, Kind, dead_bytes, pack_path
 from mstore.errors import MstoreError
+from mstore.frozen import frozen
 from mstore.ids import PackId, SnapshotId
 from mstore.phrases import call, phrase
 from mstore.reachability import Inventory, Reach
@@ -29,7 +29,7 @@ SMALL_PACKS = 8
 _STEP = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Use:
     """A pack and its rows; `rows` includes dead ones.
 
@@ -50,7 +50,7 @@ class Use:
         return dead / (dead + self.live_bytes) if dead else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Choice:
     """What to do: remove packs without a live row, rewrite some others.
 
@@ -66,7 +66,7 @@ class Choice:
     stays: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Dead:
     """The rows to delete, by kind."""
 
@@ -191,7 +191,7 @@ def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[Use]) 
     return sorted(found, key=lambda place: (place.pack, place.offset))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Place:
     """A row by kind and number, and where its payload lies."""
 

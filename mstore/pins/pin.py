@@ -19,6 +19,7 @@ from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row, width
 from mstore.errors import Corrupt, NotFound, StorageFailed
+from mstore.frozen import frozen
 from mstore.ids import BlockId, SnapshotId
 from mstore.objects.manifest import File
 from mstore.pins import spots as places_of
@@ -31,7 +32,7 @@ from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PinReport:
     """What `pin` rewrote."""
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Final
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE
+from mstore.frozen import frozen
 from mstore.ids import BlockId
 from mstore.pins.spots import Spot
 
@@ -26,7 +26,7 @@ Reading it takes ten times as long as finding it, on any disk; and a file of 5 G
 """
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Layout:
     """How a file lies: the number of its raw runs, and bytes that no page can be mapped from.
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from mstore.ahead import in_order
@@ -21,6 +20,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row, base_of
 from mstore.blocks.room import Room
 from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
+from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, SnapshotId
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.snapshot import BASE, SnapshotRecord
@@ -36,7 +36,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.publishing import MAX_PACK_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class UnpinReport:
     """What `unpin` coded again."""
 

@@ -8,13 +8,14 @@ model that is not in a module has weight 0 there.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NoReturn
 
 from msgspec import structs
 
 from mstore.errors import BadRequest, did_you_mean
+from mstore.frozen import frozen
 from mstore.objects.shapes import literal_name, literal_pattern
 from mstore.recipes import resolve as single
 from mstore.recipes.layout import Layout
@@ -105,7 +106,7 @@ def check(
     return found[0]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Part:
     """A module, its tensors, and the merge that it asks for; None: they stay as in the base."""
 

@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 from msgspec.structs import replace
 
 from mstore.errors import BadRequest
+from mstore.frozen import frozen
 from mstore.recipes.nodes import at
 from mstore.recipes.recipe import Module, Recipe, Settings, Slice, Source, Text
 from mstore.recipes.resolve import KnownMethod, base_of
@@ -26,7 +27,7 @@ from mstore.recipes.resolve import KnownMethod, base_of
 _UNCHANGED: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Applied:
     """A model with an adapter merged into it."""
 
@@ -39,7 +40,7 @@ class Applied:
         return f"{self.model} with {self.adapter}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stacked:
     """Runs of layers, one after the other: (model, first layer, last layer + 1).
 

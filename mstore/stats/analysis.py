@@ -10,13 +10,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
 
 from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.meter import Meter
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.shapes import chosen, require_matches, require_same_shapes, told_difference
@@ -30,7 +30,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.layout import require_writable
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AnalyzeReport:
     """What `analyze` measured.  Tensors with the same content count once."""
 

@@ -15,20 +15,20 @@ A step in the table is never removed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import fs
 from mstore.blocks.index import DATABASES, UNCHECKED, Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict, Incompatible
+from mstore.frozen import frozen
 from mstore.phrases import call, phrase
 from mstore.store import mirror
 from mstore.store.config import Config
 from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, read, too_new, version_of
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MigrateReport:
     """The result of `migrate`: the steps between format versions, done or still to do."""
 
@@ -44,7 +44,7 @@ class MigrateReport:
     """false for a dry run"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Step:
     """A migration from format version `source` to `source + 1`.
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mstore.frozen import frozen
 from mstore.ids import PlanId
 from mstore.store import plan_rows
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Overflow
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TensorOverflow:
     """A tensor of a merge whose element type cannot hold all results."""
 

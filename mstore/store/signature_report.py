@@ -5,9 +5,9 @@ Apart from `mstore.signing`, which reads keys and checks signatures: `log` and `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mstore.frozen import frozen
 from mstore.ids import SignatureId, SnapshotId
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ BAD_SIGNATURE = "bad"
 UNCHECKED = "unchecked"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SignatureReport:
     """One signature of a snapshot.
 

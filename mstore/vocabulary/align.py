@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadRequest, Incompatible
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
@@ -54,7 +55,7 @@ BRANCHES: Final = "aligned"
 """Aligned models are branches below this name."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AlignedModel:
     """A model of an alignment."""
 
@@ -74,7 +75,7 @@ class AlignedModel:
     """rows of its embeddings before"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AlignReport:
     """What an alignment stored."""
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import Incompatible
+from mstore.frozen import frozen
 from mstore.phrases import Option
 from mstore.vocabulary.papers import CONFIGS, TOKENIZER_CONFIG, template_of
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer
@@ -40,7 +40,7 @@ _PLAIN_PROCESSORS: Final = frozenset({"ByteLevel"})
 _PAIRS: Final = ("sep", "cls")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Common:
     """tokenizer: of the tokens that stay. needed: those of them that not all models have."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from mstore.errors import Incompatible
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS
@@ -19,7 +19,7 @@ _BIAS = ".bias"
 _MAX_TEMPLATE = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Member:
     """One model.
 

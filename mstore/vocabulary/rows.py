@@ -9,11 +9,12 @@ request may name another source for a token, or force it on the models that have
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from mstore.frozen import frozen
 
 Numbers = npt.NDArray[np.int64]
 
@@ -27,7 +28,7 @@ MISSING: Final = -1
 """As a row: the member does not have the token."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wish:
     """What a request says of one token: a member's row, or ZERO; force: for all members."""
 
@@ -36,7 +37,7 @@ class Wish:
     force: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Places:
     """int64[rows] each. member: whose row it is, or ZERO, MEAN, PADDING. row: which of its rows."""
 

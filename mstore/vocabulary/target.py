@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from msgspec import structs
 
 from mstore.errors import BadRequest, Incompatible
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.phrases import Option
 from mstore.requests import AUTO, COMMON, Vocabulary
@@ -25,7 +25,7 @@ _SHOWN = 10
 _SAVE = f"save its tokenizer with transformers once, which writes {TOKENIZER}, and add it again"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Target:
     """The vocabulary.
 

@@ -21,14 +21,15 @@ a path or a tensor.  Clients shorten `..` and `//` themselves; a tensor that is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
+
+from mstore.frozen import frozen
 
 _END_OF_NAME: Final = "-"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Place:
     """A snapshot: by a text that may be its id, or by a ref."""
 
@@ -36,31 +37,31 @@ class Place:
     is_ref: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Root:
     """What this server is."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Refs:
     """All refs, or the one of a name."""
 
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Snapshots:
     """The ids of all snapshots."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Snapshot:
     """What one snapshot is."""
 
     place: Place
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Files:
     """A file; or a directory, if `path` is empty or ends in a slash.
 
@@ -71,7 +72,7 @@ class Files:
     path: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tensors:
     """A tensor, or all of them if `name` is empty."""
 

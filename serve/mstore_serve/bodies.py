@@ -24,13 +24,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from starlette.types import Message, Receive, Send
 
 from mstore.errors import Corrupt, MstoreError
+from mstore.frozen import frozen
 from mstore.ids import Buffer
 from mstore_serve.ranges import Part, Span, length_of
 from mstore_serve.shown import Showing, Shown, Source
@@ -106,7 +106,7 @@ class Ahead:
             return min(_AHEAD, _AHEAD_OF_ALL // max(1, self._answers))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Piece:
     """Bytes to read at once; those up to `end` follow."""
 

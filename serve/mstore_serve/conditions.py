@@ -9,15 +9,16 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
 from typing import Final
 
+from mstore.frozen import frozen
+
 _ETAG: Final = re.compile(r'(W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Validators:
     """What tells versions of one address apart.
 

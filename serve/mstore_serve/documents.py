@@ -7,14 +7,14 @@ changed.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
+from mstore.frozen import frozen
 from mstore.plain import plain
 from mstore.reports import RefReport, TensorReport
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class RootDocument:
     """What `/` shows."""
 
@@ -28,7 +28,7 @@ class RootDocument:
     """refs and snapshots, each with its address"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class RefsDocument:
     """What `/refs` shows."""
 
@@ -36,7 +36,7 @@ class RefsDocument:
     """branches and tags, by name"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class SnapshotsDocument:
     """What `/snapshots` shows."""
 
@@ -44,7 +44,7 @@ class SnapshotsDocument:
     """the ids of all snapshots"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class ServedParent:
     """An edge of the lineage."""
 
@@ -54,7 +54,7 @@ class ServedParent:
     """the snapshot's id"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class ServedFile:
     """A file of a snapshot."""
 
@@ -68,7 +68,7 @@ class ServedFile:
     """its ETag: equal ones mean equal bytes"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class SnapshotDocument:
     """What `/snapshots/ID` shows."""
 
@@ -98,7 +98,7 @@ class SnapshotDocument:
     """every file, by path"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class ServedEntry:
     """A file or directory in a directory."""
 
@@ -110,7 +110,7 @@ class ServedEntry:
     """its ETag; None for a directory"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class DirectoryDocument:
     """What a directory shows to who accepts application/json."""
 
@@ -120,7 +120,7 @@ class DirectoryDocument:
     """files and directories in it, by name"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class TensorsDocument:
     """What `/snapshots/ID/tensors/` shows."""
 
@@ -128,7 +128,7 @@ class TensorsDocument:
     """every tensor, in file and data order; its address is tensors/NAME"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class ErrorReport:
     """What went wrong."""
 
@@ -140,7 +140,7 @@ class ErrorReport:
     """the ref, snapshot, path or tensor, if one is to name"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class ErrorDocument:
     """The body of every answer with a status of 400 or more."""
 

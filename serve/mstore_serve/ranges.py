@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+from mstore.frozen import frozen
 
 MOST_RANGES: Final = 64
 """More in one request are refused."""
@@ -22,7 +23,7 @@ _LONGEST: Final = 18
 """Digits of a number that is converted; a longer one is beyond any file."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Span:
     """The bytes from `start` to before `stop`; at least one unless the file is empty."""
 

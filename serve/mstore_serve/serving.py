@@ -9,11 +9,11 @@ import importlib.util
 import ipaddress
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import Store
 from mstore.errors import BadRequest, Unavailable
+from mstore.frozen import frozen
 from mstore.phrases import Option, phrase
 
 HOST = "127.0.0.1"
@@ -24,7 +24,7 @@ TIMEOUT = 60.0
 _NEEDED = ("starlette", "uvicorn")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ServeInfo:
     """A server that answers."""
 

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from mstore import Store
 from mstore.errors import MstoreError, NotFound
+from mstore.frozen import frozen
 from mstore.ids import Buffer, SnapshotId
 from mstore.store.leases import Hold
 from mstore.version import __version__
@@ -50,7 +51,7 @@ _SHORT: Final = 1000
 _NS: Final = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Source:
     """Where bytes come from that do not lie in memory.
 
@@ -65,7 +66,7 @@ class Source:
     is_computed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shown:
     """One version of what an address shows: `size` bytes, of `source` or `content`."""
 
@@ -78,14 +79,14 @@ class Shown:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Elsewhere:
     """Another address shows it: a relative one."""
 
     location: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Later:
     """A document that takes long: `make` returns it, and raises as `Showing.find`."""
 

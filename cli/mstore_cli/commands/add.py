@@ -6,9 +6,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.options import (
     Codec,
@@ -41,7 +40,7 @@ def add(
     session: Session,
     paths: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             metavar="PATH",
             help="Checkpoint directories, .safetensors files, or models of a Hugging Face cache.",
             show_default=False,
@@ -49,7 +48,7 @@ def add(
     ],
     name: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--name",
             metavar="REF",
             help="The branch that will point at it; one per PATH, in the same order.",
@@ -58,7 +57,7 @@ def add(
     ] = None,
     name_prefix: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--name-prefix",
             metavar="TEXT",
             help="Name each branch TEXT plus the name of its PATH.",
@@ -67,7 +66,7 @@ def add(
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--base",
             metavar="REF",
             help="The model that it was fine-tuned from: compare block by block, keep statistics. "
@@ -77,7 +76,7 @@ def add(
     ] = None,
     kind: Annotated[
         str,
-        typer.Option(
+        Option(
             "--kind",
             metavar="full|delta",
             help="delta: the tensors are differences to --base; base + difference is stored.",
@@ -90,14 +89,14 @@ def add(
     codec: Codec = None,
     convert: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--convert",
             help="Store pickled weights (.bin, .pt, .pth, .ckpt) as safetensors; needs torch.",
         ),
     ] = False,
     max_sparse: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--max-sparse",
             metavar="SIZE",
             help="The most bytes of files that are mostly holes, all together "

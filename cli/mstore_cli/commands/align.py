@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.merging import Base, Experts, experts_of
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
@@ -32,18 +30,18 @@ def align(
     expert: Experts,
     vocab: Annotated[
         str,
-        typer.Option(
+        Option(
             "--vocab",
             metavar="union|base|common|REF",
             help="Whose tokens all models get: union adds those that only experts have to the "
             "base's; common drops those of the base that an expert lacks; REF is the base or an "
             "expert.",
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ] = "union",
     pad_to: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--pad-to",
             metavar="N",
             help="Round the number of rows up to a multiple of N; the new rows are the mean of the "
@@ -52,7 +50,7 @@ def align(
     ] = None,
     drop_padding: Annotated[
         bool,
-        typer.Option("--drop-padding", help="Keep no rows after those of tokens."),
+        Option("--drop-padding", help="Keep no rows after those of tokens."),
     ] = False,
 ) -> None:
     """Store models again with the same token in the same row of each, so that they merge.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.options import OnlyCompared, SkipCompared, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -21,11 +20,9 @@ def analyze(
     session: Session,
     expert: Annotated[
         str,
-        typer.Argument(metavar="EXPERT", help="The fine-tuned snapshot.", show_default=False),
+        Argument(metavar="EXPERT", help="The fine-tuned snapshot.", show_default=False),
     ],
-    base: Annotated[
-        str, typer.Option("--base", metavar="REF", help="The snapshot to compare it with.")
-    ],
+    base: Annotated[str, Option("--base", metavar="REF", help="The snapshot to compare it with.")],
     only: OnlyCompared = None,
     skip: SkipCompared = None,
     threads: Threads = None,

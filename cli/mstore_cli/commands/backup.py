@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
 from mstore_cli.commands.fsck import show_damage
-from mstore_cli.errors import FAILURE
+from mstore_cli.declared import Argument
+from mstore_cli.errors import FAILURE, Ended
 from mstore_cli.options import Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -28,7 +27,7 @@ def backup(
     session: Session,
     destination: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="DEST",
             help="A new directory, or an earlier backup of this store; a local disk.",
             show_default=False,
@@ -57,7 +56,7 @@ def backup(
         human=lambda screen: _show(screen, report, session),
     )
     if report.problems:
-        raise typer.Exit(FAILURE)
+        raise Ended(FAILURE)
 
 
 def _show(screen: Screen, report: BackupReport, session: Session) -> None:

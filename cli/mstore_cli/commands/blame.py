@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli import plots
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import By, Group, draw_groups
 from mstore_cli.options import Revision, Threads
 from mstore_cli.output import Screen, short
@@ -31,14 +30,14 @@ def blame(
     revision: Revision,
     tensor: Annotated[
         str | None,
-        typer.Argument(metavar="TENSOR", help="Only this tensor.", show_default=False),
+        Argument(metavar="TENSOR", help="Only this tensor.", show_default=False),
     ] = None,
     by: Annotated[
-        By, typer.Option("--by", help="Shares of each tensor, of each layer, or of the whole.")
+        By, Option("--by", help="Shares of each tensor, of each layer, or of the whole.")
     ] = By.TENSOR,
     svg: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--svg",
             metavar="FILE",
             help="Also draw the norms by layer and expert as a heat map, as SVG.",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.options import Message, Revision, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session, replaced
@@ -22,7 +21,7 @@ def cast(
     revision: Revision,
     dtype: Annotated[
         str,
-        typer.Option(
+        Option(
             "--dtype",
             metavar="DTYPE",
             help="bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2.",
@@ -30,7 +29,7 @@ def cast(
     ],
     name: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--name",
             metavar="REF",
             help="The branch that will point at the model; by default cast/REF-DTYPE.",
@@ -38,15 +37,13 @@ def cast(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--only", metavar="PATTERN", help="Cast only tensors whose names match. Repeatable."
         ),
     ] = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option(
-            "--skip", metavar="PATTERN", help="Leave tensors whose names match. Repeatable."
-        ),
+        Option("--skip", metavar="PATTERN", help="Leave tensors whose names match. Repeatable."),
     ] = None,
     message: Message = "",
     threads: Threads = None,

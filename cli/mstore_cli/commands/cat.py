@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Mode
 from mstore_cli.session import Session
@@ -21,7 +20,7 @@ def cat(
     session: Session,
     target: Annotated[
         str,
-        typer.Argument(metavar="REF:PATH", help="A snapshot and a file in it.", show_default=False),
+        Argument(metavar="REF:PATH", help="A snapshot and a file in it.", show_default=False),
     ],
 ) -> None:
     """Write one file of a snapshot to standard output, byte for byte.

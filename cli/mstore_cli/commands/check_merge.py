@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from mstore_cli.command import command
-from mstore_cli.errors import FAILURE
+from mstore_cli.errors import FAILURE, Ended
 from mstore_cli.merging import AllowMissing, Base, Experts, Only, Skip, experts_of
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
@@ -76,7 +74,7 @@ def check_merge(
 
     session.output.emit(report, ids=[_line(one) for one in report.findings], human=human)
     if not report.mergeable:
-        raise typer.Exit(FAILURE)
+        raise Ended(FAILURE)
 
 
 def _line(one: CompatibilityFinding) -> str:

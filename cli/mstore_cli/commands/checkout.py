@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.options import Revision, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -25,11 +24,11 @@ def checkout(
     revision: Revision,
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="A directory that is new or empty.", show_default=False),
+        Argument(metavar="DIR", help="A directory that is new or empty.", show_default=False),
     ],
     patterns: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="PATTERN",
             help="Only files that match, as '*.json' [else all].",
             show_default=False,
@@ -37,14 +36,14 @@ def checkout(
     ] = None,
     shared: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--shared",
             help="Go on where others may rename and remove what is in the directory above DIR.",
         ),
     ] = False,
     reflink: Annotated[
         str,
-        typer.Option(
+        Option(
             "--reflink",
             metavar="WHEN",
             help="Share space on the disk with the store, on XFS and btrfs, where blocks lie raw: "

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument
 from mstore_cli.errors import UsageError
 from mstore_cli.options import Threads
 from mstore_cli.output import Screen
@@ -23,11 +22,11 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 def clone(
     session: Session,
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A store or a backup.", show_default=False)
+        Path, Argument(metavar="SRC", help="A store or a backup.", show_default=False)
     ],
     destination: Annotated[
         Path,
-        typer.Argument(metavar="DST", help="A new or empty directory.", show_default=False),
+        Argument(metavar="DST", help="A new or empty directory.", show_default=False),
     ],
     threads: Threads = None,
 ) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.left_out import show_worst
 from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters
 from mstore_cli.options import Message
@@ -36,31 +34,31 @@ def combine_adapters(
     session: Session,
     expert: Annotated[
         list[str],
-        typer.Option(
+        Option(
             "--expert",
             metavar="REF[=WEIGHT]",
             help="A LoRA adapter [default weight: 1]. Repeatable.",
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ],
     method: Annotated[
         str,
-        typer.Option(
+        Option(
             "--method",
             metavar="NAME",
             help="How they are combined: cat, linear, ties, dare_linear, dare_ties or "
             "magnitude_prune combine factors; svd, ties_svd, dare_linear_svd, dare_ties_svd or "
             "magnitude_prune_svd combine products and truncate the result.",
-            autocompletion=completion.combinations,
+            completes="combinations",
         ),
     ],
     name: Annotated[
         str,
-        typer.Option("--name", metavar="REF", help="The branch that will point at the result."),
+        Option("--name", metavar="REF", help="The branch that will point at the result."),
     ],
     param: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--param",
             metavar="KEY=VALUE",
             help="A parameter of the method: density, majority_sign_method (total or frequency), "
@@ -69,7 +67,7 @@ def combine_adapters(
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--rank",
             metavar="R",
             help="The rank of each product, for methods that truncate "
@@ -79,7 +77,7 @@ def combine_adapters(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--dtype",
             metavar="DTYPE",
             help="The dtype of the factors [default: the adapters' own].",

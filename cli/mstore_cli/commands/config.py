@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 
@@ -19,7 +18,7 @@ def config(
     session: Session,
     key: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="KEY",
             help="codec, reflog_days or shared [default: show all].",
             show_default=False,
@@ -27,7 +26,7 @@ def config(
     ] = None,
     value: Annotated[
         str | None,
-        typer.Argument(metavar="VALUE", help="The new value.", show_default=False),
+        Argument(metavar="VALUE", help="The new value.", show_default=False),
     ] = None,
 ) -> None:
     """Show the store's settings, or change one.

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError, notes
 from mstore_cli.options import Exclude, NoDefaultExcludes, Threads
 from mstore_cli.output import Column, Screen, short
@@ -45,29 +43,29 @@ def diff(
     session: Session,
     a: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="A",
             help="From this snapshot.",
             show_default=False,
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ],
     b: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="B",
             help="To this snapshot; or to this directory or file, where no snapshot has the name "
             "or it begins with / or ./.",
             show_default=False,
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ],
     blocks: Annotated[
-        bool, typer.Option("--blocks", help="Name the changed blocks of every tensor.")
+        bool, Option("--blocks", help="Name the changed blocks of every tensor.")
     ] = False,
     values: Annotated[
         bool,
-        typer.Option("--values", help="Read the blocks of both for exact distances."),
+        Option("--values", help="Read the blocks of both for exact distances."),
     ] = False,
     exclude: Exclude = None,
     no_default_excludes: NoDefaultExcludes = False,

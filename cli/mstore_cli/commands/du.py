@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli import plots
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.options import RefNames
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
@@ -47,9 +46,7 @@ def du(
     names: RefNames = None,
     svg: Annotated[
         Path | None,
-        typer.Option(
-            "--svg", metavar="FILE", help="Draw a treemap of it (needs the extra `plot`)."
-        ),
+        Option("--svg", metavar="FILE", help="Draw a treemap of it (needs the extra `plot`)."),
     ] = None,
 ) -> None:
     """Print the stored bytes of refs, what they share, and what gc would free without them.

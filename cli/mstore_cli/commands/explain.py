@@ -8,10 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli import plots
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import WIDTH, By, Group, draw_groups
 from mstore_cli.merging import draw_plan
 from mstore_cli.options import Revision
@@ -51,16 +50,14 @@ def explain(
     revision: Revision,
     tensor: Annotated[
         str | None,
-        typer.Argument(
-            metavar="TENSOR", help="Only this tensor, with every block.", show_default=False
-        ),
+        Argument(metavar="TENSOR", help="Only this tensor, with every block.", show_default=False),
     ] = None,
     by: Annotated[
-        By, typer.Option("--by", help="Sums over each tensor, each layer, or each expert.")
+        By, Option("--by", help="Sums over each tensor, each layer, or each expert.")
     ] = By.LAYER,
     svg: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--svg",
             metavar="FILE",
             help="Also draw layers and experts as a heat map, as SVG.",

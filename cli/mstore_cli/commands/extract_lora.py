@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.left_out import show_worst
 from mstore_cli.options import Message, Revision
 from mstore_cli.output import Screen, short
@@ -16,15 +14,11 @@ from mstore_cli.sizes import format_seconds, format_size
 
 Only = Annotated[
     list[str] | None,
-    typer.Option(
-        "--only", metavar="PATTERN", help="Extract only tensors whose names match. Repeatable."
-    ),
+    Option("--only", metavar="PATTERN", help="Extract only tensors whose names match. Repeatable."),
 ]
 Skip = Annotated[
     list[str] | None,
-    typer.Option(
-        "--skip", metavar="PATTERN", help="Leave out tensors whose names match. Repeatable."
-    ),
+    Option("--skip", metavar="PATTERN", help="Leave out tensors whose names match. Repeatable."),
 ]
 
 
@@ -37,22 +31,20 @@ def extract_lora(
     revision: Revision,
     base: Annotated[
         str,
-        typer.Option(
+        Option(
             "--base",
             metavar="REF",
             help="The model that it was tuned from.",
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ],
     name: Annotated[
         str,
-        typer.Option("--name", metavar="REF", help="The branch that will point at the adapter."),
+        Option("--name", metavar="REF", help="The branch that will point at the adapter."),
     ],
-    rank: Annotated[
-        int, typer.Option("--rank", metavar="R", help="The rank of each product.")
-    ] = 32,
+    rank: Annotated[int, Option("--rank", metavar="R", help="The rank of each product.")] = 32,
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="DTYPE", help="The dtype of the factors.")
+        str, Option("--dtype", metavar="DTYPE", help="The dtype of the factors.")
     ] = "bfloat16",
     only: Only = None,
     skip: Skip = None,

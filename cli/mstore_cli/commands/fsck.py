@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
-from mstore_cli.errors import FAILURE, UsageError
+from mstore_cli.declared import Option
+from mstore_cli.errors import FAILURE, Ended, UsageError
 from mstore_cli.merging import parse_share
 from mstore_cli.options import Threads
 from mstore_cli.output import Column, Screen, short
@@ -42,11 +41,11 @@ AFFECTED = (
 def fsck(
     session: Session,
     read_data: Annotated[
-        bool, typer.Option("--read-data", help="Also read and verify every block.")
+        bool, Option("--read-data", help="Also read and verify every block.")
     ] = False,
     sample: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--sample",
             metavar="SHARE",
             help="Read and verify a random share of the blocks, such as 5%.",
@@ -55,21 +54,21 @@ def fsck(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--seed",
             metavar="N",
-            min=0,
+            least=0,
             help="Seed of the sample, to read the same blocks again.",
             show_default=False,
         ),
     ] = None,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Replace damaged blocks by good copies."),
+        Option("--repair", help="Replace damaged blocks by good copies."),
     ] = False,
     places: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             "--from",
             metavar="PLACE",
             help="Another store or a checkpoint that may have good copies. Repeatable.",
@@ -106,7 +105,7 @@ def fsck(
         human=lambda screen: _show(screen, report, session.typed),
     )
     if report.problems:
-        raise typer.Exit(FAILURE)
+        raise Ended(FAILURE)
 
 
 def _repair(session: Session, places: list[Path], *, read_data: bool, threads: int | None) -> None:
@@ -119,7 +118,7 @@ def _repair(session: Session, places: list[Path], *, read_data: bool, threads: i
         human=lambda screen: _show_repair(screen, report, places, session.typed),
     )
     if report.after.problems:
-        raise typer.Exit(FAILURE)
+        raise Ended(FAILURE)
 
 
 def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:

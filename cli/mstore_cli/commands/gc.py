@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_size
@@ -21,26 +20,26 @@ SNAPSHOTS_SHOWN = 10
 def gc(
     session: Session,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Only print what would be removed.")
+        bool, Option("--dry-run", "-n", help="Only print what would be removed.")
     ] = False,
     wait: Annotated[
         float,
-        typer.Option(
+        Option(
             "--wait",
             metavar="SECONDS",
-            min=0,
+            least=0,
             help="Wait up to this long for running operations that may still read it.",
         ),
     ] = 5.0,
     everything: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--all", help="Rewrite every pack with dead bytes, not only those that are 30% dead."
         ),
     ] = False,
     empty_lost_found: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--empty-lost-found",
             help="Also delete lost+found/: packs that the index did not know, and indexes that "
             "reindex replaced.",
@@ -48,10 +47,10 @@ def gc(
     ] = False,
     reflog_days: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--reflog-days",
             metavar="DAYS",
-            min=0,
+            least=0,
             help="Keep what refs pointed at in the last DAYS days [default: reflog_days].",
             show_default=False,
         ),

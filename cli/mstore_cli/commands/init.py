@@ -7,9 +7,8 @@ import stat
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen
 from mstore_cli.session import STORE_NAME, Session
@@ -25,7 +24,7 @@ def init(
     session: Session,
     directory: Annotated[
         Path | None,
-        typer.Argument(
+        Argument(
             metavar="DIR",
             help=f"The store itself [default: --store, else {STORE_NAME} here].",
             show_default=False,
@@ -33,7 +32,7 @@ def init(
     ] = None,
     block_size: Annotated[
         str,
-        typer.Option(
+        Option(
             "--block-size",
             metavar="SIZE",
             help="A power of two, 64KiB to 16MiB.",
@@ -42,7 +41,7 @@ def init(
     ] = "1MiB",
     codec: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--codec",
             metavar="POLICY",
             help="auto, raw or dense; see mstore config.",
@@ -51,7 +50,7 @@ def init(
     ] = None,
     shared: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--shared",
             metavar="[=WHO]",
             help="Who may use the store: group (its group reads and writes), all (others also "

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how
 from mstore_cli.output import Column, Screen, short, when
@@ -35,28 +33,31 @@ def log(
     session: Session,
     revision: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="REF",
             help="Start here [default: all branches and tags].",
             show_default=False,
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ] = None,
     graph: Annotated[
-        bool, typer.Option("--graph", help="Draw parents and their roles: base, expert, previous.")
+        bool, Option("--graph", help="Draw parents and their roles: base, expert, previous.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", metavar="N", min=1, help="At most N snapshots.")
+        int | None, Option("--limit", "-n", metavar="N", least=1, help="At most N snapshots.")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Every stored snapshot, also those that no ref reaches.")
+        bool, Option("--all", help="Every stored snapshot, also those that no ref reaches.")
     ] = False,
 ) -> None:
     """List snapshots and what each was made from, newest first."""
     if every and revision is not None:
         raise UsageError("--all goes without REF", hint="mstore log --all")
-    with session.open() as store:
-        snapshots = store.log(revision, limit, every=every, signers=trusted_signers(None))
+    with session.open_to_look() as store:
+        snapshots = store.log(revision, limit, every=every)
+        # Most stores hold no signature, and it takes longer to find the user's list of signers.
+        if any(one.signatures for one in snapshots):
+            snapshots = store.log(revision, limit, every=every, signers=trusted_signers(None))
         stored = 0 if snapshots else len(store.snapshot_ids())
 
     def human(screen: Screen) -> None:

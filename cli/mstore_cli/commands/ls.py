@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.options import Revision
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
@@ -30,11 +29,11 @@ def ls(
     session: Session,
     revision: Revision,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="The tensors in the files, not the files.")
+        bool, Option("--tensors", help="The tensors in the files, not the files.")
     ] = False,
 ) -> None:
     """List the files of a snapshot, or with --tensors its tensors."""
-    with session.open() as store:
+    with session.open_to_look() as store:
         if tensors:
             _emit_tensors(session, store.tensors(revision))
             return

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.declared import Argument
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -22,11 +20,11 @@ def materialize(
     session: Session,
     branch: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="REF",
             help="A branch that holds a virtual merge.",
             show_default=False,
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ],
     message: Message = "",

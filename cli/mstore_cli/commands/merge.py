@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.errors import Interrupted, UsageError, notes
 from mstore_cli.merging import (
     MISTAKEN,
@@ -65,11 +64,11 @@ PLAN_HINT = "mstore plan --help"
 def merge(
     session: Session,
     name: Annotated[
-        str, typer.Option("--name", metavar="REF", help="The branch that will point at the result.")
+        str, Option("--name", metavar="REF", help="The branch that will point at the result.")
     ],
     plan: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--plan",
             metavar="ID|FILE|REF",
             help="Run this plan: its id, the beginning of the id, a file made by `plan -o`, or "
@@ -96,21 +95,21 @@ def merge(
     allow_noop: AllowNoop = False,
     virtual: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--virtual",
             help="Commit only the plan: read and write no blocks now, compute them when read.",
         ),
     ] = False,
     no_memo: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--no-memo",
             help="Compute everything, even outputs of earlier merges, and remember nothing.",
         ),
     ] = False,
     memory: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--memory",
             metavar="SIZE",
             help="The most anonymous memory to use [default: 512MiB].",

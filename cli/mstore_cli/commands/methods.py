@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
@@ -24,9 +23,7 @@ PARAMETERS = (
 @command(example="mstore methods ties")
 def methods(
     session: Session,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The method to describe.")
-    ] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="The method to describe.")] = None,
 ) -> None:
     """List the merge methods, or describe one: formula, parameters, facts, bound, source.
 

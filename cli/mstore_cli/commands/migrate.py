@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 
@@ -17,9 +16,7 @@ from mstore_cli.session import Session
 )
 def migrate(
     session: Session,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what would be done.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only print what would be done.")] = False,
 ) -> None:
     """Convert a store of an older format to the current one.
 

@@ -6,10 +6,9 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mstore_cli import systemd
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -30,41 +29,39 @@ def mount(
     session: Session,
     target: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="[REF] DIR",
             help="The snapshot and an empty directory; with --all only the directory.",
             show_default=False,
         ),
     ],
     everything: Annotated[
-        bool, typer.Option("--all", help="Show the whole store: refs/... and snapshots/ID/...")
+        bool, Option("--all", help="Show the whole store: refs/... and snapshots/ID/...")
     ] = False,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Stay, until unmounted or interrupted.")
+        bool, Option("--foreground", help="Stay, until unmounted or interrupted.")
     ] = False,
     driver: Annotated[
         Driver,
-        typer.Option(
+        Option(
             help="fuse: a process serves it; erofs: the kernel reads the packs (root, stored raw); "
             "auto: erofs where it works, else fuse."
         ),
     ] = Driver.FUSE,
     follow: Annotated[
         bool,
-        typer.Option(
-            "--follow", help="REF is a name: files opened after it moves are its new ones."
-        ),
+        Option("--follow", help="REF is a name: files opened after it moves are its new ones."),
     ] = False,
     allow_other: Annotated[
-        bool, typer.Option("--allow-other", help="Let other users read, too.")
+        bool, Option("--allow-other", help="Let other users read, too.")
     ] = False,
     show_meta: Annotated[
         bool,
-        typer.Option("--show-meta", help="List .mstore, with manifest.json and lineage.json."),
+        Option("--show-meta", help="List .mstore, with manifest.json and lineage.json."),
     ] = False,
     log: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--log",
             metavar="FILE",
             help="Append to FILE what goes wrong [default: syslog].",
@@ -73,13 +70,11 @@ def mount(
     ] = None,
     cache: Annotated[
         str,
-        typer.Option(
-            "--cache", metavar="SIZE", help="Decoded blocks kept in memory.", show_default=True
-        ),
+        Option("--cache", metavar="SIZE", help="Decoded blocks kept in memory.", show_default=True),
     ] = "64MiB",
     verify: Annotated[
         Verify,
-        typer.Option(
+        Option(
             help="once: check each block when it is first read (erofs: all of them at mounting); "
             "always: whenever it is read; never (only erofs): not at all."
         ),

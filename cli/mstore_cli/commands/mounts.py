@@ -7,9 +7,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
@@ -31,7 +30,7 @@ USER = Column("USER")
 def mounts(
     session: Session,
     everybody: Annotated[
-        bool, typer.Option("--all", help="Those of other users, too; root sees them anyway.")
+        bool, Option("--all", help="Those of other users, too; root sees them anyway.")
     ] = False,
 ) -> None:
     """List the mounts of this user, of all stores."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.options import Revision, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -23,7 +22,7 @@ def pin(
     revision: Revision,
     raw: Annotated[
         bool,
-        typer.Option("--raw", help="Raw and in file order: required, as the only form there is."),
+        Option("--raw", help="Raw and in file order: required, as the only form there is."),
     ] = False,
     threads: Threads = None,
 ) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli import plots
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
     MISTAKEN,
@@ -80,25 +79,23 @@ def plan(
     threads: Threads = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Also write the plan to FILE, as JSON."
-        ),
+        Option("--output", "-o", metavar="FILE", help="Also write the plan to FILE, as JSON."),
     ] = None,
     sweep: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--sweep", help="Print cost and error at budgets of 5 % to 100 %, instead of one plan."
         ),
     ] = False,
     measure: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--measure", help="With --sweep: also measure the real error; reads all experts once."
         ),
     ] = False,
     svg: Annotated[
         Path | None,
-        typer.Option("--svg", metavar="FILE", help="With --sweep: also draw it to FILE, as SVG."),
+        Option("--svg", metavar="FILE", help="With --sweep: also draw it to FILE, as SVG."),
     ] = None,
 ) -> None:
     """Choose which expert blocks a merge reads, and print its cost and error.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -22,67 +20,67 @@ def prune(
     session: Session,
     branches: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="REF",
             help="Branches [default: all of them].",
             show_default=False,
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ] = None,
     keep_last: Annotated[
-        int, typer.Option("--keep-last", metavar="N", min=0, help="Keep the newest N snapshots.")
+        int, Option("--keep-last", metavar="N", least=0, help="Keep the newest N snapshots.")
     ] = 0,
     keep_daily: Annotated[
         int,
-        typer.Option(
+        Option(
             "--keep-daily",
             metavar="N",
-            min=0,
+            least=0,
             help="Keep the newest of each of the last N days that have one.",
         ),
     ] = 0,
     keep_weekly: Annotated[
         int,
-        typer.Option(
+        Option(
             "--keep-weekly",
             metavar="N",
-            min=0,
+            least=0,
             help="Keep the newest of each of the last N weeks that have one.",
         ),
     ] = 0,
     keep_monthly: Annotated[
         int,
-        typer.Option(
+        Option(
             "--keep-monthly",
             metavar="N",
-            min=0,
+            least=0,
             help="Keep the newest of each of the last N months that have one.",
         ),
     ] = 0,
     keep_yearly: Annotated[
         int,
-        typer.Option(
+        Option(
             "--keep-yearly",
             metavar="N",
-            min=0,
+            least=0,
             help="Keep the newest of each of the last N years that have one.",
         ),
     ] = 0,
     keep_tagged: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--keep-tagged/--no-keep-tagged",
             help="Keep tagged snapshots, or remove their tags.",
         ),
     ] = True,
     unnamed_inputs: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--unnamed-inputs", help="Also prune bases and experts of merges that no ref names."
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Only print what would be pruned.")
+        bool, Option("--dry-run", "-n", help="Only print what would be pruned.")
     ] = False,
 ) -> None:
     """Drop the contents of old snapshots: on each branch, those that no --keep-... keeps.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
 
@@ -24,7 +23,7 @@ def reflog(
     session: Session,
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="NAME",
             help="A branch or tag, also a removed one [default: all that ever were].",
             show_default=False,
@@ -36,7 +35,7 @@ def reflog(
     NAME@{N} in the first column is a revision like any other. To restore a removed branch:
     `mstore reset NAME NAME@{1}`.
     """
-    with session.open() as store:
+    with session.open_to_look() as store:
         entries = store.reflog(name)
 
     def human(screen: Screen) -> None:

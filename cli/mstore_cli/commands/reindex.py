@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.errors import warn
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -21,7 +20,7 @@ def reindex(
     session: Session,
     no_old_index: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--no-old-index",
             help="Ignore the old index: take refs from the mirror, and no reflogs.",
         ),

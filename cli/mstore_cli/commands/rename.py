@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.declared import Argument
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 
@@ -19,14 +17,14 @@ def rename(
     session: Session,
     old: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="OLD",
             help="A branch or tag.",
             show_default=False,
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Its new name.", show_default=False)],
+    new: Annotated[str, Argument(metavar="NEW", help="Its new name.", show_default=False)],
 ) -> None:
     """Rename a branch or tag.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import typer
-
 from mstore_cli.command import command
-from mstore_cli.errors import FAILURE
+from mstore_cli.errors import FAILURE, Ended
 from mstore_cli.options import Revision, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -41,4 +39,4 @@ def replay(session: Session, revision: Revision, threads: Threads = None) -> Non
 
     session.output.emit(report, ids=[report.replayed], human=human)
     if not report.same:
-        raise typer.Exit(FAILURE)
+        raise Ended(FAILURE)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -15,7 +14,7 @@ from mstore_cli.session import Session
 @command(example="mstore reset llama/merged 'llama/merged@{1}'")
 def reset(
     session: Session,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The branch.", show_default=False)],
+    name: Annotated[str, Argument(metavar="NAME", help="The branch.", show_default=False)],
     revision: Revision,
 ) -> None:
     """Point a branch at another snapshot.

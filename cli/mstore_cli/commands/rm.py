@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
@@ -21,15 +19,15 @@ def rm(
     session: Session,
     names: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="REF",
             help="Branches, tags, or patterns such as 'old/*'.",
             show_default=False,
-            autocompletion=completion.refs,
+            completes="refs",
         ),
     ],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Only print what would be removed.")
+        bool, Option("--dry-run", "-n", help="Only print what would be removed.")
     ] = False,
 ) -> None:
     """Remove branches or tags, all of them or none.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.errors import warn
 from mstore_cli.output import Mode, Screen
 from mstore_cli.session import Session
@@ -29,14 +28,12 @@ TIMEOUT = 60.0
 def serve(
     session: Session,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="The address to listen at.")
+        str, Option("--host", metavar="ADDRESS", help="The address to listen at.")
     ] = HOST,
-    port: Annotated[
-        int, typer.Option("--port", metavar="N", help="The port; 0: any free one.")
-    ] = PORT,
+    port: Annotated[int, Option("--port", metavar="N", help="The port; 0: any free one.")] = PORT,
     allow_name: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--allow-name",
             metavar="NAME",
             help="Another host name that requests at a loopback address may use (repeatable).",
@@ -45,11 +42,11 @@ def serve(
     ] = None,
     connections: Annotated[
         int,
-        typer.Option("--connections", metavar="N", help="Requests at once; more get status 503."),
+        Option("--connections", metavar="N", help="Requests at once; more get status 503."),
     ] = CONNECTIONS,
     timeout: Annotated[
         float,
-        typer.Option(
+        Option(
             "--timeout",
             metavar="SECONDS",
             help="Drop a client that takes or sends nothing for so long; time to finish at the "
@@ -58,7 +55,7 @@ def serve(
     ] = TIMEOUT,
     log: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--log",
             metavar="FILE",
             help="Append the log to a file, not to standard error.",

@@ -21,8 +21,10 @@ SHOWN = 5
 @command(example="mstore show llama/merged")
 def show(session: Session, revision: Revision) -> None:
     """Print one snapshot: content, parents, origin, message."""
-    with session.open() as store:
-        report = store.show(revision, signers=trusted_signers(None))
+    with session.open_to_look() as store:
+        report = store.show(revision)
+        if report.signatures:
+            report = store.show(revision, signers=trusted_signers(None))
 
     def human(screen: Screen) -> None:
         screen.line(f"snapshot {report.snapshot}", style="yellow")

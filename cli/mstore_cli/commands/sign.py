@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Option
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -23,7 +22,7 @@ def sign(
     revision: Revision,
     key: Annotated[
         Path,
-        typer.Option(
+        Option(
             "--key",
             metavar="FILE",
             help="An ed25519 private key of ssh-keygen or openssl.",
@@ -32,13 +31,11 @@ def sign(
     ],
     signer: Annotated[
         str | None,
-        typer.Option(
-            "--as", metavar="NAME", help="Who signs, for people to read.", show_default=False
-        ),
+        Option("--as", metavar="NAME", help="Who signs, for people to read.", show_default=False),
     ] = None,
     passphrase_file: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--passphrase-file",
             metavar="FILE",
             help="The key's passphrase [default: asked for on the terminal].",

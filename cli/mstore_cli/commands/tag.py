@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
+from mstore_cli.declared import Argument
 from mstore_cli.errors import UsageError
 from mstore_cli.options import MaybeRevision
 from mstore_cli.output import Column, Screen, short, when
@@ -20,9 +19,7 @@ def tag(
     session: Session,
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME", help="The new tag; alone, a pattern of tags.", show_default=False
-        ),
+        Argument(metavar="NAME", help="The new tag; alone, a pattern of tags.", show_default=False),
     ] = None,
     revision: MaybeRevision = None,
 ) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mstore_cli.command import command
-from mstore_cli.errors import FAILURE, UsageError, warn
+from mstore_cli.declared import Argument, Option
+from mstore_cli.errors import FAILURE, Ended, UsageError, warn
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 
@@ -20,14 +19,14 @@ from mstore_cli.session import Session
 def unmount(
     session: Session,
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="The mount point.", show_default=False)
+        Path | None, Argument(metavar="DIR", help="The mount point.", show_default=False)
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Every mount of this user, of all stores.")
+        bool, Option("--all", help="Every mount of this user, of all stores.")
     ] = False,
     lazy: Annotated[
         bool,
-        typer.Option("--lazy", help="At once; files that are open stay readable until closed."),
+        Option("--lazy", help="At once; files that are open stay readable until closed."),
     ] = False,
 ) -> None:
     """End a mount, or remove one whose process died."""
@@ -69,4 +68,4 @@ def _unmount_all(session: Session, *, lazy: bool) -> None:
         human=human,
     )
     if told:
-        raise typer.Exit(FAILURE)
+        raise Ended(FAILURE)

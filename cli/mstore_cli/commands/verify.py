@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mstore_cli.command import command
-from mstore_cli.errors import FAILURE
+from mstore_cli.declared import Argument, Option
+from mstore_cli.errors import FAILURE, Ended
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.signers import SignersOption, how_to_trust, state_of, trusted_signers
@@ -35,7 +34,7 @@ def verify(
     session: Session,
     revisions: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="REF",
             help="What to check [default: all branches and tags].",
             show_default=False,
@@ -43,7 +42,7 @@ def verify(
     ] = None,
     signers: SignersOption = None,
     read_data: Annotated[
-        bool, typer.Option("--read-data", help="Also read every byte that was signed.")
+        bool, Option("--read-data", help="Also read every byte that was signed.")
     ] = False,
 ) -> None:
     """Check the signatures of snapshots against the keys that you trust.
@@ -75,7 +74,7 @@ def verify(
         human=human,
     )
     if not all(one.verified for one in reports):
-        raise typer.Exit(FAILURE)
+        raise Ended(FAILURE)
 
 
 def _rows(name: str, report: VerifyReport) -> Iterator[Sequence[str]]:

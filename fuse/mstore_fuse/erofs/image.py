@@ -29,6 +29,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from mstore.errors import Corrupt, Unavailable
+from mstore.frozen import frozen
 from mstore_fuse.tree import no_directory_holds
 
 PAGE = 4096
@@ -63,7 +64,7 @@ _DIRENT = struct.Struct("<QHBB")
 _INDEX = np.dtype([("zero", "<u2"), ("device", "<u2"), ("page", "<u4")])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PageMap:
     """Where each page of a file lies: device (0: the image) and number of the page there."""
 

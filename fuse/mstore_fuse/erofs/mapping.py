@@ -9,7 +9,6 @@ offset. More than a few is refused: that is what pinning raw is for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from mstore.block_cache import VirtualBlock
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.errors import Incompatible
+from mstore.frozen import frozen
 from mstore.ids import BlockId, PackId
 from mstore.phrases import Option, call, phrase
 from mstore.sizes import format_size
@@ -62,7 +62,7 @@ class Run(NamedTuple):
         return slice(first, max(first, (self.offset + self.length) // PAGE))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Survey:
     """Where the files of a snapshot lie: the pieces of each file, and the packs of raw ones."""
 

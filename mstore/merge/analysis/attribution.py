@@ -23,13 +23,13 @@ the GIL, keeps nothing between calls and may run on any number of threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from mstore.frozen import frozen
 from mstore.merge.arithmetic.arguments import pack
 from mstore.merge.arithmetic.tiles import LANES, TILE, address
 from mstore.merge.running.compute import chunk_of
@@ -56,7 +56,7 @@ _attribute: Final = Pass(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Attribution:
     """Sums over some elements. Add them up in a fixed order.
 

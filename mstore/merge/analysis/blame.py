@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 
 import numpy as np
 
 from mstore.ahead import in_order
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
+from mstore.frozen import frozen
 from mstore.ids import PlanId, SnapshotId
 from mstore.merge.analysis.attribution import Attribution, attribute
 from mstore.merge.analysis.explain import require_tensor
@@ -42,7 +42,7 @@ _BATCH = 64
 """How many chunks share one lookup in the index when their tasks are made."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExpertBlame:
     """One expert's part in a merged delta."""
 
@@ -58,7 +58,7 @@ class ExpertBlame:
     """elements where its contribution is not 0"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TensorBlame:
     """Each expert's share of one merged tensor.  Their shares and `base_share` add up to 1."""
 
@@ -82,7 +82,7 @@ class TensorBlame:
     """each expert's share"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerBlame:
     """As `TensorBlame`, over the tensors of one layer; tied tensors count once."""
 
@@ -104,7 +104,7 @@ class LayerBlame:
     """each expert's share"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BlameReport:
     """Each expert's share of what a merge changed, by tensor, by layer, and over all.
 
@@ -199,7 +199,7 @@ def blame(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Measured:
     """A number of elements and the sums over them."""
 

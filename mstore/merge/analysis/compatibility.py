@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
@@ -19,6 +18,7 @@ from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.small_files import json_object
 from mstore.errors import Incompatible
+from mstore.frozen import frozen
 from mstore.ids import TensorId
 from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.request import Input, Request
@@ -57,7 +57,7 @@ _RISKY: Final = (
 """Keys that change what is computed with the weights: the result is computed as the base is."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CompatibilityFinding:
     """Something about an expert that differs from the base."""
 
@@ -74,7 +74,7 @@ class CompatibilityFinding:
     """what to do about it, as text; None: nothing in particular"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CompatibilityReport:
     """Whether experts can be merged into a base."""
 
@@ -92,7 +92,7 @@ class CompatibilityReport:
     """how long it took"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Model:
     """What a model's files say, without its weights."""
 

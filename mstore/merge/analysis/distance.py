@@ -13,13 +13,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from mstore.blocks.meter import Meter
+from mstore.frozen import frozen
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.planning.costs import costs_of
 from mstore.merge.running.compute import blend, tie_counts
@@ -34,7 +34,7 @@ BATCH = 16
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Distances:
     """||merged - full||^2 for each plan, over all names of all tensors; expert bytes read."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from mstore.adapters.inputs import Inputs, Names
 from mstore.errors import Corrupt, NotFound, StorageFailed, did_you_mean
+from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.merge.analysis.layers import layers_of
 from mstore.merge.methods import registry
@@ -51,7 +52,7 @@ STATE_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExpertShare:
     """What one expert contributed, and what was left out of it and why.
 
@@ -80,7 +81,7 @@ class ExpertShare:
     """one word per chunk; None unless a single tensor was requested"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TensorExplanation:
     """Where one merged tensor came from."""
 
@@ -108,7 +109,7 @@ class TensorExplanation:
     """what each expert contributed"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerExplanation:
     """Sums over the tensors of one layer.  A tied tensor's blocks count where it was merged."""
 
@@ -124,7 +125,7 @@ class LayerExplanation:
     """what each expert contributed"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Explanation:
     """Where a merge came from: by tensor, by layer, and by expert over all requested tensors."""
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from mstore.errors import BadRequest
+from mstore.frozen import frozen
 from mstore.merge.analysis.distance import distances
 from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
@@ -20,7 +20,7 @@ from mstore.progress import ProgressCallback
 SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SweepPoint:
     """The plan at one share of the full cost.
 
@@ -50,7 +50,7 @@ class SweepPoint:
     nothing, or the method scales the base"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SweepReport:
     """Cost against error over many budgets of one request."""
 

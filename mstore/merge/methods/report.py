@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mstore.frozen import frozen
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method, Select
 from mstore.merge.methods.parameters import NORM, Parameter
@@ -11,7 +10,7 @@ from mstore.merge.methods.parameters import NORM, Parameter
 _KINDS = {"float": "number", "int": "whole number", "bool": "true or false"}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ParameterReport:
     """A parameter of a merge method."""
 
@@ -29,7 +28,7 @@ class ParameterReport:
     """whether each expert may have its own value"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MethodReport:
     """A merge method."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -16,6 +15,7 @@ from blake3 import blake3
 
 from mstore.adapters.targets import is_adapter
 from mstore.errors import BadName, BadRequest, NotFound
+from mstore.frozen import frozen
 from mstore.ids import ManifestId, SnapshotId
 from mstore.recipes.layout import Layout, layers_of
 from mstore.recipes.nodes import at
@@ -31,7 +31,7 @@ STACK: Final = "passthrough"
 """The method of stacks."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PreparedModel:
     """A model that was made for a recipe."""
 

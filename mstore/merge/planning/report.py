@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from mstore.frozen import frozen
 from mstore.ids import PlanId
 from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.costs import Costs
@@ -18,7 +18,7 @@ from mstore.store.overflow import TensorOverflow, reported
 from mstore.store.plan_rows import Sources
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PlanReport:
     """A plan's identity, costs and bounds.
 

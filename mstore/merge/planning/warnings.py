@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from mstore.adapters.inputs import stand_ins
 from mstore.adapters.targets import is_adapter
 from mstore.errors import Incompatible
+from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.tied import left_to_base
@@ -42,7 +42,7 @@ LICENCE_TERMS = "licences"
 _NAMED = 3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MergeWarning:
     """Something allowed that is usually a mistake."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
+from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.engine import Engine, Outcome, Resources
@@ -16,7 +16,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.plans import plan_of
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReplayReport:
     """A recorded plan run again."""
 

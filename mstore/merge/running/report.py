@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
@@ -11,7 +10,7 @@ from mstore.merge.running.engine import Outcome
 from mstore.store.overflow import TensorOverflow
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MergeReport:
     """What a merge read, wrote and published.
 

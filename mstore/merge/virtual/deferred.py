@@ -9,10 +9,10 @@ happens in between. Each publishes in one transaction, or publishes nothing.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from mstore.checkpoint.dtypes import nbytes
 from mstore.errors import BadRequest, Conflict
+from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_of, run_merge
@@ -34,7 +34,7 @@ from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_o
 from mstore.version import TOOL
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MaterializeReport:
     """What computing a virtual merge in full read and wrote."""
 
@@ -62,7 +62,7 @@ class MaterializeReport:
     """how long it took"""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Deferred:
     """A published virtual merge.
 

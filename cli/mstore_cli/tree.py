@@ -1,0 +1,301 @@
+"""The whole command line as typer's command tree: help, completion, and lines that are not plain.
+
+Made from what commands declare (`mstore_cli.declared`), each command when it is looked up.
+Importing typer takes longer than most commands, so that `mstore_cli.main` imports this module only
+for lines that `mstore_cli.lines` leaves to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from mstore_cli import completion, errors
+from mstore_cli.command import GLOBALS, Verb, choices_of, find
+from mstore_cli.declared import Parameter
+from mstore_cli.errors import Ended, UsageError
+from mstore_cli.lines import Line
+from mstore_cli.output import Output
+from mstore_cli.session import Choices, Session
+from mstore_cli.verbs import OTHER_WORDS, VERBS
+
+PROGRAM = "mstore"
+EPILOG = (
+    "Global options stand before or after the command. A snapshot is named by branch, tag, id or "
+    "the beginning of an id (4 digits or more), REF~N (N steps to the first parent) or REF@{N} "
+    "(N moves ago). mstore help COMMAND prints what mstore COMMAND --help does.\n\n"
+    "\b\nExit status:\n  0  success\n  1  an error\n  2  wrong usage of the command line\n"
+    "  130  interrupted"
+)
+CONTEXT = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
+_GLOBAL_NAMES = frozenset(one.name for one in GLOBALS)
+_VERSION = inspect.Parameter(
+    "version",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[bool, typer.Option("--version", help="Print the version.")],
+    default=False,
+)
+
+
+def parse(words: Sequence[str]) -> Line | None:
+    """Parse a command line, whatever its form; None if it asked for help, which is printed.
+
+    Raises UsageError for what is wrong, and Ended for help that nobody asked for.
+    """
+    try:
+        # The class of contexts is private to typer.
+        context: Any
+        with build().make_context(PROGRAM, list(words)) as context:
+            line = context.command.invoke(context)
+    except typer.Exit as end:
+        if end.exit_code != errors.SUCCESS:
+            raise Ended(end.exit_code) from end
+        return None
+    except typer.TyperException as error:
+        # Only some errors know their command.
+        of_error = getattr(error, "ctx", None)
+        hint = None if of_error is None else f"{of_error.command_path} --help"
+        raise UsageError(error.format_message(), hint=hint) from error
+    assert isinstance(line, Line)
+    return line
+
+
+def build() -> TyperGroup:
+    """Build the command tree, whose commands are built when used."""
+    app = typer.Typer(
+        name=PROGRAM,
+        cls=_Group,
+        add_completion=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        invoke_without_command=True,
+        context_settings=CONTEXT,
+        epilog=EPILOG,
+    )
+    app.callback()(_entry(_top, GLOBALS, _VERSION))
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    _spare_pydantic(group.params)
+    # Declared mutable; nothing changes it.
+    commands: Any = _Commands()
+    group.commands = commands
+    return group
+
+
+def _top(context: Any, version: bool, **given: Any) -> None:
+    """git for model checkpoints, with merging built in."""
+    context.obj = choices_of(given)
+    if version:
+        _print_version(Session(context.obj).output)
+        raise typer.Exit(errors.SUCCESS)
+    if context.invoked_subcommand is None:
+        sys.stderr.write(f"{context.get_help()}\n")
+        raise typer.Exit(errors.USAGE)
+
+
+def _print_version(output: Output) -> None:
+    from mstore.version import __version__
+
+    output.emit(
+        {"version": __version__},
+        ids=[__version__],
+        human=lambda screen: screen.line(f"{PROGRAM} {__version__}"),
+    )
+
+
+class _Commands(Mapping[str, TyperCommand]):
+    """All commands by name, each imported and built when it is looked up: a run needs one."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, TyperCommand] = {}
+
+    def __getitem__(self, name: str) -> TyperCommand:
+        if name not in self._built:
+            if name not in VERBS:
+                raise KeyError(name)
+            self._built[name] = _build_command(find(name))
+        return self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+def _build_command(verb: Verb) -> TyperCommand:
+    def line(context: Any, **given: Any) -> Line:
+        inner = choices_of({name: given.pop(name) for name in _GLOBAL_NAMES})
+        return Line(verb, inner.over(context.find_object(Choices) or Choices()), given)
+
+    line.__doc__ = verb.text
+    # typer makes a plain command of a program that has only one.
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(
+        verb.name,
+        cls=type("Command", (_Command,), {"verb": verb}),
+        short_help=verb.summary,
+        epilog=verb.epilog,
+        context_settings=dict(CONTEXT),
+    )(_entry(line, (*verb.parameters, *GLOBALS)))
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
+def _entry(
+    function: Callable[..., Any], parameters: Sequence[Parameter], *more: inspect.Parameter
+) -> Callable[..., Any]:
+    """Give a function the signature that typer reads: a context, and parameters by name."""
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    declared = [context, *more, *map(_for_typer, parameters)]
+    function.__annotations__ = {one.name: one.annotation for one in declared}
+    # inspect lets a function override its signature by this attribute.
+    function.__dict__["__signature__"] = inspect.Signature(declared)
+    return function
+
+
+_COMPLETED: Mapping[str, Callable[..., list[str]]] = MappingProxyType(
+    {
+        "refs": completion.refs,
+        "methods": completion.methods,
+        "combinations": completion.combinations,
+    }
+)
+
+
+def _for_typer(parameter: Parameter) -> inspect.Parameter:
+    """Return the declaration of a parameter in typer's own words."""
+    shown = parameter.shown
+    about: dict[str, Any] = {
+        "metavar": shown.metavar,
+        "help": shown.help,
+        "show_default": shown.show_default,
+        "min": shown.least,
+        "parser": shown.parser,
+        "autocompletion": None if shown.completes is None else _COMPLETED[shown.completes],
+    }
+    made: Any = typer.Option if parameter.is_option else typer.Argument
+    return inspect.Parameter(
+        parameter.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        annotation=Annotated[parameter.annotation, made(*shown.names, **about)],
+        default=parameter.default,
+    )
+
+
+def _spare_pydantic(parameters: Iterable[Any]) -> None:
+    """Let help and most messages come without pydantic, whose import takes longer than they do.
+
+    typer converts every value with it, even defaults and those of switches.
+    """
+
+    def process(whole: Any, parameter: Any, context: Any, value: object) -> object:
+        if value is not parameter.default and not isinstance(value, bool):
+            return whole(context, value)
+        return (
+            value if parameter.callback is None else parameter.callback(context, parameter, value)
+        )
+
+    for parameter in parameters:
+        if "process_value" not in vars(parameter):
+            # The class is private to typer; its method is the one that click documents.
+            parameter.process_value = partial(process, parameter.process_value, parameter)
+
+
+# The types of contexts, options and formatters are private to typer.
+class _Group(TyperGroup):
+    """The program: suggests a command for words that other programs have as commands."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _plain(super().get_help_option(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except typer.TyperException as error:
+            if args[:1] and args[0] in OTHER_WORDS:
+                raise UsageError(
+                    f"no such command: {args[0]!r}", hint=OTHER_WORDS[args[0]]
+                ) from error
+            raise
+
+
+class _Command(TyperCommand):
+    """A command whose help lists the global options under their own heading."""
+
+    verb: Verb
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _plain(super().get_help_option(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # The parser empties the list.
+        words = list(args)
+        end = args.index("--") if "--" in args else len(args)
+        bare = self.verb.bare
+        given = [f"{arg}={bare[arg]}" if arg in bare else arg for arg in args[:end]]
+        try:
+            return super().parse_args(ctx, [*given, *args[end:]])
+        except typer.TyperException as error:
+            # The file of an option is where it should be.
+            loose = [] if "--recipe" in words else words
+            foreign = self.verb.foreign.items()
+            told = next(
+                (what for end, what in foreign if any(w.endswith(end) for w in loose)), None
+            )
+            if told is not None:
+                raise UsageError(told, hint=self.verb.foreign_hint) from error
+            name: Any = getattr(error, "option_name", None)
+            if name in self.verb.mistaken:
+                raise UsageError(
+                    f"no such option: {name}", hint=self.verb.mistaken[name]
+                ) from error
+            # Without it, the hint would be the help of the whole program.
+            if getattr(error, "ctx", ctx) is None:
+                error.__dict__["ctx"] = ctx
+            raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        return ["[OPTIONS]", *(_usage(parameter) for parameter in arguments)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if parameter.name in _GLOBAL_NAMES:
+                title = "Global options"
+            elif parameter.param_type_name == "argument":
+                title = "Arguments"
+            else:
+                title = "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                if parameter.param_type_name == "argument":
+                    record = (_usage(parameter), record[1])
+                sections.setdefault(title, []).append(record)
+        for title in ("Arguments", "Options", "Global options"):
+            if title in sections:
+                with formatter.section(title):
+                    formatter.write_dl(sections[title])
+
+
+def _plain(option: Any) -> Any:
+    _spare_pydantic([] if option is None else [option])
+    return option
+
+
+def _usage(argument: Any) -> str:
+    """Return an argument as usage lines have it: `REF`, `[REF]`, `REF...` or `[REF]...`."""
+    name = argument.metavar or str(argument.name).upper()
+    if " " in name:
+        # Arguments that are told apart by their number, written as one.
+        return str(name)
+    return f"{name if argument.required else f'[{name}]'}{'' if argument.nargs == 1 else '...'}"
