@@ -10,11 +10,10 @@ from tables import Told, table
 HEAD = """\
 ## At a glance
 
-*Ratio* is mstore against the peer in the same run: "x" says how many times as fast, "times" how
-many times as long. *Limit* is mstore's wall time in multiples of the least that the machine could
-take (`bench/limits.py`), where that was measured. The sections below say how each figure was made,
-and the end of the page how the machines differ, what falls short, and why. Aims in seconds were
-set for the one with AVX-512.
+*Ratio* is mstore against the peer in the same run. *Limit* is mstore's wall time in multiples of
+the least that the machine could take (`bench/limits.py`), where that was measured. The sections
+below say how each figure was made, and the end of the page how the machines differ, what falls
+short, and why. Aims in seconds were set for the one with AVX-512.
 """
 
 EARLIER = """\
@@ -69,7 +68,7 @@ def _line(row: Row) -> tuple[str, ...]:
         row.ratio,
         "" if row.limit is None else f"{row.limit:.1f} times",
         row.aim,
-        "met" if row.met else "missed",
+        "met" if row.met else "[missed](#what-falls-short-and-why)",
     )
 
 
@@ -88,9 +87,9 @@ def _mergekit(told: dict[str, Told]) -> Iterator[Row]:
             "mergekit",
             found["mergekit"]["wall"],
             found["mstore"]["wall"],
-            f"{times:.1f}x",
+            f"{times:.1f} times as fast",
             limit,
-            f"{least}x, limit 1.4 times",
+            f"{least} times as fast, 1.4 times the limit",
             met=times >= least and limit is not None and limit <= 1.4,
         )
 
@@ -106,9 +105,9 @@ def _dense(told: dict[str, Told]) -> Iterator[Row]:
                 "mstore, raw",
                 raw,
                 dense,
-                f"{dense / raw:.2f} times",
+                f"{dense / raw:.2f} times as long",
                 _limit(told, f"{method} dense{of}"),
-                "1.3 times",
+                "1.3 times as long",
                 met=dense / raw <= 1.3,
             )
 
@@ -127,9 +126,9 @@ def _rates(told: dict[str, Told]) -> Iterator[Row]:
             peer,
             found[peer]["wall"],
             found[work]["wall"],
-            f"{times:.2f} times",
+            f"{times:.2f} times as long",
             _limit(told, name),
-            f"{aim:g} times",
+            f"{aim:g} times as long",
             met=times <= aim,
         )
 
@@ -143,9 +142,9 @@ def _incremental(told: dict[str, Told]) -> Iterator[Row]:
             "mstore, no memo",
             found["no memo"]["wall"],
             found["memo"]["wall"],
-            f"{times:.1f}x",
+            f"{times:.1f} times as fast",
             None,
-            "20x",
+            "20 times as fast",
             met=times >= 20,
         )
 
@@ -159,9 +158,9 @@ def _budget(told: dict[str, Told]) -> Iterator[Row]:
         "naive full read",
         found["naive"]["wall"]["median"],
         ours["wall"]["median"],
-        f"{times:.1f}x",
+        f"{times:.1f} times as fast",
         None,
-        "11x",
+        "11 times as fast",
         met=times >= 11,
     )
 
@@ -191,7 +190,7 @@ def _first(told: dict[str, Told]) -> Iterator[Row]:
             "compiled at first use",
             before[name]["wall"],
             ahead[name]["wall"],
-            f"{before[name]['wall'] / ahead[name]['wall']:.1f}x",
+            f"{before[name]['wall'] / ahead[name]['wall']:.1f} times as fast",
             None,
             "1 s",
             met=ahead[name]["wall"] <= 1,
@@ -208,7 +207,7 @@ def _start(told: dict[str, Told]) -> Iterator[Row]:
             "python -c pass",
             python / 1000,
             found / 1000,
-            f"{found / python:.1f} times",
+            f"{found / python:.1f} times as long",
             None,
             "0.12 s",
             met=found <= 120,

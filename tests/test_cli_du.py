@@ -59,6 +59,22 @@ def test_some_refs_together(mstore: Program) -> None:
     assert "by rm and gc" in shown
 
 
+def test_many_that_share_are_counted(mstore: Program, tmp_path: Path) -> None:
+    """Of many refs that share with a named one, those that share most are listed, and the rest is
+    counted."""
+    copy = Program(tmp_path / "copy")
+    mstore.succeed("clone", mstore.store, copy.store)
+    for number in range(12):
+        copy.succeed("tag", f"t{number:02}", "m/e0")
+    shown = copy.succeed("du", "v1").out
+    rows = [line for line in shown.splitlines() if line.startswith("v1  ")]
+    # The ref itself, ten that share with it, the rest.
+    assert len(rows) == 1 + 10 + 1
+    assert " 4 more " in rows[-1]
+    assert "m/base" not in shown
+    assert len(copy.succeed("du", "v1", "--json").document["refs"][0]["shared_with"]) == 14
+
+
 def test_a_name_that_is_none(mstore: Program) -> None:
     """It fails with the name and draws nothing."""
     done = mstore("du", "m/nobody")

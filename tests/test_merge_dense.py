@@ -308,6 +308,20 @@ def test_a_merge_may_be_stored_unlike_its_store(places: Callable[[str], Place]) 
     assert store.fsck(read_data=True).problems == ()
 
 
+def test_a_raw_merge_says_what_stays_coded(places: Callable[[str], Place]) -> None:
+    """With codec="raw", a result that was stored before stays coded, and a note says so and names
+    the call that stores it raw; after that call there is no note."""
+    store = places("bf16").store("chain")
+    plan = planned(store, "linear")
+    assert store.merge(plan, name="first", memo=False).notes == ()
+    again = store.merge(plan, name="second", codec="raw", memo=False)
+    (note,) = again.notes
+    assert "stored before and stay coded" in note
+    assert note.endswith("pin('second', raw=True)")
+    store.pin("second", raw=True)
+    assert store.merge(plan, name="third", codec="raw", memo=False).notes == ()
+
+
 def test_a_wrong_codec_merges_nothing(places: Callable[[str], Place]) -> None:
     """An unknown codec, and any for a virtual merge, is refused before anything is published."""
     store = places("bf16").store("raw")

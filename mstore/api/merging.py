@@ -14,7 +14,7 @@ from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, SnapshotId
-from mstore.phrases import Option, call, phrase
+from mstore.phrases import Option, Phrase, call, phrase
 from mstore.store import damage
 from mstore.store import layout as layouts
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mstore.merge.running.replay import ReplayReport
     from mstore.merge.running.report import MergeReport
     from mstore.merge.virtual.deferred import MaterializeReport
+    from mstore.objects.manifest import Manifest
     from mstore.objects.plan import Plan
     from mstore.progress import ProgressCallback
     from mstore.requests import MergeRequest, RecipeRequest, Vocabulary
@@ -500,6 +501,9 @@ class Merging(OpenStore):
         planned = plan_report(record, id, sources, outcome.costs, warnings=licences)
         if made.tensors() == base.tensors():
             planned = replace(planned, notes=planned.notes + equal)
+        if codec == "raw":
+            coded = self._still_coded(made, outcome.blocks_total, name)
+            planned = replace(planned, notes=planned.notes + coded)
         return merge_report(
             planned,
             outcome,
@@ -514,6 +518,17 @@ class Merging(OpenStore):
             blocks_reused=outcome.blocks_reused,
             seconds=time.monotonic() - began,
         )
+
+    def _still_coded(self, made: Manifest, total: int, name: str) -> tuple[Phrase, ...]:
+        """Return a note if a result is not raw because the store had some of its blocks."""
+        from mstore.pins.spots import coded
+
+        count = len(coded(self._catalog, made.files))
+        told = (
+            "{count} of {total} blocks were stored before and stay coded; to store all raw: {pin}"
+        )
+        pin = call("pin", name, raw=True)
+        return (phrase(told, count=count, total=total, pin=pin),) if count else ()
 
     def _taken(self, plan: PlanId) -> Ready | None:
         """Return what the last report of a plan made ready, if it is this plan: for one run."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from mstore.blocks.codecs import Elements, elements_of
+from mstore.blocks.codecs import Codec, Elements, elements_of
 from mstore.errors import Corrupt, NotFound, StorageFailed
 from mstore.ids import BlockId, SnapshotId
 from mstore.objects.manifest import File
@@ -15,6 +15,7 @@ from mstore.store import pin_rows
 from mstore.store.catalog import Catalog
 
 GROUP_BYTES: Final = 4 << 20
+_OF_RAW: Final = frozenset({Codec.RAW, Codec.CONSTANT})
 _UNREADABLE: Final = (NotFound, Corrupt, StorageFailed)
 
 
@@ -65,6 +66,19 @@ def _of_tensor(catalog: Catalog, name: str | None, record: Tensor, start: int) -
         length = record.block_length(number, catalog.block_size)
         offset = start + number * catalog.block_size
         yield Spot(block, offset, length, name, number, elements)
+
+
+def coded(catalog: Catalog, files: Iterable[File]) -> set[BlockId]:
+    """Return the blocks of some files that the policy `raw` would not have stored so.
+
+    Raises NotFound, Corrupt.
+    """
+    found: set[BlockId] = set()
+    for file in files:
+        blocks = [spot.block for spot in of_file(catalog, file)]
+        places = zip(blocks, catalog.locate(blocks), strict=True)
+        found.update(block for block, place in places if place.codec not in _OF_RAW)
+    return found
 
 
 def of_others(catalog: Catalog, id: SnapshotId) -> set[BlockId]:

@@ -16,7 +16,7 @@ from mstore_cli.sizes import format_share, format_size
 from mstore_cli.treemap import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mstore.reports import CodecUsage, RefUsage, UsageReport
 
@@ -37,6 +37,7 @@ CODEC_COLUMNS = (
     Column("STORED", right=True),
     Column("RATIO", right=True),
 )
+SHARED_SHOWN = 10
 UNIQUE, SHARED = "unique", "shared"
 
 
@@ -79,14 +80,7 @@ def _draw(screen: Screen, report: UsageReport, *, in_full: bool) -> None:
     screen.table(REF_COLUMNS, (_ref_row(ref) for ref in report.refs))
     if in_full and any(ref.shared_with for ref in report.refs):
         screen.line()
-        screen.table(
-            SHARED_COLUMNS,
-            (
-                (ref.name, other.name, format_size(other.stored_bytes))
-                for ref in report.refs
-                for other in ref.shared_with
-            ),
-        )
+        screen.table(SHARED_COLUMNS, (row for ref in report.refs for row in _shared_rows(ref)))
     if report.codecs:
         screen.line()
         screen.table(CODEC_COLUMNS, codec_rows(report.codecs))
@@ -111,6 +105,16 @@ def _draw(screen: Screen, report: UsageReport, *, in_full: bool) -> None:
         screen.line(
             "STORED above 100 %: it counts the bases of differences too, which others may share"
         )
+
+
+def _shared_rows(ref: RefUsage) -> Iterator[tuple[str, str, str]]:
+    """Yield with whom a ref shares most, and how many more there are."""
+    most = ref.shared_with
+    for other in most[:SHARED_SHOWN]:
+        yield ref.name, other.name, format_size(other.stored_bytes)
+    if len(most) > SHARED_SHOWN:
+        more = len(most) - SHARED_SHOWN
+        yield ref.name, f"{more} more", f"up to {format_size(most[SHARED_SHOWN].stored_bytes)} each"
 
 
 def _gc(report: UsageReport) -> str:

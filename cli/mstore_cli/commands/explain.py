@@ -71,7 +71,8 @@ def explain(
     READ: read and merged. SHARED: equal to a chunk of an earlier expert, so read once. = BASE:
     equal to the base, so there is nothing to read. BELOW: below the method's threshold. LEFT OUT:
     left out for the budget or --max-error. TOP-P: outside the share of --top-p. Columns of zeros
-    are not shown. NORM LEFT OUT is the norm of the delta in LEFT OUT and TOP-P.
+    are not shown. NORM LEFT OUT is the norm of the delta in LEFT OUT and TOP-P. What was read to
+    plan (`analysis read` of plan and merge) is not counted.
     """
     if svg is not None:
         plots.require()

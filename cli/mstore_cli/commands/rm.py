@@ -55,9 +55,10 @@ def _print(screen: Screen, report: RemoveReport) -> None:
         screen.command("to restore it", f"mstore {back} {name} '{name}@{{1}}'")
     if report.unnamed_snapshots:
         days = report.reflog_days
-        have = "has" if report.unnamed_snapshots == 1 else "have"
-        kept = f"once the reflog is {days} days older" if days else "the next time"
+        is_one = report.unnamed_snapshots == 1
+        have, them = ("has", "it") if is_one else ("have", "them")
+        when = f"after {days} days" if days else "the next time"
         screen.advice(
             f"{counted(report.unnamed_snapshots, 'snapshot')} {have} no ref now: "
-            f"mstore gc drops what nothing else keeps {kept}"
+            f"mstore gc drops {them} {when}, unless something else needs {them}"
         )
