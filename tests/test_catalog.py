@@ -209,7 +209,7 @@ def test_of_many_inits_one_succeeds(tmp_path: Path) -> None:
         told = list(pool.map(lambda child: child.communicate("go\n", timeout=600)[0], children))
     said = sorted(line.strip() for line in told)
     catalog = Catalog.open(tmp_path / "store")
-    assert said == sorted([catalog.layout.uuid, *["Conflict"] * 3])
+    assert said == sorted([str(catalog.layout.uuid), *["Conflict"] * 3])
     catalog.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from mstore.blocks import planes as callers
 from mstore.blocks.plane_passes import FLOATS, FLOATS_AGAIN, SCRATCH, TILE, steps
+from mstore.numeric.code_cache import Pass
 from mstore.numeric.expansion import IS_WIDE, TOGETHER
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -48,6 +50,18 @@ def _members(width: int, n: int, kind: str) -> tuple[npt.NDArray[Any], npt.NDArr
     return base + rng.integers(0, 4, n).astype(word), base
 
 
+def _passes(width: int, *, is_wide: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Split and join for a kind of processor: what the build compiled for this one, or what is
+    compiled now for another."""
+    if is_wide != IS_WIDE:
+        return steps(WORDS[width], 8 * width, is_wide=is_wide)
+
+    def built(found: Pass) -> Callable[..., None]:
+        return lambda mode, n, *rooms: found(mode, n, *(room.ctypes.data for room in rooms))
+
+    return built(callers._split[width]), built(callers._join[width])
+
+
 @pytest.mark.parametrize(
     "is_wide",
     [
@@ -60,7 +74,7 @@ def _members(width: int, n: int, kind: str) -> tuple[npt.NDArray[Any], npt.NDArr
 @pytest.mark.parametrize("width", WORDS)
 def test_every_processor_writes_the_same_planes(width: int, is_wide: bool) -> None:
     """Planes are those of the format, however they are made, and come back bit by bit."""
-    split, join = steps(WORDS[width], 8 * width, is_wide=is_wide)
+    split, join = _passes(width, is_wide=is_wide)
     scratch = np.empty(SCRATCH + 8 * max(LENGTHS), dtype=np.uint8)
     for n in LENGTHS:
         for kind in ("any", "stretches", "weights"):
