@@ -1,7 +1,13 @@
-"""One family of each element type and way of tying, and its store, shared by a session."""
+"""One family of each element type and way of tying, and its store, shared by a session.
+
+CONFORMANCE_PART=K/N in the environment leaves the K-th of N parts of the tests that have
+parameters, and all others.
+"""
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +29,24 @@ FAMILIES: dict[str, tuple[str, Head]] = {
     "fp32 untied": ("float32", "own"),
     "fp32 tied": ("float32", "tied"),
 }
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the part that was asked for.  A case is always in the same part."""
+    part, _, parts = os.environ.get("CONFORMANCE_PART", "").partition("/")
+    if not part:
+        return
+    number, count = int(part), int(parts)
+    if not 1 <= number <= count:
+        raise pytest.UsageError(f"CONFORMANCE_PART={part}/{parts}: write 1/3, 2/3 or 3/3")
+    others = [
+        item
+        for item in items
+        if hasattr(item, "callspec") and zlib.crc32(item.name.encode()) % count != number - 1
+    ]
+    config.hook.pytest_deselected(items=others)
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @dataclass
