@@ -511,11 +511,14 @@ def remove_tree(path: Path) -> None:
     """
     if not os.path.lexists(path):
         return
-    # Imported late, as it imports every compression of Python.
-    import shutil
-
     with translated(path):
         _announce("rmtree", path)
+        with suppress(OSError):
+            path.rmdir()
+            return
+        # Imported late, as it imports every compression of Python; most directories are empty.
+        import shutil
+
         shutil.rmtree(path)
 
 

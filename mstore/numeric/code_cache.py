@@ -17,7 +17,6 @@ checks nothing: its caller guarantees that addresses and lengths are right.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import shlex
 import stat
@@ -27,6 +26,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Final
+
+from blake3 import blake3
 
 from mstore.errors import Unavailable
 from mstore.numeric import images
@@ -222,9 +223,9 @@ def made_from(sources: tuple[Path, ...]) -> bytes:
     The compiler's version is no part of it: code is used where no compiler is installed, and every
     version makes the same arithmetic. Who builds compares it (`Image.made_by`).
     """
-    return hashlib.sha256(b"".join(_digest(path) for path in (*_MAKERS, *sources))).digest()
+    return blake3(b"".join(_digest(path) for path in (*_MAKERS, *sources))).digest()
 
 
 @cache
 def _digest(source: Path) -> bytes:
-    return hashlib.sha256(source.read_bytes()).digest()
+    return blake3(source.read_bytes()).digest()

@@ -8,7 +8,7 @@ An image is code and constants in one piece that refer to each other by distance
 anywhere; `bases` are the places of the few absolute addresses, counted from its start, and
 `imports` those that hold the address of a function of the C library.
 
-File: SHA-256 of what the code was made from (32), SHA-256 of the rest (32); then, little-endian,
+File: BLAKE3 of what the code was made from (32), BLAKE3 of the rest (32); then, little-endian,
 five numbers of 4 bytes: entry, number of bases, number of imports, length of `made_by`, length of
 the code; the bases (4 each), the imports (4 each for place and function), made_by, the code.
 """
@@ -16,10 +16,11 @@ the code; the bases (4 each), the imports (4 each for place and function), made_
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import mmap
 import struct
 from typing import Any, Final, NamedTuple
+
+from blake3 import blake3
 
 IMPORTS: Final = ("memset", "memcpy", "memmove", "fmaf")
 """The functions of the C library that code may call; all give the same bits everywhere."""
@@ -48,13 +49,13 @@ def encoded(image: Image, stamp: bytes) -> bytes:
     sizes = (image.entry, len(image.bases), len(image.imports), len(words), len(image.code))
     places = [*image.bases, *(number for pair in image.imports for number in pair)]
     body = _HEAD.pack(*sizes) + struct.pack(f"<{len(places)}I", *places) + words + image.code
-    return stamp + hashlib.sha256(body).digest() + body
+    return stamp + blake3(body).digest() + body
 
 
 def decoded(data: bytes, stamp: bytes) -> Image | None:
     """Return what a file holds; None if it is incomplete, damaged, or made from something else."""
     body = memoryview(data)[2 * DIGEST :]
-    if data[:DIGEST] != stamp or data[DIGEST : 2 * DIGEST] != hashlib.sha256(body).digest():
+    if data[:DIGEST] != stamp or data[DIGEST : 2 * DIGEST] != blake3(body).digest():
         return None
     entry, bases, imports, words, size = _HEAD.unpack_from(body)
     places = struct.unpack_from(f"<{bases + 2 * imports}I", body, _HEAD.size)
