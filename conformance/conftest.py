@@ -1,7 +1,7 @@
 """One family of each element type and way of tying, and its store, shared by a session.
 
-CONFORMANCE_PART=K/N in the environment leaves the K-th of N parts of the tests that have
-parameters, and all others.
+CONFORMANCE_PART=K/N in the environment leaves the K-th of N parts of the tests: of those that have
+parameters a part of each module, and of the modules that have none, a part.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     number, count = int(part), int(parts)
     if not 1 <= number <= count:
         raise pytest.UsageError(f"CONFORMANCE_PART={part}/{parts}: write 1/3, 2/3 or 3/3")
-    others = [
-        item
-        for item in items
-        if hasattr(item, "callspec") and zlib.crc32(item.name.encode()) % count != number - 1
-    ]
+    others = [item for item in items if zlib.crc32(_of_part(item)) % count != number - 1]
     config.hook.pytest_deselected(items=others)
     left_out = set(others)
     items[:] = [item for item in items if item not in left_out]
+
+
+def _of_part(item: pytest.Item) -> bytes:
+    """Return what decides in which part a test is: tests without parameters share fixtures."""
+    name = item.name if hasattr(item, "callspec") else item.nodeid.partition("::")[0]
+    return name.rpartition("/")[2].encode()
 
 
 @dataclass

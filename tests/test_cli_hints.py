@@ -175,9 +175,7 @@ def test_words_about_commands_name_the_store(mstore: Program, tmp_path: Path) ->
     merge = ["merge", "--base", "base", "--expert", "tuned", "--method", "linear", "--virtual"]
     out = mstore.succeed(*merge, "--name", "merged").out
     assert f", virtual: {named} materialize merged stores it" in out
-    assert (
-        f"{named} gc drops what nothing else keeps" in mstore.succeed("rm", "tuned", "merged").out
-    )
+    assert f"{named} gc drops them after 30 days" in mstore.succeed("rm", "tuned", "merged").out
     told = mstore.succeed("du").out
     assert f"days ({named} gc --reflog-days 0)" in told
     assert not COMMAND.findall(told)
