@@ -195,13 +195,30 @@ def test_no_parameter_asks_more_of_a_path() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--help"], ["refs", "-h"], ["--version"], ["commit"], ["--json"], ["refs", "-qn5"]],
+    [
+        [],
+        ["--help"],
+        ["refs", "-h"],
+        ["--version", "refs"],
+        ["commit"],
+        ["--json"],
+        ["log", "-qn5"],
+    ],
 )
 def test_the_rest_is_left_to_typer(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Help, the version, and what is no command are typer's: it prints or refuses."""
+    """Help, rare forms, and what is no command are typer's: it prints, parses or refuses."""
     assert lines.parse(words) is None
     try:
-        assert tree.parse(words) is None
+        found = tree.parse(words)
     except (Ended, UsageError):
         return
-    assert capsys.readouterr().out
+    assert found is not None or capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--json", "--version"], ["--version", "-q"]])
+def test_the_version_is_the_same(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Both parsers print the same for --version."""
+    checked(lines.parse(words)).run()
+    ours = capsys.readouterr().out
+    assert tree.parse(words) is None
+    assert capsys.readouterr().out == ours != ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_safetensors
-from cli_runs import Program
+from cli_runs import Program, unheard
 
 HEAVY = ("numba", "numpy", "torch", "safetensors", "rich", "mfusepy")
 
@@ -106,11 +106,21 @@ def test_a_command_imports_no_other(store: Program) -> None:
 
 
 def test_version() -> None:
-    """--version prints the version of the library."""
+    """--version prints the version of the library, alone, among options and before a command."""
     from mstore.version import __version__
 
-    done = subprocess.run(command("--version"), check=True, capture_output=True, text=True)
-    assert done.stdout == f"mstore {__version__}\n"
+    for words in (["--version"], ["--store", "s", "--version"], ["--version", "refs"]):
+        done = subprocess.run(command(*words), check=True, capture_output=True, text=True)
+        assert done.stdout == f"mstore {__version__}\n"
+    assert "typer" not in imported("--store", "s", "--version")
+
+
+def test_a_failure_that_cannot_be_written(store: Program) -> None:
+    """A command whose answer is no, and whose output cannot be written, says the latter."""
+    assert store("verify", "tiny").status == 1
+    done = unheard("--store", str(store.store), "verify", "tiny")
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith("error: no space left on device\n")
 
 
 def test_reader_that_leaves(store: Program) -> None:

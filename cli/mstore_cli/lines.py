@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mstore_cli.command import GLOBALS, Verb, choices_of, find
+from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find, version_verb
 from mstore_cli.declared import REQUIRED, Parameter
 from mstore_cli.session import Choices
 from mstore_cli.values import NotPlain, convert
@@ -34,10 +34,12 @@ class Line(NamedTuple):
 def parse(words: Sequence[str]) -> Line | None:
     """Parse a command line; None for what only typer parses or refuses."""
     place = _place_of_verb(words)
-    if place is None or words[place] not in VERBS:
-        return None
-    verb = find(words[place])
     try:
+        if place is None:
+            return _version(words)
+        if words[place] not in VERBS:
+            return None
+        verb = find(words[place])
         outer, _ = _given(GLOBALS, words[:place])
         inner, loose = _given((*verb.parameters, *GLOBALS), _with_bare(verb, words[place + 1 :]))
         inner.update(_places(verb.parameters, loose))
@@ -46,6 +48,14 @@ def parse(words: Sequence[str]) -> Line | None:
         return Line(verb, choices.over(choices_of(_completed(GLOBALS, outer))), values)
     except NotPlain:
         return None
+
+
+def _version(words: Sequence[str]) -> Line:
+    """Parse a line without a command.  Raises NotPlain, unless it asks for the version."""
+    given, loose = _given((*GLOBALS, VERSION), words)
+    if loose or VERSION.name not in given:
+        raise NotPlain
+    return Line(version_verb(), choices_of(_completed(GLOBALS, given)), {})
 
 
 def store_before_verb(words: Sequence[str]) -> Path | None:

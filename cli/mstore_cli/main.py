@@ -28,15 +28,16 @@ def run(words: Sequence[str]) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     line: lines.Line | None = None
+    status = errors.SUCCESS
     try:
-        line = lines.parse(words) or _from_tree(words)
-        if line is not None:
-            line.run()
+        try:
+            line = lines.parse(words) or _from_tree(words)
+            if line is not None:
+                line.run()
+        except errors.Ended as end:
+            status = end.status
         sys.stdout.flush()
-        return errors.SUCCESS
-    except errors.Ended as end:
-        sys.stdout.flush()
-        return end.status
+        return status
     except BaseException as error:  # noqa: BLE001 -- this is the boundary: report() knows them all
         # Errors in the command line itself occur before its options are parsed.
         document = sys.stdout if "--json" in words else None

@@ -18,12 +18,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mstore_cli import completion, errors
-from mstore_cli.command import GLOBALS, Verb, choices_of, find
+from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find, version_verb
 from mstore_cli.declared import Parameter
 from mstore_cli.errors import Ended, UsageError
 from mstore_cli.lines import Line
-from mstore_cli.output import Output
-from mstore_cli.session import Choices, Session
+from mstore_cli.session import Choices
 from mstore_cli.verbs import OTHER_WORDS, VERBS
 
 PROGRAM = "mstore"
@@ -36,12 +35,6 @@ EPILOG = (
 )
 CONTEXT = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
 _GLOBAL_NAMES = frozenset(one.name for one in GLOBALS)
-_VERSION = inspect.Parameter(
-    "version",
-    inspect.Parameter.KEYWORD_ONLY,
-    annotation=Annotated[bool, typer.Option("--version", help="Print the version.")],
-    default=False,
-)
 
 
 def parse(words: Sequence[str]) -> Line | None:
@@ -79,7 +72,7 @@ def build() -> TyperGroup:
         context_settings=CONTEXT,
         epilog=EPILOG,
     )
-    app.callback()(_entry(_top, GLOBALS, _VERSION))
+    app.callback()(_entry(_top, (VERSION, *GLOBALS)))
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     _spare_pydantic(group.params)
@@ -93,21 +86,12 @@ def _top(context: Any, version: bool, **given: Any) -> None:
     """git for model checkpoints, with merging built in."""
     context.obj = choices_of(given)
     if version:
-        _print_version(Session(context.obj).output)
+        # Before the command, which it makes superfluous, is parsed.
+        version_verb().run(context.obj)
         raise typer.Exit(errors.SUCCESS)
     if context.invoked_subcommand is None:
         sys.stderr.write(f"{context.get_help()}\n")
         raise typer.Exit(errors.USAGE)
-
-
-def _print_version(output: Output) -> None:
-    from mstore.version import __version__
-
-    output.emit(
-        {"version": __version__},
-        ids=[__version__],
-        human=lambda screen: screen.line(f"{PROGRAM} {__version__}"),
-    )
 
 
 class _Commands(Mapping[str, TyperCommand]):
@@ -150,12 +134,10 @@ def _build_command(verb: Verb) -> TyperCommand:
     return command
 
 
-def _entry(
-    function: Callable[..., Any], parameters: Sequence[Parameter], *more: inspect.Parameter
-) -> Callable[..., Any]:
+def _entry(function: Callable[..., Any], parameters: Sequence[Parameter]) -> Callable[..., Any]:
     """Give a function the signature that typer reads: a context, and parameters by name."""
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    declared = [context, *more, *map(_for_typer, parameters)]
+    declared = [context, *map(_for_typer, parameters)]
     function.__annotations__ = {one.name: one.annotation for one in declared}
     # inspect lets a function override its signature by this attribute.
     function.__dict__["__signature__"] = inspect.Signature(declared)
