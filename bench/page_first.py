@@ -5,7 +5,7 @@ from __future__ import annotations
 from tables import Told, machine, table, wall
 
 FIRST = """\
-{machine} `python bench/first.py WORK`. A checkpoint of {millions:g} M parameters; medians of
+{machine} `python bench/first.py WORK`. A checkpoint of 0.16 GB, most of it embeddings; medians of
 {rounds} rounds. *before*: an installation without kernels, which compiles what it needs; *ahead*:
 with the kernels that come with mstore. *First* is the first time that the installation runs the
 command.
@@ -28,7 +28,7 @@ def section(told: Told) -> str:
     return "\n".join(
         [
             "## The first commands of a new installation\n",
-            FIRST.format(machine=machine(told), millions=told["millions"], rounds=told["rounds"]),
+            FIRST.format(machine=machine(told), rounds=told["rounds"]),
             table(
                 ("wall s", "before, first", "before, second", "ahead, first", "ahead, second"), rows
             ),

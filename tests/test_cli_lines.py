@@ -215,6 +215,39 @@ def test_the_rest_is_left_to_typer(words: list[str], capsys: pytest.CaptureFixtu
     assert found is not None or capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("merge --name --base base", "--name"),
+        ("add x -m --name y", "-m"),
+        ("refs --store --json", "--store"),
+        ("--store --json refs", "--store"),
+    ],
+)
+def test_an_option_is_no_value(line: str, option: str) -> None:
+    """An option without its value does not take the next option for it; joined by = it may."""
+    words = line.split()
+    assert lines.parse(words) is None
+    with pytest.raises(UsageError, match=f"option '{option}' requires an argument"):
+        tree.parse(words)
+    assert check(["add", "x", "--name", "y", "--message=--name"])
+
+
+@pytest.mark.parametrize("line", ["help merge", "--json help merge", "--store s help merge -q"])
+def test_help_stands_where_commands_stand(line: str) -> None:
+    """`mstore help merge` is `mstore merge --help`, also after global options."""
+    words = list(lines.without_help_word(line.split()))
+    assert words[-2:] == ["merge", "--help"]
+    assert words[:-2] == line.partition("help")[0].split()
+
+
+@pytest.mark.parametrize("line", ["--json", "--store s", "-q"])
+def test_options_without_a_command(line: str) -> None:
+    """Global options alone are an error that says so."""
+    with pytest.raises(UsageError, match="no command was given"):
+        tree.parse(line.split())
+
+
 @pytest.mark.parametrize("words", [["--version"], ["--json", "--version"], ["--version", "-q"]])
 def test_the_version_is_the_same(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Both parsers print the same for --version."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mstore.ids import SnapshotId
 from mstore.plain import plain
-from mstore_cli.output import Column, Mode, Output, Screen, printable, short
+from mstore_cli.output import Column, Mode, Output, Screen, near, printable, short
 
 ONE = SnapshotId(b"\xab" * 32)
 
@@ -149,3 +149,13 @@ def test_short() -> None:
     """An id is twelve digits for people, none is a dash."""
     assert short(ONE) == "ab" * 6
     assert short(None) == "-"
+
+
+def test_paths_are_shown_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path below the working directory is relative, another one as it is."""
+    monkeypatch.chdir(tmp_path)
+    assert near(tmp_path / "a" / "mnt") == "a/mnt"
+    assert near(tmp_path.parent) == str(tmp_path.parent)
+    assert near("elsewhere") == "elsewhere"

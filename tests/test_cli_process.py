@@ -115,6 +115,17 @@ def test_version() -> None:
     assert "typer" not in imported("--store", "s", "--version")
 
 
+@pytest.mark.parametrize("words", [("show", "nosuch", "--json"), ("log", "-n", "x", "--json")])
+def test_nobody_reads_the_error(store: Program, words: tuple[str, ...]) -> None:
+    """A reader of --json that is gone is no error to report, whatever the command came to."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb", 0) as pipe:
+        line = command("--store", store.store, *words)
+        done = subprocess.run(line, check=False, stdout=pipe, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_failure_that_cannot_be_written(store: Program) -> None:
     """A command whose answer is no, and whose output cannot be written, says the latter."""
     assert store("verify", "tiny").status == 1

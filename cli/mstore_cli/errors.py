@@ -120,7 +120,10 @@ def report(
         # The reader closed the pipe and wants no more output, not even errors.
         return rule.status
     if document is not None:
-        _tell_programs(document, error, rule, store)
+        try:
+            _tell_programs(document, error, rule, store)
+        except BrokenPipeError:
+            return BROKEN_PIPE
     if rule.kind is KeyboardInterrupt:
         stream.write("interrupted\n")
         if isinstance(error, Interrupted):

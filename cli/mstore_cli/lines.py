@@ -9,11 +9,13 @@ same values; a test compares them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find, version_verb
 from mstore_cli.declared import REQUIRED, Parameter
+from mstore_cli.errors import UsageError
 from mstore_cli.session import Choices
 from mstore_cli.values import NotPlain, convert
 from mstore_cli.verbs import VERBS
@@ -48,6 +50,27 @@ def parse(words: Sequence[str]) -> Line | None:
         return Line(verb, choices.over(choices_of(_completed(GLOBALS, outer))), values)
     except NotPlain:
         return None
+
+
+def without_help_word(words: Sequence[str]) -> Sequence[str]:
+    """Return `mstore merge --help` for `mstore help merge`; other lines as they are."""
+    place = _place_of_verb(words)
+    if place is None or words[place] != "help":
+        return words
+    return [*words[:place], *words[place + 1 : place + 2], "--help"]
+
+
+def require_values(parameters: Iterable[Parameter], words: Sequence[str], hint: str) -> None:
+    """Raise UsageError, with a hint, for an option whose value would be the option that follows.
+
+    Parsers take any word for the value.  A value that looks so is written `--name=--value`.
+    """
+    options = _by_name(parameters)
+    takes_value = {name for name, (one, _) in options.items() if one.kind is not bool}
+    end = words.index("--") if "--" in words else len(words)
+    for word, following in pairwise(words[:end]):
+        if word in takes_value and following in options:
+            raise UsageError(f"option {word!r} requires an argument", hint=hint)
 
 
 def _version(words: Sequence[str]) -> Line:
@@ -108,8 +131,8 @@ def _given(
                 continue
             if value is None:
                 value = next(rest, None)
-            if value is None:
-                raise NotPlain
+                if value is None or value in options:
+                    raise NotPlain
             if one.several:
                 given.setdefault(one.name, []).append(convert(one, value))
             else:

@@ -25,8 +25,7 @@ def run(words: Sequence[str]) -> int:
 
     Once a command has published its result, Ctrl-C is ignored (`Session.settled`).
     """
-    if words[:1] == ["help"]:
-        words = [*words[1:2], "--help"]
+    words = lines.without_help_word(words)
     line: lines.Line | None = None
     status = errors.SUCCESS
     try:

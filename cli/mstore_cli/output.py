@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 if TYPE_CHECKING:
@@ -194,6 +195,15 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def near(path: str | Path) -> str:
+    """Return a path as people write it here: relative if it is below the working directory."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        # Elsewhere, or the working directory is gone.
+        return str(path)
 
 
 def elided(text: str, width: int) -> str:

@@ -21,7 +21,7 @@ from mstore_cli import completion, errors
 from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find, version_verb
 from mstore_cli.declared import Parameter
 from mstore_cli.errors import Ended, UsageError
-from mstore_cli.lines import Line
+from mstore_cli.lines import Line, require_values
 from mstore_cli.session import Choices
 from mstore_cli.verbs import OTHER_WORDS, VERBS
 
@@ -89,6 +89,8 @@ def _top(context: Any, version: bool, **given: Any) -> None:
         # Before the command, which it makes superfluous, is parsed.
         version_verb().run(context.obj)
         raise typer.Exit(errors.SUCCESS)
+    if context.invoked_subcommand is None and context.obj != Choices():
+        raise UsageError("no command was given")
     if context.invoked_subcommand is None:
         sys.stderr.write(f"{context.get_help()}\n")
         raise typer.Exit(errors.USAGE)
@@ -199,6 +201,10 @@ class _Group(TyperGroup):
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        require_values((VERSION, *GLOBALS), args, f"{PROGRAM} --help")
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
             return super().resolve_command(ctx, args)
@@ -224,6 +230,7 @@ class _Command(TyperCommand):
         end = args.index("--") if "--" in args else len(args)
         bare = self.verb.bare
         given = [f"{arg}={bare[arg]}" if arg in bare else arg for arg in args[:end]]
+        require_values((*self.verb.parameters, *GLOBALS), given, f"{ctx.command_path} --help")
         try:
             return super().parse_args(ctx, [*given, *args[end:]])
         except typer.TyperException as error:

@@ -8,7 +8,7 @@ from typing import Annotated
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.options import Revision, Threads
-from mstore_cli.output import Screen, short
+from mstore_cli.output import Screen, near, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
 
@@ -70,7 +70,7 @@ def checkout(
 
     def human(screen: Screen) -> None:
         screen.line(
-            f"checked out {short(report.snapshot)} to {report.directory}: "
+            f"checked out {short(report.snapshot)} to {near(report.directory)}: "
             f"{counted(report.files, 'file')}, "
             f"{format_size(report.bytes_written)} in {format_seconds(report.seconds)}",
             style="green",

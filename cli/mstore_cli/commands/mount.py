@@ -10,7 +10,7 @@ from mstore_cli import systemd
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
-from mstore_cli.output import Screen
+from mstore_cli.output import Screen, near
 from mstore_cli.session import Session
 from mstore_fuse.drivers import Driver, Verify
 
@@ -100,12 +100,13 @@ def mount(
     def ready(info: MountInfo) -> None:
         def human(screen: Screen) -> None:
             shown = revision or "the whole store"
-            end = "Ctrl-C" if foreground else f"mstore unmount {shlex.quote(str(info.mountpoint))}"
+            place = near(info.mountpoint)
+            end = "Ctrl-C" if foreground else f"mstore unmount {shlex.quote(place)}"
             for stale in cleared:
                 was = stale.revision or "the whole store"
                 screen.line(f"cleared a stale mount of {was}: its process had ended")
             by = " by the kernel" if info.driver == Driver.EROFS else ""
-            screen.line(f"mounted {shown} at {info.mountpoint}{by}", style="green")
+            screen.line(f"mounted {shown} at {place}{by}", style="green")
             if by and verify is Verify.NEVER:
                 screen.line("its blocks were not checked: a damaged pack shows wrong bytes")
             screen.line(f"to end it: {end}")

@@ -8,7 +8,7 @@ from typing import Annotated
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import FAILURE, Ended, UsageError, warn
-from mstore_cli.output import Screen
+from mstore_cli.output import Screen, near
 from mstore_cli.session import Session
 
 
@@ -41,7 +41,7 @@ def unmount(
     end_mount(mountpoint, lazy=lazy)
 
     def human(screen: Screen) -> None:
-        screen.line(f"unmounted {mountpoint}", style="green")
+        screen.line(f"unmounted {near(mountpoint)}", style="green")
 
     session.output.emit({"unmounted": str(mountpoint)}, ids=[mountpoint], human=human)
 
@@ -58,7 +58,7 @@ def _unmount_all(session: Session, *, lazy: bool) -> None:
         if not done.unmounted and not told:
             screen.line("nothing is mounted")
         for mountpoint in done.unmounted:
-            screen.line(f"unmounted {mountpoint}", style="green")
+            screen.line(f"unmounted {near(mountpoint)}", style="green")
 
     for one in told:
         warn(f"{one.where}: {one.what}", one.hint)
