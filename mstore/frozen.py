@@ -42,13 +42,13 @@ def _compiling(made: Any, name: str) -> Callable[..., Any]:
         _compile(made)
         return getattr(made, name)(self, *given, **named)
 
-    method.is_compiled = False  # type: ignore[attr-defined]
+    method.compiles = True  # type: ignore[attr-defined]
     return method
 
 
 def _compile(made: Any) -> None:
     """Replace the methods that only compile.  Does nothing the second time."""
-    missing = [name for name in _COMPILED if hasattr(getattr(made, name), "is_compiled")]
+    missing = [name for name in _COMPILED if getattr(getattr(made, name), "compiles", False)]
     if not missing:
         return
     fields = [(one.name, one.type, _copied(one)) for one in dataclasses.fields(made)]

@@ -138,7 +138,6 @@ def test_ordinary_forms_need_no_typer() -> None:
         "init a --any-count 0 --share 2.5 --share 3 --parsed 0.5 --by member -d",
         "init --many x --many=-y a --numbers 1 --numbers 2 -- -b --json",
         "init a --text --path .",
-        "init a ''",
     )
     for line in ordinary:
         assert check(shlex.split(line)), line
@@ -222,11 +221,15 @@ def test_the_rest_is_left_to_typer(words: list[str], capsys: pytest.CaptureFixtu
         ("add x -m --name y", "-m"),
         ("refs --store --json", "--store"),
         ("--store --json refs", "--store"),
+        ("--store= refs", "--store"),
+        ("refs --store ''", "--store"),
+        ("du --svg=", "--svg"),
     ],
 )
 def test_an_option_is_no_value(line: str, option: str) -> None:
-    """An option without its value does not take the next option for it; joined by = it may."""
-    words = line.split()
+    """An option without its value does not take the next option for it; joined by = it may.  No
+    path is empty."""
+    words = shlex.split(line)
     assert lines.parse(words) is None
     with pytest.raises(UsageError, match=f"option '{option}' requires an argument"):
         tree.parse(words)

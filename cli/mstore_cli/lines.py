@@ -9,7 +9,7 @@ same values; a test compares them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,16 +61,19 @@ def without_help_word(words: Sequence[str]) -> Sequence[str]:
 
 
 def require_values(parameters: Iterable[Parameter], words: Sequence[str], hint: str) -> None:
-    """Raise UsageError, with a hint, for an option whose value would be the option that follows.
+    """Raise UsageError, with a hint, for an option whose value is missing.
 
-    Parsers take any word for the value.  A value that looks so is written `--name=--value`.
+    Parsers take any word for the value, even the option that follows; a value that looks so is
+    written `--name=--value`.  And `--store=$UNSET` would be the working directory.
     """
     options = _by_name(parameters)
-    takes_value = {name for name, (one, _) in options.items() if one.kind is not bool}
     end = words.index("--") if "--" in words else len(words)
-    for word, following in pairwise(words[:end]):
-        if word in takes_value and following in options:
-            raise UsageError(f"option {word!r} requires an argument", hint=hint)
+    for word, following in zip_longest(words[:end], words[1:end]):
+        name, value = (word, following) if word in options else _split(word)
+        if name not in options or options[name][0].kind is bool:
+            continue
+        if (name == word and value in options) or (value == "" and options[name][0].kind is Path):
+            raise UsageError(f"option {name!r} requires an argument", hint=hint)
 
 
 def _version(words: Sequence[str]) -> Line:

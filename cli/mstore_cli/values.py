@@ -54,6 +54,8 @@ def _parsed(parser: Callable[[str], object], word: str) -> object:
 
 def _path(word: str) -> Path:
     path = Path(word)
+    if not word:
+        raise NotPlain
     # typer refuses what is there and cannot be read.
     if os.access(path, os.R_OK) or not os.path.exists(path):
         return path
