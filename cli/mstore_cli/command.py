@@ -47,7 +47,7 @@ def _declared(function: Callable[..., None]) -> list[inspect.Parameter]:
 def _version_option(
     version: Annotated[bool, Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Declares the option that is a command of its own; only the signature is used."""
+    """Declares the option that runs a command of its own; only the signature is used."""
 
 
 GLOBALS = parameters_of(_declared(_global_options))
@@ -78,23 +78,6 @@ class Verb(NamedTuple):
     foreign: Mapping[str, str]
     foreign_hint: str
     mistaken: Mapping[str, str]
-
-
-def version_verb() -> Verb:
-    """Return what `mstore --version` does, as a command without parameters."""
-
-    @command(example="mstore --version")
-    def version(session: Session) -> None:
-        """Print the version."""
-        from mstore.version import __version__
-
-        session.output.emit(
-            {"version": __version__},
-            ids=[__version__],
-            human=lambda screen: screen.line(f"mstore {__version__}"),
-        )
-
-    return version
 
 
 def find(name: str) -> Verb:

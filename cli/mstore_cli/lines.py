@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find, version_verb
+from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find
 from mstore_cli.declared import REQUIRED, Parameter
 from mstore_cli.errors import UsageError
 from mstore_cli.session import Choices
@@ -43,7 +43,7 @@ def parse(words: Sequence[str]) -> Line | None:
             return None
         verb = find(words[place])
         outer, _ = _given(GLOBALS, words[:place])
-        inner, loose = _given((*verb.parameters, *GLOBALS), _with_bare(verb, words[place + 1 :]))
+        inner, loose = _given((*verb.parameters, *GLOBALS), with_bare(verb, words[place + 1 :]))
         inner.update(_places(verb.parameters, loose))
         choices = choices_of(_completed(GLOBALS, inner))
         values = _completed(verb.parameters, inner)
@@ -60,6 +60,13 @@ def without_help_word(words: Sequence[str]) -> Sequence[str]:
     return [*words[:place], *words[place + 1 : place + 2], "--help"]
 
 
+def with_bare(verb: Verb, words: Sequence[str]) -> list[str]:
+    """Give options that may go without a value the value that this means."""
+    end = _end_of_options(words)
+    given = [f"{word}={verb.bare[word]}" if word in verb.bare else word for word in words[:end]]
+    return [*given, *words[end:]]
+
+
 def require_values(parameters: Iterable[Parameter], words: Sequence[str], hint: str) -> None:
     """Raise UsageError, with a hint, for an option whose value is missing.
 
@@ -67,7 +74,7 @@ def require_values(parameters: Iterable[Parameter], words: Sequence[str], hint: 
     written `--name=--value`.  And `--store=$UNSET` would be the working directory.
     """
     options = _by_name(parameters)
-    end = words.index("--") if "--" in words else len(words)
+    end = _end_of_options(words)
     for word, following in zip_longest(words[:end], words[1:end]):
         name, value = (word, following) if word in options else _split(word)
         if name not in options or options[name][0].kind is bool:
@@ -76,12 +83,16 @@ def require_values(parameters: Iterable[Parameter], words: Sequence[str], hint: 
             raise UsageError(f"option {name!r} requires an argument", hint=hint)
 
 
+def _end_of_options(words: Sequence[str]) -> int:
+    return words.index("--") if "--" in words else len(words)
+
+
 def _version(words: Sequence[str]) -> Line:
     """Parse a line without a command.  Raises NotPlain, unless it asks for the version."""
     given, loose = _given((*GLOBALS, VERSION), words)
     if loose or VERSION.name not in given:
         raise NotPlain
-    return Line(version_verb(), choices_of(_completed(GLOBALS, given)), {})
+    return Line(find(VERSION.name), choices_of(_completed(GLOBALS, given)), {})
 
 
 def store_before_verb(words: Sequence[str]) -> Path | None:
@@ -100,12 +111,6 @@ def _place_of_verb(words: Sequence[str]) -> int | None:
     while place < len(words) and words[place].startswith("-"):
         place += 2 if words[place] in takes_value else 1
     return place if place < len(words) and not {"-", "--"} & {*words[:place]} else None
-
-
-def _with_bare(verb: Verb, words: Sequence[str]) -> list[str]:
-    end = words.index("--") if "--" in words else len(words)
-    given = [f"{word}={verb.bare[word]}" if word in verb.bare else word for word in words[:end]]
-    return [*given, *words[end:]]
 
 
 def _given(

@@ -18,10 +18,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mstore_cli import completion, errors
-from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find, version_verb
+from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find
 from mstore_cli.declared import Parameter
 from mstore_cli.errors import Ended, UsageError
-from mstore_cli.lines import Line, require_values
+from mstore_cli.lines import Line, require_values, with_bare
 from mstore_cli.session import Choices
 from mstore_cli.verbs import OTHER_WORDS, VERBS
 
@@ -87,11 +87,11 @@ def _top(context: Any, version: bool, **given: Any) -> None:
     context.obj = choices_of(given)
     if version:
         # Before the command, which it makes superfluous, is parsed.
-        version_verb().run(context.obj)
+        find(VERSION.name).run(context.obj)
         raise typer.Exit(errors.SUCCESS)
-    if context.invoked_subcommand is None and context.obj != Choices():
-        raise UsageError("no command was given")
     if context.invoked_subcommand is None:
+        if context.obj != Choices():
+            raise UsageError("no command was given")
         sys.stderr.write(f"{context.get_help()}\n")
         raise typer.Exit(errors.USAGE)
 
@@ -225,17 +225,13 @@ class _Command(TyperCommand):
         return _plain(super().get_help_option(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # The parser empties the list.
-        words = list(args)
-        end = args.index("--") if "--" in args else len(args)
-        bare = self.verb.bare
-        given = [f"{arg}={bare[arg]}" if arg in bare else arg for arg in args[:end]]
+        given = with_bare(self.verb, args)
         require_values((*self.verb.parameters, *GLOBALS), given, f"{ctx.command_path} --help")
         try:
-            return super().parse_args(ctx, [*given, *args[end:]])
+            return super().parse_args(ctx, given)
         except typer.TyperException as error:
             # The file of an option is where it should be.
-            loose = [] if "--recipe" in words else words
+            loose = [] if "--recipe" in args else args
             foreign = self.verb.foreign.items()
             told = next(
                 (what for end, what in foreign if any(w.endswith(end) for w in loose)), None
