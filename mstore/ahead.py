@@ -17,6 +17,7 @@ def in_order(
     *,
     ahead: int,
     stopping: Callable[[Sequence[Item]], None] | None = None,
+    helping: Callable[[Item], Result] | None = None,
 ) -> Generator[tuple[Item, Result]]:
     """Yield each item with the result of `submit`, in the order of the items.
 
@@ -28,15 +29,17 @@ def in_order(
     has: afterwards none of its work is running.
     stopping: called before that with the items that were not handed on, to wake workers that wait
     for each other.
+    helping: does the work of an item in this thread.  Then this thread works, too, while it would
+    wait for the next result: on the first item that the pool has not begun.
     """
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     try:
         for item in items:
             waiting.append((item, submit(item)))
             if len(waiting) > ahead:
-                yield _first(waiting)
+                yield _first(waiting, helping)
         while waiting:
-            yield _first(waiting)
+            yield _first(waiting, helping)
     finally:
         if stopping is not None:
             stopping([item for item, _ in waiting])
@@ -47,7 +50,31 @@ def in_order(
                 future.exception()
 
 
-def _first(waiting: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result]:
+def _first(
+    waiting: deque[tuple[Item, Future[Result]]], helping: Callable[[Item], Result] | None
+) -> tuple[Item, Result]:
+    if helping is not None:
+        while not waiting[0][1].done() and _help(waiting, helping):
+            pass
     # Remove it from the queue first: if it failed, there is nothing left to wait for.
     item, future = waiting.popleft()
     return item, future.result()
+
+
+def _help(waiting: deque[tuple[Item, Future[Result]]], helping: Callable[[Item], Result]) -> bool:
+    """Do the first item that the pool has not begun.  Returns False if it has begun all."""
+    for at, (item, future) in enumerate(waiting):
+        if future.cancel():
+            # Failures come in the order of the items, like results.
+            waiting[at] = item, _done(item, helping)
+            return True
+    return False
+
+
+def _done(item: Item, helping: Callable[[Item], Result]) -> Future[Result]:
+    future: Future[Result] = Future()
+    try:
+        future.set_result(helping(item))
+    except Exception as error:  # noqa: BLE001 -- raised in its turn
+        future.set_exception(error)
+    return future

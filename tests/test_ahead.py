@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -74,3 +76,71 @@ def test_nothing_runs_after_it_was_closed() -> None:
         found.close()
         assert told == [[1, 2, 3, 4]]
         assert ran == [0, 1]
+
+
+@given(count=st.integers(0, 40), ahead=st.integers(0, 9), failing=st.integers(0, 60))
+def test_one_who_helps_changes_no_result(
+    pool: ThreadPoolExecutor, count: int, ahead: int, failing: int
+) -> None:
+    """Results and the first error come in order, each item is worked on once at most, and no more
+    than `ahead` are under way, whoever does the work."""
+    lock, begun, done = threading.Lock(), Counter[int](), 0
+
+    def work(item: int) -> int:
+        with lock:
+            begun[item] += 1
+            assert item <= done + ahead
+        if item >= failing:
+            raise ValueError(item)
+        return item * item
+
+    found = in_order(lambda item: pool.submit(work, item), range(count), ahead=ahead, helping=work)
+    error = pytest.raises(ValueError, match=f"^{failing}$") if failing < count else nullcontext()
+    with error:
+        for item, result in found:
+            assert (item, result) == (done, done * done)
+            with lock:
+                done += 1
+    assert done == min(count, failing)
+    assert not count or set(begun.values()) == {1}
+
+
+def test_who_would_wait_helps() -> None:
+    """While the pool is busy with an item, the thread that waits for it works on the next ones."""
+    free, helped = threading.Event(), []
+
+    def helping(item: int) -> int:
+        helped.append(item)
+        if len(helped) == 3:
+            free.set()
+        return item
+
+    def waiting(item: int) -> int:
+        free.wait(60)
+        return item
+
+    with ThreadPoolExecutor(1) as pool:
+        found = in_order(
+            lambda item: pool.submit(waiting, item), range(4), ahead=3, helping=helping
+        )
+        assert list(found) == [(item, item) for item in range(4)]
+    assert helped == [1, 2, 3]
+
+
+def test_ctrl_c_in_the_helping_thread_ends_it_at_once() -> None:
+    """KeyboardInterrupt while this thread helps is raised then, not in the turn of the item."""
+    free = threading.Event()
+
+    def helping(item: int) -> bool:
+        raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as pool:
+        found = in_order(
+            lambda _: pool.submit(free.wait),
+            range(4),
+            ahead=3,
+            stopping=lambda _: free.set(),
+            helping=helping,
+        )
+        with pytest.raises(KeyboardInterrupt):
+            next(found)

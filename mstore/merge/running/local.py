@@ -40,16 +40,10 @@ class LocalRunner:
 
     def run(self, work: WorkList) -> None:
         """Compute everything.  Raises BudgetExceeded, Corrupt, StorageFailed."""
-        bounds = self._bounds
-        with (
-            ThreadPoolExecutor(1, "seal") as sealer,
-            ThreadPoolExecutor(bounds.threads, "merge") as pool,
-        ):
+        with ThreadPoolExecutor(1, "seal") as sealer:
             sealing: deque[Future[SealedPack | None]] = deque()
             writer: SliceWriter | None = None
-            stream = Stream(self._computer, pool, ahead=bounds.ahead, together=bounds.together).run(
-                work.slices()
-            )
+            stream = Stream(self._computer, self._bounds).run(work.slices())
             try:
                 for computed in stream:
                     work.take(computed.results)
@@ -67,7 +61,6 @@ class LocalRunner:
                 if writer is not None:
                     self._keep_open(writer)
             except BaseException:
-                # Before the pool ends: it would run everything queued first.
                 stream.close()
                 if writer is not None:
                     writer.abandon()

@@ -11,7 +11,6 @@ Memory: a slice says how many threads compute it and how many batches they work 
 from __future__ import annotations
 
 import secrets
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from msgspec.structs import replace
@@ -37,14 +36,11 @@ def execute(slice: Slice) -> Receipt:
     attempt = slice.target.with_name(f"{slice.target.stem}-{secrets.token_hex(4)}.pack")
     writer = SliceWriter(replace(slice, target=attempt), set())
     computer = Computer(packs, expert_meter, base_meter)
-    bounds = slice.bounds
     try:
-        with ThreadPoolExecutor(bounds.threads, "slice") as pool:
-            stream = Stream(computer, pool, ahead=bounds.ahead, together=bounds.together)
-            with closing(stream.run([slice])) as batches:
-                for computed in batches:
-                    writer.put(computed)
-                    computer.recycle(computed)
+        with closing(Stream(computer, slice.bounds).run([slice])) as batches:
+            for computed in batches:
+                writer.put(computed)
+                computer.recycle(computed)
         pack = writer.seal()
     except BaseException:
         writer.abandon()
