@@ -227,8 +227,8 @@ class _Search:
         near = best.candidate.name
         return Nearest(
             chosen.candidate.id,
-            f"it is the root of the family of {near} ({why}; {best.words}); "
-            f"of the root, {chosen.words}",
+            f"{near} is nearest ({why}; {best.words}), "
+            f"and {chosen.candidate.name} is the root of its family ({chosen.words})",
         )
 
     # -- who may be it -----------------------------------------------------------------------

@@ -199,13 +199,20 @@ def completed(line: str, store: Path) -> list[str]:
 
 
 def test_completion(mstore: Program, tmp_path: Path) -> None:
-    """Refs, methods and commands are completed, in the store that the line names; else nothing."""
+    """Refs, methods, settings and commands are completed, in the store that the line names; else
+    nothing."""
     assert completed("mstore show ti", mstore.store) == ["tiny/base"]
     assert completed("mstore rm v", mstore.store) == ["v1"]
     assert completed("mstore merge --base ", mstore.store) == ["tiny/base", "v1"]
     assert completed(f"mstore --store {mstore.store} log t", tmp_path) == ["tiny/base"]
     assert completed("mstore plan --method dare_t", mstore.store) == ["dare_ties"]
     assert completed("mstore repl", mstore.store) == ["replay"]
+    assert completed("mstore init --codec d", tmp_path) == ["dense"]
+    assert completed("mstore config re", mstore.store) == ["reflog_days"]
+    assert completed("mstore config shared ", mstore.store) == ["umask", "group", "all"]
+    assert completed("mstore config reflog_days ", mstore.store) == []
+    assert completed("mstore reset v", mstore.store) == ["v1"]
+    assert completed("mstore reflog ti", mstore.store) == ["tiny/base"]
     assert completed("mstore show x", tmp_path / "nowhere") == []
 
 

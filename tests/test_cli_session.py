@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mstore import Store
 from mstore.errors import NotFound
 from mstore_cli.errors import UsageError
 from mstore_cli.main import run
@@ -43,6 +44,16 @@ def test_empty_variable_names_no_store(elsewhere: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("MSTORE_STORE", "")
     (elsewhere / "work" / ".mstore").mkdir()
     assert Session(Choices()).store_path() == elsewhere / "work" / ".mstore"
+
+
+def test_the_directory_of_a_store_is_not_the_store(elsewhere: Path) -> None:
+    """Where --store names the directory that a store lies in, the error names the store."""
+    inside = elsewhere / "a model" / ".mstore"
+    Store.init(inside).close()
+    with pytest.raises(NotFound) as caught:
+        Session(Choices(store=inside.parent)).store_path()
+    assert caught.value.hint == f"name the store: --store '{inside}'"
+    Store.open(Session(Choices(store=inside)).store_path()).close()
 
 
 def test_no_store_is_never_made(elsewhere: Path) -> None:
@@ -92,12 +103,19 @@ def test_contradiction_across_the_verb(line: list[str], capsys: pytest.CaptureFi
     [
         (["lgo"], "Did you mean 'log'?", "mstore --help"),
         (["log", "--nothing"], "--nothing", "mstore log --help"),
-        (["log", "-n", "0"], "-n", "mstore log --help"),
-        (["log", "-n", "many"], "integer", "mstore log --help"),
+        (["log", "-n", "0"], "--limit takes at least 1, not 0", "mstore log --help"),
+        (["log", "-n", "many"], "a whole number, not 'many'", "mstore log --help"),
+        (["log", "-n", "1.5"], "a whole number, not '1.5'", "mstore log --help"),
+        (["add", "", "--name", "m"], "empty value for PATH", "mstore add --help"),
+        (["add", "a", "", "--name", "m"], "empty value for PATH", "mstore add --help"),
+        (["checkout", "m", ""], "empty value for DIR", "mstore checkout --help"),
+        (["mount", "m", ""], "empty value for DIR", "mstore mount --help"),
+        (["config", "reflog_days", "-1"], "-1", "mstore config -- reflog_days -1"),
         (["show"], "REF", "mstore show --help"),
         (["add", "x"], "--name", "mstore add x --name x"),
         (["show", "a", "b"], "b", "mstore show --help"),
         (["plan", "--method", "ties", "--base", "a"], "--expert", "mstore plan --help"),
+        (["plan", "--base", "a", "--expert", "b"], "--method", "mstore methods"),
         (["merge", "--name", "m"], "--plan", "mstore merge --help"),
         (["merge", "--name", "m", "--plan", "p", "--base", "b"], "--plan", "mstore merge --help"),
         (["merge", "--name", "m", "--plan", "p", "--max-error", "0"], "--plan", "--help"),

@@ -150,9 +150,8 @@ def test_the_root_of_the_family_is_preferred(models: Models) -> None:
     report = models.add("tuned", moved(tuned, 3, 0.0001))
     assert base_of(report) == "base"
     assert report.base_reason is not None
-    assert report.base_reason.startswith(
-        "it is the root of the family of tuned (it has the same tensors; "
-    )
+    assert report.base_reason.startswith("tuned is nearest (it has the same tensors; ")
+    assert "), and base is the root of its family (" in report.base_reason
     # Each says its own: what was sampled of the fine-tune, and what of the root.
     assert report.base_reason.count("sampled blocks are equal") == 2
 
@@ -253,7 +252,8 @@ def test_what_was_loaded_is_only_a_trace(models: Models) -> None:
     report = models.add("tuned", moved(first, 2, 0.001), config=config)
     assert base_of(report) == "first"
     assert report.base_reason is not None
-    assert report.base_reason.startswith("it is the root of the family of team/second (config")
+    assert report.base_reason.startswith("team/second is nearest (config")
+    assert "), and first is the root of its family (" in report.base_reason
 
 
 def test_a_declared_stranger_is_not_taken(models: Models) -> None:

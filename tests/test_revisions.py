@@ -125,6 +125,7 @@ def test_past_the_previous_comes_the_base(lineage: Lineage) -> None:
     with pytest.raises(NotFound, match="lineage ends") as end:
         lineage.catalog.resolve("main~5")
     assert end.value.where == "main~5"
+    assert str(end.value.hint) == "log('main')"
     with pytest.raises(NotFound, match="lineage ends"):
         lineage.catalog.resolve("main~999999999")
 

@@ -12,7 +12,9 @@ from inspect import Parameter as Declaration
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-Completed = Literal["refs", "methods", "combinations"]
+Completed = Literal[
+    "refs", "ever", "methods", "combinations", "codecs", "settings", "setting_values"
+]
 """What the shell completes: a function of `mstore_cli.completion`."""
 REQUIRED = Declaration.empty
 """The default of a parameter that has none."""

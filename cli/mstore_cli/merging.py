@@ -351,7 +351,8 @@ class Wanted:
             return True
         if len(missing) == len(given) and not self.parameters and not self.fishers:
             return False
-        raise UsageError(f"missing: {', '.join(missing)}", hint="mstore plan --help")
+        hint = "mstore methods" if missing == ["--method"] else "mstore plan --help"
+        raise UsageError(f"missing: {', '.join(missing)}", hint=hint)
 
     def steps(self) -> list[str | None]:
         """Return the names of the recipes of the file, in their order; None: without a name."""

@@ -44,6 +44,7 @@ Codec = Annotated[
         metavar="auto|raw|dense",
         help="How new blocks are stored [default: as `mstore config codec` says].",
         show_default=False,
+        completes="codecs",
     ),
 ]
 OnlyCompared = Annotated[

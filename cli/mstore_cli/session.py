@@ -6,6 +6,7 @@ The only module that reads `MSTORE_STORE`.  Never creates a store.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -80,9 +81,10 @@ class Session:
     def store_path(self) -> Path:
         """Return `--store`, else MSTORE_STORE, else the nearest `.mstore` upward, else the user's.
 
-        Raises NotFound if none was named and none exists.
+        Raises NotFound if none was named and none exists, or if a directory was named that has one.
         """
         if self.named_store is not None:
+            _require_not_around(self.named_store)
             return self.named_store
         here = Path.cwd()
         for directory in (here, *here.parents):
@@ -177,6 +179,19 @@ class Session:
 
         wanted = not (self._choices.no_progress or self._choices.quiet)
         return progress.bar(wanted=wanted)
+
+
+def _require_not_around(named: Path) -> None:
+    """Raise NotFound if this is no store, but the directory that a store lies in."""
+    inside = named / STORE_NAME
+    if (inside / "format").exists() and not (named / "format").exists():
+        from mstore.errors import NotFound
+
+        raise NotFound(
+            "no store here, but in it",
+            where=str(named),
+            hint=f"name the store: --store {shlex.quote(str(inside))}",
+        )
 
 
 def replaced(store: Store, snapshot: SnapshotId) -> SnapshotId | None:

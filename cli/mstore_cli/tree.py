@@ -8,6 +8,8 @@ for lines that `mstore_cli.lines` leaves to it.
 from __future__ import annotations
 
 import inspect
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,6 +25,7 @@ from mstore_cli.declared import Parameter
 from mstore_cli.errors import Ended, UsageError
 from mstore_cli.lines import Line, require_values, with_bare
 from mstore_cli.session import Choices
+from mstore_cli.values import what_is_wrong
 from mstore_cli.verbs import OTHER_WORDS, VERBS
 
 PROGRAM = "mstore"
@@ -116,6 +119,27 @@ class _Commands(Mapping[str, TyperCommand]):
         return len(VERBS)
 
 
+def _check_values(parameters: Iterable[Any], verb: Verb) -> None:
+    """Refuse values that are empty paths or no numbers, in plain words.
+
+    typer takes an empty path for the working directory, and describes wrong numbers in the words of
+    pydantic.
+    """
+    declared = {one.name: one for one in (*verb.parameters, *GLOBALS)}
+
+    def process(whole: Any, parameter: Any, context: Any, value: object) -> object:
+        for word in value if isinstance(value, list | tuple) else [value]:
+            wrong = what_is_wrong(declared[parameter.name], word) if isinstance(word, str) else None
+            if wrong is not None:
+                raise UsageError(wrong, hint=f"{context.command_path} --help")
+        return whole(context, value)
+
+    for parameter in parameters:
+        if parameter.name in declared:
+            # The class is private to typer; its method is the one that click documents.
+            parameter.process_value = partial(process, parameter.process_value, parameter)
+
+
 def _build_command(verb: Verb) -> TyperCommand:
     def line(context: Any, **given: Any) -> Line:
         inner = choices_of({name: given.pop(name) for name in _GLOBAL_NAMES})
@@ -133,6 +157,7 @@ def _build_command(verb: Verb) -> TyperCommand:
     )(_entry(line, (*verb.parameters, *GLOBALS)))
     command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
+    _check_values(command.params, verb)
     return command
 
 
@@ -149,8 +174,12 @@ def _entry(function: Callable[..., Any], parameters: Sequence[Parameter]) -> Cal
 _COMPLETED: Mapping[str, Callable[..., list[str]]] = MappingProxyType(
     {
         "refs": completion.refs,
+        "ever": completion.ever,
         "methods": completion.methods,
         "combinations": completion.combinations,
+        "codecs": completion.codecs,
+        "settings": completion.settings,
+        "setting_values": completion.setting_values,
     }
 )
 
@@ -239,6 +268,11 @@ class _Command(TyperCommand):
             if told is not None:
                 raise UsageError(told, hint=self.verb.foreign_hint) from error
             name: Any = getattr(error, "option_name", None)
+            if isinstance(name, str) and re.fullmatch("-[0-9].*", name):
+                raise UsageError(
+                    f"no such option: {name}; values that begin with - come after --",
+                    hint=f"{ctx.command_path} -- {' '.join(map(shlex.quote, args))}",
+                ) from error
             if name in self.verb.mistaken:
                 raise UsageError(
                     f"no such option: {name}", hint=self.verb.mistaken[name]

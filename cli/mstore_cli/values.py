@@ -45,6 +45,23 @@ def convert(parameter: Parameter, word: str) -> object:
     raise NotPlain
 
 
+def what_is_wrong(parameter: Parameter, word: str) -> str | None:
+    """Say what is wrong with a word that cannot be a value of the parameter, as far as is known."""
+    shown = parameter.shown
+    name = next((one for one in shown.names if one.startswith("--")), shown.metavar)
+    if parameter.kind is Path and not word:
+        return f"empty value for {name or parameter.name.upper()}"
+    if parameter.kind not in (int, float) or shown.parser is not None:
+        return None
+    try:
+        number = parameter.kind(word)
+    except ValueError:
+        return f"{name} takes a {'whole ' if parameter.kind is int else ''}number, not {word!r}"
+    if shown.least is not None and number < shown.least:
+        return f"{name} takes at least {shown.least}, not {word}"
+    return None
+
+
 def _parsed(parser: Callable[[str], object], word: str) -> object:
     try:
         return parser(word)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import shlex
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, Self
 
 import msgspec
@@ -118,18 +119,22 @@ class Config(msgspec.Struct, frozen=True):
 
 
 KEYS: Final = Config.__struct_fields__
+WORDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"codec": tuple(Policy), "shared": tuple(Sharing)}
+)
+"""The values of settings that are words."""
 
 
 def _parsed(key: str, value: object) -> Policy | Sharing | int:
     match key, value:
-        case "shared", str() if value in list(Sharing):
+        case "shared", str() if value in WORDS[key]:
             return Sharing(value)
         case "shared", _:
-            raise _refused(key, value, ", ".join(Sharing))
-        case "codec", str() if value in list(Policy):
+            raise _refused(key, value, ", ".join(WORDS[key]))
+        case "codec", str() if value in WORDS[key]:
             return Policy(value)
         case "codec", _:
-            raise _refused(key, value, ", ".join(Policy))
+            raise _refused(key, value, ", ".join(WORDS[key]))
         case "reflog_days", int() if type(value) is int and 0 <= value <= MAX_REFLOG_DAYS:
             return value
         case "reflog_days", _:
@@ -140,9 +145,7 @@ def _parsed(key: str, value: object) -> Policy | Sharing | int:
 
 
 def _refused(key: str, value: object, allowed: str) -> BadRequest:
-    return BadRequest(
-        f"{key} cannot be {value!r}; it can be {allowed}", hint=call("configure", key)
-    )
+    return BadRequest(f"{key} cannot be {value!r}; it can be {allowed}")
 
 
 def typed(key: str, text: str) -> Value:

@@ -119,6 +119,8 @@ def walk_back(
     for _ in range(steps):
         parents = load(snapshot).parents
         if not parents:
-            raise NotFound("the lineage ends before that", where=text, hint=call("log"))
+            raise NotFound(
+                "the lineage ends before that", where=text, hint=call("log", text.partition("~")[0])
+            )
         snapshot = parents[0].snapshot_id()
     return snapshot

@@ -22,11 +22,17 @@ def config(
             metavar="KEY",
             help="codec, reflog_days or shared [default: show all].",
             show_default=False,
+            completes="settings",
         ),
     ] = None,
     value: Annotated[
         str | None,
-        Argument(metavar="VALUE", help="The new value.", show_default=False),
+        Argument(
+            metavar="VALUE",
+            help="The new value.",
+            show_default=False,
+            completes="setting_values",
+        ),
     ] = None,
 ) -> None:
     """Show the store's settings, or change one.

@@ -46,6 +46,7 @@ def init(
             metavar="POLICY",
             help="auto, raw or dense; see mstore config.",
             show_default=False,
+            completes="codecs",
         ),
     ] = None,
     shared: Annotated[
@@ -95,7 +96,8 @@ def init(
         if document["group"] is None:
             return
         place = Path(str(document["path"])).absolute()
-        screen.line(f"shared with the group {document['group']}")
+        others = ", and readable by all" if document["shared"] == "all" else ""
+        screen.line(f"shared with the group {document['group']}{others}")
         if not place.parent.stat().st_mode & stat.S_ISGID:
             # In that case it is the group of the caller, which often has no other members.
             screen.line(f"to share it with another group: chgrp -R GROUP {shlex.quote(str(place))}")

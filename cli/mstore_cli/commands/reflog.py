@@ -27,6 +27,7 @@ def reflog(
             metavar="NAME",
             help="A branch or tag, also a removed one [default: all that ever were].",
             show_default=False,
+            completes="ever",
         ),
     ] = None,
 ) -> None:

@@ -14,7 +14,10 @@ from mstore_cli.session import Session
 @command(example="mstore reset llama/merged 'llama/merged@{1}'")
 def reset(
     session: Session,
-    name: Annotated[str, Argument(metavar="NAME", help="The branch.", show_default=False)],
+    name: Annotated[
+        str,
+        Argument(metavar="NAME", help="The branch.", show_default=False, completes="ever"),
+    ],
     revision: Revision,
 ) -> None:
     """Point a branch at another snapshot.
