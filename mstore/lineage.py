@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from mstore.ancestry import ancestry, is_led_to, parents_of
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.store import pin_rows, pruned_rows
+from mstore.store import pin_rows, pruned_rows, snapshot_rows
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
 from mstore.store.overflow import TensorOverflow, overflow_of
@@ -137,6 +138,8 @@ class ReflogReport:
     """what moved it"""
     time_ns: int
     """when, in nanoseconds since 1970 (UTC)"""
+    is_collected: bool
+    """whether `new` is no longer in the store: gc removed it"""
 
 
 def names_of(catalog: Catalog) -> dict[SnapshotId, list[str]]:
@@ -285,6 +288,8 @@ def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
             every = {name: ref_rows.reflog(catalog.index, transaction, name)}
             if not every[name]:
                 ref_rows.require(catalog.index, transaction, name)
+        ever = {move.new for moves in every.values() for move in moves if move.new is not None}
+        gone = {id for id in ever if _is_gone(catalog, transaction, id)}
     found = [
         ReflogReport(
             name=one,
@@ -293,12 +298,21 @@ def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
             new=None if move.new is None else SnapshotId(move.new),
             action=move.action,
             time_ns=move.time_ns,
+            is_collected=move.new in gone,
         )
         for one, moves in every.items()
         for position, move in enumerate(reversed(moves))
     ]
     # Within one name the positions decide, whatever the clock said.
     return found if name is not None else sorted(found, key=lambda move: -move.time_ns)
+
+
+def _is_gone(catalog: Catalog, transaction: IndexTransaction, id: bytes) -> bool:
+    try:
+        return not snapshot_rows.is_listed(catalog.index, transaction, id)
+    except Corrupt:
+        # There is a row; what is wrong with it matters to who reads the snapshot.
+        return False
 
 
 def files(catalog: Catalog, id: SnapshotId) -> list[FileReport]:

@@ -136,7 +136,8 @@ def test_a_removed_ref_gives_its_space_back(store: Store, tmp_path: Path) -> Non
 
 
 def test_the_reflog_keeps_what_a_ref_was(tmp_path: Path) -> None:
-    """Within its days a removed ref can be brought back after gc; without days it is gone."""
+    """Within its days a removed ref can be brought back after gc; without days it is gone, and the
+    reflog says so."""
     with Store.init(tmp_path / "store", block_size=BLOCK) as store:
         first = store.add(write(tmp_path / "in", 1), name="a").snapshot
         before = files(tmp_path / "in")
@@ -145,7 +146,9 @@ def test_the_reflog_keeps_what_a_ref_was(tmp_path: Path) -> None:
         assert store.reset("a", "a@{1}").snapshot == first
         assert contents(store, first) == before
         store.remove("a")
+        assert not any(move.is_collected for move in store.reflog("a"))
         assert store.gc(reflog_days=0).snapshots_dropped == (first,)
+        assert [move.is_collected for move in store.reflog("a")] == [False, True, False, True]
         with pytest.raises(NotFound, match="was collected"):
             store.reset("a", "a@{1}")
         sound(store)

@@ -33,8 +33,8 @@ def reflog(
 ) -> None:
     """List where a ref has pointed, newest first.
 
-    NAME@{N} in the first column is a revision like any other. To restore a removed branch:
-    `mstore reset NAME NAME@{1}`.
+    NAME@{N} in the first column is a revision like any other, unless gc has collected what it was.
+    To restore a removed branch: `mstore reset NAME NAME@{1}`.
     """
     with session.open_to_look() as store:
         entries = store.reflog(name)
@@ -46,7 +46,7 @@ def reflog(
                 (
                     f"{one.name}@{{{one.position}}}",
                     short(one.old),
-                    short(one.new),
+                    f"{short(one.new)} (collected)" if one.is_collected else short(one.new),
                     one.action,
                     when(one.time_ns),
                 )
