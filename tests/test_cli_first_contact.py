@@ -212,6 +212,11 @@ def test_completion(mstore: Program, tmp_path: Path) -> None:
     assert completed("mstore config shared ", mstore.store) == ["umask", "group", "all"]
     assert completed("mstore config reflog_days ", mstore.store) == []
     assert completed("mstore reset v", mstore.store) == ["v1"]
+    assert completed("mstore mount ti", mstore.store) == ["tiny/base"]
+    assert completed("mstore mount v1 ti", mstore.store) == []
+    assert completed("mstore add x --base v", mstore.store) == ["v1"]
+    assert completed("mstore methods dare_t", mstore.store) == ["dare_ties"]
+    assert completed("mstore merge --score c", mstore.store) == ["conflict"]
     assert completed("mstore reflog ti", mstore.store) == ["tiny/base"]
     assert completed("mstore show x", tmp_path / "nowhere") == []
 

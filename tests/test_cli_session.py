@@ -110,6 +110,8 @@ def test_contradiction_across_the_verb(line: list[str], capsys: pytest.CaptureFi
         (["add", "a", "", "--name", "m"], "empty value for PATH", "mstore add --help"),
         (["checkout", "m", ""], "empty value for DIR", "mstore checkout --help"),
         (["mount", "m", ""], "empty value for DIR", "mstore mount --help"),
+        (["mount", "m", "d", "--driver", "x"], "--driver takes fuse, erofs, auto", "mount --help"),
+        (["merge", "--expert", "b", "--method", "ties", "--name", "m"], "--base", "mstore merge"),
         (["config", "reflog_days", "-1"], "-1", "mstore config -- reflog_days -1"),
         (["show"], "REF", "mstore show --help"),
         (["add", "x"], "--name", "mstore add x --name x"),

@@ -59,6 +59,41 @@ def test_a_reset_to_where_it_is(mstore: Program) -> None:
     assert "is now" in mstore.succeed("reset", "base", "expert").out
 
 
+def test_a_removed_tag_is_a_tag_again(mstore: Program) -> None:
+    """`reset` restores what `rm` removed as what it was: a tag that is reset to what it named."""
+    mstore.succeed("tag", "v1", "expert")
+    mstore.succeed("rm", "v1")
+    refused = mstore("show", "v1")
+    assert "it was removed" in refused.err
+    back = typed(mstore, "reset v1 'v1@{1}'")
+    assert f"hint: {back}\n" in refused.err
+    mstore.succeed("reset", "v1", "v1@{1}")
+    (one,) = [
+        ref for ref in mstore.succeed("refs", "--json").document["refs"] if ref["name"] == "v1"
+    ]
+    assert one["kind"] == "tag"
+    mstore.succeed("rm", "v1")
+    mstore.succeed("reset", "v1", "base")
+    (one,) = [
+        ref for ref in mstore.succeed("refs", "--json").document["refs"] if ref["name"] == "v1"
+    ]
+    assert one["kind"] == "branch"
+
+
+def test_reset_says_that_a_branch_is_new(mstore: Program) -> None:
+    """A name that never was a ref is called a new branch, so that a misspelt one is noticed."""
+    assert mstore.succeed("reset", "bsae", "base").out.startswith("new branch bsae: ")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "v1"])
+def test_a_name_is_checked_before_the_merge_is_planned(mstore: Program, name: str) -> None:
+    """A merge whose name cannot be a branch stores no plan."""
+    mstore.succeed("tag", "v1", "expert")
+    words = ("--base", "base", "--expert", "expert", "--method", "linear", "--name", name)
+    assert mstore("merge", *words).status == 1
+    assert mstore.succeed("plans", "-q").lines == []
+
+
 def test_refs_after_all_were_removed(mstore: Program) -> None:
     """An emptied store says which command restores the last ref; the command works."""
     assert "all were removed" not in mstore.succeed("refs").out

@@ -184,12 +184,14 @@ def test_names_go_before_prefixes(tmp_path: Path) -> None:
 
 
 def test_the_reflog_survives_its_ref(tmp_path: Path) -> None:
-    """A removed ref is not found, but where it was is; the removal itself points nowhere."""
+    """A removed ref is not found, and the error says how to restore it; where it was is found; the
+    removal itself points nowhere."""
     lineage = Lineage(tmp_path / "store")
     last = Ref(BRANCH, lineage.chain[3])
     move_refs(lineage.catalog, [RefMove("main", last, None, "rm")])
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound, match="was removed") as removed:
         lineage.catalog.resolve("main")
+    assert str(removed.value.hint) == "reset('main', 'main@{1}')"
     with pytest.raises(NotFound, match="removed at that move"):
         lineage.catalog.resolve("main@{0}")
     assert lineage.catalog.resolve("main@{1}") == lineage.chain[3]
@@ -215,3 +217,12 @@ def test_odd_names_are_not_found(lineage: Lineage, text: str) -> None:
     """Texts that cannot be stored as names are looked up all the same, and not found."""
     with pytest.raises(NotFound):
         lineage.catalog.resolve(text)
+
+
+@pytest.mark.parametrize("text", ["main~x", "main~-1", "main@{x}", "main@{-1}", "main@{", "m~1x"])
+def test_what_follows_a_name_is_a_whole_number(lineage: Lineage, text: str) -> None:
+    """A name with an odd number behind it is told what may stand there, not another name."""
+    with pytest.raises(NotFound) as caught:
+        lineage.catalog.resolve(text)
+    assert caught.value.where == text
+    assert caught.value.hint == "REF~N and REF@{N} take a whole number"

@@ -25,6 +25,11 @@ def ever(context: typer.Context, incomplete: str) -> list[str]:
     )
 
 
+def mounted(context: typer.Context, incomplete: str) -> list[str]:
+    """Return matching refs for the first word, and nothing for the directory after it."""
+    return [] if context.params.get("target") else refs(context, incomplete)
+
+
 def methods(incomplete: str) -> list[str]:
     """Return the names of merge methods."""
     from mstore.merge.methods import registry
@@ -37,6 +42,13 @@ def combinations(incomplete: str) -> list[str]:
     from mstore.combination.methods import METHODS
 
     return _beginning(incomplete, METHODS)
+
+
+def scores(incomplete: str) -> list[str]:
+    """Return the ways to rank blocks."""
+    from mstore.merge.planning.scores import SCORES
+
+    return _beginning(incomplete, SCORES)
 
 
 def codecs(incomplete: str) -> list[str]:

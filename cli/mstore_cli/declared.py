@@ -13,7 +13,15 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 Completed = Literal[
-    "refs", "ever", "methods", "combinations", "codecs", "settings", "setting_values"
+    "refs",
+    "ever",
+    "mounted",
+    "methods",
+    "combinations",
+    "scores",
+    "codecs",
+    "settings",
+    "setting_values",
 ]
 """What the shell completes: a function of `mstore_cli.completion`."""
 REQUIRED = Declaration.empty

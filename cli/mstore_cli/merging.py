@@ -144,6 +144,7 @@ Score = Annotated[
         "--score",
         metavar="NAME",
         help="Rank blocks by norm, trimmed, conflict or random [default: the method's own].",
+        completes="scores",
     ),
 ]
 Only = Annotated[
@@ -329,8 +330,10 @@ class Wanted:
     fishers: list[str] | None = None
     _read: list[RecipeText] = dataclasses.field(default_factory=list, init=False)
 
-    def is_complete(self) -> bool:
+    def is_complete(self, hint: str) -> bool:
         """Return whether they describe a merge.
+
+        hint: for what is missing.
 
         Raises UsageError if they contradict each other, or if some are missing.
         """
@@ -351,8 +354,8 @@ class Wanted:
             return True
         if len(missing) == len(given) and not self.parameters and not self.fishers:
             return False
-        hint = "mstore methods" if missing == ["--method"] else "mstore plan --help"
-        raise UsageError(f"missing: {', '.join(missing)}", hint=hint)
+        listed = "mstore methods" if missing == ["--method"] else hint
+        raise UsageError(f"missing: {', '.join(missing)}", hint=listed)
 
     def steps(self) -> list[str | None]:
         """Return the names of the recipes of the file, in their order; None: without a name."""

@@ -175,8 +175,10 @@ _COMPLETED: Mapping[str, Callable[..., list[str]]] = MappingProxyType(
     {
         "refs": completion.refs,
         "ever": completion.ever,
+        "mounted": completion.mounted,
         "methods": completion.methods,
         "combinations": completion.combinations,
+        "scores": completion.scores,
         "codecs": completion.codecs,
         "settings": completion.settings,
         "setting_values": completion.setting_values,

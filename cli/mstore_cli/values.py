@@ -48,9 +48,14 @@ def convert(parameter: Parameter, word: str) -> object:
 def what_is_wrong(parameter: Parameter, word: str) -> str | None:
     """Say what is wrong with a word that cannot be a value of the parameter, as far as is known."""
     shown = parameter.shown
-    name = next((one for one in shown.names if one.startswith("--")), shown.metavar)
+    own = parameter.name.replace("_", "-")
+    spare = f"--{own}" if parameter.is_option else shown.metavar or own.upper()
+    name = next((one for one in shown.names if one.startswith("--")), spare)
     if parameter.kind is Path and not word:
-        return f"empty value for {name or parameter.name.upper()}"
+        return f"empty value for {name}"
+    if shown.parser is None and issubclass(parameter.kind, Enum):
+        known = [str(one.value) for one in parameter.kind]
+        return None if word in known else f"{name} takes {', '.join(known)}, not {word!r}"
     if parameter.kind not in (int, float) or shown.parser is not None:
         return None
     try:

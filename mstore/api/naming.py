@@ -98,8 +98,20 @@ class Naming(OpenStore):
         choose_moves(self._catalog, choose)
         return lineage.ref(self._catalog, name)
 
+    def require_branch(self, name: str) -> None:
+        """Check that a commit may go to a branch of this name: it is one, or it may be made.
+
+        Raises BadName, Conflict (a tag has the name, or a ref above or below it).
+        """
+        from mstore.store.transaction import branch_to_move
+
+        branch_to_move(self._catalog, name)
+
     def reset(self, name: str, revision: str | SnapshotId) -> RefReport:
         """Point a branch at another snapshot; the reflog keeps the old position.
+
+        A name that is no ref becomes a branch.  A tag that was removed, and is reset to what it
+        named, is a tag again.
 
         Raises NotFound, BadName, Conflict (the name is a tag's).
         """
@@ -107,10 +119,13 @@ class Naming(OpenStore):
 
         refs.check_name(name)
         snapshot = self._catalog.resolve(revision)
-        new = refs.Ref(refs.BRANCH, snapshot)
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
-            current = refs.get(self._catalog.index, transaction, name)
+            index = self._catalog.index
+            current = refs.get(index, transaction, name)
+            removed = None if current is not None else refs.removed(index, transaction, name)
+            restored = refs.Ref(refs.TAG, snapshot)
+            new = restored if removed == restored else refs.Ref(refs.BRANCH, snapshot)
             if current is not None and current.kind == refs.TAG:
                 what = "is a tag, and tags do not move"
                 raise Conflict(what, where=name, hint=call("remove", name))

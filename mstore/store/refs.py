@@ -294,6 +294,14 @@ def _log_key(name: str, position: int) -> bytes:
     return name.encode() + b"\0" + _POSITION.pack(position)
 
 
+def removed(index: Index, transaction: IndexTransaction, name: str) -> Ref | None:
+    """Return what a removed name was last; None if it is a ref, never was one, or nobody knows."""
+    moves = reflog(index, transaction, name)
+    if len(moves) < 2 or moves[-1].new is not None or moves[-2].new is None or not moves[-2].kind:
+        return None
+    return Ref(moves[-2].kind, moves[-2].new)
+
+
 def reflog(index: Index, transaction: IndexTransaction, name: str) -> list[Move]:
     """Return all moves of a name, oldest first, even if the ref was removed."""
     prefix = name.encode(errors="surrogatepass") + b"\0"

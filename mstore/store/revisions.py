@@ -24,6 +24,7 @@ from mstore.phrases import call, joined, phrase
 from mstore.store import plan_rows, refs, snapshot_rows
 
 _SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
+_ODD_SUFFIX = re.compile(r".(~|@\{)")
 MAX_LENGTH = 1000
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
 _TOO_SHORT = re.compile(r"[0-9a-f]{1,3}")
@@ -75,7 +76,16 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
             ),
         )
     if not ids:
+        if refs.removed(index, transaction, revision.name) is not None:
+            back = f"{revision.name}@{{1}}"
+            raise NotFound(
+                "no such ref: it was removed",
+                where=revision.name,
+                hint=call("reset", revision.name, back),
+            )
         hint = did_you_mean(revision.name, refs.names(index, transaction), _HINT)
+        if _ODD_SUFFIX.search(revision.name):
+            hint = "REF~N and REF@{N} take a whole number"
         if _TOO_SHORT.fullmatch(revision.name):
             hint = joined("the beginning of an id has at least 4 digits", hint)
         raise NotFound("no such ref or snapshot", where=revision.name, hint=hint)

@@ -72,6 +72,7 @@ def add(
             help="The model that it was fine-tuned from: compare block by block, keep statistics. "
             f"[default: the nearest stored model, if one is near; {NO_BASE!r}: no base]",
             show_default=False,
+            completes="refs",
         ),
     ] = None,
     kind: Annotated[

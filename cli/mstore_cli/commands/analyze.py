@@ -20,9 +20,17 @@ def analyze(
     session: Session,
     expert: Annotated[
         str,
-        Argument(metavar="EXPERT", help="The fine-tuned snapshot.", show_default=False),
+        Argument(
+            metavar="EXPERT",
+            help="The fine-tuned snapshot.",
+            show_default=False,
+            completes="refs",
+        ),
     ],
-    base: Annotated[str, Option("--base", metavar="REF", help="The snapshot to compare it with.")],
+    base: Annotated[
+        str,
+        Option("--base", metavar="REF", help="The snapshot to compare it with.", completes="refs"),
+    ],
     only: OnlyCompared = None,
     skip: SkipCompared = None,
     threads: Threads = None,

@@ -122,7 +122,7 @@ def _repair(session: Session, places: list[Path], *, read_data: bool, threads: i
 
 
 def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
-    _headline(screen, len(report.problems), "found")
+    _headline(screen, len(report.problems), "found", is_partial=_is_unread(report))
     if report.index_only:
         screen.line("only the index was checked: without a sound one, nothing else can be judged")
         screen.line("models are in the packs, and the index can be rebuilt from these")
@@ -148,7 +148,7 @@ def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
             "garbage is harmless: the next command that writes removes what is in tmp, and mstore "
             "gc what it condemned; packs that the index does not know gc moves to lost+found"
         )
-    if report.blocks and not report.bytes_read:
+    if _is_unread(report):
         _not_read(screen, typed("mstore fsck --read-data"))
     _damage(screen, report, typed)
 
@@ -156,7 +156,7 @@ def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
 def _show_repair(
     screen: Screen, report: RepairReport, places: Sequence[Path], typed: Typed
 ) -> None:
-    _headline(screen, len(report.before.problems), "found")
+    _headline(screen, len(report.before.problems), "found", is_partial=_is_unread(report.before))
     screen.fields(
         [
             ("healed", len(report.healed)),
@@ -169,7 +169,7 @@ def _show_repair(
     )
     if report.condemned:
         screen.advice("condemned packs hold nothing that is used: the next mstore gc removes them")
-    if report.before.blocks and not report.before.bytes_read:
+    if _is_unread(report.before):
         given = "".join(f" --from {shlex.quote(str(place))}" for place in places)
         _not_read(screen, typed(f"mstore fsck --repair --read-data{given}"))
     if report.before.problems:
@@ -183,11 +183,16 @@ def _not_read(screen: Screen, command: str) -> None:
     screen.line(f"the bytes of blocks were not read; to read them: {command}")
 
 
-def _headline(screen: Screen, count: int, word: str) -> None:
+def _is_unread(report: CheckReport) -> bool:
+    return report.blocks > 0 and not report.bytes_read
+
+
+def _headline(screen: Screen, count: int, word: str, *, is_partial: bool = False) -> None:
     if count:
         screen.line(f"{counted(count, 'problem')} {word}", style="red")
     else:
-        screen.line(f"no problems {word}", style="green")
+        where = " outside the blocks" if is_partial else ""
+        screen.line(f"no problems {word}{where}", style="green")
 
 
 def _damage(screen: Screen, report: CheckReport, typed: Typed) -> None:

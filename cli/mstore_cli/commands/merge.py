@@ -130,7 +130,7 @@ def merge(
     request: MergeRequest | None = None
     wanted = Wanted(base, expert, method, param, recipe, vocab, fisher)
     if plan is None:
-        if not wanted.is_complete():
+        if not wanted.is_complete(HELP):
             raise UsageError("give --plan, --recipe, or --base, --expert and --method", hint=HELP)
         request = make_request(
             wanted,
@@ -156,6 +156,8 @@ def merge(
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)
     bound = None if memory is None else parse_size(memory, option="--memory")
     with session.open() as store:
+        # Planning may take long, and stores the plan.
+        store.require_branch(name)
         if request is not None:
             steps = wanted.steps()
             earlier: dict[str, str] = {}

@@ -23,7 +23,9 @@ PARAMETERS = (
 @command(example="mstore methods ties")
 def methods(
     session: Session,
-    name: Annotated[str | None, Argument(metavar="NAME", help="The method to describe.")] = None,
+    name: Annotated[
+        str | None, Argument(metavar="NAME", help="The method to describe.", completes="methods")
+    ] = None,
 ) -> None:
     """List the merge methods, or describe one: formula, parameters, facts, bound, source.
 

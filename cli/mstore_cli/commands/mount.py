@@ -33,6 +33,7 @@ def mount(
             metavar="[REF] DIR",
             help="The snapshot and an empty directory; with --all only the directory.",
             show_default=False,
+            completes="mounted",
         ),
     ],
     everything: Annotated[

@@ -114,7 +114,7 @@ def plan(
     if svg is not None:
         plots.require()
     wanted = Wanted(base, expert, method, param, recipe, vocab, fisher)
-    if not wanted.is_complete():
+    if not wanted.is_complete(HELP):
         raise UsageError("give --recipe, or --base, --expert and --method", hint=HELP)
     request = make_request(
         wanted,

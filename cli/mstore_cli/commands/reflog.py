@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
 from mstore_cli.declared import Argument
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
+
+if TYPE_CHECKING:
+    from mstore.ids import SnapshotId
 
 COLUMNS = (
     Column("POSITION", style="yellow"),
@@ -38,6 +41,10 @@ def reflog(
     """
     with session.open_to_look() as store:
         entries = store.reflog(name)
+    collected = {one.new for one in entries if one.is_collected}
+
+    def shown(id: SnapshotId | None) -> str:
+        return f"{short(id)} (collected)" if id in collected else short(id)
 
     def human(screen: Screen) -> None:
         screen.table(
@@ -45,8 +52,8 @@ def reflog(
             (
                 (
                     f"{one.name}@{{{one.position}}}",
-                    short(one.old),
-                    f"{short(one.new)} (collected)" if one.is_collected else short(one.new),
+                    shown(one.old),
+                    shown(one.new),
                     one.action,
                     when(one.time_ns),
                 )

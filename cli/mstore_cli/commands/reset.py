@@ -28,11 +28,15 @@ def reset(
         was = next((one.snapshot for one in store.refs() if one.name == name), None)
         report = store.reset(name, revision)
         session.settled()
-        was_nowhere = store.reflog(name)[0].old is None
+        moves = store.reflog(name)
+        was_nowhere = moves[0].old is None
 
     def human(screen: Screen) -> None:
         if was == report.snapshot:
             screen.line(f"nothing changed: {report.name} was at {short(report.snapshot)} already")
+            return
+        if len(moves) == 1:
+            screen.line(f"new branch {report.name}: {short(report.snapshot)}", style="green")
             return
         screen.line(f"{report.name} is now {short(report.snapshot)}", style="green")
         if not was_nowhere:

@@ -38,6 +38,7 @@ def verify(
             metavar="REF",
             help="What to check [default: all branches and tags].",
             show_default=False,
+            completes="refs",
         ),
     ] = None,
     signers: SignersOption = None,
