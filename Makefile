@@ -42,7 +42,7 @@ check: setup
 	@lint-imports --no-logo
 
 # Compares merges with mergekit's, in a virtual environment of its own (.venv-conformance).
-# PART=1/3 compares a third of the cases.
+# PART=1/6 compares a sixth of the cases.
 conformance: setup
 	@CONFORMANCE_PART=$(PART) scripts/conformance
 

@@ -11,7 +11,8 @@ HEAD = """\
 ## At a glance
 
 *Ratio* is mstore against the peer in the same run. *Limit* is mstore's wall time in multiples of
-the least that the machine could take (`bench/limits.py`), where that was measured. The sections
+the least that the machine could take, where that was measured: in the run of `bench/limits.py`, not
+in that of the ratio. A row with two aims stands twice. The sections
 below say how each figure was made, and the end of the page how the machines differ, what falls
 short, and why. Aims in seconds were set for the one with AVX-512.
 """
