@@ -73,7 +73,7 @@ from mstore.merge.methods.parameters import (
     single,
 )
 from mstore.objects.plan import Mixture
-from mstore.phrases import Option, phrase
+from mstore.phrases import Option, call, phrase
 
 SMALLEST_DIVISOR: Final = 1e-8
 """A divisor nearer to zero than this (a float32 sum of weights) is replaced by 1."""
@@ -194,10 +194,14 @@ class Method(msgspec.Struct, frozen=True):
                     f"{self.name} needs a value for {name}, in {parameter.range}",
                     hint=Option("parameters", {name: "VALUE"}),
                 )
-        return {
-            name: parameter.parse(given.get(name, parameter.default))
-            for name, parameter in known.items()
-        }
+        try:
+            return {
+                name: parameter.parse(given.get(name, parameter.default))
+                for name, parameter in known.items()
+            }
+        except BadRequest as error:
+            what, where, hint = error.texts
+            raise BadRequest(what, where=where, hint=hint or call("methods", self.name)) from error
 
     def apply(self, given: Mapping[str, object], weights: Sequence[float]) -> Operation:
         """Return this method with parameters as for `parse` and one weight per expert.
