@@ -145,7 +145,9 @@ def _parsed(key: str, value: object) -> Policy | Sharing | int:
 
 
 def _refused(key: str, value: object, allowed: str) -> BadRequest:
-    return BadRequest(f"{key} cannot be {value!r}; it can be {allowed}")
+    return BadRequest(
+        f"{key} cannot be {value!r}; it can be {allowed}", hint=call("configure", help=True)
+    )
 
 
 def typed(key: str, text: str) -> Value:
