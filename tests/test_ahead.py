@@ -127,6 +127,27 @@ def test_who_would_wait_helps() -> None:
     assert helped == [1, 2, 3]
 
 
+def test_a_failure_of_the_helper_comes_in_its_turn() -> None:
+    """An error while helping is raised after the results before it, like one of the pool."""
+    free = threading.Event()
+
+    def waiting(item: int) -> int:
+        free.wait(60)
+        return item
+
+    def helping(item: int) -> int:
+        free.set()
+        raise ValueError(item)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = in_order(
+            lambda item: pool.submit(waiting, item), range(3), ahead=2, helping=helping
+        )
+        assert next(found) == (0, 0)
+        with pytest.raises(ValueError, match=r"^1$"):
+            next(found)
+
+
 def test_ctrl_c_in_the_helping_thread_ends_it_at_once() -> None:
     """KeyboardInterrupt while this thread helps is raised then, not in the turn of the item."""
     free = threading.Event()
@@ -136,7 +157,7 @@ def test_ctrl_c_in_the_helping_thread_ends_it_at_once() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         found = in_order(
-            lambda _: pool.submit(free.wait),
+            lambda _: pool.submit(free.wait, 60),
             range(4),
             ahead=3,
             stopping=lambda _: free.set(),
