@@ -48,6 +48,12 @@ def typed(mstore: Program, command: str) -> str:
     return f"mstore --store {shlex.quote(str(mstore.store))} {command}"
 
 
+def kinds(mstore: Program) -> dict[str, str]:
+    """What each ref is: a branch or a tag."""
+    refs = mstore.succeed("refs", "--json").document["refs"]
+    return {ref["name"]: ref["kind"] for ref in refs}
+
+
 # -- results say what happened -----------------------------------------------------------------
 
 
@@ -68,16 +74,10 @@ def test_a_removed_tag_is_a_tag_again(mstore: Program) -> None:
     back = typed(mstore, "reset v1 'v1@{1}'")
     assert f"hint: {back}\n" in refused.err
     mstore.succeed("reset", "v1", "v1@{1}")
-    (one,) = [
-        ref for ref in mstore.succeed("refs", "--json").document["refs"] if ref["name"] == "v1"
-    ]
-    assert one["kind"] == "tag"
+    assert kinds(mstore)["v1"] == "tag"
     mstore.succeed("rm", "v1")
     mstore.succeed("reset", "v1", "base")
-    (one,) = [
-        ref for ref in mstore.succeed("refs", "--json").document["refs"] if ref["name"] == "v1"
-    ]
-    assert one["kind"] == "branch"
+    assert kinds(mstore)["v1"] == "branch"
 
 
 def test_reset_says_that_a_branch_is_new(mstore: Program) -> None:

@@ -136,8 +136,7 @@ def _check_values(parameters: Iterable[Any], verb: Verb) -> None:
 
     for parameter in parameters:
         if parameter.name in declared:
-            # The class is private to typer; its method is the one that click documents.
-            parameter.process_value = partial(process, parameter.process_value, parameter)
+            _process_by(parameter, process)
 
 
 def _build_command(verb: Verb) -> TyperCommand:
@@ -221,8 +220,13 @@ def _spare_pydantic(parameters: Iterable[Any]) -> None:
 
     for parameter in parameters:
         if "process_value" not in vars(parameter):
-            # The class is private to typer; its method is the one that click documents.
-            parameter.process_value = partial(process, parameter.process_value, parameter)
+            _process_by(parameter, process)
+
+
+def _process_by(parameter: Any, process: Callable[..., object]) -> None:
+    """Let `process` handle values: it gets what handled them so far, and the parameter, first."""
+    # The class is private to typer; its method is the one that click documents.
+    parameter.process_value = partial(process, parameter.process_value, parameter)
 
 
 # The types of contexts, options and formatters are private to typer.

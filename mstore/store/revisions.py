@@ -20,7 +20,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, BadRequest, NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.phrases import call, joined, phrase
+from mstore.phrases import Text, call, joined, phrase
 from mstore.store import plan_rows, refs, snapshot_rows
 
 _SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
@@ -83,9 +83,11 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
                 where=revision.name,
                 hint=call("reset", revision.name, back),
             )
-        hint = did_you_mean(revision.name, refs.names(index, transaction), _HINT)
+        hint: Text | None
         if _ODD_SUFFIX.search(revision.name):
             hint = "REF~N and REF@{N} take a whole number"
+        else:
+            hint = did_you_mean(revision.name, refs.names(index, transaction), _HINT)
         if _TOO_SHORT.fullmatch(revision.name):
             hint = joined("the beginning of an id has at least 4 digits", hint)
         raise NotFound("no such ref or snapshot", where=revision.name, hint=hint)
