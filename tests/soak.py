@@ -37,7 +37,7 @@ from proof_models import BLOCK, Files, merged_files, model_files, write_files
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import Conflict, MstoreError, NotFound, Unavailable
+from mstore.errors import Conflict, MstoreError, Unavailable
 from mstore.ids import SnapshotId
 from mstore_fuse import mounts
 
@@ -284,8 +284,11 @@ class Reader(Worker):
             message = store.show(str(ref.snapshot)).message
             log = _log_of_mounts(self._root)
             mounts.mount(self._root, str(ref.snapshot), point, timeout=DEADLINE, log=log)
-        except NotFound:
-            self._tell(gone=ref.name)
+        except MstoreError as error:
+            # It may have gone, and been pruned or collected, before it was mounted.
+            if any(now.snapshot == ref.snapshot for now in store.refs()):
+                raise
+            self._tell(gone=ref.name, error=str(error))
             return
         try:
             for _ in range(10):
