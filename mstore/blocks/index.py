@@ -349,6 +349,10 @@ class Index:
         for pack in self.named_packs(transaction):
             yield pack.id, pack.size
 
+    def pack_ids(self, transaction: IndexTransaction) -> Iterator[bytes]:
+        """Yield the id of every pack that the index names.  Neither reads nor checks rows."""
+        return self.keys(transaction, PACK_IDS)
+
     def named_packs(self, transaction: IndexTransaction) -> Iterator[NamedPack]:
         """Yield every pack that the index names, by number."""
         for key, value in self.walk(transaction, PACKS):

@@ -16,21 +16,22 @@ nothing.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mstore import fs
 from mstore.blocks.index import Index
-from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import generation_of
 from mstore.errors import Corrupt, MstoreError
-from mstore.ids import PackId
+from mstore.ids import ID_BYTES, PackId
 from mstore.phrases import call
 from mstore.store import backup_row, mirror
 from mstore.store.layout import BACKUP_MARKER, Layout
 
 _PACK = re.compile(r"[0-9a-f]{64}\.pack")
+_ID_IN_NAME = slice(-len(".pack") - 2 * ID_BYTES, -len(".pack"))
 
 
 def is_backup(layout: Layout, index: Index) -> bool:
@@ -92,32 +93,38 @@ def listed_packs(layout: Layout) -> Iterator[Path]:
 
     Raises StorageFailed.
     """
-    with fs.translated(layout.packs):
-        for directory in sorted(layout.packs.iterdir()):
-            if directory.is_dir():
-                for path in sorted(directory.iterdir()):
-                    if _PACK.fullmatch(path.name):
-                        yield path
+    return map(Path, _files(layout))
 
 
 def unknown_packs(layout: Layout, index: Index) -> list[Path]:
     """Return packs that the index does not name.  A running writer's may be among them."""
     # List files first: the index then includes anything published in between.
-    return unknown_among(list(listed_packs(layout)), index)
+    return _unknown(list(_files(layout)), index)
 
 
-def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
+def unknown_among(listed: Iterable[Path], index: Index) -> list[Path]:
     """Return those of these packs that the index does not name now."""
+    return _unknown(map(str, listed), index)
+
+
+def _files(layout: Layout) -> Iterator[str]:
+    # Every `add` and merge looks at all packs: a Path for each would take longer than the rest.
+    root = str(layout.packs)
+    with fs.translated(root):
+        for directory in sorted(os.listdir(root)):
+            folder = f"{root}/{directory}"
+            try:
+                names = sorted(os.listdir(folder))
+            except (NotADirectoryError, FileNotFoundError):
+                continue
+            yield from (f"{folder}/{name}" for name in names if _PACK.fullmatch(name))
+
+
+def _unknown(files: Iterable[str], index: Index) -> list[Path]:
     index.env.refresh()
     with index.env.read() as transaction:
-        known = known_packs(index, transaction)
-    return [path for path in listed if bytes.fromhex(path.stem) not in known]
-
-
-def known_packs(index: Index, transaction: IndexTransaction) -> set[PackId]:
-    """Return the packs that the index names, including condemned ones."""
-    known = {pack for pack, _ in index.packs(transaction)}
-    return known | {pack.pack for pack in index.condemned(transaction)}
+        known = {*index.pack_ids(transaction), *(one.pack for one in index.condemned(transaction))}
+    return [Path(file) for file in files if bytes.fromhex(file[_ID_IN_NAME]) not in known]
 
 
 def _pack_generation(path: Path) -> int:
