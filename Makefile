@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # The tests start some hundred processes: each would compile its sources where none are kept.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 
-.PHONY: setup demo test test-slow fuzz soak adversary check conformance bench-quick format clean
+.PHONY: setup demo test test-rest test-slow fuzz soak adversary check conformance bench-quick format clean
 
 setup:
 	@scripts/setup
@@ -15,8 +15,15 @@ demo: setup
 
 # A worker for each core, up to four.  Tests go to the workers in long runs of neighbours, which
 # share what their module made.
+WORKERS := -n auto --maxprocesses 4 --dist worksteal
+
+# Of tests with many slow cases a sample (`test-rest` has the rest), and none of the long lanes.
 test: setup
-	@$(PYTEST) -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal
+	@$(PYTEST) -q -m "not slow and not rest" $(WORKERS)
+
+# The cases that `make test` leaves out of its samples.  PART=1/6 runs a sixth of them.
+test-rest: setup
+	@TEST_PART=$(PART) $(PYTEST) -q -m "rest and not slow" $(WORKERS)
 
 test-slow: setup
 	@$(PYTEST) -q -m slow
@@ -44,7 +51,7 @@ check: setup
 # Compares merges with mergekit's, in a virtual environment of its own (.venv-conformance).
 # PART=1/6 compares a sixth of the cases.
 conformance: setup
-	@CONFORMANCE_PART=$(PART) scripts/conformance
+	@TEST_PART=$(PART) scripts/conformance
 
 # The main ratios, beside the recorded ones; on a quiet machine, in under two minutes.
 bench-quick: setup

@@ -1,18 +1,13 @@
-"""One family of each element type and way of tying, and its store, shared by a session.
-
-CONFORMANCE_PART=K/N in the environment leaves the K-th of N parts of the tests: of those that have
-parameters a part of each module, and of the modules that have none, a part.
-"""
+"""One family of each element type and way of tying, and its store, shared by a session."""
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import oracle
+import parts
 import pytest
 import torch
 from case import Case
@@ -32,23 +27,8 @@ FAMILIES: dict[str, tuple[str, Head]] = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the part that was asked for.  A case is always in the same part."""
-    part, _, parts = os.environ.get("CONFORMANCE_PART", "").partition("/")
-    if not part:
-        return
-    number, count = int(part), int(parts)
-    if not 1 <= number <= count:
-        raise pytest.UsageError(f"CONFORMANCE_PART={part}/{parts}: write K/N, such as 1/6")
-    others = [item for item in items if zlib.crc32(_of_part(item)) % count != number - 1]
-    config.hook.pytest_deselected(items=others)
-    left_out = set(others)
-    items[:] = [item for item in items if item not in left_out]
-
-
-def _of_part(item: pytest.Item) -> bytes:
-    """Return what decides in which part a test is: tests without parameters share fixtures."""
-    name = item.name if hasattr(item, "callspec") else item.nodeid.partition("::")[0]
-    return name.rpartition("/")[2].encode()
+    """Leave the part that was asked for."""
+    parts.leave_part(config, items)
 
 
 @dataclass

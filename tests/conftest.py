@@ -13,6 +13,9 @@ One thread for linear algebra: workers already share the cores, and threads that
 on a busy machine take many times as long.
 
 The workers of a long run compile the kernels together, before their first tests: `kernels_once`.
+
+Of tests with many slow cases, some are marked as `rest`: `lanes/samples`.  `lanes/parts` leaves a
+part of all that is chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import parts
 import pytest
+import samples
 import silent_ends
 from hypothesis import settings
 
@@ -43,6 +48,13 @@ silent_ends.refuse()
 
 # A few tests compile what they use.
 LONG_RUN = 1000
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before `-m` chooses."""
+    samples.mark_rest(items)
+    parts.leave_part(config, items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -148,6 +148,7 @@ MERGES: list[tuple[str, dict[str, float], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["family", "singles"])
 @pytest.mark.parametrize(("method", "experts", "given"), MERGES)
 def test_an_adapter_is_merged_like_the_model_it_makes(

@@ -251,6 +251,7 @@ def _another_header(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [_touch, _grow, _shrink, _overwrite])
 @pytest.mark.parametrize("which", [0, -1], ids=["being read", "still to come"])
 def test_a_file_that_changes_is_refused(

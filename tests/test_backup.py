@@ -459,6 +459,7 @@ def points(*short: int, of: int) -> list[object]:
     return [*short, *(pytest.param(at, marks=pytest.mark.slow) for at in every)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", points(30, 41, 48, 56, of=60))
 def test_a_kill_leaves_the_last_backup(store: Store, models: Path, tmp_path: Path, at: int) -> None:
     """kill -9 in the middle leaves the old state or the new one; the next run finishes."""

@@ -131,6 +131,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 # -- bytes and errors ----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
@@ -184,6 +185,7 @@ def test_every_budget_is_kept(
     assert exactly.error_bound == (None if method in CONSENSUS else 0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ADDITIVE)
 def test_max_error_is_kept(method: str, place: Place) -> None:
     """--max-error reads less the more error is allowed, and keeps what it was asked for."""
@@ -328,6 +330,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "method", "parameters"),
     [
@@ -465,6 +468,7 @@ def test_the_estimate_knows_the_edges(tied: Place) -> None:
         assert tied.relative_error(merged, full) < measured / 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", CONSENSUS)
 def test_what_is_known_of_an_estimate_is_told(method: str, place: Place) -> None:
     """A plan that elects signs and leaves something out says that its estimate is no bound, and by
@@ -762,6 +766,7 @@ def test_trimming_without_a_second_look(mixed: Place) -> None:
 # -- requests that make no sense -----------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "says"),
     [

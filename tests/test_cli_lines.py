@@ -99,6 +99,7 @@ def every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "find", found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("every_kind")
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("--")])
 def test_every_option_with_every_value(name: str) -> None:

@@ -75,6 +75,7 @@ def line_for(what: str, models: Path, out: Path) -> list[str]:
     return [what, MATH] if what == "rm" else line
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("what", [*VERBS_WITH_OUTPUT, *MORE])
 def test_no_line_is_wider_than_the_terminal(

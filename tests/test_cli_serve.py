@@ -97,6 +97,7 @@ def test_what_it_says(store: Program, tmp_path: Path) -> None:
     assert '"GET /refs/no%0Abody?x=%1b" 404 ' in second
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_answers_finish(store: Program, number: signal.Signals) -> None:
     """A signal ends the server with status 0, after the answers under way are whole."""

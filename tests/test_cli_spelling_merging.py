@@ -9,6 +9,7 @@ import inspect
 import json
 import pickle
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,13 @@ def test_a_phrase_is_text() -> None:
     }
 
 
-def _named() -> Iterator[tuple[str, Call | Option]]:
-    """Yield what modules of the library build with literal names, and where."""
+@cache
+def _named() -> list[tuple[str, Call | Option]]:
+    """What modules of the library build with literal names, and where."""
+    return list(_search())
+
+
+def _search() -> Iterator[tuple[str, Call | Option]]:
     tops = ("mstore", "fuse", "serve")
     for path in (path for top in tops for path in sorted((ROOT / top).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -127,9 +133,8 @@ def _named() -> Iterator[tuple[str, Call | Option]]:
 def test_every_name_has_a_command_or_a_flag() -> None:
     """What the library names can be typed: the command is there, and it has the flags."""
     every = {option for flags in FLAGS.values() for option in flags} | {"--help"}
-    found = list(_named())
-    assert len(found) > 50
-    for place, one in found:
+    assert len(_named()) > 50
+    for place, one in _named():
         if isinstance(one, Option):
             assert flag(one.name, on=one.value is not False) in every, (place, one)
             continue

@@ -244,6 +244,7 @@ def test_code_needs_no_compiler(level: str) -> None:
 
 
 # The best level is what all other tests run.
+@pytest.mark.rest
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("level", [level.name for level in levels.runnable()[1:]])
 def test_bits_depend_on_no_level(level: str, tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ def tar_of_pickles(mark: Path) -> bytes:
     return raw.getvalue()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("forced", "form"),
     [
@@ -300,6 +301,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, scratch: Path) -> None:
     assert refusal(path, scratch).where == str(path)
 
 
+@pytest.mark.rest
 def test_a_tensor_that_grows_is_refused(tmp_path: Path, scratch: Path) -> None:
     """A few bytes that claim to be terabytes (no stride) are refused before they are laid out."""
     path = tmp_path / "x.pt"

@@ -66,6 +66,7 @@ def inspector(story: str, sources: Path, scratch: Path) -> Inspector:
     return Inspector(STORIES[story](sources, disk), sources / "extra", scratch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("story", STORIES)
 def test_no_power_loss_breaks_a_promise(story: str, sources: Path, scratch: Path) -> None:
     """Whatever a power loss leaves: what was acknowledged is whole, refs are true, work goes on."""
@@ -88,6 +89,7 @@ def is_long(story: str, mutant: Mutant) -> bool:
     return (story, mutant) == ("repairing", packs_not_synced)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("story", "mutant"),
     [pytest.param(*one, marks=[pytest.mark.slow] if is_long(*one) else []) for one in MUTANTS],

@@ -76,6 +76,7 @@ CALLS: dict[str, Callable[[Store, Path], object]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize(
     ("database", "where", "met"),

@@ -79,6 +79,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
         yield Family(store, members[0], members[1:])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "given"), METHODS, ids=str)
 def test_it_equals_the_reference(family: Family, method: str, given: dict[str, Any]) -> None:
     """Rows of any length, types and own values of experts: the reference's bits; replayed."""

@@ -130,6 +130,7 @@ def merged(place: Place, plan: PlanReport, **options: Any) -> tuple[Any, Arrays]
     return done.manifest, place.tensors("merged")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_a_merge_is_a_function_of_its_inputs(name: str, seed: int, place: Place) -> None:
     """Any number of threads, any block size, with a memo table and without, stored or computed on
@@ -156,6 +157,7 @@ def same(found: Arrays, wanted: Arrays) -> None:
         ), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_a_budget_is_kept_and_its_bound(name: str, seed: int, place: Place) -> None:
     """A merge reads what was planned and no more than its budget; a method that declares a bound
@@ -189,6 +191,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_blocks_of_the_base_are_free(name: str, seed: int, alike: Store) -> None:
     """A block that equals the base's is never read; where no expert has another one, and the

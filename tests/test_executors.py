@@ -230,6 +230,7 @@ def test_a_framework_that_retries_ends_the_merge(
     assert is_clean(store)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", ["processes", "loky", "dask_once", "ray_once"])
 def test_a_lost_slice_interrupts_the_merge(
     framework: str,

@@ -58,6 +58,7 @@ WAYS: dict[str, dict[str, Any]] = {
 # -- explain -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
     """Over all tensors, and over the blocks of each, counts add up to what the plan reported."""

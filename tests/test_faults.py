@@ -370,6 +370,7 @@ def fail_everywhere(
     assert wrong == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("code", "lasting"),
     [

@@ -194,6 +194,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_store(tmp_path_factory.mktemp("at-rest"))
 
 
+@pytest.mark.rest
 def test_a_flipped_value_changes_nothing(store: Path) -> None:
     """A byte of any value of each database: plans and merges are those of the sound store."""
     seed = random.SystemRandom().randrange(1 << 20)

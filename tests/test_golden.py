@@ -75,6 +75,7 @@ def test_it_is_read_exactly(copy: Path, expected: dict[str, Any]) -> None:
         assert store.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.sampled(2)
 def test_it_is_read_without_the_library(copy: Path, expected: dict[str, Any]) -> None:
     """The reader that was written from the format's description finds the same bytes."""
     virtual = {one["snapshot"] for one in expected["log"] if one["virtual"]}

@@ -22,6 +22,7 @@ def _faults(store: Path, *words: object) -> int:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 @pytest.mark.parametrize(
     "words",

@@ -72,6 +72,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_of_the_directory(store: Store, name: str) -> None:
     """Class, parameters, types and outputs are those of the directory, bit for bit."""

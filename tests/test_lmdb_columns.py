@@ -92,6 +92,7 @@ def test_a_reader_sees_its_own_commit(index: Index) -> None:
         assert gathered(index, transaction) != rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_changed_byte_is_unexpected_or_a_row_like_others(
     index: Index, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def point(tmp_path: Path) -> Iterator[Path]:
 MEMBERS = ("base", "code", "prose", "arithmetic", "merged", "odd")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MEMBERS)
 def test_every_file_is_the_same(
     stored: tuple[Path, dict[str, Path]], point: Path, tmp_path: Path, name: str
@@ -95,6 +96,7 @@ def logits(directory: Path) -> torch.Tensor:
     return output
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["base", "code", "prose", "arithmetic", "merged"])
 def test_logits_are_the_same(stored: tuple[Path, dict[str, Path]], point: Path, name: str) -> None:
     """Logits from the mount equal those from the original directory, bit for bit."""

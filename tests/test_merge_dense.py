@@ -187,6 +187,7 @@ def covering() -> Iterator[Any]:
             yield pytest.param(kind, way, marks=[] if short else [pytest.mark.slow])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "way"), list(covering()))
 def test_all_methods_give_the_same_content(
     kind: str, way: str, places: Callable[[str], Place]
@@ -215,6 +216,7 @@ def test_all_methods_give_the_same_content(
     assert store.replay("ties").same
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["delta", "chain"])
 @pytest.mark.parametrize("kind", ["bf16", "mixed"])
 def test_processes_give_the_same(way: str, kind: str, places: Callable[[str], Place]) -> None:
@@ -336,6 +338,7 @@ def test_a_wrong_codec_merges_nothing(places: Callable[[str], Place]) -> None:
 # -- bytes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["bf16", "mixed"])
 @pytest.mark.parametrize("way", ["delta", "chain"])
 def test_every_budget_is_kept(kind: str, way: str, places: Callable[[str], Place]) -> None:
@@ -458,6 +461,7 @@ def test_a_delta_beyond_the_plan_is_refused(places: Callable[[str], Place]) -> N
     assert meter.total == task.expert_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_plan_says_what_is_merged(
     method: str, places: Callable[[str], Place], tmp_path: Path

@@ -142,6 +142,7 @@ def workplaces(
             store.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_way_to_run_it_gives_the_reference(
     case: Case, workplaces: Callable[[str], Workplace], tmp_path: Path
@@ -180,6 +181,7 @@ def test_every_way_to_run_it_gives_the_reference(
     assert len(contents) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "block_size"),
     [*((kind, SMALL) for kind in FAMILIES if kind != "bf16"), ("mixed", LARGE)],
@@ -200,6 +202,7 @@ def test_other_elements(
     assert report.expert_bytes_read == report.planned_expert_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("case", ONE_A_METHOD, ids=str)
 def test_output_dtype(case: Case, dtype: str, workplaces: Callable[[str], Workplace]) -> None:
@@ -210,6 +213,7 @@ def test_output_dtype(case: Case, dtype: str, workplaces: Callable[[str], Workpl
     assert families.differences(work.merged(store), work.expected(case, dtype)) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["bf16", "f16", "f32", "mixed", "wide base"])
 def test_slerp_is_its_mixture(kind: str, workplaces: Callable[[str], Workplace]) -> None:
     """Every tensor is the reference's fused sum with the plan's factors, which are those of float64
@@ -350,6 +354,7 @@ def _with_odd(base: np.ndarray[Any, Any]) -> Family:
     return Family({"w": base}, tuple({"w": expert} for expert in experts))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [3, 6])
 @pytest.mark.parametrize("weight", [1.0, 0.0, -0.7])
 def test_what_has_no_sign_elects_none(count: int, weight: float, tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         yield made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_merge_of_the_same_reads_nothing(method: str, place: Place) -> None:
     """The same plan under another name and message: no byte is read of experts or base, and only
@@ -181,6 +182,7 @@ def test_one_more_expert_costs_what_it_touches(tmp_path: Path) -> None:
         assert place.merge(place.plan("linear", ["e0", "e1", "e2"]), "three").memo_expert_bytes == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_expert_that_changed_in_two_tensors(method: str, tmp_path: Path) -> None:
     """After one expert changed in two tensors, a merge reads and writes those two alone."""
@@ -211,6 +213,7 @@ def test_an_expert_that_changed_in_two_tensors(method: str, tmp_path: Path) -> N
         assert place.merge(plan, "apart", memo=False).manifest == report.manifest
 
 
+@pytest.mark.rest
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), seed=st.integers(0, 1000), dtype=st.sampled_from(["BF16", "F32"]))
 def test_the_table_changes_no_result(

@@ -159,6 +159,7 @@ def test_leftovers_survive_a_second_interruption(store: Store) -> None:
     assert list((store.path / "tmp").iterdir()) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["payload", "footer", "receipt", "missing", "cut", "link"])
 def test_damaged_leftovers_are_not_taken(where: str, store: Store) -> None:
     """A pack or receipt that is not what it was is not used; the rest is, and all is sound."""

@@ -131,6 +131,7 @@ def wanted(store: Store, plan: Plan) -> ManifestId:
 # -- any way of running --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_slices_and_threads_change_nothing(method: str, budget: float | None, store: Store) -> None:
@@ -168,6 +169,7 @@ class Elsewhere(Executor):
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
 
+@pytest.mark.sampled(2)
 def test_processes_without_an_index_give_the_same(store: Store) -> None:
     """Slices run in another process that cannot open the index give the same ManifestId, read the
     planned bytes to the byte, and what they wrote is sound.
@@ -239,6 +241,7 @@ execute(pickle.loads(sys.stdin.buffer.read()))
 """
 
 
+@pytest.mark.rest
 def test_a_slice_may_run_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are killed with a pack half written, slices run twice, receipts come in the reverse
     order: the merge is the same, reads no more, and leaves nothing behind."""

@@ -183,6 +183,7 @@ def request(case: str, **options: Any) -> MergeRequest:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["model_stock", "multislerp", "karcher"])
 def test_distances_are_read_together(method: str, tmp_path: Path) -> None:
     """The plan is that of a store where each pair was measured alone, with several types, too; and
@@ -229,6 +230,7 @@ def test_factors_are_those_of_whole_vectors(case: str, family: Family) -> None:
         assert float((np.abs(found - wanted) / scale).max()) <= 2.0**-22
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_budget_has_a_bound_that_holds(case: str, family: Family) -> None:
     """What is left out has a bound under the factors of the full merge, and facts are measured
@@ -476,6 +478,7 @@ def settled(method: str, weights: Sequence[float], vectors: Sequence[Double]) ->
     return operation(method, {}, weights).settle(gram)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["karcher", "model_stock", "multislerp", "nuslerp"])
 @settings(max_examples=200, deadline=None)
 @example(([1.0, 1.0], [[1.0, 0.0], [-1.0, 0.0]]))

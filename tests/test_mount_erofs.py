@@ -252,6 +252,7 @@ def test_reading_past_the_page_cache_is_refused(store: Path) -> None:
         os.open(point / MODEL, os.O_RDONLY | os.O_DIRECT)
 
 
+@pytest.mark.rest
 def test_more_packs_than_mount_options_hold(root: Path) -> None:
     """A snapshot in 100 packs is one mount; a process that may open few files may open more."""
     original = root / "model"

@@ -91,6 +91,7 @@ def lose(pack: Path) -> None:
     pack.unlink()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damage", [flip, cut, lose])
 def test_a_damaged_pack_fails_its_own_reads_only(
     family: Family, at: Callable[[str | None], Served], damage: Callable[[Path], None]
@@ -174,6 +175,7 @@ def disk(family: Family, tmp_path: Path) -> Iterator[Disk]:
         yield made
 
 
+@pytest.mark.sampled(2)
 def test_an_error_of_the_disk_is_the_readers_and_passes(
     family: Family, disk: Disk, at: Callable[[str | None], Served]
 ) -> None:
@@ -194,6 +196,7 @@ def test_an_error_of_the_disk_is_the_readers_and_passes(
     assert looked_at(family, refs / "base", "base") == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("readers", [3, MANY])
 def test_a_read_that_hangs_delays_no_other(
     family: Family, disk: Disk, at: Callable[[str | None], Served], readers: int
@@ -283,6 +286,7 @@ def stop(process: int) -> None:
     until(lambda: all("State:\tT" in (each / "status").read_text() for each in threads))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", HOLDING)
 def test_a_sibling_that_was_stopped_is_not_waited_for(
     family: Family, at: Callable[[str | None], Served], what: str
@@ -380,6 +384,7 @@ def overwrite_index(index: Path) -> None:
         file.write(b"\xa5" * (size - 8192))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("damage", "answers"),
     [

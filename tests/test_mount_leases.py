@@ -58,6 +58,7 @@ def prune(store: Store, family: Family) -> None:
     assert store.prune(keep_last=1, unnamed_inputs=True).snapshots
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("forget", [remove, move, prune])
 def test_what_is_mounted_is_kept(
     driver: Driver,
@@ -127,6 +128,7 @@ def test_a_sure_hold_needs_no_other_ref(family: Family) -> None:
         store.hold(tuned, sure=True).release()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("forget", [remove, move, prune])
 def test_what_is_open_is_kept(
     driver: Driver,
@@ -202,6 +204,7 @@ def test_a_hold_ends_with_its_process(
         assert list((family.store / "tmp").iterdir()) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_virtual_merge_that_is_shown_keeps_its_inputs(
     driver: Driver, family: Family, stack: ExitStack, tmp_path: Path, *, is_alone: bool

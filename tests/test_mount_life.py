@@ -259,6 +259,7 @@ COPIES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COPIES)
 def test_programs_that_look_for_holes_copy_every_byte(
     store: Store, originals: dict[str, Path], point: Path, tmp_path: Path, command: str

@@ -304,6 +304,7 @@ for _function, _result in (
     getattr(LIBC, _function).restype = _result
 
 
+@pytest.mark.sampled(2)
 def test_a_large_directory_is_listed_whole(many: Path) -> None:
     """5,000 files: each once, with the number and type that stat gives; `.` and `..` first."""
     listing = Directory.open(many)
@@ -318,6 +319,7 @@ def test_a_large_directory_is_listed_whole(many: Path) -> None:
     assert len({number for _, number, _ in entries[2:]}) == MANY
 
 
+@pytest.mark.sampled(2)
 def test_a_listing_goes_on_from_any_place(many: Path) -> None:
     """telldir and seekdir return to an entry in any order, rewinddir to the first; two listings at
     once do not disturb each other."""
@@ -343,6 +345,7 @@ def test_a_listing_goes_on_from_any_place(many: Path) -> None:
         each.close()
 
 
+@pytest.mark.sampled(2)
 def test_every_file_of_a_large_directory_can_be_read(many: Path) -> None:
     """They are there with their bytes, one of eight, and all 5,000 by stat."""
     assert {(many / f"{n:05} é").stat().st_size for n in range(MANY)} == {1}

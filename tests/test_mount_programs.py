@@ -142,6 +142,7 @@ def test_checksums_made_elsewhere_hold(cold: tuple[Path, Path], tmp_path: Path) 
         told(f'cmp -i {skipped} {SHARDS[0]} "{original / SHARDS[0]}"', shown)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "how", [("randread", "psync"), ("randread", "mmap"), ("read", "psync")], ids=" ".join
 )

@@ -265,6 +265,7 @@ def compare(shown: Path, original: Path, scratch: Path, seed: int, number: int) 
     theirs.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FILES)
 def test_every_way_to_read_agrees_with_the_file(
     pair: tuple[Path, Path], tmp_path: Path, name: str

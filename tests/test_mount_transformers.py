@@ -183,6 +183,7 @@ def shown(
     return root / "mnt"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_load_equal_weights(ask: Ask, models: Path, shown: Path, kind: str) -> None:
     """A sharded model, one with tied embeddings, and an adapter on its base, loaded ten times by

@@ -58,6 +58,7 @@ def text(store: Store) -> str:
 # -- round trip ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_round_trip(

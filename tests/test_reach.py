@@ -72,6 +72,7 @@ def test_reached_blocks_are_those_that_a_walk_finds(store: Store, names: tuple[s
     assert reach.missing == set()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", [1, 3, 1 << 17])
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**9))

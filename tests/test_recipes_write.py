@@ -138,6 +138,7 @@ BY_OPTIONS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("request_name", BY_OPTIONS)
 def test_a_recipe_gives_its_plan_again(request_name: str, store: Store) -> None:
     """The recipe of a merge by options, rules included, is read back to the same plan; it is a file

@@ -140,6 +140,7 @@ def wanted(place: Place, case: str, name: str) -> tuple[Double, Double]:
     return own + np.sum(terms, axis=0), np.abs(own) + np.sum(np.abs(terms), axis=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_each_row_has_its_own_angles(place: Place, case: str) -> None:
     """A merge is the formula of each row, within float32's arithmetic, and not that of whole
@@ -168,6 +169,7 @@ def test_each_row_has_its_own_angles(place: Place, case: str) -> None:
         assert np.abs(gap).max() > 1e-3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_of_another_size_change_nothing(place: Place, case: str, tmp_path: Path) -> None:
     """The same bits whatever the size of blocks, and of the runs of rows that are computed
@@ -188,6 +190,7 @@ def _all(place: Place) -> list[dict[str, Any]]:
     return [place.family.base, *place.family.experts]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["nuslerp", "nuslerp of wholes", "model_stock"])
 def test_a_merge_is_remembered_for_its_own_weights(place: Place, case: str) -> None:
     """The memo table serves the same merge, and neither other weights, another order, more experts,

@@ -82,6 +82,7 @@ def test_no_test_ends_the_run_in_silence(workers: int, tmp_path: Path) -> None:
     assert done.stdout.count("belongs in a child process") >= len(ENDS)
 
 
+@pytest.mark.rest
 def test_a_lost_worker_is_a_failed_test(tmp_path: Path) -> None:
     """A worker that dies from within C fails the test that it was at; the others run."""
     program = "".join(f"def test_{number}():\n    pass\n" for number in range(6))

@@ -93,6 +93,7 @@ def merged(store: Store, method: str, budget: str | None) -> tuple[str, Manifest
     return str(plan.plan), done.manifest, done.expert_bytes_read
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("budget", [None, "50%"])
 @pytest.mark.parametrize("method", METHODS)
 def test_together_as_alone(

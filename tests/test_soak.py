@@ -20,6 +20,7 @@ LONG = 120.0
 """Seconds for which a writer holds everything that a writer can hold, unless it is killed."""
 
 
+@pytest.mark.rest
 def test_many_at_work_at_once_lose_nothing(tmp_path: Path) -> None:
     """Four processes for some seconds, and one that reads through mounts: refs are as acknowledged,
     contents right wherever they are read, fsck clean."""

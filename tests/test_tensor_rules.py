@@ -402,6 +402,7 @@ EACH: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", EACH)
 def test_each_expert_may_have_its_own_values(family: Family, method: str) -> None:
     """A parameter may have a value for each expert: merged, replayed, exported, explained."""

@@ -247,6 +247,7 @@ def test_a_store_without_the_right_to_write(place: World, filled: Path) -> None:
     done(place, owner, f"chmod -R u+w {store} && mstore tag v1 merged", store.parent, store)
 
 
+@pytest.mark.rest
 def test_a_read_only_filesystem(place: World, filled: Path) -> None:
     """On a filesystem that is mounted read-only everybody reads, its owner and root too."""
     owner, store = copied(place, filled, "frozen")
@@ -286,6 +287,7 @@ def test_mounts_are_those_of_who_asks(place: World, carol: User) -> None:
         done(place, owner, "mstore unmount mnt", at)
 
 
+@pytest.mark.rest
 def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
     """In a store that was made with --shared two users of one group, each with a umask that lets
     nobody else write, take turns in the README's transcript, and collect, repair and reindex what
@@ -321,6 +323,7 @@ def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
     done(place, bob, "mstore rm roots && mstore gc --reflog-days 0", at)
 
 
+@pytest.mark.rest
 def test_what_a_killed_command_left_the_other_removes(place: World, alice: User, bob: User) -> None:
     """A command of one user that was killed keeps nothing from the other, who cleans up after it;
     what one who lives is at work on, the other leaves alone."""

@@ -154,6 +154,7 @@ def fresh(store: Store, revision: str, *, limit: int = 64 << 20) -> SnapshotView
     return SnapshotView(store._catalog, store[revision].id, cache)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_virtual_merge_is_the_real_one(shared: Store, family: Path, kind: str) -> None:
     """Every file of a virtual merge, headers and configs too, is that of the real merge of the same
@@ -177,6 +178,7 @@ def test_a_virtual_merge_is_the_real_one(shared: Store, family: Path, kind: str)
     assert read == real.planned_expert_bytes > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["ties", "wider", "budget", "breadcrumbs on a budget", "slerp"])
 def test_random_access(shared: Store, kind: str) -> None:
     """Any range, in any order, from a cache too small for it, is that range of the real merge."""

@@ -17,6 +17,7 @@ MERGE = ("merge", "--base", "base", "--expert", "one", "--expert", "two", "--met
 MERGE = (*MERGE, "--param", "density=0.4", "--name", "merged")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bound", [3 * GIB, 8 * GIB])
 def test_every_command_runs_in_a_few_gib(bound: int, tmp_path: Path) -> None:
     """A store is made, filled, merged, collected, checked and indexed anew under `ulimit -v`."""

@@ -61,6 +61,7 @@ def cut(store: Path, area: str, pages: int) -> None:
     os.truncate(path, max(3 * PAGE, path.stat().st_size - pages * PAGE))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pages", [2, pytest.param(5, marks=pytest.mark.slow), 1000])
 @pytest.mark.parametrize("area", ["stats", "memo"])
 def test_what_can_be_thrown_away_is_set_aside(area: str, pages: int, store: Path) -> None:

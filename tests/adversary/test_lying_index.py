@@ -246,6 +246,7 @@ def keys_of(life: Life, database: str) -> list[bytes]:
             return [bytes(key) for key, _ in cursor]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("byte", [0, 31])
 @pytest.mark.parametrize("bit", [0, 7])
 def test_a_bit_in_the_key_of_a_live_block(life: Life, byte: int, bit: int, extra: Path) -> None:
@@ -278,6 +279,7 @@ def flips(row: bytes) -> Iterator[bytes]:
         yield bytes(changed)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("database", sorted(set(DATABASES) - UNCHECKED))
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_a_bit_in_a_row(life: Life, database: str, part: str, extra: Path) -> None:
@@ -477,6 +479,7 @@ def test_a_writer_that_comes_meanwhile_stops_it(
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.rest
 def test_many_open_while_the_index_is_rebuilt(life: Life) -> None:
     """Processes that open and close the store all the time never see it without its refs."""
     program = (

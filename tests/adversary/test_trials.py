@@ -17,6 +17,7 @@ def tried(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_is_lost(seed: int) -> None:
     """A few trials; `make adversary` runs as many as there is time for."""
@@ -25,6 +26,7 @@ def test_nothing_is_lost(seed: int) -> None:
     assert done.stdout.splitlines()[-1].startswith("8 trials: ")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("mutant", "seed"),
     [("unknown packs deleted", 1023811449), ("generations ignored", 3871601465)],
