@@ -438,6 +438,7 @@ def test_bad_block_sizes(tmp_path: Path) -> None:
         assert done.status == 1, size
         assert done.err.startswith("error: ")
         assert not (tmp_path / "store").exists()
+    assert done.err.endswith("hint: a power of two, 64KiB to 16MiB, such as 1MiB\n")
 
 
 def test_two_stores_named(tmp_path: Path) -> None:

@@ -32,14 +32,14 @@ def test_removed_and_brought_back(mstore: Program) -> None:
     """rm takes several refs and says how each comes back; the words work."""
     out = mstore.succeed("rm", "tiny/a", "v1").out
     assert f"mstore --store {mstore.store} reset tiny/a 'tiny/a@{{1}}'" in out
-    assert f"mstore --store {mstore.store} tag v1 'v1@{{1}}'" in out
+    assert f"mstore --store {mstore.store} reset v1 'v1@{{1}}'" in out
     assert "2 snapshots have no ref now" in out
     every = mstore.succeed("reflog").out
     assert "tiny/a@{0}" in every
     assert "v1@{0}" in every
     mstore.succeed("gc")
     mstore.succeed("reset", "tiny/a", "tiny/a@{1}")
-    mstore.succeed("tag", "v1", "v1@{1}")
+    mstore.succeed("reset", "v1", "v1@{1}")
     assert mstore.succeed("refs", "-q").out.split() == ["tiny/a", "v1"]
 
 

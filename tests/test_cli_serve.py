@@ -209,9 +209,9 @@ def test_a_port_in_use(store: Program) -> None:
     [
         (("--host", "no.such.host.invalid"), "no such address"),
         (("--host", "192.0.2.1"), "not an address of this machine"),
-        (("--port", "70000"), "a port is a number from 0 to 65535"),
-        (("--connections", "0"), "at least one request must be allowed"),
-        (("--timeout", "0"), "a timeout is from 1 to 86400 seconds"),
+        (("--port", "70000"), "--port 70000: a port is a number from 0 to 65535"),
+        (("--connections", "0"), "--connections 0: at least one request must be allowed"),
+        (("--timeout", "0"), "--timeout 0.0: a timeout is from 1 to 86400 seconds"),
         (("--log", "/nowhere/at/all"), "the log cannot be written"),
     ],
 )

@@ -46,6 +46,17 @@ def test_empty_variable_names_no_store(elsewhere: Path, monkeypatch: pytest.Monk
     assert Session(Choices()).store_path() == elsewhere / "work" / ".mstore"
 
 
+def test_a_store_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where MSTORE_STORE names what is no store, the error says so: the line does not show it."""
+    monkeypatch.setenv("MSTORE_STORE", "/nowhere")
+    assert run(["refs"]) == 1
+    assert "/nowhere: no store here: $MSTORE_STORE names it\n" in capsys.readouterr().err
+    assert run(["--store", "/nowhere", "refs"]) == 1
+    assert "MSTORE_STORE" not in capsys.readouterr().err
+
+
 def test_the_directory_of_a_store_is_not_the_store(elsewhere: Path) -> None:
     """Where --store names the directory that a store lies in, the error names the store."""
     inside = elsewhere / "a model" / ".mstore"

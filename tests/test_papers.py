@@ -207,6 +207,7 @@ def test_the_card_of_a_budgeted_merge_makes_it_again(make: Make) -> None:
     assert "base: no merge made it, so it has no plan" in refused.err
     refused = Program(path)("merge", "--plan", "nowhere", "--name", "x")
     assert "nowhere: neither a plan's id, nor a file, nor a merged snapshot" in refused.err
+    assert refused.err.endswith(" plans lists the plans\n")
 
 
 def test_merges_of_earlier_versions_keep_their_card(make: Make) -> None:

@@ -135,7 +135,7 @@ class Session:
 
     def _opened(self, open_at: Callable[[Path], Store]) -> Store:
         """Open the store; warn if its index cannot be trusted."""
-        store = open_at(self.store_path())
+        store = self._open_named(open_at)
         self._stores.append(store)
         why = store.doubt()
         self.is_doubted = why is not None
@@ -145,6 +145,19 @@ class Session:
                 self.typed("mstore reindex"),
             )
         return store
+
+    def _open_named(self, open_at: Callable[[Path], Store]) -> Store:
+        from mstore.errors import NotFound
+
+        try:
+            return open_at(self.store_path())
+        except NotFound as error:
+            if self.named_store is None or self.given_store is not None:
+                raise
+            # The name is nowhere on the command line.
+            what, where, hint = error.texts
+            what = f"{what}: ${STORE_VARIABLE} names it"
+            raise NotFound(what, where=where, hint=hint) from error
 
     def warn_if_quiet(self, texts: Iterable[str]) -> None:
         """Print warnings on standard error with --quiet; other outputs have them already."""

@@ -111,12 +111,12 @@ def find(catalog: Catalog, text: str) -> PlanId:
     """Return the plan of this id or unique prefix (4 digits or more).  Raises NotFound, BadName."""
     if len(text) < 4 or not set(text) <= set("0123456789abcdef") or len(text) > 64:
         raise BadName(
-            f"{text!r} is not a plan id", hint=phrase("{plan} prints it", plan=call("plan"))
+            f"{text!r} is not a plan id", hint=phrase("{plans} lists them", plans=call("plans"))
         )
     matches = [id for id in _ids(catalog) if id.hex().startswith(text)]
     if not matches:
         raise NotFound(
-            "no such plan", where=text, hint=phrase("{plan} makes one", plan=call("plan", "..."))
+            "no such plan", where=text, hint=phrase("{plans} lists the plans", plans=call("plans"))
         )
     if len(matches) > 1:
         raise BadName(f"{text!r} is the prefix of several plans", hint="give more digits")

@@ -72,11 +72,11 @@ def serve(
     """
     require_packages()
     if not 0 <= port <= 65535:
-        raise BadRequest("a port is a number from 0 to 65535", where=str(port))
+        raise BadRequest("a port is a number from 0 to 65535", where=Option("port", port))
     if connections < 1:
-        raise BadRequest("at least one request must be allowed", where=str(connections))
+        raise BadRequest("at least one request must be allowed", where=Option("connections", connections))
     if not 1 <= timeout <= 86400:
-        raise BadRequest("a timeout is from 1 to 86400 seconds", where=f"{timeout:g}")
+        raise BadRequest("a timeout is from 1 to 86400 seconds", where=Option("timeout", timeout))
     from mstore_serve import logs
     from mstore_serve.server import Server, listen
 

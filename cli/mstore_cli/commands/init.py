@@ -75,7 +75,7 @@ def init(
             f"two stores named: {directory} and, by {session.named_by}, {session.named_store}"
         )
     path = directory or session.named_store or Path(STORE_NAME)
-    size = parse_size(block_size, option="--block-size")
+    size = _block_size(block_size)
     from mstore import Store
 
     with Store.init(path, block_size=size, codec=codec, shared=shared) as store:
@@ -103,6 +103,16 @@ def init(
             screen.line(f"to share it with another group: chgrp -R GROUP {shlex.quote(str(place))}")
 
     session.output.emit(document, ids=[document["uuid"]], human=human)
+
+
+def _block_size(text: str) -> int:
+    from mstore.errors import BadRequest
+
+    try:
+        return parse_size(text, option="--block-size")
+    except BadRequest as error:
+        error.advise("a power of two, 64KiB to 16MiB, such as 1MiB")
+        raise
 
 
 def _group_of(path: Path) -> str:

@@ -272,7 +272,7 @@ def _plan_of(store: Store, name: str) -> str:
         report = store.show(name)
     except (NotFound, BadName) as error:
         what = "neither a plan's id, nor a file, nor a merged snapshot"
-        raise NotFound(what, where=name, hint=PLAN_HINT) from error
+        raise NotFound(what, where=name, hint="mstore plans lists the plans") from error
     if report.plan is None:
         raise BadRequest("no merge made it, so it has no plan", where=name, hint=PLAN_HINT)
     return str(report.plan)

@@ -33,7 +33,7 @@ def rm(
     """Remove branches or tags, all of them or none.
 
     Snapshots stay until `mstore gc` drops them: when no ref reaches them and the reflog is older
-    than reflog_days (see `mstore config`). Until then `mstore reset` brings a branch back.
+    than reflog_days (see `mstore config`). Until then `mstore reset` restores a ref.
     """
     with session.open() as store:
         report = store.remove(*names, dry_run=dry_run)
@@ -51,8 +51,7 @@ def _print(screen: Screen, report: RemoveReport) -> None:
         return
     for name, kind in zip(report.removed, report.kinds, strict=True):
         screen.line(f"removed {name}", style="green")
-        back = "tag" if kind == "tag" else "reset"
-        screen.command("to restore it", f"mstore {back} {name} '{name}@{{1}}'")
+        screen.command("to restore it", f"mstore reset {name} '{name}@{{1}}'")
     if report.unnamed_snapshots:
         days = report.reflog_days
         is_one = report.unnamed_snapshots == 1
