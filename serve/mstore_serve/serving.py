@@ -74,7 +74,8 @@ def serve(
     if not 0 <= port <= 65535:
         raise BadRequest("a port is a number from 0 to 65535", where=Option("port", port))
     if connections < 1:
-        raise BadRequest("at least one request must be allowed", where=Option("connections", connections))
+        where = Option("connections", connections)
+        raise BadRequest("at least one request must be allowed", where=where)
     if not 1 <= timeout <= 86400:
         raise BadRequest("a timeout is from 1 to 86400 seconds", where=Option("timeout", timeout))
     from mstore_serve import logs

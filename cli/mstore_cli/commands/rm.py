@@ -49,7 +49,7 @@ def _print(screen: Screen, report: RemoveReport) -> None:
         if report.unnamed_snapshots:
             screen.line(f"{counted(report.unnamed_snapshots, 'snapshot')} would have no ref")
         return
-    for name, kind in zip(report.removed, report.kinds, strict=True):
+    for name in report.removed:
         screen.line(f"removed {name}", style="green")
         screen.command("to restore it", f"mstore reset {name} '{name}@{{1}}'")
     if report.unnamed_snapshots:
