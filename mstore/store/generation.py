@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mstore import fs
@@ -102,9 +102,9 @@ def unknown_packs(layout: Layout, index: Index) -> list[Path]:
     return _unknown(list(_files(layout)), index)
 
 
-def unknown_among(listed: Iterable[Path], index: Index) -> list[Path]:
+def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
     """Return those of these packs that the index does not name now."""
-    return _unknown(map(str, listed), index)
+    return _unknown(list(map(str, listed)), index)
 
 
 def _files(layout: Layout) -> Iterator[str]:
@@ -120,11 +120,22 @@ def _files(layout: Layout) -> Iterator[str]:
             yield from (f"{folder}/{name}" for name in names if _PACK.fullmatch(name))
 
 
-def _unknown(files: Iterable[str], index: Index) -> list[Path]:
+def _unknown(files: Sequence[str], index: Index) -> list[Path]:
     index.env.refresh()
     with index.env.read() as transaction:
-        known = {*index.pack_ids(transaction), *(one.pack for one in index.condemned(transaction))}
-    return [Path(file) for file in files if bytes.fromhex(file[_ID_IN_NAME]) not in known]
+        # Reading and checking all rows takes long, and nearly always every pack is named.
+        named = set(index.pack_ids(transaction))
+        unnamed = [file for file in files if _id(file) not in named]
+        if not unnamed:
+            return []
+        # Ids alone are not proof that a pack is unknown: nothing checks a key.
+        known = {pack for pack, _ in index.packs(transaction)}
+        known |= {pack.pack for pack in index.condemned(transaction)}
+    return [Path(file) for file in unnamed if _id(file) not in known]
+
+
+def _id(file: str) -> bytes:
+    return bytes.fromhex(file[_ID_IN_NAME])
 
 
 def _pack_generation(path: Path) -> int:

@@ -14,6 +14,7 @@ from small_models import BLOCK, files_of, small_model
 from mstore import fs
 from mstore.api import Store
 from mstore.gc import collect
+from mstore.store.generation import unknown_packs
 
 
 class Writer:
@@ -84,3 +85,20 @@ def test_a_writer_that_begins_while_gc_looks(
         assert store.fsck(read_data=True).problems == ()
         store.checkout("late", tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(model)
+
+
+def test_a_pack_whose_id_is_damaged_in_the_index_is_known(tmp_path: Path) -> None:
+    """A flipped key of `pack_ids` makes no pack unknown: its own row still names it."""
+    root = tmp_path / "store"
+    with Store.init(root, block_size=BLOCK) as store:
+        store.add(small_model(tmp_path / "model", "kept"), name="kept")
+        layout, index = store._catalog.layout, store._catalog.index
+        stray = layout.packs / "ab" / f"{'ab' * 32}.pack"
+        stray.parent.mkdir(exist_ok=True)
+        stray.touch()
+        with index.env.write() as rows:
+            [key] = index.pack_ids(rows)
+            row = bytes(rows.get(key, db=index.db("pack_ids")))
+            rows.delete(key, db=index.db("pack_ids"))
+            rows.put(bytes([key[0] ^ 1]) + key[1:], row, db=index.db("pack_ids"))
+        assert unknown_packs(layout, index) == [stray]
