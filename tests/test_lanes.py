@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,14 +52,22 @@ def test_every_case_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     every: list[Any] = [Item("test_it", case) for case in range(50)]
     found = []
     for number in range(1, 4):
-        monkeypatch.setenv("TEST_PART", f"{number}/3")
         part, backwards = list(every), every[::-1]
-        parts.leave_part(config, part)
-        parts.leave_part(config, backwards)
+        for items in (part, backwards):
+            monkeypatch.setenv("TEST_PART", f"{number}/3")
+            parts.leave_part(config, items)
         assert part == backwards[::-1]
         assert part
         found += part
     assert sorted(found, key=every.index) == every
+
+
+def test_a_part_is_not_what_a_test_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that starts pytest gets all of the tests that it names."""
+    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    monkeypatch.setenv("TEST_PART", "1/3")
+    parts.leave_part(config, [])
+    assert "TEST_PART" not in os.environ
 
 
 @pytest.mark.parametrize("part", ["0/3", "4/3"])
