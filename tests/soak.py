@@ -193,7 +193,7 @@ class Worker:
                 view = store.view(ref.snapshot)
                 found = {path: b"".join(view.stream(path)) for path in view.files}
         except MstoreError:
-            if any(now.snapshot == ref.snapshot for now in store.refs()):
+            if _is_named(store, ref.snapshot):
                 raise
             self._tell(gone=ref.name)
             return
@@ -286,7 +286,7 @@ class Reader(Worker):
             mounts.mount(self._root, str(ref.snapshot), point, timeout=DEADLINE, log=log)
         except MstoreError as error:
             # It may have gone, and been pruned or collected, before it was mounted.
-            if any(now.snapshot == ref.snapshot for now in store.refs()):
+            if _is_named(store, ref.snapshot):
                 raise
             self._tell(gone=ref.name, error=str(error))
             return
@@ -303,7 +303,7 @@ class Reader(Worker):
             message = store.show(str(snapshot)).message
             found = self._files(folder)
         except (OSError, MstoreError) as error:
-            if any(now.snapshot == snapshot for now in store.refs()):
+            if _is_named(store, snapshot):
                 raise
             self._tell(gone=str(snapshot), error=str(error))
             return
@@ -335,6 +335,11 @@ class Reader(Worker):
         seconds = time.monotonic() - began
         self._tell(read=len(data), seconds=seconds)
         return data
+
+
+def _is_named(store: Store, snapshot: SnapshotId) -> bool:
+    """Whether a ref still points at this snapshot: if none does, it may be gone."""
+    return any(ref.snapshot == snapshot for ref in store.refs())
 
 
 def _whole(root: Path) -> Path:
