@@ -156,7 +156,7 @@ class Session:
                 raise
             # The name is nowhere on the command line.
             what, where, hint = error.texts
-            what = f"{what}: ${STORE_VARIABLE} names it"
+            what = f"{what}: {self.named_by} names it"
             raise NotFound(what, where=where, hint=hint) from error
 
     def warn_if_quiet(self, texts: Iterable[str]) -> None:
