@@ -33,6 +33,7 @@ from mstore.errors import (
     NotFound,
     StorageFailed,
 )
+from mstore.fs import disks
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.tensor import Tensor
@@ -291,7 +292,7 @@ def test_a_network_filesystem_is_refused(
     """On NFS a store is neither made nor opened, and nothing is written there."""
     root = tmp_path / "store"
     shutil.copytree(template, root)
-    monkeypatch.setattr(fs, "filesystem_type", lambda path, mountinfo: "nfs4")
+    monkeypatch.setattr(disks, "filesystem_type", lambda path, mountinfo: "nfs4")
     with pytest.raises(Incompatible, match="network filesystem") as opened:
         Catalog.open(root)
     with pytest.raises(Incompatible, match="network filesystem") as made:

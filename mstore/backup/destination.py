@@ -85,7 +85,6 @@ class Destination:
         another backup runs, Incompatible on a network filesystem, StorageFailed, Corrupt.
         """
         _require_for(source, path)
-        layout = Layout(path, source.uuid, source.block_size)
         _require_local(path)
         if not path.parent.is_dir():
             # A disk that is not mounted, or a slip: a backup there would fill another disk.
@@ -95,7 +94,8 @@ class Destination:
                 hint=f"mkdir -p {shlex.quote(str(path.parent))}, or mount the disk that it is on",
             )
         fs.make_directories(path)
-        fs.serve_owner(path)
+        layout = Layout(path, source.uuid, source.block_size)
+        layout.require_kinds()
         if not (path / BACKUP_MARKER).exists():
             fs.replace_text(path / BACKUP_MARKER, f"mstore backup {_VERSION} {source.uuid}\n")
         fs.make_directory(layout.tmp, private=True, exist_ok=True)
@@ -112,6 +112,7 @@ class Destination:
                 found._tidy()
         finally:
             lock.remove()
+            layout.close()
 
     def _begin(self) -> None:
         """The directory of what is to come: whole packs that an earlier run left stay in it."""
@@ -119,8 +120,9 @@ class Destination:
         self._clear()
 
     def _clear(self) -> None:
-        for path in sorted(self.layout.incoming.iterdir()):
-            if path.is_dir():
+        for name in fs.listed(self.layout.incoming):
+            path = self.layout.incoming / name
+            if path.is_dir() and not path.is_symlink():
                 fs.remove_tree(path)
             elif path.suffix != ".pack":
                 fs.unlink(path, missing_ok=True)
@@ -237,8 +239,7 @@ def _require_for(source: Layout, path: Path) -> None:
             raise Conflict("this is a store, not a backup of this one", where=str(path), hint=_HINT)
         fs.require_empty(path)
         return
-    with fs.translated(marker), marker.open("rb") as file:
-        told = _MARKER.fullmatch(file.read(200).decode("ascii", "replace"))
+    told = _MARKER.fullmatch(fs.read_file(marker, 200).decode("ascii", "replace"))
     if told is None:
         raise Conflict("not a backup made by mstore", where=str(path), hint=_HINT)
     if int(told[1]) != _VERSION:

@@ -26,10 +26,8 @@ is a complete pack.  A writer belongs to one thread; any number of threads may u
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import stat
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +42,7 @@ from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed, Unavailable
+from mstore.errors import Conflict, Corrupt, Incompatible, MstoreError, StorageFailed, Unavailable
 from mstore.ids import Buffer, PackId
 from mstore.phrases import call
 
@@ -293,17 +291,9 @@ class PackWriter:
 def open_pack(path: Path | str) -> int:
     """Open a regular file that is not a symbolic link.  Raises OSError, Corrupt."""
     try:
-        # Without O_NONBLOCK, opening a fifo waits for a writer for ever.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = os.open(path, flags)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise Corrupt("not a regular file", where=str(path)) from error
-        raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise Corrupt("not a regular file", where=str(path))
-    return fd
+        return fs.open_file(path)
+    except Conflict as error:
+        raise Corrupt("not a regular file", where=str(path)) from error
 
 
 def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:

@@ -108,9 +108,18 @@ class PackCopies:
         finally:
             files.close()
 
+    def _files(self) -> list[Path]:
+        with fs.translated(self._packs):
+            return [
+                self._packs / directory / name
+                for directory, names in fs.listed_below(self._packs)
+                for name in names
+                if name.endswith(".pack")
+            ]
+
     def _candidates(self, wanted: set[Key]) -> dict[Key, list[tuple[PackId, Entry]]]:
         found: dict[Key, list[tuple[PackId, Entry]]] = defaultdict(list)
-        for path in sorted(self._packs.glob("*/*.pack")):
+        for path in self._files():
             try:
                 pack, entries = read_table(path)
             except MstoreError:

@@ -79,9 +79,11 @@ class Footers:
     def _garbage(self, packs: dict[int, tuple[PackId, int]]) -> None:
         layout = self._catalog.layout
         known = {f"{pack.hex()}.pack" for pack, _ in packs.values()}
-        for path in sorted(layout.packs.glob("*/*")):
-            if path.name not in known:
-                self._findings.garbage.append(str(path.relative_to(layout.root)))
+        with fs.translated(layout.packs):
+            for directory, names in fs.listed_below(layout.packs):
+                self._findings.garbage += [
+                    f"{layout.packs.name}/{directory}/{name}" for name in names if name not in known
+                ]
 
     def _count_rows(self, numbers: set[int]) -> Counter[int]:
         named: Counter[int] = Counter()

@@ -210,7 +210,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 def _holder(lock: Path) -> int | None:
     """Return a process that has an LMDB environment open, from LMDB's byte lock; None for none."""
     try:
-        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+        fd = fs.open_file(lock)
     except OSError:
         return None
     try:

@@ -119,6 +119,7 @@ class Catalog:
         self.index.env.require_outside()
         self.packs.close()
         self.index.close()
+        self.layout.close()
 
     @property
     def block_size(self) -> int:

@@ -44,8 +44,7 @@ class Config(msgspec.Struct, frozen=True):
         """Read the store's config file. Raises Corrupt naming the file, StorageFailed."""
         path = layout.config
         try:
-            with fs.translated(path), path.open("rb") as file:
-                text = file.read(MAX_BYTES + 1)
+            text = fs.read_file(path, MAX_BYTES + 1)
         except StorageFailed as error:
             if error.errno == errno.ENOENT:
                 return cls()

@@ -16,7 +16,6 @@ nothing.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -111,13 +110,8 @@ def _files(layout: Layout) -> Iterator[str]:
     # Every `add` and merge looks at all packs: a Path for each would take longer than the rest.
     root = str(layout.packs)
     with fs.translated(root):
-        for directory in sorted(os.listdir(root)):
-            folder = f"{root}/{directory}"
-            try:
-                names = sorted(os.listdir(folder))
-            except (NotADirectoryError, FileNotFoundError):
-                continue
-            yield from (f"{folder}/{name}" for name in names if _PACK.fullmatch(name))
+        for directory, names in fs.listed_below(root):
+            yield from (f"{root}/{directory}/{name}" for name in names if _PACK.fullmatch(name))
 
 
 def _unknown(files: Sequence[str], index: Index) -> list[Path]:

@@ -65,7 +65,11 @@ def _directory(layout: Layout) -> Path:
 
 def packs(layout: Layout) -> Iterator[Path]:
     """Yield every pack in lost+found."""
-    yield from sorted(layout.lost_found.glob("*/*.pack"))
+    with fs.translated(layout.lost_found), suppress(FileNotFoundError):
+        for directory, names in fs.listed_below(layout.lost_found):
+            yield from (
+                layout.lost_found / directory / name for name in names if name.endswith(".pack")
+            )
 
 
 def bring_back(layout: Layout) -> list[PackId]:

@@ -151,8 +151,8 @@ def _way(root: Path, found: int, steps: Sequence[Step], target: int) -> list[Ste
 def _require_idle(root: Path) -> None:
     """Raise Conflict while any operation or reader holds a lock file in tmp/, in any layout."""
     with fs.translated(root / "tmp"):
-        found = sorted((root / "tmp").iterdir()) if (root / "tmp").is_dir() else []
-        locks = [path for path in found if path.suffix in (".lock", ".pin")]
+        found = fs.listed(root / "tmp") if (root / "tmp").is_dir() else []
+        locks = [root / "tmp" / name for name in found if name.endswith((".lock", ".pin"))]
     for path in locks:
         lock = fs.LockFile(path, create=False)
         try:
@@ -171,8 +171,7 @@ def _require_idle(root: Path) -> None:
 
 def _set_version(root: Path, version: int) -> None:
     """Set the version in the format file, and keep the rest of its line."""
-    with fs.translated(root / "format"), (root / "format").open("rb") as file:
-        line = file.read(FORMAT_LIMIT).decode("ascii")
+    line = fs.read_file(root / "format", FORMAT_LIMIT).decode("ascii")
     name, _, rest = line.split(" ", 2)
     staging = root / "tmp"
     fs.replace_text(

@@ -186,18 +186,17 @@ def earlier(layout: Layout) -> list[tuple[Path, Mirror]]:
 def _versions(layout: Layout) -> list[tuple[int, Path]]:
     found = []
     with suppress(OSError):
-        for path in layout.mirror.parent.iterdir():
-            number = path.name.removeprefix("mirror.")
-            if path.name != number and number.isascii() and number.isdigit() and len(number) < 20:
-                found.append((int(number), path))
+        for name in fs.listed(layout.mirror.parent):
+            number = name.removeprefix("mirror.")
+            if name != number and number.isascii() and number.isdigit() and len(number) < 20:
+                found.append((int(number), layout.mirror.with_name(name)))
     return sorted(found, reverse=True)
 
 
 def _bytes(path: Path) -> bytes | None:
     """Return the bytes of a mirror; None if it is missing. Raises Corrupt, StorageFailed."""
     try:
-        with fs.translated(path), path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = fs.read_file(path, MAX_BYTES + 1)
     except StorageFailed as error:
         if error.errno == errno.ENOENT:
             return None
