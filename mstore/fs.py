@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from mstore.errors import Conflict, Incompatible, StorageFailed
+from mstore.errors import Conflict, StorageFailed
 from mstore.ids import Buffer
 from mstore.neighbours import require_alone
 from mstore.phrases import Text, call, phrase
@@ -979,10 +979,15 @@ def _refused(path: Path) -> int | None:
     return None if os.access(path, wanted, effective_ids=True) else errno.EACCES
 
 
-NETWORK_FILESYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "9p", "ceph", "lustre", "glusterfs"}
-    | {"fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.glusterfs", "beegfs", "gpfs"}
+LOCAL_FILESYSTEMS = frozenset(
+    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ntfs3", "reiser4"}
+    | {"reiserfs", "ubifs", "xfs", "zfs", "fuseblk"}
+    # In memory, and layers over others.
+    | {"ramfs", "rootfs", "tmpfs", "aufs", "ecryptfs", "overlay", "fuse.fuse-overlayfs"}
+    # Media that are only read.
+    | {"cramfs", "erofs", "iso9660", "romfs", "squashfs", "udf"}
 )
+"""Filesystems of one machine: flock, and maps shared with writes, hold for all who use a file."""
 MOUNTINFO = Path("/proc/self/mountinfo")
 
 
@@ -1018,17 +1023,6 @@ def block_bytes(path: Path) -> int:
     """Return the block size of the filesystem at `path`."""
     with translated(path):
         return os.statvfs(path).f_bsize
-
-
-def require_local(path: Path, mountinfo: Path = MOUNTINFO) -> None:
-    """Raise Incompatible if LMDB's locks and memory map are unreliable on this filesystem."""
-    kind = filesystem_type(path, mountinfo)
-    if kind in NETWORK_FILESYSTEMS:
-        raise Incompatible(
-            f"a store cannot live on a network filesystem ({kind})",
-            where=str(path),
-            hint=call("init", store="/a/local/disk/.mstore"),
-        )
 
 
 def require_empty(directory: Path) -> None:

@@ -169,6 +169,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
             "number of days for which the reflog keeps what refs pointed at",
         ),
         Key("shared", "text", "who besides its owner may use its files: umask, group or all"),
+        Key("filesystem", "text", "a type of filesystem that it may be on, too; empty for none"),
     ),
     "config --user": tuple(Key(one.name, "list of text", one.help) for one in USER_KEYS.values()),
     "add": keys_of(reports.AddReport),

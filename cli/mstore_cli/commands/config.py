@@ -53,6 +53,9 @@ def config(
     the store's group reads and writes. all: everybody else reads too. Existing files get the added
     permissions at once; permissions are never taken away.
 
+    filesystem: a type of filesystem that mstore does not know as local, and that the store may be
+    on. So you vouch that locks and shared maps hold there for all who use the store. '' is none.
+
     With --user, the settings are yours, in config.toml of your mstore configuration directory, and
     only the command line reads them. A change writes the file anew, without comments.
 
@@ -82,6 +85,11 @@ def config(
 def _of_store(session: Session, key: str | None, values: list[str] | None) -> Mapping[str, object]:
     if values and len(values) > 1:
         raise UsageError(f"{key} takes one value", hint="mstore config --help")
+    if key == "filesystem" and values:
+        from mstore import Store
+
+        # The store may be one that cannot be opened before.
+        return Store.vouch(session.store_path(), values[0])
     with session.open() as store:
         if key is not None and values:
             store.configure(key, values[0])
