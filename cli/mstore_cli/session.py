@@ -122,7 +122,14 @@ class Session:
         from mstore_cli import kernels
 
         kernels.prepare(quiet=self._choices.quiet)
+        self.report_waiting()
         return self._opened(open_at)
+
+    def report_waiting(self) -> None:
+        """Say on standard error who holds a lock that this command waits for, unless quiet."""
+        from mstore_cli import waiting
+
+        waiting.report(quiet=self._choices.quiet)
 
     def _opened(self, open_at: Callable[[Path], Store]) -> Store:
         """Open the store; warn if its index cannot be trusted."""

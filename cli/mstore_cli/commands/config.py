@@ -89,6 +89,7 @@ def _of_store(session: Session, key: str | None, values: list[str] | None) -> Ma
         from mstore import Store
 
         # The store may be one that cannot be opened before.
+        session.report_waiting()
         return Store.vouch(session.store_path(), values[0])
     with session.open() as store:
         if key is not None and values:
