@@ -202,7 +202,7 @@ def test_init_where_no_store_can_be(tmp_path: Path) -> None:
     """`init` on a file, or where no directory can be made, says to name another directory."""
     taken = tmp_path / "file"
     taken.touch()
-    for place in (taken, Path("/proc/store")):
+    for place in (taken, taken / "store"):
         done = Program(place)("init")
         assert done.status == 1
         assert "hint: name a new directory" in done.err

@@ -30,7 +30,7 @@ from mstore.blocks.pack_numbers import NamedPack
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
 from mstore.frozen import frozen
 from mstore.ids import PackId
-from mstore.phrases import call, phrase
+from mstore.phrases import call, joined, phrase
 from mstore.store import backup_row, leases, refs
 from mstore.store import layout as layouts
 from mstore.store.config import Config
@@ -76,16 +76,17 @@ class Destination:
 
     @classmethod
     @contextmanager
-    def opened(cls, source: Layout, path: Path) -> Iterator[Self]:
+    def opened(cls, source: Layout, path: Path, filesystem: str) -> Iterator[Self]:
         """The backup of this store at `path`, begun where nothing is there.
 
-        Who may use it is for the umask of whoever makes it, whoever shares the store.
+        Who may use it is for the umask of whoever makes it, whoever shares the store. filesystem:
+        the setting of the source.
 
         Raises BadRequest if the directory above is missing, Conflict if something else is there or
-        another backup runs, Incompatible on a network filesystem, StorageFailed, Corrupt.
+        another backup runs, Incompatible on an unknown filesystem, StorageFailed, Corrupt.
         """
         _require_for(source, path)
-        _require_local(path)
+        _require_local(path, filesystem)
         if not path.parent.is_dir():
             # A disk that is not mounted, or a slip: a backup there would fill another disk.
             raise BadRequest(
@@ -256,12 +257,14 @@ def _require_for(source: Layout, path: Path) -> None:
             raise Conflict("this is a backup of another store", where=str(path), hint=_HINT)
 
 
-def _require_local(path: Path) -> None:
+def _require_local(path: Path, filesystem: str) -> None:
     try:
-        fs.require_local(path)
+        layouts.require_local(path, filesystem)
     except Incompatible as error:
-        error.advise(
-            "a backup is a store, and needs a local disk; to a network filesystem copy format, "
-            "config, refs/ and packs/ with rsync (docs/keeping.md, Backups)"
+        _, _, hint = error.texts
+        elsewhere = (
+            "a backup is a store; to a network filesystem copy format, config, refs/ and packs/ "
+            "with rsync (docs/keeping.md, Backups)"
         )
+        error.advise(joined(hint, elsewhere, between="\n"))
         raise

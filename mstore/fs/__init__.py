@@ -9,12 +9,11 @@ disks    kinds of filesystems, free space
 """
 
 from mstore.fs.disks import (
+    LOCAL_FILESYSTEMS,
     MOUNTINFO,
-    NETWORK_FILESYSTEMS,
     block_bytes,
     filesystem_type,
     free_bytes,
-    require_local,
 )
 from mstore.fs.files import (
     NewFile,
@@ -57,8 +56,8 @@ from mstore.fs.roots import (
 from mstore.fs.trees import NewTree
 
 __all__ = [
+    "LOCAL_FILESYSTEMS",
     "MOUNTINFO",
-    "NETWORK_FILESYSTEMS",
     "LockFile",
     "NewFile",
     "NewTree",
@@ -91,7 +90,6 @@ __all__ = [
     "replace_text",
     "require_empty",
     "require_kinds",
-    "require_local",
     "require_writable",
     "share",
     "share_tree",

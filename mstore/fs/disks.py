@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mstore.errors import Incompatible
 from mstore.fs.roots import translated
-from mstore.phrases import call
 
-NETWORK_FILESYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "9p", "ceph", "lustre", "glusterfs"}
-    | {"fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.glusterfs", "beegfs", "gpfs"}
+LOCAL_FILESYSTEMS = frozenset(
+    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ntfs3", "reiser4"}
+    | {"reiserfs", "ubifs", "xfs", "zfs", "fuseblk"}
+    # In memory, and layers over others.
+    | {"ramfs", "rootfs", "tmpfs", "aufs", "ecryptfs", "overlay", "fuse.fuse-overlayfs"}
+    # Media that are only read.
+    | {"cramfs", "erofs", "iso9660", "romfs", "squashfs", "udf"}
 )
+"""Filesystems of one machine: flock, and maps shared with writes, hold for all who use a file."""
 MOUNTINFO = Path("/proc/self/mountinfo")
 
 
@@ -48,14 +51,3 @@ def block_bytes(path: Path) -> int:
     """Return the block size of the filesystem at `path`."""
     with translated(path):
         return os.statvfs(path).f_bsize
-
-
-def require_local(path: Path, mountinfo: Path = MOUNTINFO) -> None:
-    """Raise Incompatible if LMDB's locks and memory map are unreliable on this filesystem."""
-    kind = filesystem_type(path, mountinfo)
-    if kind in NETWORK_FILESYSTEMS:
-        raise Incompatible(
-            f"a store cannot live on a network filesystem ({kind})",
-            where=str(path),
-            hint=call("init", store="/a/local/disk/.mstore"),
-        )

@@ -43,12 +43,20 @@ class LockFile:
         return open_file(self.path, os.O_RDWR if create else os.O_RDONLY)
 
     def acquire(self, *, blocking: bool = True) -> bool:
-        """Acquire the lock; return False if it is held elsewhere and `blocking` is off."""
+        """Acquire the lock; return False if it is held elsewhere and `blocking` is off.
+
+        The log says who holds it, if that takes a while (`fs.waiting`).
+        """
         with translated(self.path):
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return False
+                if not blocking:
+                    return False
+                from mstore.fs import waiting  # late: few locks are held elsewhere
+
+                with waiting.logged(self._fd, self.path):
+                    fcntl.flock(self._fd, fcntl.LOCK_EX)
         return True
 
     def is_current(self) -> bool:

@@ -19,7 +19,7 @@ import errno
 import re
 import shlex
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import msgspec
 
 from mstore import fs
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
-from mstore.phrases import call, phrase
+from mstore.phrases import Call, call, phrase
 from mstore.sharing import Sharing
 
 BACKUP_MARKER = "backup"
@@ -155,9 +155,9 @@ _UNFINISHED = re.compile(
 def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> Iterator[Layout]:
     """Lay out a new store; writes the format file last, which makes it a store.
 
-    The caller's block adds the first contents.  If that or anything here fails, everything created
-    is removed.  Raises Conflict if `root` holds a store or anything else, BadRequest for a bad
-    block size, Incompatible on a network filesystem.
+    Call `require_local` before.  The caller's block adds the first contents.  If that or anything
+    here fails, everything created is removed.  Raises Conflict if `root` holds a store or anything
+    else, BadRequest for a bad block size.
     """
     if not _is_block_size(block_size):
         raise BadRequest(
@@ -165,7 +165,6 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
             hint=call("init", block_size=_nearest_block_size(block_size)),
         )
     _require_unused(root)
-    fs.require_local(root)
     is_new = not root.exists()
     try:
         fs.make_directories(root)
@@ -307,8 +306,8 @@ def too_new(root: Path, version: int) -> Incompatible:
 def locate(root: Path) -> Layout:
     """Read the format file and open the store's directory.
 
-    Raises NotFound, Incompatible (another version, network), Corrupt, Conflict (an entry of the
-    store is a link, a fifo, or of another kind than it should be), StorageFailed.
+    Raises NotFound, Incompatible (another version), Corrupt, Conflict (an entry of the store is a
+    link, a fifo, or of another kind than it should be), StorageFailed.
     """
     version = version_of(root)
     if version > FORMAT_VERSION:
@@ -320,9 +319,27 @@ def locate(root: Path) -> Layout:
             hint=call("migrate"),
         )
     layout = read(root)
-    fs.require_local(root)
     layout.require_kinds()
     return layout
+
+
+def require_local(root: Path, vouched: str, vouch: Callable[[str], Call] | None = None) -> None:
+    """Raise Incompatible unless LMDB's locks and map are reliable on the filesystem at `root`.
+
+    vouched: the type that the store's setting `filesystem` names. vouch: returns what names another
+    one, if that is not `configure`.
+    """
+    kind = fs.filesystem_type(root)
+    if kind and kind not in fs.LOCAL_FILESYSTEMS and kind != vouched:
+        raise Incompatible(
+            f"a store's index needs a local filesystem, and mstore does not know {kind} as one",
+            where=str(root),
+            hint=phrase(
+                "use a local disk; or, if locks and shared maps hold there for all who use the "
+                "store: {vouch}",
+                vouch=vouch(kind) if vouch else call("configure", "filesystem", kind),
+            ),
+        )
 
 
 def share(layout: Layout, sharing: Sharing) -> None:

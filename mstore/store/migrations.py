@@ -25,7 +25,14 @@ from mstore.frozen import frozen
 from mstore.phrases import call, phrase
 from mstore.store import mirror
 from mstore.store.config import Config
-from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, read, too_new, version_of
+from mstore.store.layout import (
+    FORMAT_LIMIT,
+    FORMAT_VERSION,
+    read,
+    require_local,
+    too_new,
+    version_of,
+)
 
 
 @frozen
@@ -107,7 +114,7 @@ def migrate(
     found = version_of(root)
     way = _way(root, found, steps, target)
     if way and not dry_run:
-        fs.require_local(root)
+        require_local(root, Config.load(read(root)).filesystem)
         fs.require_writable(root, [root / "tmp", root / "lock", root / "index", root / "format"])
         lock = fs.LockFile(root / "lock")
         try:

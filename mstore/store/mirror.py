@@ -169,9 +169,13 @@ def generation(layout: Layout) -> int | None:
     return None
 
 
-def earlier_generation(layout: Layout) -> int:
-    """Return the latest generation of a replaced mirror, 0 for none. Reads file names only."""
-    return max((number for number, _ in _versions(layout)), default=0)
+def replaced_by(layout: Layout) -> int:
+    """Return the first generation by which the latest kept mirror can have been replaced; else 0.
+
+    Reads file names only. A mirror is kept after the commit of a later generation, so that an index
+    of the kept one's generation is not the newest, even if `mirror` is of this generation, too.
+    """
+    return max((number + 1 for number, _ in _versions(layout)), default=0)
 
 
 def earlier(layout: Layout) -> list[tuple[Path, Mirror]]:
