@@ -37,7 +37,7 @@ from mstore.blocks.location import Location
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
-from mstore.errors import Corrupt, NotFound, StorageFailed
+from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.lineage import ParentReport
@@ -373,7 +373,7 @@ class _Comparison:
         try:
             plain = self._bases.read(base, at)
             delta_base = self._bases.delta_base(base, at, plain) if is_encoded else None
-        except (Corrupt, StorageFailed):
+        except Corrupt:
             self._lose(span, base)
             return None
         if measure is not None:
@@ -573,7 +573,7 @@ def _readable_tensors(catalog: Catalog, ids: Collection[TensorId]) -> dict[Tenso
     wanted = list(ids)
     try:
         return dict(zip(wanted, catalog.tensors(wanted), strict=True))
-    except (NotFound, Corrupt, StorageFailed):
+    except (NotFound, Corrupt):
         return {id: _readable_tensor(catalog, id) for id in wanted}
 
 
@@ -581,7 +581,7 @@ def _readable_tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
     """Return a record of the base; None if it is damaged: this add may be what heals it."""
     try:
         return catalog.tensor(id)
-    except (NotFound, Corrupt, StorageFailed):
+    except (NotFound, Corrupt):
         return None
 
 

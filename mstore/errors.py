@@ -8,11 +8,17 @@
     ├── NotFound              name something that exists
     ├── Conflict              look at the current state, then decide
     ├── Incompatible          another version, another filesystem, another model
-    ├── Corrupt               stored bytes do not match their id
+    ├── Corrupt               the store is damaged: bytes do not match their id, or are missing
+    │   └── Unreadable        the disk cannot read them: it may again, so nothing is given up
     ├── BudgetExceeded        a read outside the plan was refused
     ├── StorageFailed         a file operation failed (carries errno)
     ├── Interrupted           run the same call again: it continues where this one ended
     └── Unavailable           something outside the store is missing (FUSE, a lock)
+
+Only `Corrupt` says that the store is damaged.  All others, StorageFailed and Unavailable above all,
+say what this machine, or this process, cannot do now: no check counts them as damage, no repair and
+no collection acts on them, and who meets one ends with it.  `mstore.fs.unread` decides which of the
+two an error of the system is.
 
 An error says *what* is wrong, *where* (path, ref, tensor, block), and the *hint*: the next thing
 to do.  `str(error)` is one line without the hint.  Where a text names operations or options of
@@ -135,6 +141,14 @@ class Corrupt(MstoreError):
     ) -> None:
         super().__init__(what, where=where, hint=hint)
         self.block = block
+
+
+class Unreadable(Corrupt):
+    """The disk, or the filesystem on it, says that it has lost these bytes.
+
+    A check reports them and a repair looks for a copy. But nothing is given up for it: a disk may
+    work again.
+    """
 
 
 class BudgetExceeded(MstoreError):

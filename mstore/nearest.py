@@ -35,7 +35,7 @@ from mstore.checkpoint.partition import block_count
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.tree import given_name, hub_snapshot
-from mstore.errors import Corrupt, MstoreError, NotFound, StorageFailed
+from mstore.errors import Corrupt, MstoreError, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
@@ -247,7 +247,7 @@ class _Search:
         """Return the names that a candidate declares itself."""
         if not self._declared:
             return set()
-        with suppress(NotFound, Corrupt, StorageFailed):
+        with suppress(NotFound, Corrupt):
             manifest = self._catalog.manifest(candidate.record.manifest_id())
             return {
                 each.name
@@ -263,7 +263,7 @@ class _Search:
         for number, candidate in enumerate(candidates):
             if number == self._limits.manifests or len(fitting) == self._limits.candidates:
                 break
-            with suppress(NotFound, Corrupt, StorageFailed):
+            with suppress(NotFound, Corrupt):
                 manifest = self._catalog.manifest(candidate.record.manifest_id())
                 if _tensor_sizes(manifest) == self._sizes:
                     fitting.append(candidate)
@@ -316,7 +316,7 @@ class _Search:
                 else:
                     unequal.append((each, other))
             near = self._mean_closeness(unequal)
-        except (NotFound, Corrupt, StorageFailed):
+        except (NotFound, Corrupt):
             return None
         total = sum(len(each.data) for each in sample)
         nearness = (same + near * (total - same)) / total
@@ -338,7 +338,7 @@ class _Search:
         try:
             tensors = self._tensors(candidate)
             records = self._catalog.tensors(list(tensors.values()))
-        except (NotFound, Corrupt, StorageFailed):
+        except (NotFound, Corrupt):
             return False
         return all(
             (record.dtype, record.shape) == (slot.dtype, slot.shape)
@@ -501,7 +501,7 @@ def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> li
         id = pending.pop()
         if id in records:
             continue
-        with suppress(NotFound, Corrupt, StorageFailed):
+        with suppress(NotFound, Corrupt):
             record = records[id] = catalog.snapshot(id)
             base = next((p.snapshot_id() for p in record.parents if p.role == BASE), None)
             if base is not None:

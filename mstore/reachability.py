@@ -29,7 +29,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
 from mstore.blocks.location_arrays import LOST_BASE, Flags, Numbers, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
-from mstore.errors import Corrupt, MstoreError
+from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.objects.canonical import Record, decode
@@ -308,8 +308,8 @@ class Reach:
         for number in np.flatnonzero(~self.live[Kind.PLAN]).tolist():
             try:
                 plan = self._load(Plan, PlanId(table.id(number)), mark=False)
-            except MstoreError:
-                # Unreadable, so its inputs are unknown; keep it, it is small.
+            except (NotFound, Corrupt):
+                # Damaged, so its inputs are unknown; keep it, it is small.
                 self.live[Kind.PLAN][number] = True
                 continue
             inputs = (plan.base_id(), *(expert.manifest_id() for expert in plan.experts))

@@ -17,7 +17,7 @@ from mstore.ancestry import ancestry
 from mstore.blocks import packs as packfiles
 from mstore.blocks.packs import Kind, pack_path
 from mstore.disk_usage import CodecUsage, Sums, Usage
-from mstore.errors import MstoreError
+from mstore.errors import Corrupt
 from mstore.frozen import frozen
 from mstore.reachability import Inventory
 from mstore.store import leases, lost_found
@@ -138,6 +138,6 @@ def _dead_bytes(inventory: Inventory, packs: Path) -> int:
     dead = 0
     for number, (pack, _) in inventory.packs.items():
         # fsck reports damaged packs; a pack that was just removed holds no dead bytes.
-        with suppress(MstoreError):
+        with suppress(Corrupt):
             dead += packfiles.dead_bytes(pack_path(packs, pack), rows[number], stored[number])
     return dead

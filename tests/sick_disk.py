@@ -1,10 +1,10 @@
 """A disk that fails when it is told to: a directory seen through FUSE, by a process of its own.
 
     with sick_disk(directory, orders) as disk:       # `directory` is mounted over itself
-        disk.tell({"ab12.pack": "EIO"})              # reads of such a file fail
+        disk.tell({"ab12.pack": "EIO"})              # reads of such a file fail, by any errno
         disk.tell({"ab12.pack": "wait"})             # they wait until they are told otherwise
 
-Whoever reads gets the error from the kernel, as from a real disk.  Read-only.
+Whoever reads gets the error from the kernel, as from a real disk.  Nothing can be written there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Disk:
     waiting: Path
 
     def tell(self, orders: Mapping[str, str]) -> None:
-        """From now on: file name -> what its reads do ("EIO", "wait"); others work."""
+        """From now on: file name -> what its reads do ("EIO", "ENOMEM", "wait"); others work."""
         new = self.orders.with_suffix(".new")
         new.write_text(json.dumps(dict(orders)))
         new.rename(self.orders)
@@ -98,8 +98,16 @@ class _Files:
             name: getattr(found, f"{name}_ns") for name in times
         }
 
-    def readdir(self, path: str, handle: int) -> list[str]:
-        return [".", "..", *os.listdir(self._at(path))]
+    def readdir(self, path: str, handle: int) -> list[tuple[str, dict[str, int], int]]:
+        # A name without an inode number is skipped by who reads the directory.
+        here = self._at(path)
+        found = [(name, os.lstat(here / name)) for name in (".", "..", *os.listdir(here))]
+        return [(name, {"st_ino": s.st_ino, "st_mode": s.st_mode}, 0) for name, s in found]
+
+    def statfs(self, path: str) -> dict[str, int]:
+        found = os.statvfs(self._real)
+        names = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_namemax")
+        return {name: getattr(found, name) for name in names}
 
     def open(self, path: str, info: Any) -> int:
         info.fh = os.open(self._at(path), os.O_RDONLY)
@@ -133,7 +141,7 @@ def main(real: Path, point: Path, scratch: Path) -> None:
     files = _Files(real, Disk(scratch / "orders", scratch / "waiting"), b"ready\n")
     # More reads may wait than libfuse has threads by default.
     mfusepy.FUSE(
-        files, str(point), raw_fi=True, foreground=True, nothreads=False, ro=True, max_threads=64,
+        files, str(point), raw_fi=True, foreground=True, nothreads=False, max_threads=64,
         fsname="sick_disk",
     )  # fmt: skip
 

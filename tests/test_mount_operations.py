@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mstore.errors import BadRequest, Corrupt, StorageFailed
+from mstore.errors import (
+    BadRequest,
+    Corrupt,
+    Incompatible,
+    StorageFailed,
+    Unavailable,
+    Unreadable,
+)
 from mstore_fuse.operations import Operations
 from mstore_fuse.tree import Nothing, SnapshotTree
 
@@ -174,25 +181,34 @@ def test_sequential_reads_are_announced(operations: Operations, view: View) -> N
 
 
 @pytest.mark.parametrize(
-    "failure",
+    ("failure", "code"),
     [
-        Corrupt("block 12ab is damaged"),
-        StorageFailed("the disk says no", errno=errno.ENXIO),
-        BadRequest("nonsense"),
-        KeyError("a bug"),
+        (Corrupt("block 12ab is damaged"), "EIO"),
+        (Unreadable("the disk says no"), "EIO"),
+        (BadRequest("nonsense"), "EIO"),
+        (KeyError("a bug"), "EIO"),
+        (StorageFailed("the system says no", errno=errno.EMFILE), "EMFILE"),
+        (StorageFailed("the system says no", errno=errno.EACCES), "EACCES"),
+        (StorageFailed("the store is gone", errno=errno.ENOENT), "EIO"),
+        (StorageFailed("nobody knows"), "EIO"),
+        (Unavailable("no kernels"), "EBUSY"),
+        (Incompatible("a codec of tomorrow"), errno.errorcode[errno.EOPNOTSUPP]),
+        (MemoryError("out of memory"), "ENOMEM"),
     ],
 )
-def test_what_the_store_cannot_read_is_an_io_error(
+def test_a_reader_is_told_damage_from_what_this_machine_cannot_do(
     operations: Operations,
     view: View,
     failure: Exception,
+    code: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A damaged block, a failing disk or a bug: EIO for the reader, the reason in the log."""
+    """Damage or a bug is EIO for the reader, an error of the machine its own; the log has a line
+    that names the reason, and afterwards reads are right."""
     info = opened(operations, "/m.bin")
     view.failure = failure
     with caplog.at_level(logging.ERROR, "mstore_fuse"):
-        assert code_of(lambda: read(operations, "/m.bin", 10, 0, info)) == "EIO"
+        assert code_of(lambda: read(operations, "/m.bin", 10, 0, info)) == code
     assert "/m.bin" in caplog.text
     assert str(failure.args[0]) in caplog.text
     view.failure = None

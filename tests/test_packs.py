@@ -27,12 +27,13 @@ from mstore.blocks.packs import (
     Entry,
     Kind,
     PackFiles,
+    PackGone,
     PackWriter,
     SealedPack,
     pack_path,
     read_table,
 )
-from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed
+from mstore.errors import Corrupt, Incompatible, MstoreError
 from mstore.ids import BlockId, PackId
 
 UUID = bytes(range(16))
@@ -293,8 +294,15 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(forged(entry(1).encode(), 2 * PAGE, 88, version=3))
     with pytest.raises(Incompatible, match="version 3"):
         read_table(path)
-    with pytest.raises(StorageFailed):
+    two_versions = bytearray(forged(entry(1).encode(), 2 * PAGE, 88, version=2))
+    two_versions[len(MAGIC)] = 3
+    path.write_bytes(two_versions)
+    with pytest.raises(Corrupt, match="of version 3, and of 2"):
+        read_table(path)
+    with pytest.raises(PackGone):
         read_table(tmp_path / "missing.pack")
+    with pytest.raises(PackGone):
+        read_table(path / "below a file.pack")
 
 
 # -- reading payloads --------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from small_models import files_of, small_model
 
 from mstore import MergeRequest, Store
-from mstore.errors import Corrupt
+from mstore.errors import Corrupt, StorageFailed, Unavailable, Unreadable
 from mstore.ids import SnapshotId
 from mstore.store.catalog import Catalog
 from mstore.view import SnapshotView
@@ -743,7 +743,11 @@ def test_a_short_read_is_never_sent(root: Path, monkeypatch: pytest.MonkeyPatch)
     ("error", "status", "code"),
     [
         (Corrupt("x", where="/secret"), 500, "corrupt"),
-        (OSError(5, "x", "/secret"), 500, "storage-failed"),
+        (Unreadable("x", where="/secret"), 500, "unreadable"),
+        (OSError(24, "x", "/secret"), 503, "storage-failed"),
+        (StorageFailed("x", where="/secret", errno=24), 503, "storage-failed"),
+        (Unavailable("x", where="/secret"), 503, "unavailable"),
+        (MemoryError("/secret"), 503, "out-of-memory"),
         (RuntimeError("/secret"), 500, "bug"),
     ],
 )

@@ -5,7 +5,12 @@ answers writes with EROFS (`ro`) and checks permissions (`default_permissions`),
 `access` nor any writing operation here.
 
     NotFound -> ENOENT, ENAMETOOLONG where no filesystem here could have the name
-    Corrupt, StorageFailed, anything else -> EIO, with a line in the log
+    Corrupt -> EIO, with a line in the log
+    StorageFailed -> what the system said of this machine (EMFILE, EACCES, ENOMEM), with such a line
+    Unavailable -> EBUSY, Incompatible -> EOPNOTSUPP, MemoryError -> ENOMEM, with such a line
+    anything else -> EIO, with a line in the log
+
+So EIO means that bytes are damaged or lost, or a bug; another error goes away with its cause.
 
 Extended attributes are `user.mstore.*`. Of the others, those of users are absent (ENODATA), and
 those of the system are not supported (EOPNOTSUPP): `ls -l` asks for access lists once, and not
@@ -25,7 +30,7 @@ import stat
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from mstore.errors import MstoreError, NotFound
+from mstore.errors import Incompatible, MstoreError, NotFound, StorageFailed, Unavailable
 from mstore_fuse.libfuse import REQUESTS_AT_ONCE, Config, Connection, FileInfo, answer
 from mstore_fuse.readahead import Sequence
 from mstore_fuse.tree import BLOCK, Entry, OpenFile, Tree
@@ -36,6 +41,7 @@ _STATFS_UNIT = 4096
 _NAME_MAX = 255
 _SAID_AT_MOST = 1000
 _LABEL = "user.mstore."
+_OF_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 log = logging.getLogger("mstore_fuse")
 
@@ -58,9 +64,9 @@ def _answers_errno(
             raise OSError(code, str(error)) from error
         except _NoSuchLabel:
             raise
-        except MstoreError as error:
-            self.say_once(f"{path}: {error}")
-            raise OSError(errno.EIO, str(error)) from error
+        except (MstoreError, MemoryError) as error:
+            self.say_once(f"{path}: {_said(error)}")
+            raise OSError(_code(error), str(error)) from error
         except OSError as error:
             self.say_once(f"{path}: {error}")
             raise
@@ -69,6 +75,25 @@ def _answers_errno(
             raise OSError(errno.EIO, str(error)) from error
 
     return wrapped
+
+
+def _said(error: MstoreError | MemoryError) -> str:
+    return "out of memory" if isinstance(error, MemoryError) else str(error)
+
+
+def _code(error: MstoreError | MemoryError) -> int:
+    """Return the errno for an error of the store that is no answer."""
+    match error:
+        case MemoryError():
+            return errno.ENOMEM
+        case Unavailable():
+            return errno.EBUSY
+        case Incompatible():
+            return errno.EOPNOTSUPP
+        case StorageFailed():
+            # That something of the store is missing must not read as: there is no such file.
+            return errno.EIO if error.errno in _OF_PATHS else error.errno or errno.EIO
+    return errno.EIO
 
 
 class _NoSuchLabel(OSError):

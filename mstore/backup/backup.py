@@ -13,6 +13,9 @@ A payload that is damaged in the source stops nothing: what is whole gets away f
 be failing.  The report names what is damaged and whom it hurts, and nothing is removed: an older
 pack of the destination may have the good copy.  What the source has lost, rows and all, the backup
 keeps as it has it.
+
+Only damage is reported so (`mstore.errors`). Any other error ends the run, and the backup stays as
+it was.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pathlib import Path
 from mstore import fs
 from mstore.backup import destination, lacking, packs, source
 from mstore.backup.destination import Destination
-from mstore.backup.packs import PackLost, PlacedPacks, Proof
+from mstore.backup.packs import PlacedPacks, Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
@@ -35,7 +38,7 @@ from mstore.blocks.pack_numbers import Condemned, NamedPack
 from mstore.blocks.packs import SealedPack, pack_path
 from mstore.check.affected import Affected, AffectedTensors
 from mstore.check.findings import Findings, Problem
-from mstore.errors import Conflict, StorageFailed, Unavailable
+from mstore.errors import Conflict, Corrupt, StorageFailed, Unavailable
 from mstore.frozen import frozen
 from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
@@ -213,7 +216,7 @@ class _Backup:
                 continue
             try:
                 packs.copy(self._catalog.packs.path(pack.id), path, tick)
-            except PackLost as error:
+            except Corrupt as error:
                 if not source.names(self._catalog.index, pack.id):
                     raise Moved from error
                 self._findings.tell_pack(pack.id, error.what)
@@ -296,9 +299,10 @@ class _Backup:
     def _size(self, pack: PackId, known: dict[PackId, int]) -> int:
         size = known.get(pack)
         if size is None:
-            with suppress(OSError):
-                return pack_path(self._layout.packs, pack).stat().st_size
-        return size or 0
+            path = pack_path(self._layout.packs, pack)
+            with fs.translated(path):
+                return path.stat().st_size if fs.is_there(path) else 0
+        return size
 
     def _publish(
         self, fresh: Path, staged: dict[PackId, Path]

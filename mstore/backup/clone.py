@@ -20,7 +20,7 @@ from pathlib import Path
 from mstore import fs
 from mstore.backup import destination, lacking, packs, source
 from mstore.backup.backup import Moved
-from mstore.backup.packs import PackLost, PlacedPacks, Proof
+from mstore.backup.packs import PlacedPacks, Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
@@ -157,9 +157,9 @@ class _Clone:
         try:
             packs.copy(origin, path, tick, store=self._layout.uuid.bytes)
             if not packs.is_whole(origin, pack):
-                raise PackLost("header, footer or length is damaged", where=str(origin))
+                raise Corrupt("header, footer or length is damaged", where=str(origin))
             own = read_table(path)[0]
-        except PackLost as error:
+        except Corrupt as error:
             if not source.names(self._catalog.index, pack.id):
                 raise Moved from error
             raise self._damaged(f"pack {pack.id.hex()}", error.what) from error

@@ -16,7 +16,7 @@ from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import Kind
 from mstore.check.findings import Findings
 from mstore.check.graph import Graph
-from mstore.errors import MstoreError
+from mstore.errors import Corrupt, NotFound
 from mstore.ids import SnapshotId
 from mstore.store import snapshot_rows
 from mstore.store.catalog import Catalog
@@ -78,7 +78,7 @@ def _restored(new: Index, old: Index, wanted: Iterable[Key]) -> Iterator[Key]:
 
 def _list_again(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> None:
     for id in snapshots:
-        with suppress(MstoreError):
+        with suppress(NotFound, Corrupt):
             record = catalog.snapshot(id)
             with catalog.index.env.write() as transaction:
                 snapshot_rows.insert(catalog.index, transaction, record)

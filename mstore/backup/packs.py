@@ -8,7 +8,6 @@ garbage.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,29 +20,25 @@ from mstore.blocks.index import Index
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row, pack_number
 from mstore.blocks.pack_numbers import NamedPack
-from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, open_pack, read_table, store_of
+from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, open_pack, read_footer
 from mstore.blocks.reader import BlockReader
 from mstore.check.findings import Findings, typed
-from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.errors import Corrupt, Unreadable
 from mstore.ids import BlockId, Buffer, PackId
 
 PART = ".part"
 _READ_BYTES = 8 << 20
 _GROUP_BYTES = 8 << 20
 _STORE_UUID = slice(16, 32)
-_LOST = frozenset({errno.ENOENT, errno.EIO})
-
-
-class PackLost(Corrupt):
-    """Raised where the source cannot provide a pack: the file is missing, or the disk fails."""
 
 
 def copy(source: Path, target: Path, tick: Tick, *, store: bytes | None = None) -> None:
     """Copy a pack durably, except for its name; rename it to `target` when complete.
 
-    store: the UUID to write into the copy's header. Raises PackLost, StorageFailed.
+    store: the UUID to write into the copy's header. Raises Corrupt if the source has lost the pack
+    or a part of it, StorageFailed.
     """
-    descriptor = _opened(source)
+    descriptor = open_pack(source)
     try:
         part = target.with_suffix(PART)
         fs.unlink(part, missing_ok=True)
@@ -66,36 +61,21 @@ def copy(source: Path, target: Path, tick: Tick, *, store: bytes | None = None) 
         os.close(descriptor)
 
 
-def _opened(path: Path) -> int:
-    try:
-        return open_pack(path)
-    except Corrupt as error:
-        raise PackLost(error.what, where=str(path)) from error
-    except OSError as error:
-        if error.errno in _LOST:
-            what = "the file is missing" if error.errno == errno.ENOENT else str(error.strerror)
-            raise PackLost(what, where=str(path)) from error
-        raise fs.refusal(error.errno or 0, path, str(error)) from error
-
-
 def _read(descriptor: int, offset: int, path: Path) -> bytes:
-    try:
+    with fs.reading(path):
         return os.pread(descriptor, _READ_BYTES, offset)
-    except OSError as error:
-        if error.errno in _LOST:
-            what = f"{os.strerror(error.errno).lower()} at byte {offset}"
-            raise PackLost(what, where=str(path)) from error
-        raise fs.refusal(error.errno or 0, path, str(error)) from error
 
 
 def is_whole(path: Path, pack: NamedPack) -> bool:
-    """Return whether a complete pack of this name is there, by its size, header and footer."""
+    """Return whether a complete pack of this name is there, by its size, header and footer.
+
+    Raises StorageFailed.
+    """
     try:
-        with fs.translated(path):
-            size = path.stat().st_size
-        return size == pack.size and read_table(path)[0] == pack.id
-    except MstoreError:
+        footer = read_footer(path)
+    except Corrupt:
         return False
+    return (footer.size, footer.id) == (pack.size, pack.id)
 
 
 class PlacedPacks(PackFiles):
@@ -112,11 +92,15 @@ class PlacedPacks(PackFiles):
 
 
 _Payload = tuple[Kind, bytes, Location, Row]
-_Failure = tuple[Kind, bytes, Row, MstoreError]
+_Failure = tuple[Kind, bytes, Row, Corrupt]
 
 
 class Proof:
-    """Reads, decodes and hashes the payloads in some packs that rows of an index lead to."""
+    """Reads, decodes and hashes the payloads in some packs that rows of an index lead to.
+
+    They are copies: a disk that has lost them (`Unreadable`) is not that of the store, and ends the
+    work as all errors do but damage.
+    """
 
     def __init__(
         self, index: Index, files: PackFiles, store: bytes, block_size: int, findings: Findings
@@ -128,7 +112,7 @@ class Proof:
         self._findings = findings
 
     def run(self, packs: Sequence[NamedPack], tick: Tick, *, threads: int) -> None:
-        """Prove these packs; add faults to the findings. Raises StorageFailed."""
+        """Prove these packs; add faults to the findings. Raises Unreadable, StorageFailed."""
 
         def groups() -> Iterator[list[_Payload]]:
             for pack in packs:
@@ -159,20 +143,19 @@ class Proof:
         """Return the payloads that rows have in this pack, in pack order."""
         path = self._files.path(pack.id)
         try:
-            id, entries = read_table(path)
-            store = store_of(path)
-            with fs.translated(path):
-                size = path.stat().st_size
-        except (Corrupt, StorageFailed) as error:
+            footer = read_footer(path)
+        except Unreadable:
+            raise
+        except Corrupt as error:
             self._findings.tell_pack(pack.id, error.what)
             return []
-        if id != pack.id or size != pack.size or store != self._store:
+        if (footer.id, footer.size, footer.store) != (pack.id, pack.size, self._store):
             self._findings.tell_pack(pack.id, f"not {pack.size} bytes long, or another pack")
             return []
         found = []
         index = self._index
         with index.env.read() as transaction:
-            for entry in entries:
+            for entry in footer.entries:
                 try:
                     kind = Kind(entry.kind)
                 except ValueError:
@@ -195,7 +178,9 @@ class Proof:
         for kind, id, location, row in group:
             try:
                 self._check(kind, id, location)
-            except MstoreError as error:
+            except Unreadable:
+                raise
+            except Corrupt as error:
                 failures.append((kind, id, row, error))
         return failures
 

@@ -87,7 +87,7 @@ def faults(directory: Path) -> list[str]:
 def is_born(data: Path) -> bool:
     """Return whether LMDB has written a header; a crash may leave an empty or zeroed file."""
     try:
-        with fs.translated(data), data.open("rb") as file:
+        with fs.reading(data), data.open("rb") as file:
             return any(file.read(4096))
     except StorageFailed as error:
         if error.errno == errno.ENOENT:

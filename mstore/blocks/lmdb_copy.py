@@ -41,7 +41,7 @@ class PrivateCopy:
         """
         self.data = data
         began = time.monotonic()
-        with fs.translated(data):
+        with fs.reading(data):
             self._source = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
         try:
             while (copy := self._attempt()) is None:
@@ -61,7 +61,7 @@ class PrivateCopy:
         self.seconds = self.taken - began
 
     def _attempt(self) -> tuple[int, os.stat_result, int] | None:
-        with fs.translated(self.data):
+        with fs.reading(self.data):
             heads = self._heads()
             transaction = newest_transaction(heads)
             # After the meta pages: the file may have grown for this transaction.
@@ -96,7 +96,7 @@ class PrivateCopy:
 
     def is_old(self) -> bool:
         """Return whether something was committed since. Raises StorageFailed, Corrupt."""
-        with fs.translated(self.data):
+        with fs.reading(self.data):
             return self._newest() != self.transaction
 
     def close(self) -> None:

@@ -89,13 +89,14 @@ def newest_transaction(heads: bytes) -> int:
 class LmdbFile:
     """One data file as of its newest transaction. Use as a context manager.
 
-    Raises Corrupt if even the first two pages are invalid. Reading a file that others write is
+    Raises Corrupt if even the first two pages are invalid, Unreadable if the disk has lost pages,
+    StorageFailed. Reading a file that others write is
     consistent until they commit twice: `moved` tells whether anything was committed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with fs.translated(path):
+        with fs.reading(path):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._meta = self._newest()
@@ -116,7 +117,7 @@ class LmdbFile:
 
     def status(self) -> os.stat_result:
         """Return the status of the open file."""
-        with fs.translated(self.path):
+        with fs.reading(self.path):
             return os.fstat(self._fd)
 
     def moved(self) -> bool:
@@ -156,7 +157,7 @@ class LmdbFile:
         return _Meta(map_size, free, main, last, transaction)
 
     def _pread(self, offset: int, length: int) -> bytes:
-        with fs.translated(self.path):
+        with fs.reading(self.path):
             return os.pread(self._fd, length, offset)
 
     def _corrupt(self, what: str) -> Corrupt:

@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
+import resource
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +44,7 @@ from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.errors import Conflict, Corrupt, Incompatible, MstoreError, StorageFailed, Unavailable
+from mstore.errors import Conflict, Corrupt, Incompatible, MstoreError, Unavailable
 from mstore.ids import Buffer, PackId
 from mstore.phrases import call
 
@@ -60,7 +62,11 @@ GATHERED_BYTES = 1 << 20
 """Small payloads are gathered and written together once they reach this many bytes."""
 IOV_MAX = 1024
 """The most buffers that Linux takes in one call (readv(2))."""
+MOST_OPEN = 128
+"""The most packs that one `PackFiles` keeps open."""
+_SHARE = 8
 
+_NAME = re.compile(r"[0-9a-f]{64}\.pack")
 _HEADER = struct.Struct("<8sI4x16s32sQ")
 _OLD_HEADER_BYTES = 64
 _STORE_UUID = slice(16, 32)
@@ -77,7 +83,7 @@ class Outdated(Corrupt):
 
 
 class PackGone(Outdated):
-    """The pack that a location names is missing: gc may have moved the payload."""
+    """A pack's file is missing: gc may have moved the payload that was looked up there."""
 
 
 class Kind(IntEnum):
@@ -132,6 +138,17 @@ def pack_path(packs: Path, pack: PackId) -> Path:
     """Return the path of a pack below the packs directory."""
     name = pack.hex()
     return packs / name[:2] / f"{name}.pack"
+
+
+def listed(directory: Path | str) -> Iterator[str]:
+    """Yield every file of the directories in this one that has the name of a pack, sorted.
+
+    Raises StorageFailed if one of them cannot be listed: then it is unknown what is there.
+    """
+    # Every `add` and merge looks at all packs: a Path for each would take longer than the rest.
+    with fs.translated(directory):
+        for below, names in fs.listed_below(directory):
+            yield from (f"{directory}/{below}/{name}" for name in names if _NAME.fullmatch(name))
 
 
 class PackWriter:
@@ -289,48 +306,79 @@ class PackWriter:
 
 
 def open_pack(path: Path | str) -> int:
-    """Open a regular file that is not a symbolic link.  Raises OSError, Corrupt."""
+    """Open a regular file that is not a symbolic link.
+
+    Raises PackGone if there is none, Corrupt if it is something else, Unreadable, StorageFailed.
+    """
     try:
         return fs.open_file(path)
     except Conflict as error:
         raise Corrupt("not a regular file", where=str(path)) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise PackGone("the file is missing", where=str(path), hint=call("fsck")) from error
+    except OSError as error:
+        raise fs.unread(error, path) from error
+
+
+class Footer(msgspec.Struct, frozen=True):
+    """What a pack says of itself; the store is a UUID."""
+
+    id: PackId
+    entries: tuple[Entry, ...]
+    store: bytes
+    size: int
+
+
+def read_footer(path: Path) -> Footer:
+    """Return what a pack says of itself, checked against its footer's hash and its own size.
+
+    Raises Corrupt naming the pack, PackGone if there is none, Unreadable if the disk has lost it,
+    Incompatible for a newer version, StorageFailed for what says nothing about the pack.
+    """
+    where = str(path)
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        head, offset, length, digest = _ends(file, where)
+        table = _table(file, offset, length, digest, where)
+    entries = tuple(_entries(table, offset, where))
+    return Footer(PackId.of(head + table), entries, head[_STORE_UUID], size)
 
 
 def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
-    """Return the id and entries of a pack, checked against its footer's hash and its own size.
+    """Return the id and entries of a pack.  Raises as `read_footer` does."""
+    footer = read_footer(path)
+    return footer.id, footer.entries
 
-    Raises Corrupt naming the pack, Incompatible for a newer version, StorageFailed on I/O errors.
-    """
-    where = str(path)
-    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
-        head, offset, length, digest = _ends(file, where)
-        table = _table(file, offset, length, digest, where)
-    return PackId.of(head + table), tuple(_entries(table, offset, where))
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
+        yield file
 
 
 def store_of(path: Path) -> bytes:
-    """Return the UUID of the store that a pack was written for.  Raises as `read_table` does."""
+    """Return the UUID of the store that a pack was written for.  Raises as `read_footer` does."""
     return _covered_head(path)[_STORE_UUID]
 
 
 def generation_of(path: Path) -> int:
-    """Return a pack's generation; 0 for version 1.  Raises as `read_table` does."""
+    """Return a pack's generation; 0 for version 1.  Raises as `read_footer` does."""
     head = _covered_head(path)
     return int(_HEADER.unpack(head)[4]) if len(head) == _HEADER.size else 0
 
 
 def _covered_head(path: Path) -> bytes:
-    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
+    with _opened(path) as file:
         return _ends(file, str(path))[0]
 
 
 def dead_bytes(path: Path, rows: int, stored: int) -> int:
     """Return a pack's payload bytes beyond those of `rows` live entries of `stored` bytes in all.
 
-    Reads the footer's table only if there are more entries.  Raises as `read_table` does.
+    Reads the footer's table only if there are more entries.  Raises as `read_footer` does.
     """
     where = str(path)
-    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
+    with _opened(path) as file:
         _, offset, length, digest = _ends(file, where)
         if length == rows * ENTRY.size:
             return 0
@@ -340,27 +388,28 @@ def dead_bytes(path: Path, rows: int, stored: int) -> int:
 
 def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
     """Return the header bytes that a PackId covers, and the table's offset, length and hash."""
-    with fs.translated(Path(where)):
-        size = os.fstat(file.fileno()).st_size
-        head = file.read(_HEADER.size)
-        if size < PAGE + _TAIL.size or size % PAGE:
-            raise Corrupt("truncated pack", where=where, hint=call("fsck", read_data=True))
-        file.seek(size - _TAIL.size)
-        tail = file.read(_TAIL.size)
-        offset, length, digest, version, magic = _TAIL.unpack(tail)
-        head_magic, head_version, _, _, generation = _HEADER.unpack(head)
-        if magic != TAIL_MAGIC or head_magic != MAGIC:
-            raise Corrupt("not a pack, or damaged at an end", where=where)
-        if version != head_version or version not in VERSIONS:
-            raise Incompatible(f"pack version {version} needs a newer mstore", where=where)
-        if length % ENTRY.size or offset < PAGE or offset + length + _TAIL.size > size:
-            raise Corrupt("the footer does not fit the file", where=where)
-        if tail != _TAIL.pack(offset, length, digest, version, magic):
-            raise Corrupt("the tail padding is not zero", where=where)
-        if version == 1:
-            if generation:
-                raise Corrupt("the header padding is not zero", where=where)
-            head = head[:_OLD_HEADER_BYTES]
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(_HEADER.size)
+    if size < PAGE + _TAIL.size or size % PAGE:
+        raise Corrupt("truncated pack", where=where, hint=call("fsck", read_data=True))
+    file.seek(size - _TAIL.size)
+    tail = file.read(_TAIL.size)
+    offset, length, digest, version, magic = _TAIL.unpack(tail)
+    head_magic, head_version, _, _, generation = _HEADER.unpack(head)
+    if magic != TAIL_MAGIC or head_magic != MAGIC:
+        raise Corrupt("not a pack, or damaged at an end", where=where)
+    if version != head_version:
+        raise Corrupt(f"of version {head_version}, and of {version} by its footer", where=where)
+    if version not in VERSIONS:
+        raise Incompatible(f"pack version {version} needs a newer mstore", where=where)
+    if length % ENTRY.size or offset < PAGE or offset + length + _TAIL.size > size:
+        raise Corrupt("the footer does not fit the file", where=where)
+    if tail != _TAIL.pack(offset, length, digest, version, magic):
+        raise Corrupt("the tail padding is not zero", where=where)
+    if version == 1:
+        if generation:
+            raise Corrupt("the header padding is not zero", where=where)
+        head = head[:_OLD_HEADER_BYTES]
     return head, offset, length, digest
 
 
@@ -382,11 +431,15 @@ def _entries(table: bytes, end: int, where: str) -> Iterator[Entry]:
 
 
 class PackFiles:
-    """Open packs for reading: a bounded number of descriptors, positioned reads from any thread."""
+    """Open packs for reading: a bounded number of descriptors, positioned reads from any thread.
 
-    def __init__(self, directory: Path, *, max_open: int = 128) -> None:
+    max_open: how many stay open; None: an eighth of what this process may open, because a command
+    may read several stores, and at most MOST_OPEN.  Those that are read at this moment come on top.
+    """
+
+    def __init__(self, directory: Path, *, max_open: int | None = None) -> None:
         self.directory = directory
-        self._max_open = max_open
+        self._max_open = _share_of_descriptors() if max_open is None else max_open
         self._lock = Condition()
         self._pid = os.getpid()
         self._is_closed = False
@@ -408,15 +461,11 @@ class PackFiles:
                 path = self.place(pack)
                 try:
                     fd = open_pack(path)
-                except FileNotFoundError as error:
+                except PackGone as error:
                     raise PackGone(
                         "a pack that the index names is missing",
                         where=path,
                         hint=call("fsck"),
-                    ) from error
-                except OSError as error:
-                    raise StorageFailed(
-                        str(error.strerror), where=path, errno=error.errno
                     ) from error
                 opened = self._open[pack] = _OpenPack(fd, self._version(pack, fd))
                 # Count the user before eviction: if all others are in use, this one would be
@@ -439,7 +488,7 @@ class PackFiles:
     def version(self, pack: PackId) -> int:
         """Return a number that changes when the pack's name leads to another file.
 
-        Raises PackGone, StorageFailed.
+        Raises PackGone, Unreadable, StorageFailed.
         """
         opened = self._acquire(pack)
         self._release(opened)
@@ -476,9 +525,10 @@ class PackFiles:
 
     @contextmanager
     def _reading(self, pack: PackId, version: int | None = None) -> Iterator[int]:
-        """Yield a descriptor of the pack; an OSError becomes StorageFailed that names the file.
+        """Yield a descriptor of the pack; an OSError becomes an error that names the file.
 
-        Raises Corrupt for an impossible offset, Outdated if the file is not of this version.
+        Raises Corrupt for an impossible offset, Outdated if the file is not of this version,
+        Unreadable if the disk has lost the bytes, else StorageFailed.
         """
         opened = self._acquire(pack)
         try:
@@ -486,12 +536,7 @@ class PackFiles:
                 raise Outdated("the pack is another file now", where=str(self.path(pack)))
             yield opened.fd
         except OSError as error:
-            raise StorageFailed(
-                str(error.strerror),
-                where=str(self.path(pack)),
-                errno=error.errno,
-                hint=call("fsck", read_data=True),
-            ) from error
+            raise fs.unread(error, self.place(pack), call("fsck", read_data=True)) from error
         except OverflowError as error:
             # A damaged row may name an offset that no file can have.
             raise self._too_short(pack) from error
@@ -499,7 +544,10 @@ class PackFiles:
             self._release(opened)
 
     def read_into(self, pack: PackId, offset: int, target: memoryview) -> None:
-        """Fill `target` from the pack.  Raises Corrupt on a short file, StorageFailed on EIO."""
+        """Fill `target` from the pack.
+
+        Raises Corrupt if the file is too short, PackGone, Unreadable, StorageFailed.
+        """
         self.read_scattered(pack, offset, [target])
 
     def read_scattered(
@@ -579,8 +627,8 @@ class PackFiles:
                 os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
 
     def is_there(self, pack: PackId) -> bool:
-        """Return whether the pack has a file; opens none."""
-        return os.path.exists(self.place(pack))
+        """Return whether the pack has a file; opens none.  Raises StorageFailed if unknown."""
+        return fs.is_there(self.place(pack))
 
     def place(self, pack: PackId) -> str:
         """Return where this pack lies: some ask for thousands, and a path takes ten times as long.
@@ -613,6 +661,14 @@ class PackFiles:
         while self._open:
             _, opened = self._open.popitem()
             os.close(opened.fd)
+
+
+def _share_of_descriptors() -> int:
+    """Return how many packs to keep open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_OPEN
+    return max(1, min(MOST_OPEN, soft // _SHARE))
 
 
 def _is_cached(fd: int, offset: int) -> bool:

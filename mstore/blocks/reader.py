@@ -33,8 +33,8 @@ class PackSource(Protocol):
     Packs never change, so any part may be read at any time, by any number of threads. A read
     returns exactly the requested bytes, or raises; it never returns fewer, or bytes of something
     else. The result is not trusted: the reader checks it. Raises PackGone for a pack that the
-    source does not have, Corrupt if the pack is too short for the request, StorageFailed if the
-    system refuses to read.
+    source does not have, Corrupt if the pack is too short for the request, Unreadable if the disk
+    has lost the bytes, StorageFailed if this machine cannot read now.
     """
 
     def read(self, pack: PackId, offset: int, length: int) -> Buffer:

@@ -9,7 +9,7 @@ from mstore.blocks import location_rows
 from mstore.blocks.location_rows import Row
 from mstore.blocks.packs import Kind
 from mstore.check.findings import Findings
-from mstore.errors import MstoreError
+from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.tensor import Tensor
@@ -70,7 +70,7 @@ class AffectedTensors:
     def _snapshot(self, id: SnapshotId, names: tuple[str, ...]) -> list[Affected]:
         try:
             manifest = self._catalog.manifest(self._catalog.snapshot(id).manifest_id())
-        except MstoreError:
+        except (NotFound, Corrupt):
             return [Affected(id, names, None, None, 0)]
         found = []
         for file in manifest.files:
@@ -90,7 +90,7 @@ class AffectedTensors:
     def _looked_at(self, id: TensorId) -> int:
         try:
             content = self._catalog.content(id)
-        except MstoreError:
+        except (NotFound, Corrupt):
             return 0
         if not isinstance(content, Tensor):
             return -1
@@ -121,6 +121,6 @@ class AffectedTensors:
             return False
         try:
             self._catalog.read_block(block)
-        except MstoreError:
+        except Corrupt:
             return True
         return False

@@ -1,5 +1,8 @@
 """Sources of good copies: packs of this store or another, and checkpoints on disk.
 
+A damaged place has fewer copies.  One that this machine cannot read now ends the repair: else rows
+would be dropped that its copies heal.
+
 A *place* is asked for what is wanted, and returns copies whose bytes it has just hashed to the
 requested id. Nothing else of a place is trusted: of another store, only the footers and payloads of
 its packs are read, never its index.
@@ -18,14 +21,14 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Key
-from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, read_table
+from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, listed, read_table
 from mstore.blocks.reader import BlockReader, located
 from mstore.check.findings import typed
 from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import open_regular, read_range
-from mstore.errors import BadCheckpoint, MstoreError
+from mstore.errors import BadCheckpoint, Corrupt
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, PackId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
@@ -98,7 +101,7 @@ class PackCopies:
             for key, found in sorted(candidates.items(), key=lambda item: _place(item[1][0])):
                 for pack, entry in found:
                     # If this copy is bad, another one may be good.
-                    with suppress(MstoreError):
+                    with suppress(Corrupt):
                         data = self._checked(reader, key, located(pack, entry), bases)
                         tick(entry.stored_length)
                         base = BlockId(entry.base) if entry.base != NO_BASE else None
@@ -108,21 +111,12 @@ class PackCopies:
         finally:
             files.close()
 
-    def _files(self) -> list[Path]:
-        with fs.translated(self._packs):
-            return [
-                self._packs / directory / name
-                for directory, names in fs.listed_below(self._packs)
-                for name in names
-                if name.endswith(".pack")
-            ]
-
     def _candidates(self, wanted: set[Key]) -> dict[Key, list[tuple[PackId, Entry]]]:
         found: dict[Key, list[tuple[PackId, Entry]]] = defaultdict(list)
-        for path in self._files():
+        for path in map(Path, listed(self._packs)):
             try:
                 pack, entries = read_table(path)
-            except MstoreError:
+            except Corrupt:
                 continue
             if path.stem != pack.hex():
                 continue
@@ -151,7 +145,7 @@ class PackCopies:
     ) -> Buffer | None:
         for pack, entry in bases.get((Kind.BLOCK, bytes(block)), ()):
             if entry.base == NO_BASE:
-                with suppress(MstoreError):
+                with suppress(Corrupt):
                     return reader.served(block, located(pack, entry))
         return None
 

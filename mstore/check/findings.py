@@ -1,5 +1,8 @@
 """Findings: what a check found, for people and for repair.
 
+Only `Corrupt`, and `NotFound` of what must be there, become findings: any other error says what
+this machine cannot do, and ends the check (`mstore.errors`).
+
 A *problem* is a line for people. For repair there are also the broken blocks and records, each with
 the index row that was seen (None if there is none), and the damaged packs.
 """
@@ -11,7 +14,7 @@ from contextlib import contextmanager
 
 from mstore.blocks.location_rows import Key, Row
 from mstore.blocks.packs import Kind
-from mstore.errors import MstoreError, StorageFailed
+from mstore.errors import Corrupt, NotFound, Unreadable
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Id, PackId
 from mstore.objects.canonical import Record
@@ -122,20 +125,20 @@ class Findings:
 
     @contextmanager
     def catching(self, kind: str, where: str) -> Iterator[None]:
-        """Turn a library error inside the block into a problem."""
+        """Turn damage that an error inside the block tells of into a problem."""
         try:
             yield
-        except MstoreError as error:
+        except (NotFound, Corrupt) as error:
             self.tell(kind, where, error.what)
 
     @contextmanager
     def catching_row(self, kind: Kind, id: bytes, row: Row | None) -> Iterator[None]:
-        """Turn a library error inside the block into a broken block or record."""
+        """Turn damage that an error inside the block tells of into a broken block or record."""
         try:
             yield
-        except MstoreError as error:
+        except Corrupt as error:
             self.tell_row(kind, id, row, error.what)
-            if isinstance(error, StorageFailed):
+            if isinstance(error, Unreadable):
                 self.unreadable.add((kind, bytes(id)))
 
 

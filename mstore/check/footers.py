@@ -17,9 +17,17 @@ from mstore.blocks import location_rows, row_batches
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row, pack_number
-from mstore.blocks.packs import NO_BASE, Entry, Kind, pack_path, read_table, store_of
+from mstore.blocks.packs import (
+    NO_BASE,
+    Entry,
+    Kind,
+    PackGone,
+    pack_path,
+    read_footer,
+    read_table,
+)
 from mstore.check.findings import RECORDS, Findings
-from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.errors import Corrupt
 from mstore.ids import PackId
 from mstore.objects.canonical import decode
 from mstore.objects.tensor import Tensor
@@ -155,27 +163,21 @@ class Footers:
             self._record(entry, row, location)
 
     def _entries(self, path: Path, pack: PackId, size: int) -> tuple[Entry, ...] | None:
-        if not path.exists():
-            self._findings.tell_pack(pack, "the file is missing")
-            return None
         try:
-            id, entries = read_table(path)
-            store = store_of(path)
-            with fs.translated(path):
-                found = path.stat().st_size
-        except MstoreError as error:
+            footer = read_footer(path)
+        except Corrupt as error:
             self._findings.tell_pack(pack, error.what)
             return None
-        if id != pack:
-            self._findings.tell_pack(pack, f"header and footer are those of {id.short}")
+        if footer.id != pack:
+            self._findings.tell_pack(pack, f"header and footer are those of {footer.id.short}")
             return None
-        if found != size:
+        if footer.size != size:
             self._findings.tell_pack(pack, f"not {size} bytes long")
             return None
-        if store != self._catalog.layout.uuid.bytes:
+        if footer.store != self._catalog.layout.uuid.bytes:
             # The pack is sound; the id in the store's `format` file may be wrong.
             self._findings.tell("format", pack.hex(), "the pack carries the id of another store")
-        return entries
+        return footer.entries
 
     def _compare(self, kind: Kind, entry: Entry, row: Row, location: Location) -> None:
         told = (entry.offset, entry.stored_length, entry.raw_length, entry.codec, entry.width)
@@ -225,7 +227,7 @@ class Footers:
         footers = {}
         for number, pack in suspects.items():
             # The pack may have been collected since it was found sound.
-            with suppress(StorageFailed):
+            with suppress(PackGone):
                 _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
                 footers[number] = {(entry.kind, entry.id) for entry in entries}
         for batch in row_batches.locations(self._index):

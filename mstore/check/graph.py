@@ -12,7 +12,7 @@ from contextlib import suppress
 from mstore.blocks.location_rows import raw_length
 from mstore.blocks.packs import Kind
 from mstore.check.findings import Findings
-from mstore.errors import MstoreError, NotFound
+from mstore.errors import Corrupt, NotFound
 from mstore.ids import Id, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest, Part
 from mstore.objects.plan import Plan
@@ -88,7 +88,7 @@ class Graph:
     def _snapshot(self, id: SnapshotId, known: set[SnapshotId], *, with_contents: bool) -> None:
         try:
             record = self._catalog.snapshot(id)
-        except MstoreError as error:
+        except (NotFound, Corrupt) as error:
             self._lost(Kind.SNAPSHOT, id, error, "")
             return
         self._own_rows(id, record)
@@ -129,7 +129,7 @@ class Graph:
             self._lost(kind, id, NotFound("missing"), where)
         return is_stored
 
-    def _lost(self, kind: Kind, id: Id, error: MstoreError, where: str) -> None:
+    def _lost(self, kind: Kind, id: Id, error: NotFound | Corrupt, where: str) -> None:
         # A row with an unreadable record was reported with its pack; only a missing row is new.
         if isinstance(error, NotFound):
             what = f"{where}: missing" if where else "missing"
@@ -138,7 +138,7 @@ class Graph:
     def _manifest(self, id: ManifestId, where: str, *, with_contents: bool) -> None:
         try:
             manifest = self._catalog.manifest(id)
-        except MstoreError as error:
+        except (NotFound, Corrupt) as error:
             self._lost(Kind.MANIFEST, id, error, where)
             return
         if with_contents:
@@ -157,7 +157,7 @@ class Graph:
                 where = f"{file.path}: {part.name}" if part.name is not None else file.path
                 try:
                     record = self._catalog.content(tensor)
-                except MstoreError as error:
+                except (NotFound, Corrupt) as error:
                     self._lost(Kind.TENSOR, tensor, error, where)
                     continue
                 self._content(part, record, where)
@@ -212,12 +212,12 @@ class Graph:
             return
         try:
             mirrored = mirror.read(self._catalog.layout)
-        except MstoreError as error:
+        except Corrupt as error:
             self.findings.stale_mirror = True
             self.findings.tell("mirror", str(path), error.what)
             return
         # Unreadable rows of the index are reported elsewhere.
-        with suppress(MstoreError), self._index.env.read() as transaction:
+        with suppress(Corrupt), self._index.env.read() as transaction:
             for name in mirror.differences(mirrored, self._index, transaction):
                 self.findings.is_index_wrong = True
                 what = f"{name}: the mirror has {_shown(mirrored.refs.get(name))}, the index not"

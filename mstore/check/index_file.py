@@ -15,7 +15,7 @@ from mstore.blocks import location_rows, pack_numbers
 from mstore.blocks.index import DATABASES
 from mstore.blocks.lmdb_check import at_most
 from mstore.blocks.lmdb_pages import LmdbFile
-from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.errors import Corrupt, StorageFailed
 from mstore.phrases import call
 from mstore.store import snapshot_rows
 from mstore.store.layout import Layout
@@ -36,18 +36,25 @@ _PAUSE = 0.01
 def faults(layout: Layout, data: Path | None = None) -> list[str]:
     """Return what is wrong with the index file, at most twenty faults; changes nothing.
 
+    Raises StorageFailed if it cannot be read now.
+
     Call it inside a read transaction of the index: LMDB does not reuse the pages that this may see.
     data: the file that this transaction reads, if it is a copy.
     """
     try:
-        with LmdbFile(data or layout.index / "data.mdb") as file:
+        with _opened(data or layout.index / "data.mdb") as file:
             return _faults(file)
     except Corrupt as error:
         return [error.what]
+
+
+def _opened(path: Path) -> LmdbFile:
+    try:
+        return LmdbFile(path)
     except StorageFailed as error:
         if error.errno != errno.ENOENT:
             raise
-        return ["there is no file"]
+        raise Corrupt("there is no file", where=str(path)) from error
 
 
 def _faults_from_outside(layout: Layout) -> list[str]:
@@ -56,7 +63,7 @@ def _faults_from_outside(layout: Layout) -> list[str]:
         found = faults(layout)
         if not found:
             break
-        with suppress(MstoreError), LmdbFile(layout.index / "data.mdb") as file:
+        with suppress(Corrupt), _opened(layout.index / "data.mdb") as file:
             time.sleep(_PAUSE)
             if file.moved():
                 continue

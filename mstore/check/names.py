@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from mstore.check.old_index import OldIndex
-from mstore.errors import MstoreError
+from mstore.errors import Corrupt
 from mstore.frozen import frozen
 from mstore.store import mirror
 from mstore.store.layout import Layout
@@ -57,7 +57,7 @@ def settle(layout: Layout, old: OldIndex) -> Names:
     try:
         mirrors.append((_MIRROR, mirror.read(layout)))
         newest = mirrors[0][1].generation
-    except MstoreError as error:
+    except Corrupt as error:
         notes.append(f"ref mirror: {error.what}")
     # If the mirror is lost or outdated, a replaced mirror knows more.
     for path, found in mirror.earlier(layout)[:1]:

@@ -14,7 +14,7 @@ import msgspec
 from mstore.blocks.index import opened, read_generation
 from mstore.blocks.lmdb_pages import LmdbFile, Tree
 from mstore.blocks.pack_numbers import decode_condemned, decode_pack
-from mstore.errors import BadName, Corrupt, MstoreError
+from mstore.errors import BadName, Corrupt
 from mstore.ids import PackId, PlanId, SnapshotId
 from mstore.store import leases, pin_rows, plan_rows, pruned_rows, refs
 from mstore.store.layout import Layout
@@ -47,14 +47,17 @@ class OldIndex:
 
     @classmethod
     def read(cls, layout: Layout) -> OldIndex:
-        """Read all that is readable; return an empty one with a note if nothing is."""
+        """Read all that is readable; return an empty one with a note if nothing is.
+
+        Raises StorageFailed.
+        """
         if not (layout.index / "data.mdb").exists():
             return cls(notes=["there was none"])
         old = cls()
         try:
             with LmdbFile(layout.index / "data.mdb") as file:
                 old._take_everything(file)
-        except MstoreError as error:
+        except Corrupt as error:
             return cls(notes=[error.what])
         return old
 

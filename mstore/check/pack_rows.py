@@ -2,7 +2,8 @@
 
 Of several packs with the same payload, the newest that reads correctly wins: there the payload was
 moved last, to lie raw for instance (`mstore.pins`). One that needs no base goes before one that
-does. Deltas whose base is in no pack are left out.
+does. Deltas whose base is in no pack are left out. So is what is damaged; what this machine cannot
+read now ends the work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mstore.blocks.location_rows import Key, Row, base_of, raw_length
 from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table, store_of
 from mstore.blocks.reader import BlockReader
 from mstore.check.findings import typed
-from mstore.errors import Corrupt, MstoreError
+from mstore.errors import Corrupt
 from mstore.ids import BlockId, Buffer, ManifestId, PackId, TensorId
 from mstore.objects.canonical import decode
 from mstore.objects.manifest import Manifest
@@ -75,7 +76,7 @@ class PackRows:
             done += size
             try:
                 id, entries = read_table(path)
-            except MstoreError as error:
+            except Corrupt as error:
                 self.notes.append(f"pack {path.stem} is left out: {error.what}")
                 continue
             if id.hex() != path.stem:
@@ -102,7 +103,7 @@ class PackRows:
         paths = list(generation.listed_packs(self._layout))
         strangers = set()
         for path in paths:
-            with suppress(MstoreError):
+            with suppress(Corrupt):
                 if store_of(path) != self._layout.uuid.bytes:
                     strangers.add(path)
         if len(strangers) == len(paths):
@@ -156,7 +157,7 @@ class PackRows:
     def _first_right(self, key: Key, found: list[Row], *, is_delta: bool) -> Row | None:
         for row in found:
             if (base_of(row) is not None) == is_delta:
-                with suppress(MstoreError):
+                with suppress(Corrupt):
                     self._payload(key, row)
                     return row
         return None
@@ -211,7 +212,7 @@ class PackRows:
             return None
         try:
             return self._payload((kind, id), row)
-        except MstoreError:
+        except Corrupt:
             return None
 
     def is_complete(self, record: SnapshotRecord) -> bool:
@@ -252,5 +253,5 @@ def _generation(path: Path) -> int:
     """Return a pack's generation; -1 if it cannot be read, which its turn will tell."""
     try:
         return generation_of(path)
-    except MstoreError:
+    except Corrupt:
         return -1

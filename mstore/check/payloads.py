@@ -15,13 +15,13 @@ from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row
 from mstore.blocks.packs import Kind, pack_path, read_table
 from mstore.check.findings import Findings
-from mstore.errors import Incompatible, MstoreError, StorageFailed
+from mstore.errors import Corrupt, Unreadable
 from mstore.ids import BlockId, PackId
 from mstore.store.catalog import Catalog
 
 _GROUP_BYTES = 8 << 20
 _Block = tuple[BlockId, Location, Row]
-_Failure = tuple[BlockId, Row, MstoreError]
+_Failure = tuple[BlockId, Row, Corrupt]
 
 
 class Payloads:
@@ -56,7 +56,7 @@ class Payloads:
             for group, failures in reading:
                 for block, row, error in failures:
                     self._findings.tell_row(Kind.BLOCK, block, row, error.what)
-                    if isinstance(error, StorageFailed):
+                    if isinstance(error, Unreadable):
                         self._findings.unreadable.add((Kind.BLOCK, bytes(block)))
                 self.bytes_read += sum(location.stored_length for _, location, _ in group)
                 self._tick(self.bytes_read)
@@ -78,7 +78,7 @@ class Payloads:
         """Return the blocks of a pack that the index has there, in pack order."""
         try:
             _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
-        except MstoreError as error:
+        except Corrupt as error:
             self._findings.tell_pack(pack, error.what)
             return []
         ids = [
@@ -103,10 +103,6 @@ class Payloads:
         for block, location, row in group:
             try:
                 self._catalog.read_block(block, location)
-            except Incompatible:
-                # Written by a newer program. To this one it would look like damage, and a repair
-                # would drop good blocks.
-                raise
-            except MstoreError as error:
+            except Corrupt as error:
                 failures.append((block, row, error))
         return failures

@@ -211,18 +211,20 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _holder(lock: Path) -> int | None:
-    """Return a process that has an LMDB environment open, from LMDB's byte lock; None for none."""
-    try:
-        fd = fs.open_file(lock)
-    except OSError:
-        return None
-    try:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
+    """Return a process that has an LMDB environment open, from LMDB's byte lock; None for none.
+
+    Raises StorageFailed if that cannot be known.
+    """
+    with fs.translated(lock):
+        try:
+            fd = fs.open_file(lock)
+        except FileNotFoundError:
+            return None
+        try:
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        finally:
+            os.close(fd)
     return None if kind == fcntl.F_UNLCK else pid
 
 

@@ -7,8 +7,9 @@ left, so that adding good files stores them again, and condemns damaged packs.
 Copies are published like everything else: lease, pack, fsync, rename, and one index transaction
 that deletes the old row only if it is still the one that was found broken. A kill at any point
 leaves the store as it was, or better. A pack is condemned once every row that named it was moved or
-belongs to wrong bytes. A payload that the disk failed to read keeps its row and its pack, because
-it may be the only copy. Repair holds the lock of garbage collection: what it relies on is not
+belongs to wrong bytes. A payload that the disk failed to read (`Unreadable`) keeps its row and its
+pack, because it may be the only copy. Any other error ends the repair: nothing is dropped for what
+this machine cannot do. Repair holds the lock of garbage collection: what it relies on is not
 collected, and no one else moves what it moves.
 """
 
@@ -30,7 +31,7 @@ from mstore.blocks.packs import Kind
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, typed
 from mstore.check.fsck import Checker, CheckReport, Scope
-from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed
+from mstore.errors import Corrupt, Incompatible, NotFound, Unreadable
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.objects.canonical import decode
@@ -122,6 +123,8 @@ class Repair:
                     after = checker.run()
                     # A delta is dropped with its base; only now does what depends on it show.
                     damage = Damage.of(catalog, checker.findings)
+                    # What is left in damaged packs stays: it was kept, or is new and not looked at.
+                    damage.unreadable |= set(damage.in_packs)
                     if not damage.can_be_dropped():
                         break
         return RepairReport(
@@ -207,8 +210,8 @@ class Repair:
             else:
                 catalog.record_bytes(typed(kind, id), location)
             payload = catalog.packs.read(location.pack, location.offset, location.stored_length)
-        except MstoreError as error:
-            if isinstance(error, StorageFailed):
+        except Corrupt as error:
+            if isinstance(error, Unreadable):
                 damage.unreadable.add(key)
             return
         self._tick(location.stored_length)
@@ -291,7 +294,8 @@ class Damage:
     def update(self, other: Damage) -> None:
         """Add the damage that another check found."""
         self.rows = {**other.rows, **self.rows}
-        self.in_packs = [key for key in self.in_packs if key in self.rows]
+        self.in_packs = list(dict.fromkeys([*self.in_packs, *other.in_packs]))
+        self.unreadable |= other.unreadable
         self.packs |= other.packs
         self.incomplete |= other.incomplete
 
@@ -355,7 +359,7 @@ class _Shelf:
 
     def _base(self, block: BlockId) -> tuple[BlockId, Buffer] | None:
         """Return a block to use as the base of a delta; None if it cannot be read."""
-        with suppress(MstoreError):
+        with suppress(Corrupt):
             (location,) = self._catalog.locate([block])
             if not Codec(location.codec).is_delta:
                 return block, self._catalog.read_block(block, location)
@@ -434,7 +438,7 @@ def _rows_in(catalog: Catalog, numbers: set[int | None]) -> Iterator[tuple[Key, 
 
 def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[SnapshotRecord]:
     for id in sorted(snapshots):
-        with suppress(MstoreError):
+        with suppress(NotFound, Corrupt):
             yield catalog.snapshot(id)
 
 

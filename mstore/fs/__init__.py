@@ -43,15 +43,18 @@ from mstore.fs.rights import may_write, require_writable, share, share_tree
 from mstore.fs.roots import (
     Root,
     directory,
+    is_there,
     listed,
     listed_below,
     open_file,
     read_file,
+    reading,
     refusal,
     require_kinds,
     status_of,
     translated,
     unexpected,
+    unread,
 )
 from mstore.fs.trees import NewTree
 
@@ -73,6 +76,7 @@ __all__ = [
     "free_bytes",
     "in_memory",
     "index_commit",
+    "is_there",
     "link",
     "listed",
     "listed_below",
@@ -83,6 +87,7 @@ __all__ = [
     "open_file",
     "overwrite",
     "read_file",
+    "reading",
     "refusal",
     "remove_empty",
     "remove_tree",
@@ -99,4 +104,5 @@ __all__ = [
     "unexpected",
     "unlink",
     "unnamed",
+    "unread",
 ]

@@ -22,7 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from mstore.errors import Conflict, StorageFailed
+from mstore.errors import Conflict, StorageFailed, Unreadable
+from mstore.phrases import Text
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a fifo waits for a writer for ever.
@@ -43,6 +44,9 @@ _HINTS = {
     errno.EROFS: "this filesystem is mounted read-only",
     errno.EACCES: "check the owner and mode of this path",
     errno.EPERM: "check the owner and mode of this path",
+    errno.EMFILE: "let this process open more files: ulimit -n 4096",
+    errno.ENFILE: "this machine has too many files open: end some programs",
+    errno.ENOMEM: "this machine, or what this process may use of it, is out of memory",
 }
 
 
@@ -53,6 +57,48 @@ def translated(path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise refusal(error.errno or 0, path, str(error)) from error
+
+
+_LOST: Final = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
+"""What a disk or filesystem answers that has lost what it had to keep.
+
+EIO is the answer to a bad sector, and to contents that a filesystem checks and finds wrong; ext4
+and XFS answer EUCLEAN and EBADMSG where their own structures are damaged.
+"""
+
+
+def unread(
+    error: OSError, path: Path | str, hint: Text | None = None
+) -> Unreadable | StorageFailed:
+    """Build the error for bytes of the store that could not be read.
+
+    The only place that tells damage from what this machine refuses: too few descriptors (EMFILE,
+    ENFILE), no permission (EACCES, EPERM), no memory (ENOMEM) and all else say nothing about the
+    bytes.  Never for what was written: a disk that fails then has lost nothing yet.
+    """
+    code = error.errno or 0
+    if code in _LOST:
+        return Unreadable(os.strerror(code).lower(), where=str(path), hint=hint)
+    return refusal(code, path, str(error))
+
+
+@contextmanager
+def reading(path: Path | str, hint: Text | None = None) -> Iterator[None]:
+    """Turn OSError into Unreadable if the disk has lost these bytes, else into StorageFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise unread(error, path, hint) from error
+
+
+def is_there(path: Path | str) -> bool:
+    """Return whether there is a file; raises StorageFailed if that cannot be known."""
+    with translated(path):
+        try:
+            status_of(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
 
 
 def refusal(code: int, path: Path | str, otherwise: str) -> StorageFailed:
@@ -261,8 +307,11 @@ def open_file(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> 
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the first `limit` bytes of a regular file. Raises StorageFailed, Conflict."""
-    with translated(path), os.fdopen(open_file(path), "rb") as file:
+    """Return the first `limit` bytes of a regular file.
+
+    Raises Unreadable, StorageFailed; Conflict if something else is there.
+    """
+    with reading(path), os.fdopen(open_file(path), "rb") as file:
         return file.read(limit)
 
 

@@ -19,7 +19,7 @@ from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
 from mstore.blocks.reader import located
 from mstore.check import index_file
-from mstore.errors import Corrupt, MstoreError
+from mstore.errors import Corrupt
 from mstore.ids import BlockId, PackId
 from mstore.phrases import call, phrase
 from mstore.reachability import Reach
@@ -50,7 +50,7 @@ def require_sound_names(catalog: Catalog) -> None:
         raise damaged(database, key)
     try:
         told = mirror.read(catalog.layout)
-    except MstoreError as error:
+    except Corrupt as error:
         raise Corrupt(
             f"the mirror of the refs, which has to agree before anything goes: {error.what}",
             where=str(catalog.layout.mirror),
@@ -84,7 +84,7 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
     for path in (*listed_packs(layout), *lost_found.packs(layout)):
         try:
             pack, entries = read_table(path)
-        except MstoreError as error:
+        except Corrupt as error:
             raise Corrupt(
                 f"{len(reach.missing)} needed blocks have no row in the index, and they may lie in "
                 f"a pack that cannot be read: {error.what}",
@@ -108,7 +108,7 @@ def _is_whole(catalog: Catalog, path: Path, pack: PackId, entry: Entry) -> bool:
         return True
     try:
         catalog.read_block(BlockId(entry.id), located(pack, entry))
-    except MstoreError:
+    except Corrupt:
         return False
     return True
 
@@ -129,7 +129,7 @@ class Footers:
         index = self._catalog.index
         try:
             _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
-        except MstoreError as error:
+        except Corrupt as error:
             return f"its footer cannot be read: {error.what}"
         absent: dict[Kind, list[bytes]] = {}
         for entry in entries:

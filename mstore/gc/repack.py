@@ -16,7 +16,7 @@ from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.location_rows import Key, Row
 from mstore.blocks.packs import NO_BASE, Kind, SealedPack
 from mstore.blocks.reader import BlockReader, decoded, verify
-from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.errors import Corrupt, StorageFailed
 from mstore.gc.survey import Place
 from mstore.ids import (
     BlockId,
@@ -105,9 +105,7 @@ class Copies:
             return length
         try:
             payload = self._payload(place, id)
-        except MstoreError as error:
-            if isinstance(error, StorageFailed) and error.errno != errno.EIO:
-                raise
+        except Corrupt as error:
             self.left.append(f"{place.kind.name.lower()} {id.hex()}: {error.what}")
             return length
         writer = self.packs.writer

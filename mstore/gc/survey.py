@@ -14,7 +14,7 @@ import numpy as np
 
 from mstore.blocks.location_arrays import Flags, Numbers, Table
 from mstore.blocks.packs import ENTRY, PAGE, Kind, dead_bytes, pack_path
-from mstore.errors import MstoreError
+from mstore.errors import Corrupt
 from mstore.frozen import frozen
 from mstore.ids import PackId, SnapshotId
 from mstore.phrases import call, phrase
@@ -128,7 +128,7 @@ def _dead_bytes(path: Path, size: int, live_rows: int, live_bytes: int) -> int |
         return max(0, size - PAGE)
     try:
         return dead_bytes(path, live_rows, live_bytes)
-    except MstoreError:
+    except Corrupt:
         return None
 
 

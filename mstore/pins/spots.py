@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from mstore.blocks.codecs import Codec, Elements, elements_of
-from mstore.errors import Corrupt, NotFound, StorageFailed
+from mstore.errors import Corrupt, NotFound
 from mstore.ids import BlockId, SnapshotId
 from mstore.objects.manifest import File
 from mstore.objects.tensor import Tensor
@@ -16,7 +16,7 @@ from mstore.store.catalog import Catalog
 
 GROUP_BYTES: Final = 4 << 20
 _OF_RAW: Final = frozenset({Codec.RAW, Codec.CONSTANT})
-_UNREADABLE: Final = (NotFound, Corrupt, StorageFailed)
+_UNREADABLE: Final = (NotFound, Corrupt)
 
 
 class Spot(NamedTuple):

@@ -19,7 +19,7 @@ from mstore.blocks.codecs import Codec, Encoded, encode
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row, base_of
 from mstore.blocks.room import Room
-from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
+from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, SnapshotId
 from mstore.objects.manifest import File, Manifest
@@ -223,7 +223,7 @@ class _Unpinning:
             return None
         try:
             found, data = self._bases.delta_base(block, at, self._bases.read(block, at))
-        except (Corrupt, StorageFailed):
+        except Corrupt:
             # As in `add`: what cannot be read is no base.
             return None
         # It may become a difference itself, in this same commit.
@@ -248,7 +248,7 @@ def _alike(catalog: Catalog, own: Manifest, base: Manifest) -> Iterator[tuple[st
     bases = base.tensors()
     for name, id in own.tensors().items():
         # What of the base is virtual, pruned or damaged is no base.
-        with suppress(NotFound, Corrupt, StorageFailed, BadRequest):
+        with suppress(NotFound, Corrupt, BadRequest):
             if name in bases:
                 mine, theirs = catalog.tensor(id), catalog.tensor(bases[name])
                 if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape):

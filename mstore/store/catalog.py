@@ -267,7 +267,7 @@ class Catalog:
 
         def is_there(place: Location) -> bool:
             if place.pack not in packs:
-                packs[place.pack] = self.packs.path(place.pack).exists()
+                packs[place.pack] = self.packs.is_there(place.pack)
             return packs[place.pack]
 
         lost = []

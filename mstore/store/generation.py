@@ -18,20 +18,17 @@ nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mstore import fs
+from mstore.blocks import packs as packfiles
 from mstore.blocks.index import Index
-from mstore.blocks.packs import generation_of
-from mstore.errors import Corrupt, MstoreError
+from mstore.errors import Corrupt, Incompatible
 from mstore.ids import ID_BYTES, PackId
 from mstore.phrases import call
 from mstore.store import backup_row, mirror
 from mstore.store.layout import BACKUP_MARKER, Layout
 
-_PACK = re.compile(r"[0-9a-f]{64}\.pack")
 _ID_IN_NAME = slice(-len(".pack") - 2 * ID_BYTES, -len(".pack"))
 
 
@@ -94,26 +91,18 @@ def listed_packs(layout: Layout) -> Iterator[Path]:
 
     Raises StorageFailed.
     """
-    return map(Path, _files(layout))
+    return map(Path, packfiles.listed(layout.packs))
 
 
 def unknown_packs(layout: Layout, index: Index) -> list[Path]:
     """Return packs that the index does not name.  A running writer's may be among them."""
     # List files first: the index then includes anything published in between.
-    return _unknown(list(_files(layout)), index)
+    return _unknown(list(packfiles.listed(layout.packs)), index)
 
 
 def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
     """Return those of these packs that the index does not name now."""
     return _unknown(list(map(str, listed)), index)
-
-
-def _files(layout: Layout) -> Iterator[str]:
-    # Every `add` and merge looks at all packs: a Path for each would take longer than the rest.
-    root = str(layout.packs)
-    with fs.translated(root):
-        for directory, names in fs.listed_below(root):
-            yield from (f"{root}/{directory}/{name}" for name in names if _PACK.fullmatch(name))
 
 
 def _unknown(files: Sequence[str], index: Index) -> list[Path]:
@@ -136,7 +125,7 @@ def _id(file: str) -> bytes:
 
 def _pack_generation(path: Path) -> int:
     try:
-        return generation_of(path)
-    except MstoreError:
-        # Damaged, or deleted meanwhile: it proves nothing.
+        return packfiles.generation_of(path)
+    except (Corrupt, Incompatible):
+        # Damaged, deleted meanwhile, or of a version that no index here names: it proves nothing.
         return 0

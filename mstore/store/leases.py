@@ -253,8 +253,13 @@ def _is_live(layout: Layout, path: Path) -> bool:
     try:
         lock = fs.LockFile(_owner_lock(layout, path), create=False)
     except StorageFailed as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
         # If the lock may not be tested (another user's), assume that its owner is alive.
-        return error.errno in (errno.EACCES, errno.EPERM)
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return True
+        # Too few descriptors, say: whoever asks removes what the dead leave.
+        raise
     try:
         return not lock.acquire(blocking=False)
     finally:

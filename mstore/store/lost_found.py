@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks.packs import pack_path, read_table, store_of
-from mstore.errors import MstoreError, StorageFailed
+from mstore.blocks.packs import listed, pack_path, read_footer
+from mstore.errors import Corrupt, Incompatible, StorageFailed
 from mstore.ids import PackId
 from mstore.store.layout import Layout
 
@@ -64,12 +64,9 @@ def _directory(layout: Layout) -> Path:
 
 
 def packs(layout: Layout) -> Iterator[Path]:
-    """Yield every pack in lost+found."""
-    with fs.translated(layout.lost_found), suppress(FileNotFoundError):
-        for directory, names in fs.listed_below(layout.lost_found):
-            yield from (
-                layout.lost_found / directory / name for name in names if name.endswith(".pack")
-            )
+    """Yield every pack in lost+found.  Raises StorageFailed."""
+    if fs.is_there(layout.lost_found):
+        yield from map(Path, listed(layout.lost_found))
 
 
 def bring_back(layout: Layout) -> list[PackId]:
@@ -78,21 +75,20 @@ def bring_back(layout: Layout) -> list[PackId]:
     Call with the lock of garbage collection held.
     """
     found = []
-    for path in packs(layout):
+    for path in list(packs(layout)):
         try:
-            id, _ = read_table(path)
-            is_own = store_of(path) == layout.uuid.bytes
-        except MstoreError:
+            footer = read_footer(path)
+        except (Corrupt, Incompatible):
             continue
-        if not is_own:
+        if footer.store != layout.uuid.bytes:
             continue
-        target = pack_path(layout.packs, id)
+        target = pack_path(layout.packs, footer.id)
         fs.make_directory(target.parent, exist_ok=True)
         fs.rename(path, target)
         for directory in (target.parent, layout.packs, path.parent):
             fs.sync_directory(directory)
         fs.remove_empty(path.parent)
-        found.append(id)
+        found.append(footer.id)
     return found
 
 

@@ -27,7 +27,7 @@ from blake3 import blake3
 from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import BadName, Corrupt, MstoreError, StorageFailed
+from mstore.errors import BadName, Corrupt, StorageFailed
 from mstore.ids import SnapshotId
 from mstore.phrases import call
 from mstore.sizes import format_size
@@ -154,10 +154,10 @@ def read(layout: Layout) -> Mirror:
 
 
 def read_file(path: Path) -> Mirror:
-    """Read the mirror at this path. Raises Corrupt, StorageFailed."""
+    """Read the mirror at this path. Raises Corrupt (also if it is missing), StorageFailed."""
     data = _bytes(path)
     if data is None:
-        raise StorageFailed("no such file or directory", where=str(path), errno=errno.ENOENT)
+        raise Corrupt("no such file or directory", where=str(path))
     return Mirror(_generation(path, data), _refs(path, data))
 
 
@@ -182,14 +182,15 @@ def earlier(layout: Layout) -> list[tuple[Path, Mirror]]:
     """Return the replaced mirrors that are readable, newest first."""
     found = []
     for _, path in _versions(layout):
-        with suppress(MstoreError):
+        with suppress(Corrupt):
             found.append((path, read_file(path)))
     return found
 
 
 def _versions(layout: Layout) -> list[tuple[int, Path]]:
     found = []
-    with suppress(OSError):
+    # A copy of a store may lack the directory.
+    with fs.translated(layout.mirror.parent), suppress(FileNotFoundError):
         for name in fs.listed(layout.mirror.parent):
             number = name.removeprefix("mirror.")
             if name != number and number.isascii() and number.isdigit() and len(number) < 20:

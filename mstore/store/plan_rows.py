@@ -15,7 +15,7 @@ import msgspec
 from mstore.blocks import row_batches
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import Corrupt, MstoreError
+from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, PlanId, SnapshotId
 from mstore.objects.canonical import plain_id
 from mstore.phrases import call
@@ -121,12 +121,12 @@ def has_prefix(index: Index, transaction: IndexTransaction, digits: str) -> bool
     return first.hex().startswith(digits)
 
 
-def unreadable(index: Index) -> Iterator[tuple[str, MstoreError]]:
+def unreadable(index: Index) -> Iterator[tuple[str, Corrupt]]:
     """Yield the id, in hex digits, and the error of each row that cannot be read."""
     for batch in row_batches.of_table(index, _PLANS):
         for key, _ in batch:
             try:
                 with index.env.read() as transaction:
                     get(index, transaction, PlanId(key))
-            except MstoreError as error:
+            except Corrupt as error:
                 yield key.hex(), error

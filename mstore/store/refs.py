@@ -23,7 +23,7 @@ import msgspec
 from mstore.blocks import row_batches
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import BadName, Conflict, Corrupt, MstoreError, NotFound, did_you_mean
+from mstore.errors import BadName, Conflict, Corrupt, NotFound, did_you_mean
 from mstore.ids import ID_BYTES, SnapshotId
 from mstore.objects.canonical import plain_id
 from mstore.phrases import call, phrase
@@ -378,7 +378,7 @@ def readable(index: Index, unreadable: Callable[[str], None]) -> dict[str, Ref]:
                 name = key.decode()
                 with index.env.read() as transaction:
                     ref = get(index, transaction, name)
-            except (ValueError, MstoreError):
+            except (ValueError, Corrupt):
                 unreadable(key.decode(errors="backslashreplace"))
             else:
                 if ref is not None:
@@ -396,6 +396,6 @@ def unreadable_reflogs(index: Index) -> list[str]:
         try:
             with index.env.read() as transaction:
                 reflog(index, transaction, raw.decode())
-        except (ValueError, MstoreError):
+        except (ValueError, Corrupt):
             found.append(raw.decode(errors="backslashreplace"))
     return found

@@ -2,7 +2,9 @@
 
 An ASGI application for HTTP.  Answers GET and HEAD, and reads no body of a request.
 
-    NotFound, BadName, Conflict -> 404      Unavailable -> 503      anything else -> 500
+    NotFound, BadName, Conflict -> 404
+    Unavailable, StorageFailed, OSError, MemoryError -> 503: what this machine cannot do now
+    anything else -> 500: Corrupt, which says that the store is damaged, or a bug
 
 A message of an error of 500 or more names nothing of this machine; the log has the whole.
 
@@ -24,7 +26,14 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from mstore.errors import BadName, Conflict, MstoreError, NotFound, Unavailable
+from mstore.errors import (
+    BadName,
+    Conflict,
+    MstoreError,
+    NotFound,
+    StorageFailed,
+    Unavailable,
+)
 from mstore_serve import addresses, conditions, ranges
 from mstore_serve.bodies import Ahead, Body, Threads, unless_gone
 from mstore_serve.conditions import Verdict
@@ -41,11 +50,14 @@ _SAFE: Final = (
     ("Content-Security-Policy", "default-src 'none'"),
 )
 _UNTOLD: Final = "the server could not read this; its log says why"
-_STATUS: Final[Mapping[type[MstoreError], int]] = {
+_STATUS: Final[Mapping[type[Exception], int]] = {
     NotFound: 404,
     BadName: 404,
     Conflict: 404,
     Unavailable: 503,
+    StorageFailed: 503,
+    OSError: 503,
+    MemoryError: 503,
 }
 
 log = logging.getLogger("mstore_serve")
@@ -256,6 +268,8 @@ def _refusal_of(error: Exception) -> _Refusal:
         code = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", _public(type(error))).lower()
     elif isinstance(error, OSError):
         code = "storage-failed"
+    elif isinstance(error, MemoryError):
+        code = "out-of-memory"
     if isinstance(error, MstoreError) and status < 500:
         return _Refusal(status, ErrorReport(code, error.what, error.where))
     return _Refusal(status, ErrorReport(code, _UNTOLD, None))
@@ -275,7 +289,9 @@ async def _refuse(scope: Scope, answer: _Answer, refusal: _Refusal) -> None:
 
 def _log_failure(scope: Scope, error: Exception) -> None:
     where = scope["raw_path"].decode("latin-1")
-    if isinstance(error, MstoreError | OSError):
+    if isinstance(error, MemoryError):
+        log.error("%s: out of memory", where)
+    elif isinstance(error, MstoreError | OSError):
         if _refusal_of(error).status >= 500 or not isinstance(error, MstoreError):
             log.error("%s: %s", where, error)
         elif isinstance(error, Conflict):

@@ -12,10 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+from mstore import fs
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE
 from mstore.blocks.reader import BlockReader
-from mstore.errors import Corrupt, StorageFailed
+from mstore.errors import Corrupt
 from mstore.ids import BlockId, Buffer, PackId
 from mstore.phrases import call
 
@@ -30,16 +31,10 @@ class OpenPacks:
         self._descriptors = descriptors
 
     def read(self, pack: PackId, offset: int, length: int) -> Buffer:
-        """Return these bytes. Raises Corrupt if the pack is too short, StorageFailed."""
+        """Return these bytes. Raises as `PackFiles.read`."""
         try:
-            data = _read(self._descriptors[pack], length, offset)
-        except OSError as error:
-            raise StorageFailed(
-                str(error.strerror),
-                where=f"pack {pack.short}",
-                errno=error.errno,
-                hint=call("fsck", read_data=True),
-            ) from error
+            with fs.reading(f"pack {pack.short}", call("fsck", read_data=True)):
+                data = _read(self._descriptors[pack], length, offset)
         except OverflowError as error:
             raise _too_short(pack) from error
         if len(data) != length:
@@ -78,7 +73,7 @@ def check(
 ) -> None:
     """Read and hash each of these blocks at its place, on all processors.
 
-    Raises Corrupt naming a block that does not match its id, StorageFailed.
+    Raises Corrupt naming a block that does not match its id, Unreadable, StorageFailed.
     """
     reader = BlockReader(OpenPacks(descriptors), block_size)
     in_order = sorted(blocks, key=lambda item: (item[1].pack, item[1].offset))

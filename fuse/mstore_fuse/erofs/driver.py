@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mstore import Store, fs
-from mstore.blocks.packs import open_pack
-from mstore.errors import Conflict, Corrupt, StorageFailed, Unavailable
+from mstore.blocks.packs import PackGone, open_pack
+from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.ids import PackId
 from mstore.neighbours import require_alone
 from mstore.store import contents
@@ -103,13 +103,11 @@ def _opened(
         with ExitStack() as opened:
             try:
                 packs = {pack: _open(catalog, pack, opened) for pack in survey.packs}
-            except FileNotFoundError as error:
+            except PackGone:
                 # gc may have moved its blocks since they were looked up.
                 if attempt + 1 < _ATTEMPTS:
                     continue
-                raise Corrupt(
-                    "a pack that the index names is missing", where=str(error.filename)
-                ) from error
+                raise
             checking.require_whole_pages({p: os.fstat(fd).st_size for p, fd in packs.items()})
             files.push(opened.pop_all())
             return survey, packs
@@ -117,13 +115,7 @@ def _opened(
 
 
 def _open(catalog: Catalog, pack: PackId, opened: ExitStack) -> int:
-    path = catalog.packs.path(pack)
-    try:
-        descriptor = open_pack(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise StorageFailed(str(error.strerror), where=str(path), errno=error.errno) from error
+    descriptor = open_pack(catalog.packs.path(pack))
     opened.callback(os.close, descriptor)
     return descriptor
 

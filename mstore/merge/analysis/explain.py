@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from mstore.adapters.inputs import Inputs, Names
-from mstore.errors import Corrupt, NotFound, StorageFailed, did_you_mean
+from mstore.errors import Corrupt, NotFound, did_you_mean
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.merge.analysis.layers import layers_of
@@ -330,7 +330,7 @@ def _experts_of(catalog: Catalog, plan: Plan) -> tuple[Names, ...]:
     """Return the tensors of each expert; those of an adapter that was pruned are its own."""
     try:
         return Inputs.of(catalog, plan, registry.fishers_of(plan)).experts
-    except (NotFound, Corrupt, StorageFailed):
+    except (NotFound, Corrupt):
         return tuple(catalog.manifest(one.manifest_id()).tensors() for one in plan.experts)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mstore.errors import Corrupt, StorageFailed
+from mstore.errors import Corrupt
 from mstore.ids import TensorId
 from mstore.merge.methods import registry
 from mstore.objects.manifest import Manifest
@@ -57,7 +57,7 @@ def names_of_plan(
     """
     try:
         tied = ties_embeddings(catalog, catalog.manifest(plan.base_id()))
-    except (Corrupt, StorageFailed):
+    except Corrupt:
         if not lenient:
             raise
         tied = False

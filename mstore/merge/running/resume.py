@@ -24,9 +24,9 @@ import msgspec
 from blake3 import blake3
 
 from mstore import fs
-from mstore.blocks.packs import NO_BASE, PAGE, Kind, SealedPack, open_pack, read_table
+from mstore.blocks.packs import NO_BASE, PAGE, Kind, SealedPack, open_pack, read_footer
 from mstore.blocks.reader import decoded, located, verify
-from mstore.errors import MstoreError
+from mstore.errors import Corrupt, Incompatible
 from mstore.ids import BlockId
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import Result
@@ -91,30 +91,31 @@ class Leftovers:
         if path not in self._packs:
             try:
                 self._packs[path] = _sound(path, self._catalog)
-            except MstoreError:
+            except (Corrupt, Incompatible):
                 self._packs[path] = None
         return self._packs[path]
 
 
 def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
     try:
-        with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
+        with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
             data = file.read(_MAX_RECEIPT + 1)
         if len(data) > _MAX_RECEIPT or not data.startswith(_MAGIC):
             return []
         if blake3(data[_HASH_END:]).digest() != data[len(_MAGIC) : _HASH_END]:
             return []
         return _decode(data[_HASH_END:])
-    except (MstoreError, msgspec.MsgspecError):
+    except (Corrupt, msgspec.MsgspecError):
         return []
 
 
 def _sound(path: Path, catalog: Catalog) -> SealedPack | None:
     """Return the pack if it is this store's, holds only blocks, and each matches its id."""
-    id, entries = read_table(path)
-    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
-        if _STORE.unpack(file.read(_STORE.size))[0] != catalog.layout.uuid.bytes:
-            return None
+    footer = read_footer(path)
+    id, entries = footer.id, footer.entries
+    if footer.store != catalog.layout.uuid.bytes:
+        return None
+    with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
         for entry in sorted(entries, key=lambda entry: entry.offset):
             file.seek(entry.offset)
             longest = max(entry.raw_length, entry.stored_length)
