@@ -253,7 +253,7 @@ def _is_live(layout: Layout, path: Path) -> bool:
     try:
         lock = fs.LockFile(_owner_lock(layout, path), create=False)
     except StorageFailed as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return False
         # If the lock may not be tested (another user's), assume that its owner is alive.
         if error.errno in (errno.EACCES, errno.EPERM):
