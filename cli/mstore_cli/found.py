@@ -12,7 +12,13 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
-from mstore_cli import user_config
+
+def own_users() -> frozenset[int]:
+    """Return the numbers of whoever runs this program: for root, also of the caller of sudo."""
+    me = os.geteuid()
+    caller = os.environ.get("SUDO_UID", "") if me == 0 else ""
+    is_number = caller.isascii() and caller.isdigit()
+    return frozenset({me, int(caller)} if is_number else {me})
 
 
 def require_own(store: Path) -> None:
@@ -20,10 +26,14 @@ def require_own(store: Path) -> None:
 
     Raises as `user_config.read` for a store of somebody else.
     """
-    stranger = next((one for one in _owners(store) if one not in user_config.own_users()), None)
-    if stranger is None or os.path.realpath(store) in user_config.read()["safe_stores"]:
+    stranger = next((one for one in _owners(store) if one not in own_users()), None)
+    if stranger is None:
         return
     from mstore.errors import Conflict
+    from mstore_cli import user_config
+
+    if os.path.realpath(store) in user_config.read()["safe_stores"]:
+        return
 
     named = shlex.quote(str(store))
     raise Conflict(

@@ -68,14 +68,6 @@ KEYS: Final[Mapping[str, Key]] = MappingProxyType(
 )
 
 
-def own_users() -> frozenset[int]:
-    """Return the numbers of whoever runs this program: for root, also of the caller of sudo."""
-    me = os.geteuid()
-    caller = os.environ.get("SUDO_UID", "") if me == 0 else ""
-    is_number = caller.isascii() and caller.isdigit()
-    return frozenset({me, int(caller)} if is_number else {me})
-
-
 def path() -> Path:
     """Return the path of the file; it need not exist."""
     from platformdirs import user_config_path
@@ -147,6 +139,7 @@ def _text(file: Path) -> str:
         return ""
     from mstore import fs
     from mstore.errors import Conflict, StorageFailed
+    from mstore_cli.found import own_users
 
     # A fifo is refused, not waited for.
     with fs.translated(file), open(file, "rb", opener=_without_waiting) as opened:

@@ -128,6 +128,32 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "lock"
 
 
+@contextmanager
+def for_a_full_disk(layout: Layout) -> Iterator[None]:
+    """Where the disk is full, advise to remove what of the store can be computed again.
+
+    For what makes room, or leads to it: it needs little, and on a disk of the store's own there is
+    nothing else to remove.
+    """
+    try:
+        yield
+    except StorageFailed as error:
+        code = error.errno or 0
+        # Another hint knows more.
+        if code in (errno.ENOSPC, errno.EDQUOT) and error.hint == fs.refusal(code, "", "").hint:
+            error.advise(_room(layout))
+        raise
+
+
+def _room(layout: Layout) -> str:
+    asides = sorted(layout.root.glob("*.damaged-*"))
+    found = [path for path in (layout.stats, layout.memo, *asides) if path.is_dir()]
+    if not found:
+        return "remove a file of 1 MiB from this disk, outside the store, and run the command again"
+    named = " ".join(shlex.quote(str(path)) for path in found)
+    return f"rm -r {named}    (computed again when needed), and run the command again"
+
+
 def _is_block_size(size: int) -> bool:
     return MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
 
