@@ -106,12 +106,6 @@ class Session:
         """Open the store of this run, for use in a `with` block."""
         from mstore import Store
 
-        return self._computing(Store.open)
-
-    def open_to_look(self) -> Store:
-        """Do the same for a command that reads only records and thus needs no kernels."""
-        from mstore import Store
-
         return self._opened(Store.open)
 
     def open_silently(self) -> Store:
@@ -124,14 +118,7 @@ class Session:
         """Do the same for a store whose index may be damaged: checks the index first."""
         from mstore import Store
 
-        return self._computing(Store.open_checked)
-
-    def _computing(self, open_at: Callable[[Path], Store]) -> Store:
-        # Imported late: it imports `logging`, which commands that only look do not need.
-        from mstore_cli import kernels
-
-        kernels.prepare(quiet=self._choices.quiet)
-        return self._opened(open_at)
+        return self._opened(Store.open_checked)
 
     def _opened(self, open_at: Callable[[Path], Store]) -> Store:
         """Open the store; warn if its index cannot be trusted."""

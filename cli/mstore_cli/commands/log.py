@@ -53,7 +53,7 @@ def log(
     """List snapshots and what each was made from, newest first."""
     if every and revision is not None:
         raise UsageError("--all goes without REF", hint="mstore log --all")
-    with session.open_to_look() as store:
+    with session.open() as store:
         snapshots = store.log(revision, limit, every=every)
         # Most stores hold no signature, and it takes longer to find the user's list of signers.
         if any(one.signatures for one in snapshots):

@@ -33,7 +33,7 @@ def ls(
     ] = False,
 ) -> None:
     """List the files of a snapshot, or with --tensors its tensors."""
-    with session.open_to_look() as store:
+    with session.open() as store:
         if tensors:
             _emit_tensors(session, store.tensors(revision))
             return

@@ -39,7 +39,7 @@ def reflog(
     NAME@{N} in the first column is a revision like any other, unless gc has collected what it was.
     To restore a removed branch: `mstore reset NAME NAME@{1}`.
     """
-    with session.open_to_look() as store:
+    with session.open() as store:
         entries = store.reflog(name)
     collected = {one.new for one in entries if one.is_collected}
 

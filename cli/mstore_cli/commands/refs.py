@@ -26,7 +26,7 @@ def refs(
     names: RefNames = None,
 ) -> None:
     """List branches and tags and what they point at."""
-    with session.open_to_look() as store:
+    with session.open() as store:
         found = store.refs(*(names or ()))
         removed = [one for one in store.reflog() if one.new is None] if not found else []
 

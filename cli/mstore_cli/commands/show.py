@@ -21,7 +21,7 @@ SHOWN = 5
 @command(example="mstore show llama/merged")
 def show(session: Session, revision: Revision) -> None:
     """Print one snapshot: content, parents, origin, message."""
-    with session.open_to_look() as store:
+    with session.open() as store:
         report = store.show(revision)
         if report.signatures:
             report = store.show(revision, signers=trusted_signers(None))
