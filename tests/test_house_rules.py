@@ -25,12 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # A program of its own that a child process runs, in a directory it was given: no part of the
 # library and loaded by none of it (tests/test_convert.py).  It knows torch: nothing else need.
 CONVERTER = ROOT / "mstore" / "convert" / "program.py"
-# Starts that child; but for the compiler's, no other module starts any.
+# Starts that child; no other module starts any.
 PARENT = ROOT / "mstore" / "convert" / "conversion.py"
-# The same of the compiler: it answers on standard output (tests/test_code_cache.py).
-MAKER = ROOT / "mstore" / "numeric" / "maker.py"
-ASKS_MAKER = ROOT / "mstore" / "numeric" / "making.py"
-LIBRARY = sorted({*(ROOT / "mstore").rglob("*.py")} - {CONVERTER, MAKER})
+LIBRARY = sorted({*(ROOT / "mstore").rglob("*.py")} - {CONVERTER})
 ADAPTERS = sorted(path for top in ("fuse", "serve", "cli") for path in (ROOT / top).rglob("*.py"))
 WRITERS = sorted((ROOT / "mstore" / "fs").glob("*.py"))
 
@@ -207,7 +204,7 @@ def test_input_stays_data() -> None:
     """Nothing in the library unpickles, evaluates or runs what it reads, nor imports torch."""
 
     def rule(path: Path, source: str) -> Iterator[str]:
-        starts_programs = path in ADAPTERS or path in (PARENT, ASKS_MAKER)
+        starts_programs = path in ADAPTERS or path == PARENT
         return breaches(source, EXECUTION - {"subprocess"} if starts_programs else EXECUTION)
 
     assert _found([*LIBRARY, *ADAPTERS], rule) == []

@@ -97,10 +97,11 @@ class Session:
         """Open the store of this run, for use in a `with` block."""
         from mstore import Store
 
-        return self._computing(Store.open)
+        self.report_waiting()
+        return self._opened(Store.open)
 
     def open_to_look(self) -> Store:
-        """Do the same for a command that reads only records and thus needs no kernels."""
+        """Do the same for a command that waits for no lock, so needs no `logging`."""
         from mstore import Store
 
         return self._opened(Store.open)
@@ -115,15 +116,8 @@ class Session:
         """Do the same for a store whose index may be damaged: checks the index first."""
         from mstore import Store
 
-        return self._computing(Store.open_checked)
-
-    def _computing(self, open_at: Callable[[Path], Store]) -> Store:
-        # Imported late: it imports `logging`, which commands that only look do not need.
-        from mstore_cli import kernels
-
-        kernels.prepare(quiet=self._choices.quiet)
         self.report_waiting()
-        return self._opened(open_at)
+        return self._opened(Store.open_checked)
 
     def report_waiting(self) -> None:
         """Say on standard error who holds a lock that this command waits for, unless quiet."""
