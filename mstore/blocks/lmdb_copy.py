@@ -19,10 +19,9 @@ import time
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks.lmdb_pages import PAGE, newest_transaction
+from mstore.blocks.lmdb_pages import HEAD_BYTES, newest_transaction, page_size
 from mstore.errors import Corrupt, Unavailable
 
-_HEADS = 2 * PAGE
 _PAUSE = 0.001
 PATIENCE = 10.0
 """Seconds to retry while others commit continuously."""
@@ -66,7 +65,7 @@ class PrivateCopy:
             transaction = newest_transaction(heads)
             # After the meta pages: the file may have grown for this transaction.
             status = os.fstat(self._source)
-            copy = fs.in_memory(heads, self._source, max(status.st_size, _HEADS))
+            copy = fs.in_memory(heads, self._source, max(status.st_size, len(heads)))
             if self._newest() <= transaction + 1:
                 return copy, status, transaction
             os.close(copy)
@@ -74,11 +73,12 @@ class PrivateCopy:
 
     def _heads(self) -> bytes:
         """Return the first two pages (the meta pages), neither half written."""
+        size = 2 * page_size(os.pread(self._source, HEAD_BYTES, 0), self.data)
         while True:
-            heads = os.pread(self._source, _HEADS, 0)
-            if len(heads) < _HEADS:
+            heads = os.pread(self._source, size, 0)
+            if len(heads) < size:
                 raise Corrupt("the file is cut short", where=str(self.data))
-            if os.pread(self._source, _HEADS, 0) == heads:
+            if os.pread(self._source, size, 0) == heads:
                 return heads
             time.sleep(_PAUSE)
 
