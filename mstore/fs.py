@@ -21,8 +21,10 @@ import os
 import shlex
 import stat
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple
@@ -102,6 +104,12 @@ def refusal(code: int, path: Path | str, otherwise: str) -> StorageFailed:
     )
 
 
+POPULATE_WRITE: Final = 23
+"""madvise(2): prepare pages to be written through a map (Linux 5.14; Python has no name for it)."""
+_LONG: Final = 0.001
+_FS_IOC_GETFLAGS: Final = 0x80086601
+_FS_IOC_SETFLAGS: Final = 0x40086602
+_FS_NOCOW_FL: Final = 0x00800000
 _FICLONERANGE: Final = 0x4020940D
 _FILE_CLONE_RANGE: Final = struct.Struct("=qQQQ")
 
@@ -153,6 +161,13 @@ class NewFile:
             done = 0
             while done < len(view):
                 done += os.pwrite(self._fd, view[done:], offset + done)
+
+    def stay_in_place(self) -> None:
+        """Ask btrfs to replace written bytes where they lie; a hint, for a file that is empty."""
+        with suppress(OSError):
+            (flags,) = struct.unpack_from("I", fcntl.ioctl(self._fd, _FS_IOC_GETFLAGS, bytes(8)))
+            asked = struct.pack("Q", flags | _FS_NOCOW_FL)
+            fcntl.ioctl(self._fd, _FS_IOC_SETFLAGS, asked)
 
     def clone(self, source: int, source_offset: int, length: int, offset: int) -> None:
         """Let a range be the extents of an open file's range: ioctl_ficlonerange(2).
@@ -559,9 +574,13 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
 
 
 def create_whole(path: Path, data: Buffer) -> bool:
-    """Create a file that only ever appears complete; return False if the name exists."""
+    """Create a file that only ever appears complete; return False if the name exists.
+
+    For small files that are written through maps later (`require_mappable`).
+    """
     file = NewFile(_temporary(path, None), private=False)
     try:
+        file.stay_in_place()
         file.append(data)
         file.sync()
         with translated(path):
@@ -574,6 +593,71 @@ def create_whole(path: Path, data: Buffer) -> bool:
         file.abandon()
     sync_directory(path.parent)
     return True
+
+
+def require_mappable(path: Path, length: int) -> None:
+    """Raise StorageFailed if others could not map a file shared and write it now.
+
+    The file gets at least this length. Such a write ends the process if the filesystem has no room
+    for it, so it is tried without changing a byte, and through a second map as well: with the room
+    that the first one takes. Call only while this process has the file open nowhere else, as
+    closing it ends this process's locks on it.
+    """
+    with translated(path):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(fd).st_size
+            if size < length:
+                if _observer is not None:
+                    _observer(Operation("write", str(path), offset=size, data=bytes(length - size)))
+                os.pwrite(fd, bytes(length - size), size)
+            with mmap.mmap(fd, length) as first, mmap.mmap(fd, length) as second:
+                for one in (first, second):
+                    if not is_mappable(path, partial(_populated, one)):
+                        raise full(path)
+        finally:
+            os.close(fd)
+
+
+def _populated(shared: mmap.mmap) -> int:
+    try:
+        shared.madvise(POPULATE_WRITE)
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
+def is_mappable(path: Path, populate: Callable[[], int]) -> bool:
+    """Return whether a shared map of a file can be written now.
+
+    populate: calls madvise(2) with POPULATE_WRITE and returns the errno. An older kernel does not
+    know that; less than 1 MiB free then counts as full. The same if btrfs finds room only after a
+    search: it would search at each write.
+    """
+    began = time.monotonic()
+    code = populate()
+    is_long = time.monotonic() - began > _LONG
+    if code == errno.EINVAL or (is_long and not code and copies_on_write(path)):
+        return has_room(path)
+    return code != errno.EFAULT
+
+
+def has_room(path: Path, size: int = 1 << 20) -> bool:
+    """Return whether the filesystem has so many bytes free, or does not tell."""
+    try:
+        return free_bytes(path) >= size
+    except StorageFailed:
+        return True
+
+
+def copies_on_write(path: Path) -> bool:
+    """Return whether what is written at `path` takes new room each time, or may do so."""
+    return filesystem_type(path) in {"btrfs", "zfs", "bcachefs", "overlay"}
+
+
+def full(path: Path) -> StorageFailed:
+    """Build the error for a full disk."""
+    return refusal(errno.ENOSPC, path, "")
 
 
 def in_memory(head: bytes, descriptor: int, size: int) -> int:
@@ -948,24 +1032,16 @@ def _unwritable(paths: Sequence[Path]) -> tuple[Path, int] | None:
         code = None
         for _ in range(_ASKED):
             there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
-            asked = _identity(there)
+            asked = identity(there, follow=False)
             code = _refused(there)
             if code is None:
                 break
             # Else another process has moved it away or replaced it while we asked.
-            if asked is not None and _identity(there) == asked:
+            if asked is not None and identity(there, follow=False) == asked:
                 return there, code
         if code is not None:
             return there, code
     return None
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _refused(path: Path) -> int | None:
@@ -1005,6 +1081,15 @@ def filesystem_type(path: Path, mountinfo: Path = MOUNTINFO) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, right.split(" ")[0]
     return kind
+
+
+def identity(path: Path, *, follow: bool = True) -> tuple[int, int] | None:
+    """Return device and inode of what is at `path`; None if that cannot be told."""
+    try:
+        status = os.stat(path, follow_symlinks=follow)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def free_bytes(path: Path) -> int:

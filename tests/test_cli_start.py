@@ -18,7 +18,8 @@ MODULES = {
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space checked_rows codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages "
-        "lmdb_types location location_rows meter pack_numbers packs reader room row_batches"
+        "lmdb_table lmdb_types location location_rows meter pack_numbers packs reader room "
+        "row_batches"
     ),
     "mstore.checkpoint": "dtypes paths",
     "mstore.objects": "canonical limits manifest plan snapshot tensor virtual",

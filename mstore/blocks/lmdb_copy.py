@@ -1,9 +1,10 @@
 """A private copy of an LMDB file, for readers that cannot register with LMDB.
 
-LMDB lets a writer reuse pages once no reader registered in the lock file needs them. A user who may
-not write the lock file (another user's store, a read-only filesystem) cannot register. LMDB would
-then read pages while they are being overwritten, which gives wrong rows or ends the process. So
-such a reader copies the file as of one commit into memory and has LMDB open that.
+LMDB lets a writer reuse pages once no reader registered in the lock file needs them. Where that
+file cannot be written (another user's store, a read-only filesystem, a full disk), nobody can
+register. LMDB would then read pages while they are being overwritten, which gives wrong rows or
+ends the process. So such a reader copies the file as of one commit into memory and has LMDB open
+that.
 
 When a copy is consistent: transaction N writes pages that transaction N - 2 or an earlier one
 freed. So no page of the state after T is overwritten before T + 2 is committed and T + 3 is
