@@ -18,9 +18,11 @@ MODULES = {
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space checked_rows codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages "
-        "lmdb_types location location_rows meter pack_numbers packs reader room row_batches"
+        "lmdb_table lmdb_types location location_rows meter pack_numbers packs reader room "
+        "row_batches"
     ),
     "mstore.checkpoint": "dtypes paths",
+    "mstore.fs": "disks files locks maps rights roots trees",
     "mstore.objects": "canonical limits manifest plan snapshot tensor virtual",
     "mstore.store": (
         "backup_row catalog config contents damage generation layout leases mirror overflow "
@@ -35,7 +37,7 @@ MODULES = {
 LOOKING = {"refs": ("refs",), "log": ("log",), "show": ("show", "m"), "ls": ("ls", "m")}
 # Standard libraries that take milliseconds, and that none of the packages above needs.
 SLOW = {
-    *("asyncio", "ctypes", "importlib.metadata", "logging", "multiprocessing", "shutil"),
+    *("asyncio", "importlib.metadata", "logging", "multiprocessing", "shutil"),
     *("tempfile", "tomllib", "traceback"),
 }
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lmdb_page import PAGE
 
 from mstore.blocks import location_arrays
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_columns import Columns, Unexpected
 from mstore.blocks.lmdb_env import Environment
-from mstore.blocks.lmdb_pages import PAGE
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_arrays import LOST_BASE, NO_BASE
 from mstore.blocks.location_rows import BLOCKS, RECORDS

@@ -10,8 +10,9 @@ import lmdb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lmdb_page import PAGE
 
-from mstore.blocks.lmdb_pages import PAGE, LmdbFile
+from mstore.blocks.lmdb_pages import LmdbFile
 from mstore.errors import Corrupt
 
 NAMES = (b"blocks", b"big", b"empty")

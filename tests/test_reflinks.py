@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,17 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import write_safetensors
+from loop_disks import FILESYSTEMS, MIB, loop_disk
 from small_models import BLOCK, files_of
 
 from mstore import MergeRequest, Store, fs
 from mstore.errors import BadRequest, Corrupt, Incompatible, StorageFailed
-
-MIB = 1 << 20
-FILESYSTEMS = {
-    "xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"],
-    "btrfs": ["mkfs.btrfs", "-q"],
-    "ext4": ["mkfs.ext4", "-q"],
-}
 
 
 def model(directory: Path, seed: int) -> Path:
@@ -59,27 +52,8 @@ def disk(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
     """A mounted filesystem of its own, of each kind."""
-    kind = request.param
-    program, *_ = FILESYSTEMS[kind]
-    if os.geteuid() != 0:
-        pytest.skip("only root mounts a disk")
-    if shutil.which(program) is None:
-        pytest.skip(f"{program} is not installed")
-    if kind != "ext4" and f"\t{kind}\n" not in Path("/proc/filesystems").read_text():
-        pytest.skip(f"this kernel has no {kind}")
-    place = tmp_path_factory.mktemp(kind)
-    with (place / "image").open("wb") as image:
-        image.truncate(400 * MIB)
-    subprocess.run([*FILESYSTEMS[kind], str(place / "image")], check=True, capture_output=True)
-    (place / "disk").mkdir()
-    mount = ["mount", "-o", "loop", str(place / "image"), str(place / "disk")]
-    done = subprocess.run(mount, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"it cannot be mounted: {done.stderr}")
-    try:
-        yield place / "disk"
-    finally:
-        subprocess.run(["umount", str(place / "disk")], check=True)
+    with loop_disk(request.param, tmp_path_factory.mktemp(request.param), 400 * MIB) as disk:
+        yield disk
 
 
 @pytest.fixture

@@ -25,15 +25,17 @@ import numpy.typing as npt
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_pages import (
     BRANCH,
+    HEAD_BYTES,
     LEAF,
     MAX_DEPTH,
     NODE,
-    PAGE,
     PAGE_HEAD,
     TREE_BYTES,
     Tree,
+    page_size,
 )
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.errors import MstoreError
 
 _Numbers = npt.NDArray[np.int64]
 _Fields = npt.NDArray[np.void]
@@ -129,8 +131,9 @@ class Columns:
             places = self._file.rows(pages, LEAF)
             nodes = Nodes(self._file, places, self._key_length)
             _require(np.isin(nodes.lengths, self._value_lengths).all())
-            ends = places * _WORD % PAGE + _NODE_HEAD + self._key_length + nodes.lengths
-            _require((ends <= PAGE).all())
+            size = self._file.page
+            ends = places * _WORD % size + _NODE_HEAD + self._key_length + nodes.lengths
+            _require((ends <= size).all())
             done += len(nodes)
             _require(done <= self._entries)
             yield nodes
@@ -143,10 +146,11 @@ class _File:
     def __init__(self, environment: Environment) -> None:
         try:
             self._map = environment.mapped()
-        except (OSError, ValueError) as error:
+            self.page = page_size(self._map[:HEAD_BYTES], environment.path)
+        except (OSError, ValueError, MstoreError) as error:
             raise Unexpected from error
-        self._pages = len(self._map) // PAGE
-        self._words = np.frombuffer(self._map, np.uint16, self._pages * PAGE // _WORD)
+        self._pages = len(self._map) // self.page
+        self._words = np.frombuffer(self._map, np.uint16, self._pages * self.page // _WORD)
 
     def fields(self, places: _Numbers, length: int) -> _Fields:
         """Return so many bytes at each of these words: void[places]."""
@@ -160,18 +164,19 @@ class _File:
     def rows(self, pages: _Numbers, kind: int) -> _Numbers:
         """Return the word at which each row of these pages begins, in order."""
         _require(((pages > 1) & (pages < self._pages)).all())
-        starts = pages * (PAGE // _WORD)
+        size = self.page
+        starts = pages * (size // _WORD)
         _require((self.fields(starts, 8).view(np.int64) == pages).all())
         _require((self._words[starts + _KIND] == kind).all())
         lower = self._words[starts + _LOWER].astype(np.int64)
         upper = self._words[starts + _UPPER].astype(np.int64)
         # An even number of bytes, and at least one row.
-        sound = (lower >= PAGE_HEAD + _WORD) & (lower <= upper) & (upper <= PAGE) & (lower % 2 == 0)
+        sound = (lower >= PAGE_HEAD + _WORD) & (lower <= upper) & (upper <= size) & (lower % 2 == 0)
         _require(sound.all())
         counts = (lower - PAGE_HEAD) // _WORD
         firsts = starts + PAGE_HEAD // _WORD - (np.cumsum(counts) - counts)
         at = self._words[np.repeat(firsts, counts) + np.arange(counts.sum())].astype(np.int64)
-        inside = (at >= np.repeat(upper, counts)) & (at <= PAGE - _NODE_HEAD) & (at % _WORD == 0)
+        inside = (at >= np.repeat(upper, counts)) & (at <= size - _NODE_HEAD) & (at % _WORD == 0)
         _require(inside.all())
         places: _Numbers = np.repeat(starts, counts) + at // _WORD
         return places

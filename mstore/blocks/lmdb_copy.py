@@ -1,9 +1,10 @@
 """A private copy of an LMDB file, for readers that cannot register with LMDB.
 
-LMDB lets a writer reuse pages once no reader registered in the lock file needs them. A user who may
-not write the lock file (another user's store, a read-only filesystem) cannot register. LMDB would
-then read pages while they are being overwritten, which gives wrong rows or ends the process. So
-such a reader copies the file as of one commit into memory and has LMDB open that.
+LMDB lets a writer reuse pages once no reader registered in the lock file needs them. Where that
+file cannot be written (another user's store, a read-only filesystem, a full disk), nobody can
+register. LMDB would then read pages while they are being overwritten, which gives wrong rows or
+ends the process. So such a reader copies the file as of one commit into memory and has LMDB open
+that.
 
 When a copy is consistent: transaction N writes pages that transaction N - 2 or an earlier one
 freed. So no page of the state after T is overwritten before T + 2 is committed and T + 3 is
@@ -19,10 +20,9 @@ import time
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks.lmdb_pages import PAGE, newest_transaction
+from mstore.blocks.lmdb_pages import HEAD_BYTES, newest_transaction, page_size
 from mstore.errors import Corrupt, Unavailable
 
-_HEADS = 2 * PAGE
 _PAUSE = 0.001
 PATIENCE = 10.0
 """Seconds to retry while others commit continuously."""
@@ -66,7 +66,7 @@ class PrivateCopy:
             transaction = newest_transaction(heads)
             # After the meta pages: the file may have grown for this transaction.
             status = os.fstat(self._source)
-            copy = fs.in_memory(heads, self._source, max(status.st_size, _HEADS))
+            copy = fs.in_memory(heads, self._source, max(status.st_size, len(heads)))
             if self._newest() <= transaction + 1:
                 return copy, status, transaction
             os.close(copy)
@@ -74,11 +74,12 @@ class PrivateCopy:
 
     def _heads(self) -> bytes:
         """Return the first two pages (the meta pages), neither half written."""
+        size = 2 * page_size(os.pread(self._source, HEAD_BYTES, 0), self.data)
         while True:
-            heads = os.pread(self._source, _HEADS, 0)
-            if len(heads) < _HEADS:
+            heads = os.pread(self._source, size, 0)
+            if len(heads) < size:
                 raise Corrupt("the file is cut short", where=str(self.data))
-            if os.pread(self._source, _HEADS, 0) == heads:
+            if os.pread(self._source, size, 0) == heads:
                 return heads
             time.sleep(_PAUSE)
 

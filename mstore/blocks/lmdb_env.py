@@ -1,7 +1,7 @@
 """LMDB environments: one per path and process, guarded against fork, closed by the last user.
 
 Owns opening, map size and transactions; `index` and `stats` own what the rows mean. Always full
-sync, never `writemap`: a full disk is then an error and not a SIGBUS.
+sync, never `writemap`: data that the disk has no room for is then an error and not a SIGBUS.
 
 An existing environment is opened for reading first, and again for writing when a write transaction
 is requested. LMDB opens named databases of a writable environment in a write transaction, and a
@@ -11,14 +11,18 @@ LMDB trusts its file: some damage ends the process. So `lmdb_check` checks the f
 it. A commit that fails leaves the previous state; the environment is then reopened before the next
 commit.
 
-A user who may not write the lock file cannot register as a reader. Such a user reads a private copy
-of the file (`lmdb_copy`), which is renewed at the next read after a commit.
+A user who may not write the lock file cannot register as a reader, and nobody can if the disk has
+no room for what LMDB writes there (`lmdb_table`). Such a reader reads a private copy of the file
+(`lmdb_copy`), which is renewed at the next read after a commit. An environment that was open when
+the disk became full is abandoned, and closed when there is room again; reading then goes on as
+before. Writers get an error.
 
 The last user's `release` waits until no thread is inside a transaction. Later requests are refused.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import mmap
 import os
@@ -33,14 +37,14 @@ from typing import Any, Final, TypeVar
 import lmdb
 
 from mstore import fs
-from mstore.blocks import address_space, lmdb_check
+from mstore.blocks import address_space, lmdb_check, lmdb_table
 from mstore.blocks.lmdb_check import Trust
 from mstore.blocks.lmdb_copy import PATIENCE, PrivateCopy
+from mstore.blocks.lmdb_table import MAX_READERS, Abandoned, LockTable
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
 from mstore.phrases import Text, call
 
-MAX_READERS = 1024
 _REINDEX: Final = call("reindex")
 RENEWAL_PATIENCE = 0.1
 """Seconds to try for a newer copy, if there is an older one."""
@@ -49,10 +53,14 @@ _CHEAP_COPY = 0.02
 PID_PATIENCE = 5.0
 """Seconds to wait for a process with the same pid in another PID namespace."""
 _PID_PAUSE = 0.02
-# LMDB's lock file: a header and 64 bytes per reader.
-_LOCK_BYTES = 4096 + 64 * MAX_READERS
+_FULL_PATIENCE = 1.0
+"""Seconds until a reader of a full disk looks again whether there is room."""
+_MOST_REWRITTEN = 1 << 26
+_FEW_PAGES = 1 << 20
 _environments: dict[str, Environment] = {}
 _environments_lock = Lock()
+_abandoned: dict[tuple[int, int] | None, Abandoned] = {}
+"""By device and inode of the lock file. LMDB cannot open one again that this process has open."""
 T = TypeVar("T")
 
 
@@ -74,7 +82,7 @@ class Environment:
         self._users = 0
         # Guards the change from reading to writing: which threads are inside a transaction.
         self._gate = Condition()
-        self._readers: dict[int, int] = {}
+        self._readers: dict[int, list[IndexTransaction | None]] = {}
         self._writers: set[int] = set()
         self._changing = False
         self._is_open = False
@@ -94,6 +102,8 @@ class Environment:
         self._trust: Trust | None = None
         self._copy: PrivateCopy | None = None
         self._newer: PrivateCopy | None = None
+        self._full_since: float | None = None
+        self._table: LockTable | None = None
         if not lmdb_check.is_born(path / "data.mdb"):
             if not create:
                 raise self._damaged("the index is missing or empty")
@@ -125,9 +135,14 @@ class Environment:
 
     def _open_once(self, *, writable: bool) -> None:
         try:
-            self._copy = None if writable else self._private_copy()
+            self._copy = None
+            if writable:
+                self._require_table()
+            else:
+                self._copy = self._private_copy()
             try:
                 self._env = self._lmdb(writable=writable)
+                self._table = None if self._copy else LockTable(self.path)
             except BaseException:
                 self._drop_copy()
                 raise
@@ -147,8 +162,13 @@ class Environment:
         self._is_open = True
 
     def _close_files(self) -> None:
-        self._env.close()
         self._is_open = False
+        table, self._table = self._table, None
+        # Closing writes the table.
+        if table is None or (table.is_writable() and table.end_kept()):
+            self._env.close()
+        else:
+            _abandoned[table.file] = Abandoned(self._env, table)
         self._drop_copy()
 
     def _drop_copy(self) -> None:
@@ -165,10 +185,40 @@ class Environment:
         """Return whether this user cannot register as a reader in the lock file."""
         return not fs.may_write(self.path / "lock.mdb")
 
+    def _require_table(self) -> None:
+        """Raise StorageFailed if LMDB cannot write its lock file. Call while it is not open."""
+        lock = self.path / lmdb_table.NAME
+        left = _abandoned.get(fs.identity(lock))
+        if left is not None:
+            if not left.close():
+                raise fs.full(lock)
+            _abandoned.pop(fs.identity(lock), None)
+        if not lock.exists():
+            # LMDB would create a sparse file.
+            try:
+                fs.create_whole(lock, bytes(lmdb_table.BYTES))
+            except StorageFailed as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                    raise
+                return
+        fs.require_mappable(lock, lmdb_table.BYTES)
+
+    def _may_register(self) -> bool:
+        """Return whether LMDB can register this process as a reader."""
+        self._full_since = None
+        if self._is_foreign():
+            return False
+        try:
+            self._require_table()
+        except StorageFailed:
+            self._full_since = time.monotonic()
+            return False
+        return True
+
     def _private_copy(self) -> PrivateCopy | None:
-        """Return a copy to read if this user cannot register as a reader; else None."""
+        """Return a copy to read if LMDB cannot register this process as a reader; else None."""
         copy, self._newer = self._newer, None
-        if copy is None and self._is_foreign():
+        if copy is None and not self._may_register():
             copy = PrivateCopy(self.path / "data.mdb")
             try:
                 lmdb_check.require_sound_copy(self.path, copy, self._hint)
@@ -261,28 +311,31 @@ class Environment:
         # Keep an empty file: another process may be about to fill it, and LMDB accepts it.
         if data.exists() and data.stat().st_size > 0 and not lmdb_check.is_born(data):
             fs.unlink(data)
-        try:
-            # LMDB would create a sparse file and map it: on a full disk that is a SIGBUS.
-            fs.create_whole(self.path / "lock.mdb", bytes(_LOCK_BYTES))
-        except StorageFailed as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
-                raise
+        self._require_table()
         try:
             self._env = self._lmdb(writable=True)
+            self._table = LockTable(self.path)
+            self._file_id = _file_id(self.path)
             try:
-                with self._env.begin(write=True) as transaction:
-                    for name in self._names:
-                        self.databases[name] = self._env.open_db(name.encode(), txn=transaction)
-                    with fs.index_commit(self.path):
-                        transaction.commit()
-                fs.sync_directory(self.path)
+                self._make_databases()
             except BaseException:
-                self._env.close()
+                self._close_files()
                 raise
         except lmdb.Error as error:
             raise _translated(error, self.path, self._hint) from error
         self._writable = self._is_open = True
-        self._file_id = _file_id(self.path)
+
+    def _make_databases(self) -> None:
+        transaction = self._env.begin(write=True)
+        try:
+            for name in self._names:
+                self.databases[name] = self._env.open_db(name.encode(), txn=transaction)
+            with fs.index_commit(self.path):
+                transaction.commit()
+        except BaseException:
+            self._drop(transaction, is_write=True)
+            raise
+        fs.sync_directory(self.path)
 
     def _damaged(self, what: str) -> Corrupt:
         return Corrupt(what, where=str(self.path), hint=self._hint)
@@ -435,10 +488,14 @@ class Environment:
         try:
             with self._errors_translated():
                 transaction = self._begin_reading()
+                mine = self._readers[get_ident()]
+                is_outer = transaction not in mine
+                mine[-1] = transaction
                 try:
                     yield transaction
                 finally:
-                    self._drop(transaction)
+                    if is_outer:
+                        self._drop(transaction)
         finally:
             self._leave()
 
@@ -454,19 +511,31 @@ class Environment:
                 self._require_users()
             if not self._is_open:
                 self._open(writable=False)
-            elif self._copy is not None and not (inside or self._is_busy()):
+            elif self._copy is None or inside or self._is_busy():
+                pass
+            elif self._full_since is not None and self._has_room_again():
+                self._close_files()
+                self._open(writable=False)
+            else:
                 is_dear = self._copy.seconds > _CHEAP_COPY
                 if not is_dear or self._copy.age() > _COPY_SHARE * self._copy.seconds:
                     self._renew(self._copy, RENEWAL_PATIENCE)
-            self._readers[thread] = self._readers.get(thread, 0) + 1
+            self._readers.setdefault(thread, []).append(None)
+
+    def _has_room_again(self) -> bool:
+        since = self._full_since or 0.0
+        return time.monotonic() - since > _FULL_PATIENCE and self._may_register()
 
     def _leave(self) -> None:
         thread = get_ident()
         with self._gate:
-            self._readers[thread] -= 1
-            if not self._readers[thread]:
-                del self._readers[thread]
-                self._gate.notify_all()
+            inside = self._readers.get(thread)
+            # None where entering again has failed.
+            if inside is not None:
+                inside.pop()
+                if not inside:
+                    del self._readers[thread]
+                    self._gate.notify_all()
 
     def _require_users(self) -> None:
         if not self._users:
@@ -474,18 +543,43 @@ class Environment:
 
     def _begin_reading(self) -> IndexTransaction:
         while True:
+            if not self._can_write_table():
+                outer = self._readers[get_ident()][0]
+                if outer is not None:
+                    # It keeps what it sees from being reused.
+                    return outer
+                if get_ident() in self._writers:
+                    raise fs.full(self.path)
+                self._leave()
+                try:
+                    self._abandon()
+                finally:
+                    self._enter()
+                continue
             try:
                 transaction: IndexTransaction = self._patiently(self._env.begin)
                 return transaction
             except lmdb.MapResizedError:
                 # Another process, which has more address space, let the file grow.
-                if self._readers[get_ident()] > 1 or get_ident() in self._writers:
+                if len(self._readers[get_ident()]) > 1 or get_ident() in self._writers:
                     raise
                 self._leave()
                 try:
                     self._reopen()
                 finally:
                     self._enter()
+
+    def _can_write_table(self) -> bool:
+        """Return whether LMDB may begin or end a transaction now."""
+        table = self._table
+        return table is None or table.is_writable()
+
+    def _abandon(self) -> None:
+        """Leave an environment whose table cannot be written, and read a copy."""
+        with self._exclusively():
+            if not self._can_write_table():
+                self._close_files()
+                self._open(writable=False)
 
     def _reopen(self) -> None:
         """Map the file again, with no thread inside."""
@@ -518,6 +612,7 @@ class Environment:
         self._make_writable()
         try:
             with self._errors_translated():
+                self._require_writable_table()
                 # Registrations of killed readers would keep old pages for ever.
                 self._env.reader_check()
                 transaction = self._env.begin(write=True)
@@ -525,18 +620,40 @@ class Environment:
                     # Writes to files that a rebuilt index has replaced would be lost.
                     self.require_in_place()
                     self._trusting.before(transaction.id())
+                    before = self._tree_bytes(transaction)
                     yield transaction
+                    self._require_room(before, self._tree_bytes(transaction))
+                    self._require_writable_table()
                     self._commit(transaction)
                 except BaseException:
                     self.epoch += 1
-                    raise
-                finally:
                     # A no-op after a commit.
-                    self._drop(transaction)
+                    self._drop(transaction, is_write=True)
+                    raise
         finally:
             with self._gate:
                 self._writers.discard(get_ident())
                 self._gate.notify_all()
+
+    def _require_writable_table(self) -> None:
+        """Raise StorageFailed if LMDB cannot lock, commit or unlock now."""
+        table = self._table
+        if table is None or not table.is_writable() or not table.end_kept():
+            raise fs.full(self.path / lmdb_table.NAME)
+
+    def _tree_bytes(self, transaction: IndexTransaction) -> int:
+        stats = [transaction.stat(database) for database in self.databases.values()]
+        pages = ("branch_pages", "leaf_pages", "overflow_pages")
+        return sum(one["psize"] * sum(one[kind] for kind in pages) for one in stats)
+
+    def _require_room(self, before: int, now: int) -> None:
+        """Raise StorageFailed if the disk may get full inside of the commit.
+
+        LMDB then fails and unlocks in one call, which needs room where writing copies.
+        """
+        most = max(0, now - before) + min(before, _MOST_REWRITTEN) + _FEW_PAGES
+        if not fs.has_room(self.path, most) and fs.copies_on_write(self.path):
+            raise fs.full(self.path)
 
     @property
     def _trusting(self) -> Trust:
@@ -557,10 +674,14 @@ class Environment:
             self._writable = False
             raise
 
-    def _drop(self, transaction: IndexTransaction) -> None:
+    def _drop(self, transaction: IndexTransaction, *, is_write: bool = False) -> None:
         # Not in a forked child: the transaction belongs to the parent.
-        if self._pid == os.getpid():
+        if self._pid != os.getpid():
+            return
+        if self._table is None:
             transaction.abort()
+        else:
+            self._table.end(transaction, is_write=is_write)
 
     def _make_writable(self) -> None:
         """Open for writing with enough room, if needed, and count this thread as a writer."""
@@ -624,14 +745,17 @@ def _file_id(path: Path) -> _FileId:
 
     Two lock files for one data file would admit two writers that do not exclude each other.
     """
-    found: list[tuple[int, int] | None] = []
-    for name in ("data.mdb", "lock.mdb"):
-        try:
-            status = os.stat(path / name)
-            found.append((status.st_dev, status.st_ino))
-        except FileNotFoundError:
-            found.append(None)
-    return found[0], found[1]
+    return fs.identity(path / "data.mdb"), fs.identity(path / lmdb_table.NAME)
+
+
+def _keep_if_full() -> None:
+    """Keep environments that nobody has closed when Python ends: freeing them writes the table."""
+    for env in list(_environments.values()):
+        if env._pid == os.getpid() and env._is_open and not env._can_write_table():
+            lmdb_table.keep_for_ever(env._env)
+
+
+atexit.register(_keep_if_full)
 
 
 def _translated(error: Any, path: Path, hint: Text) -> StorageFailed | Corrupt:

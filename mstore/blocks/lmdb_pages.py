@@ -12,6 +12,9 @@ a little-endian machine and the page layout of LMDB 0.9 (version 1):
     leaf    nodes: u16 low, u16 high of a data length, u16 flags, u16 key length, key, data or the
             number of the first overflow page
 
+The pad of tree 0 is the page size: that of the machine that made the file, at most 32 KiB. LMDB and
+this module keep to it on any other machine.
+
 Tree 0 lists the free pages by transaction, tree 1 the named databases. A page belongs to exactly
 one tree, or is free. LMDB never reads a free page and may never have written one at the end of the
 file, so the file may be shorter than its last page number says; a page of a tree always lies within
@@ -31,7 +34,9 @@ from mstore import fs
 from mstore.errors import Corrupt
 from mstore.phrases import call
 
-PAGE = 4096
+HEAD_BYTES = 152
+"""Page 0 up to the end of its meta record: enough to know the page size."""
+_LEAST_PAGE, _MOST_PAGE = 512, 1 << 15
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _NOWHERE = (1 << 64) - 1
@@ -51,6 +56,7 @@ _META_END = struct.Struct("<QQ")
 NODE = struct.Struct("<HHHH")
 _NUMBER = struct.Struct("<Q")
 TREE_BYTES = _TREE.size
+_TREES = PAGE_HEAD + _META_HEAD.size
 
 
 class Tree(NamedTuple):
@@ -79,10 +85,30 @@ class _Meta(NamedTuple):
     transaction: int
 
 
+def page_size(head: bytes, path: Path) -> int:
+    """Return the size of a file's pages in bytes, which its first HEAD_BYTES state.
+
+    Raises Corrupt.
+    """
+    if len(head) < HEAD_BYTES:
+        raise _damaged("the file is cut short", path)
+    if _META_HEAD.unpack_from(head, PAGE_HEAD)[:2] != (_MAGIC, _VERSION):
+        raise _damaged("page 0 is not the head of an LMDB file", path)
+    size = Tree.parse(head[_TREES : _TREES + TREE_BYTES]).pad
+    if size & (size - 1) or not _LEAST_PAGE <= size <= _MOST_PAGE:
+        allowed = f"{_LEAST_PAGE} to {_MOST_PAGE}"
+        raise _damaged(f"its head names pages of {size} bytes, and LMDB has {allowed}", path)
+    return size
+
+
+def _damaged(what: str, path: Path) -> Corrupt:
+    return Corrupt(f"damaged index: {what}", where=str(path), hint=call("reindex"))
+
+
 def newest_transaction(heads: bytes) -> int:
     """Return the newest transaction in the first two pages of a file; checks nothing."""
-    at = 16 + _META_HEAD.size + 2 * _TREE.size
-    first, second = (_META_END.unpack_from(heads, page + at) for page in (0, PAGE))
+    at = _TREES + 2 * TREE_BYTES
+    first, second = (_META_END.unpack_from(heads, page + at) for page in (0, len(heads) // 2))
     return max(int(first[1]), int(second[1]))
 
 
@@ -99,6 +125,7 @@ class LmdbFile:
         with fs.reading(path):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            self.page = page_size(self._pread(0, HEAD_BYTES), path)
             self._meta = self._newest()
         except BaseException:
             os.close(self._fd)
@@ -132,27 +159,26 @@ class LmdbFile:
             raise self._corrupt("the two heads name impossible transactions")
         size = self.status().st_size
         # Free pages at the end may never have been written; reject an absurd size.
-        if newest.last < 1 or newest.last * PAGE > 2 * size + _SLACK:
+        if newest.last < 1 or newest.last * self.page > 2 * size + _SLACK:
             raise self._corrupt("the file is cut short")
-        if newest.map_size % PAGE or not newest.last * PAGE < newest.map_size <= _MAX_MAP:
+        if newest.map_size % self.page or not newest.last * self.page < newest.map_size <= _MAX_MAP:
             raise self._corrupt("the head names an impossible map size")
         if newest.free.flags != _INTEGER_KEYS or newest.main.flags:
             raise self._corrupt("the head names features that mstore does not use")
         return newest
 
     def _read_meta(self, number: int) -> _Meta:
-        page = self._pread(number * PAGE, PAGE)
-        if len(page) < PAGE:
+        page = self._pread(number * self.page, self.page)
+        if len(page) < self.page:
             raise self._corrupt("the file is cut short")
         own, _, flags, _, _ = _HEADER.unpack_from(page)
         magic, version, _, map_size = _META_HEAD.unpack_from(page, 16)
-        at = 16 + _META_HEAD.size
-        free = Tree(*_TREE.unpack_from(page, at))
-        main = Tree(*_TREE.unpack_from(page, at + _TREE.size))
-        last, transaction = _META_END.unpack_from(page, at + 2 * _TREE.size)
+        free = Tree(*_TREE.unpack_from(page, _TREES))
+        main = Tree(*_TREE.unpack_from(page, _TREES + TREE_BYTES))
+        last, transaction = _META_END.unpack_from(page, _TREES + 2 * TREE_BYTES)
         if (magic, version) != (_MAGIC, _VERSION) or flags != _META or own != number:
             raise self._corrupt(f"page {number} is not the head of an LMDB file")
-        if free.pad != PAGE:
+        if free.pad != self.page:
             raise self._corrupt(f"page {number} names another page size")
         return _Meta(map_size, free, main, last, transaction)
 
@@ -161,7 +187,7 @@ class LmdbFile:
             return os.pread(self._fd, length, offset)
 
     def _corrupt(self, what: str) -> Corrupt:
-        return Corrupt(f"damaged index: {what}", where=str(self.path), hint=call("reindex"))
+        return _damaged(what, self.path)
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -234,6 +260,7 @@ class _Walk:
         self._counting = counting
         # Whether to read values that have pages of their own.
         self.values = values
+        self._page_bytes = file.page
         self._last = file._meta.last
         self._size = file.status().st_size
         # One bit per page.
@@ -352,8 +379,9 @@ class _Walk:
     def _page(self, what: str, number: int, kind: int) -> bytes | None:
         if not self._claim(what, number):
             return None
-        page = self._file._pread(number * PAGE, PAGE)
-        if len(page) < PAGE:
+        size = self._page_bytes
+        page = self._file._pread(number * size, size)
+        if len(page) < size:
             self._tell(f"{what}: page {number} is cut off")
             return None
         own, _, flags, _, _ = _HEADER.unpack_from(page)
@@ -368,11 +396,11 @@ class _Walk:
         """Return (key, data or child's number, flags) of a page's nodes; None if one overruns."""
         _, _, _, lower, upper = _HEADER.unpack_from(page)
         # LMDB relies on at least one row in a leaf and two in a branch.
-        if not (18 if leaf else 20) <= lower <= upper <= PAGE or lower % 2:
+        if not (18 if leaf else 20) <= lower <= upper <= len(page) or lower % 2:
             self._tell(f"{what}: page {number} has wrong bounds")
             return None
         places = struct.unpack_from(f"<{(lower - 16) // 2}H", page, 16)
-        if min(places) < upper or max(places) + NODE.size > PAGE:
+        if min(places) < upper or max(places) + NODE.size > len(page):
             self._tell(f"{what}: page {number} has a row outside of it")
             return None
         nodes = []
@@ -395,7 +423,7 @@ class _Walk:
                 nodes.append((page[begin:middle], page[middle:end], flags))
             spans.append((at, end + (end & 1)))
         spans.sort()
-        if spans[0][0] != upper or spans[-1][1] != PAGE:
+        if spans[0][0] != upper or spans[-1][1] != len(page):
             self._tell(f"{what}: page {number} has a row that leaves it")
             return None
         if any(before[1] != after[0] for before, after in pairwise(spans)):
@@ -405,19 +433,20 @@ class _Walk:
 
     def _big(self, what: str, place: bytes) -> bytes | None:
         number, length = struct.unpack("<QQ", place)
-        count = -(-(length + 16) // PAGE)
+        size = self._page_bytes
+        count = -(-(length + 16) // size)
         if not self._claim(what, number, count):
             return None
-        head = self._file._pread(number * PAGE, 16).ljust(16, b"\0")
+        head = self._file._pread(number * size, 16).ljust(16, b"\0")
         own, _, flags, pages = _OVERFLOW_HEADER.unpack(head)
-        if self._size < (number + count) * PAGE or own != number or flags != _OVERFLOW:
+        if self._size < (number + count) * size or own != number or flags != _OVERFLOW:
             self._tell(f"{what}: page {number} is another page")
             return None
         if pages != count:
             self._tell(f"{what}: page {number} has another length")
             return None
         self._counts[2] += count
-        return self._file._pread(number * PAGE + 16, length) if self.values else b""
+        return self._file._pread(number * size + 16, length) if self.values else b""
 
 
 def _ordered(keys: list[bytes], low: bytes, high: bytes | None) -> bool:

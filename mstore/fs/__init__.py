@@ -39,10 +39,19 @@ from mstore.fs.files import (
     unnamed,
 )
 from mstore.fs.locks import LockFile
+from mstore.fs.maps import (
+    POPULATE_WRITE,
+    copies_on_write,
+    full,
+    has_room,
+    is_mappable,
+    require_mappable,
+)
 from mstore.fs.rights import may_write, require_writable, share, share_tree
 from mstore.fs.roots import (
     Root,
     directory,
+    identity,
     is_there,
     listed,
     listed_below,
@@ -61,6 +70,7 @@ from mstore.fs.trees import NewTree
 __all__ = [
     "LOCAL_FILESYSTEMS",
     "MOUNTINFO",
+    "POPULATE_WRITE",
     "LockFile",
     "NewFile",
     "NewTree",
@@ -69,13 +79,18 @@ __all__ = [
     "Root",
     "about_to_map",
     "block_bytes",
+    "copies_on_write",
     "create_whole",
     "directory",
     "exchange",
     "filesystem_type",
     "free_bytes",
+    "full",
+    "has_room",
+    "identity",
     "in_memory",
     "index_commit",
+    "is_mappable",
     "is_there",
     "link",
     "listed",
@@ -95,6 +110,7 @@ __all__ = [
     "replace_text",
     "require_empty",
     "require_kinds",
+    "require_mappable",
     "require_writable",
     "share",
     "share_tree",

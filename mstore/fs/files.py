@@ -81,6 +81,9 @@ def announce(kind: str, path: Path | str, target: Path | str = "") -> None:
         _observer(Operation(kind, str(path), str(target)))
 
 
+_FS_IOC_GETFLAGS: Final = 0x80086601
+_FS_IOC_SETFLAGS: Final = 0x40086602
+_FS_NOCOW_FL: Final = 0x00800000
 _FICLONERANGE: Final = 0x4020940D
 _FILE_CLONE_RANGE: Final = struct.Struct("=qQQQ")
 
@@ -145,6 +148,13 @@ class NewFile:
             done = 0
             while done < len(view):
                 done += os.pwrite(self._fd, view[done:], offset + done)
+
+    def stay_in_place(self) -> None:
+        """Ask btrfs to replace written bytes where they lie; a hint, for a file that is empty."""
+        with suppress(OSError):
+            (flags,) = struct.unpack_from("I", fcntl.ioctl(self._fd, _FS_IOC_GETFLAGS, bytes(8)))
+            asked = struct.pack("Q", flags | _FS_NOCOW_FL)
+            fcntl.ioctl(self._fd, _FS_IOC_SETFLAGS, asked)
 
     def clone(self, source: int, source_offset: int, length: int, offset: int) -> None:
         """Let a range be the extents of an open file's range: ioctl_ficlonerange(2).
@@ -400,9 +410,13 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
 
 
 def create_whole(path: Path, data: Buffer) -> bool:
-    """Create a file that only ever appears complete; return False if the name exists."""
+    """Create a file that only ever appears complete; return False if the name exists.
+
+    For small files that are written through maps later (`fs.maps`).
+    """
     file = NewFile(temporary(path, None), private=False)
     try:
+        file.stay_in_place()
         file.append(data)
         file.sync()
         with translated(path):
@@ -469,11 +483,16 @@ def overwrite(path: Path, data: Buffer) -> None:
     with translated(path):
         descriptor = open_file(path, os.O_WRONLY)
         try:
-            if _observer is not None:
-                _observer(Operation("write", str(path), offset=0, data=data))
-            os.pwrite(descriptor, data, 0)
+            write_at(descriptor, path, 0, data)
         finally:
             os.close(descriptor)
+
+
+def write_at(descriptor: int, path: Path, offset: int, data: Buffer) -> None:
+    """Write a few bytes to an open file, which is at `path`. Raises OSError."""
+    if _observer is not None:
+        _observer(Operation("write", str(path), offset=offset, data=data))
+    os.pwrite(descriptor, data, offset)
 
 
 def make_empty(path: Path, *, private: bool) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from mstore.errors import StorageFailed
-from mstore.fs.roots import listed, parent, root_of, status_of, translated
+from mstore.fs.roots import identity, listed, parent, root_of, status_of, translated
 from mstore.phrases import Text, call, phrase
 from mstore.sharing import DIRECTORY, FILE, SEALED, Sharing, mode
 
@@ -227,24 +227,16 @@ def _unwritable(paths: Sequence[Path]) -> tuple[Path, int] | None:
         code = None
         for _ in range(_ASKED):
             there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
-            asked = _identity(there)
+            asked = identity(there, follow=False)
             code = _refused(there)
             if code is None:
                 break
             # Else another process has moved it away or replaced it while we asked.
-            if asked is not None and _identity(there) == asked:
+            if asked is not None and identity(there, follow=False) == asked:
                 return there, code
         if code is not None:
             return there, code
     return None
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _refused(path: Path) -> int | None:

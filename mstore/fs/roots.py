@@ -285,6 +285,15 @@ def status_of(path: Path | str) -> os.stat_result:
         return os.stat(name, dir_fd=above, follow_symlinks=False)
 
 
+def identity(path: Path, *, follow: bool = True) -> tuple[int, int] | None:
+    """Return device and inode of what is at `path`; None if that cannot be told."""
+    try:
+        status = os.stat(path, follow_symlinks=follow)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def open_file(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """Open a regular file, which no link leads to; return its descriptor.
 

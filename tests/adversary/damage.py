@@ -11,7 +11,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-PAGE = 4096
+from lmdb_page import PAGE
+
 # What a life kept of itself: copies of index/, stats/, memo/ and refs/ at earlier times.
 Older = list[Path]
 Damage = Callable[[Path, Older, random.Random], str]

@@ -12,13 +12,14 @@ from typing import Any
 import lmdb
 import pytest
 from apart import commands, damaged, program
+from lmdb_page import PAGE
 from small_models import BLOCK, small_model
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks import lmdb_check
 from mstore.blocks.lmdb_env import Environment
-from mstore.blocks.lmdb_pages import PAGE, LmdbFile
+from mstore.blocks.lmdb_pages import LmdbFile
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
 from mstore.stats.store import StatsStore

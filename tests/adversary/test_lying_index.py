@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from lives import Life, attempt, packs
+from lmdb_page import PAGE
 from small_models import small_model
 
 from mstore import MergeRequest
@@ -27,7 +28,6 @@ from mstore.errors import Corrupt, MstoreError, Unavailable
 from mstore.signing import SigningKey
 from mstore.store import lost_found, mirror
 
-PAGE = 4096
 TRANSACTION = 16 + 24 + 2 * 48 + 8
 """Where in a meta page its transaction number lies."""
 KEY = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))

@@ -1,0 +1,84 @@
+"""Maps: files that others map shared and write, where a full disk is a signal and no error."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from mstore.errors import StorageFailed
+from mstore.fs.disks import filesystem_type, free_bytes
+from mstore.fs.files import write_at
+from mstore.fs.roots import open_file, refusal, translated
+
+POPULATE_WRITE: Final = 23
+"""madvise(2): prepare pages to be written through a map (Linux 5.14; Python has no name for it)."""
+_LONG: Final = 0.001
+
+
+def require_mappable(path: Path, length: int) -> None:
+    """Raise StorageFailed if others could not map a file shared and write it now.
+
+    The file gets at least this length. Such a write ends the process if the filesystem has no room
+    for it, so it is tried without changing a byte, and through a second map as well: with the room
+    that the first one takes. Call only while this process has the file open nowhere else, as
+    closing it ends this process's locks on it.
+    """
+    with translated(path):
+        fd = open_file(path, os.O_RDWR)
+        try:
+            size = os.fstat(fd).st_size
+            if size < length:
+                write_at(fd, path, size, bytes(length - size))
+            with mmap.mmap(fd, length) as first, mmap.mmap(fd, length) as second:
+                for one in (first, second):
+                    if not is_mappable(path, partial(_populated, one)):
+                        raise full(path)
+        finally:
+            os.close(fd)
+
+
+def _populated(shared: mmap.mmap) -> int:
+    try:
+        shared.madvise(POPULATE_WRITE)
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
+def is_mappable(path: Path, populate: Callable[[], int]) -> bool:
+    """Return whether a shared map of a file can be written now.
+
+    populate: calls madvise(2) with POPULATE_WRITE and returns the errno. An older kernel does not
+    know that; less than 1 MiB free then counts as full. The same if btrfs finds room only after a
+    search: it would search at each write.
+    """
+    began = time.monotonic()
+    code = populate()
+    is_long = time.monotonic() - began > _LONG
+    if code == errno.EINVAL or (is_long and not code and copies_on_write(path)):
+        return has_room(path)
+    return code != errno.EFAULT
+
+
+def has_room(path: Path, size: int = 1 << 20) -> bool:
+    """Return whether the filesystem has so many bytes free, or does not tell."""
+    try:
+        return free_bytes(path) >= size
+    except StorageFailed:
+        return True
+
+
+def copies_on_write(path: Path) -> bool:
+    """Return whether what is written at `path` takes new room each time, or may do so."""
+    return filesystem_type(path) in {"btrfs", "zfs", "bcachefs", "overlay"}
+
+
+def full(path: Path) -> StorageFailed:
+    """Build the error for a full disk."""
+    return refusal(errno.ENOSPC, path, "")
