@@ -124,7 +124,7 @@ def compile_all(wanted: Sequence[Sequence[Wanted]]) -> None:
     """Compile all jobs in new processes, on all processors, and tell how far that is."""
     began = time.monotonic()
     total = sum(len(job) for job in wanted)
-    say(f"compiling {total} of them, about a minute")
+    say(f"compiling {total} passes")
     with ExitStack() as pools:
         running = []
         # numba learns once in a process what a level has.

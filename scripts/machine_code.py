@@ -68,7 +68,7 @@ def linked(code: bytes, level: Level) -> bytes:
         folder.joinpath("code.o").write_bytes(code)
         for name, library in _libraries(level):
             folder.joinpath(name).write_bytes(library)
-        _link(folder, "code.o", *IMPORTS, *_LINKING, "-o", "code.so")
+        _link(folder, *_LINKING, "code.o", *IMPORTS, "-o", "code.so")
         library = folder.joinpath("code.so").read_bytes()
     _check(library)
     return library

@@ -71,7 +71,7 @@ def test_what_is_missing_is_compiled(tmp_path: Path) -> None:
     stray.touch()
     done = _build(tmp_path, UPPER)
     assert done.returncode == 0, done.stderr
-    assert "kernels: compiling 1 of them" in done.stderr
+    assert "kernels: compiling 1 passes" in done.stderr
     assert "kernels: 1 of 1, after " in done.stderr
     [file] = stray.parent.iterdir()
     found = trailer(file.read_bytes())

@@ -83,6 +83,15 @@ def test_nothing_can_be_written_where_code_lies(loaded: ctypes.CDLL) -> None:
     assert not [line for line in own if "w" in line[1]]
 
 
+def test_only_libraries_that_are_called_are_needed() -> None:
+    """A library names the C library, or the mathematical one, only if it calls it."""
+    level = levels.runnable()[0]
+    own = "define i32 @mstore_pass() {\n ret i32 0\n}"
+    assert b"libc.so.6" in _library(level)
+    assert b"libm.so.6" in _library(level)
+    assert b".so." not in _library(level, own)
+
+
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 def test_segments_lie_on_pages_of_any_size(level: Level) -> None:
     """On processors with pages of 4, 16 and 64 KiB no page has two kinds of access."""

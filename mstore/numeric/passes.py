@@ -147,7 +147,7 @@ class Pass:
             raise Unavailable(
                 f"compiled kernels cannot run here: {error}",
                 hint="let this program run code from that file: a mount option (noexec), SELinux "
-                "or a seccomp filter forbids it",
+                "or a seccomp filter may forbid it",
             ) from error
         function.restype = ctypes.c_int32
         function.argtypes = [_TYPES[letter] for letter in f"pp{self._takes}"]
