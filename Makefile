@@ -38,9 +38,11 @@ soak: setup
 	@$(PYTHON) tests/soak.py --seconds $(SECONDS)
 
 # Stores whose index, statistics, memo or mirror is damaged, for SECONDS: is anything ever lost?
+# Then stores whose entries somebody replaces by links and the like: is anything outside touched?
 # SEED=N does the same trials again.
 adversary: setup
 	@$(PYTHON) tests/adversary/trials.py $(SECONDS) $(if $(SEED),--seed $(SEED))
+	@$(PYTHON) tests/adversary/hostile.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 check: setup
 	@$(PYTHON) -m ruff check .

@@ -1,12 +1,11 @@
-"""The first commands of a new installation, with kernels that came with it, and without.
+"""The first commands of a new installation, and the same once more.
 
     python bench/first.py WORK [--rounds 5] [--millions 2]
 
 Writes and prints bench/results/first.json.  WORK needs 1 GB; all of it is removed.  Each round
-copies the packages of this checkout twice, as an installer would, with their bytecode: `ahead` with
-mstore/numeric/kernels (scripts/kernels.py makes them), `before` without, so that it compiles what
-it needs.  In each, one after the other: init, add of a base and two experts, a merge, all as
-processes; then the same again in a new store.
+copies the packages of this checkout, as an installer would, with their bytecode and kernels
+(scripts/kernels.py makes them).  Then, one after the other: init, add of a base and two experts, a
+merge, all as processes; then the same again in a new store.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ PARTS = ("mstore", "fuse/mstore_fuse", "serve/mstore_serve", "cli/mstore_cli")
 METHOD = ("--method", "ties", "--param", "density=0.5")
 
 
-def install(target: Path, *, ahead: bool) -> dict[str, str]:
+def install(target: Path) -> dict[str, str]:
     """Copy the packages; returns the environment in which commands run."""
-    left_out = ["__pycache__"] if ahead else ["__pycache__", "kernels"]
     for part in PARTS:
         place = target / Path(part).name
-        shutil.copytree(ROOT / part, place, ignore=shutil.ignore_patterns(*left_out))
+        shutil.copytree(ROOT / part, place, ignore=shutil.ignore_patterns("__pycache__"))
     compileall.compile_dir(target, quiet=1, workers=os.cpu_count() or 1)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA_", "MSTORE_"))}
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -68,27 +66,21 @@ def main() -> None:
     subprocess.run([sys.executable, str(ROOT / "scripts" / "kernels.py")], check=True)
     family = chosen.work / "first-family"
     write_family(family, chosen.millions, [BASE, dense(1), dense(2)])
-    runs: dict[str, dict[str, dict[str, list[Run]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
+    runs: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     try:
         for _ in range(chosen.rounds):
-            for way, ahead in (("before", False), ("ahead", True)):
-                place = chosen.work / "first-installed"
-                shutil.rmtree(place, ignore_errors=True)
-                env = install(place, ahead=ahead)
-                for time in ("first", "second"):
-                    for name, done in commands(chosen.work / "first-store", family, env).items():
-                        runs[way][time][name].append(done)
+            place = chosen.work / "first-installed"
+            shutil.rmtree(place, ignore_errors=True)
+            env = install(place)
+            for time in ("first", "second"):
+                for name, done in commands(chosen.work / "first-store", family, env).items():
+                    runs[time][name].append(done)
     finally:
         for left in ("first-installed", "first-store", "first-family"):
             shutil.rmtree(chosen.work / left, ignore_errors=True)
     figures: dict[str, Any] = {
-        way: {
-            time: {name: median(all_of) for name, all_of in by_name.items()}
-            for time, by_name in times.items()
-        }
-        for way, times in runs.items()
+        time: {name: median(all_of) for name, all_of in by_name.items()}
+        for time, by_name in runs.items()
     }
     settings = {"rounds": chosen.rounds, "millions": chosen.millions}
     keep(chosen.results, "first", {"machine": machine(), **settings, **figures})

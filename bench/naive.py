@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from once import disk_bytes
 
-from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk, warm_up
+from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.methods import registry
 
@@ -93,7 +93,6 @@ class Naive:
         """Merge; returns what was read of experts and base, and written."""
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir(parents=True)
-        warm_up()
         chunks, files = list(self._chunks()), self.written
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             waiting = [pool.submit(self._chunk, chunks, number) for number in range(len(chunks))]

@@ -14,8 +14,6 @@ from case import Case
 from generated import Family, Head, Tensors, generate
 from subject import Stored
 
-from mstore.merge.arithmetic.kernels import warm_up
-
 FAMILIES: dict[str, tuple[str, Head]] = {
     "bf16 untied": ("bfloat16", "own"),
     "bf16 tied": ("bfloat16", "tied"),
@@ -54,7 +52,6 @@ def workplaces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
     """A workplace by the name of its family, made when it is asked for."""
     # How torch cuts a sum among threads must not depend on the machine.
     torch.set_num_threads(1)
-    warm_up()
     made: dict[str, Workplace] = {}
 
     def workplace(name: str) -> Workplace:

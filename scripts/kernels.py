@@ -1,40 +1,55 @@
 #!/usr/bin/env python3
-"""Compiles every pass of the library ahead, into mstore/numeric/kernels.
+"""Compiles every pass of the library, into mstore/numeric/kernels.
 
-    scripts/kernels.py          for the levels of processors that this machine runs
-    scripts/kernels.py --all    for every level that can be made here: what a wheel ships
+    scripts/kernels.py              for the best level of processor that this machine is
+    scripts/kernels.py LEVEL...     for these levels (mstore/numeric/levels.py)
 
-What is there already, from the same sources, stays; with --all, only what the same version of the
-compiler made.  The build of a wheel (hatch_build.py) and scripts/setup run this program.
+What is there already, made from the same sources in the same way, stays.  scripts/setup and the
+build of a wheel (hatch_build.py) run this program.
 """
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib
 import os
 import sys
+import time
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from mstore.errors import Unavailable  # noqa: E402
-from mstore.numeric import images, making  # noqa: E402
-from mstore.numeric.code_cache import SHIPPED, Pass, shipped  # noqa: E402
-from mstore.numeric.levels import LEVELS, Level, runnable  # noqa: E402
+from blake3 import blake3  # noqa: E402
 
-Job = tuple[list[making.Wanted], list[Level]]
+from mstore.numeric.levels import LEVELS, Level, named, runnable  # noqa: E402
+from mstore.numeric.passes import ENDING, KERNELS, Pass, Trailer, sealed, trailer  # noqa: E402
+
+MAKER = Path(__file__).with_name("machine_code.py")
 # These compile longest, so they begin first.
 LONGEST = ("arithmetic.passes", "attribution_passes", "stats.passes", "plane_passes")
+
+
+class Wanted(NamedTuple):
+    """What a worker compiles: one pass, and its file for each level."""
+
+    module: str
+    name: str
+    files: tuple[tuple[Level, Path, Trailer], ...]
 
 
 def say(words: str) -> None:
     """Tell who builds."""
     sys.stderr.write(f"kernels: {words}\n")
+    sys.stderr.flush()
 
 
 def passes() -> Iterator[Pass]:
@@ -47,81 +62,109 @@ def passes() -> Iterator[Pass]:
                 yield from (one for one in found if isinstance(one, Pass))
 
 
-def levels(*, every: bool) -> tuple[Level, ...]:
-    """The levels to make: an x86-64 machine makes all, another one its own."""
-    if every and os.uname().machine == "x86_64":
-        return LEVELS
-    return runnable()
+def jobs(every: Iterable[Pass], levels: Sequence[Level]) -> list[list[Wanted]]:
+    """What is missing: passes of one module, at levels for which numba does the same."""
+    maker = blake3(MAKER.read_bytes()).digest()
+    found: dict[tuple[str, bool], list[Wanted]] = defaultdict(list)
+    for one in every:
+        made = Trailer(one.stamp(), maker)
+        # Only with `expansion` does it matter to numba what a level has.
+        is_apart = any(source.stem == "expansion" for source in one.sources)
+        for is_wide in (True, False) if is_apart else (False,):
+            files = tuple(
+                (level, one.path(level), made)
+                for level in levels
+                if level.is_wide == is_wide or not is_apart
+                if not _is_there(one.path(level), made)
+            )
+            if files:
+                found[one.module, files[0][0].is_wide].append(Wanted(one.module, one.name, files))
+    return sorted(found.values(), key=lambda job: not job[0].module.endswith(LONGEST))
 
 
-def is_current(one: Pass, level: Level, compiler: str | None) -> bool:
-    """Whether the code of a pass is there, from the same sources and by this compiler, or any."""
+def _is_there(path: Path, made: Trailer) -> bool:
     try:
-        found = images.decoded(shipped(one.module, one.name, level).read_bytes(), one.stamp())
-    except OSError:
+        return trailer(path.read_bytes()) == made
+    except FileNotFoundError:
         return False
-    return found is not None and compiler in (None, found.made_by)
 
 
-def work(wanted: Iterable[Level], compiler: str | None) -> list[Job]:
-    """What to compile, for each child process: passes of one module, at levels of one kind."""
-    missing: dict[tuple[str, bool, tuple[Level, ...]], list[making.Wanted]] = defaultdict(list)
-    for one in passes():
-        left = [level for level in wanted if not is_current(one, level, compiler)]
-        # Only with `expansion` does it matter for the front of the compiler what a level has.
-        apart = any(source.stem == "expansion" for source in one.sources)
-        for group in (
-            [[level for level in left if level.is_wide == wide] for wide in (True, False)]
-            if apart
-            else [left]
-        ):
-            if group:
-                key = (one.module, apart, tuple(group))
-                missing[key].append(making.Wanted(one.module, one.name, one.stamp()))
-    found = [(names, list(group)) for (_, _, group), names in missing.items()]
-    return sorted(found, key=lambda job: not job[0][0].module.endswith(LONGEST))
+def _prepare(level: Level) -> None:
+    """Make numba, in a new process, accept what `expansion` uses at a level, or do without."""
+    # An empty list would be this processor's.
+    features = level.features or {"aarch64": "+neon"}.get(level.machine, "+sse2")
+    os.environ |= {
+        "NUMBA_CPU_NAME": level.cpu,
+        "NUMBA_CPU_FEATURES": features,
+        # `machine_code` optimises, for each level.
+        "NUMBA_OPT": "0",
+        "NUMBA_DISABLE_JIT": "0",
+    }
 
 
-def make(job: Job) -> int:
-    """Compile one job, and write its files; returns how many."""
-    count = 0
-    for one, level, data in making.files(*job):
-        path = shipped(one.module, one.name, level)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        own = path.with_name(f".{path.name}.{os.getpid()}")
-        own.write_bytes(data)
-        own.replace(path)
-        count += 1
-    return count
+def _make(job: Sequence[Wanted]) -> int:
+    """Compile passes of one module, which share steps; return how many."""
+    warnings.simplefilter("ignore")
+    # numba makes millions of objects, and needs almost all of them until it ends.
+    gc.disable()
+    import machine_code
+
+    for one in job:
+        # numba works once for all levels.
+        assembly = getattr(importlib.import_module(one.module), one.name).assembly()
+        for level, path, made in one.files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own = path.with_name(f".{path.name}.{os.getpid()}")
+            own.write_bytes(sealed(machine_code.made(assembly, level), made))
+            own.replace(path)
+    return len(job)
 
 
-def _compiler() -> str:
-    from mstore.numeric.compiling import made_by
+def compile_all(wanted: Sequence[Sequence[Wanted]]) -> None:
+    """Compile all jobs in new processes, on all processors, and tell how far that is."""
+    began = time.monotonic()
+    total = sum(len(job) for job in wanted)
+    say(f"compiling {total} of them, about a minute")
+    with ExitStack() as pools:
+        running = []
+        # numba learns once in a process what a level has.
+        for is_wide in (True, False):
+            of_kind = [job for job in wanted if job[0].files[0][0].is_wide == is_wide]
+            if of_kind:
+                pool = ProcessPoolExecutor(
+                    min(len(of_kind), len(os.sched_getaffinity(0))),
+                    mp_context=get_context("spawn"),
+                    initializer=_prepare,
+                    initargs=(of_kind[0][0].files[0][0],),
+                )
+                pools.callback(pool.shutdown, cancel_futures=True)
+                running += [pool.submit(_make, job) for job in of_kind]
+        done = 0
+        for future in as_completed(running):
+            done += future.result()
+            say(f"{done} of {total}, after {time.monotonic() - began:.0f} s")
 
-    return made_by()
 
-
-def main() -> None:
+def main(names: Sequence[str]) -> None:
     """Compile what is missing, and remove what belongs to no pass any more."""
-    every = "--all" in sys.argv[1:]
-    SHIPPED.mkdir(exist_ok=True)
-    with (SHIPPED / ".lock").open("w") as lock:
+    levels = [named(name) for name in names] or list(runnable()[:1])
+    if not levels:
+        sys.exit(f"kernels: they run on x86-64 and aarch64, not on {os.uname().machine}")
+    KERNELS.mkdir(exist_ok=True)
+    with KERNELS.joinpath(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        jobs = work(levels(every=every), _compiler() if every else None)
-        if jobs:
-            say("compiling them ahead")
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            made = sum(pool.map(make, jobs))
-        known = {shipped(one.module, one.name, level) for one in passes() for level in LEVELS}
-        for path in SHIPPED.rglob("*.pass"):
+        every = list(passes())
+        wanted = jobs(every, levels)
+        if wanted:
+            compile_all(wanted)
+        known = {one.path(level) for one in every for level in LEVELS}
+        for path in KERNELS.rglob(f"*{ENDING}"):
             if path not in known:
                 path.unlink()
-    if made:
-        say(f"{made} files in {SHIPPED.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
     try:
-        main()
-    except (ImportError, OSError, Unavailable) as error:
-        sys.exit(f"kernels: not compiled ahead: {error}")
+        main(sys.argv[1:])
+    except (ImportError, OSError, BrokenExecutor) as error:
+        sys.exit(f"kernels: they cannot be compiled: {error}")

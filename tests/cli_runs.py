@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from mstore.numeric.code_cache import COMPILING
 from mstore_cli.main import run
 
 
@@ -92,9 +91,7 @@ class Program:
         out.flush()
         buffer = out.buffer
         assert isinstance(buffer, io.BytesIO)
-        # Said by whichever command first needs kernels that no file has.
-        told = err.getvalue().replace(f"note: {COMPILING}\n", "")
-        return Done(status, buffer.getvalue(), told)
+        return Done(status, buffer.getvalue(), err.getvalue())
 
     def succeed(self, *arguments: str | Path) -> Done:
         """Run one command line that must go well."""

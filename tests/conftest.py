@@ -1,6 +1,6 @@
 """Settings that every test shares: hypothesis profiles, signals, and no silent end.
 
-No deadline: a first call may compile a kernel.  `ci` draws the same examples each time, so that a
+No deadline: a busy machine makes calls slow.  `ci` draws the same examples each time, so that a
 failure there is a failure here.
 
 A shell starts what runs in the background with SIGINT ignored, `nohup` does so with SIGHUP, and
@@ -11,8 +11,6 @@ Nothing ends the run in the middle without a word: `silent_ends`.
 
 One thread for linear algebra: workers already share the cores, and threads that wait for each other
 on a busy machine take many times as long.
-
-The workers of a long run compile the kernels together, before their first tests: `kernels_once`.
 
 Of tests with many slow cases, some are marked as `rest`: `lanes/samples`.  `lanes/parts` leaves a
 part of all that is chosen.
@@ -46,24 +44,12 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 silent_ends.refuse()
 
-# A few tests compile what they use.
-LONG_RUN = 1000
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before `-m` chooses."""
     samples.mark_rest(items)
     parts.leave_part(config, items)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled once by all workers, which have the directory above their own in common."""
-    if hasattr(request.config, "workerinput") and request.session.testscollected >= LONG_RUN:
-        from kernels_once import compile_all
-
-        compile_all(tmp_path_factory.getbasetemp().parent)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.packs import Kind, pack_path
+from mstore.fs import files
 from mstore.gc.collect import Collector
 from mstore.pins.rewriting import Rewriting
 from mstore.reachability import Reach
@@ -23,14 +24,15 @@ from mstore.store.transaction import Transaction
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
-def _without_syncs(patch: pytest.MonkeyPatch, files: Callable[[Path], bool]) -> None:
+def _without_syncs(patch: pytest.MonkeyPatch, skip: Callable[[Path], bool]) -> None:
     sync = fs.NewFile.sync
-    patch.setattr(fs.NewFile, "sync", lambda self: None if files(self.path) else sync(self))
+    patch.setattr(fs.NewFile, "sync", lambda self: None if skip(self.path) else sync(self))
 
 
 def _without_directory_syncs(patch: pytest.MonkeyPatch, skip: Callable[[Path], bool]) -> None:
     sync = fs.sync_directory
-    patch.setattr(fs, "sync_directory", lambda path: None if skip(path) else sync(path))
+    for module in (fs, files):
+        patch.setattr(module, "sync_directory", lambda path: None if skip(path) else sync(path))
 
 
 def packs_not_synced(patch: pytest.MonkeyPatch) -> None:
@@ -83,13 +85,13 @@ def index_before_packs(patch: pytest.MonkeyPatch) -> None:
 
 def index_not_synced(patch: pytest.MonkeyPatch) -> None:
     """Index commits are acknowledged before they are on the disk (LMDB's nosync)."""
-    announce = fs._announce
+    announce = files.announce
 
     def forgetful(kind: str, path: Path | str, target: Path | str = "") -> None:
         if kind != "committed":
             announce(kind, path, target)
 
-    patch.setattr(fs, "_announce", forgetful)
+    patch.setattr(files, "announce", forgetful)
 
 
 def nothing_swept(patch: pytest.MonkeyPatch) -> None:

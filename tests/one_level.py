@@ -1,7 +1,7 @@
 """A pytest plugin: passes run as one level of processor has them, and say that they did.
 
-`-p one_level` with LEVEL=NAME and RAN=FILE in the environment.  Code that is not there for the
-level is an error, not a reason to compile.  FILE gets the names of the passes that ran.
+`-p one_level` with LEVEL=NAME and RAN=FILE in the environment.  FILE gets the names of the passes
+that ran.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mstore.numeric import code_cache, images, levels
+from mstore.numeric import levels, passes
 
 _RAN: set[str] = set()
 
@@ -19,16 +19,14 @@ _RAN: set[str] = set()
 def pytest_configure() -> None:
     """Give every pass the level's code."""
     only = levels.named(os.environ["LEVEL"])
-    stored = code_cache.Pass._stored
+    found = passes.Pass._found
 
-    def at_level(self: code_cache.Pass) -> images.Image:
-        found = stored(self)
-        assert found is not None, f"{self.name} is not compiled for {only.name}"
+    def at_level(self: passes.Pass) -> Path:
         _RAN.add(f"{self.module}.{self.name}")
-        return found
+        return found(self)
 
-    code_cache.runnable = lambda: (only,)
-    code_cache.Pass._stored = at_level  # type: ignore[method-assign]
+    passes.runnable = lambda: (only,)
+    passes.Pass._found = at_level  # type: ignore[method-assign]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -44,7 +44,11 @@ class World:
 
     def root(self, command: str) -> str:
         """Run a line of the shell as root within the namespace; it has to succeed."""
-        return _checked(self._enter(["sh", "-ec", command], self.path))
+        return _checked(self.try_root(command))
+
+    def try_root(self, command: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+        """Run a line of the shell as root within the namespace, whatever comes of it."""
+        return self._enter(["sh", "-ec", command], self.path, seconds=seconds)
 
     def run(
         self, user: User, command: str, directory: Path, store: Path | None = None
@@ -83,7 +87,11 @@ class World:
         return User(number, (number, *groups), at, umask)
 
     def _enter(
-        self, line: list[str], directory: Path, environment: dict[str, str] | None = None
+        self,
+        line: list[str],
+        directory: Path,
+        environment: dict[str, str] | None = None,
+        seconds: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         # The directory by its name within: what is mounted there is seen nowhere else.
         command = ["nsenter", f"--target={self.holder}", "--mount", "env", f"--chdir={directory}"]
@@ -94,7 +102,7 @@ class World:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=300,
+            timeout=seconds,
             check=False,
         )
 

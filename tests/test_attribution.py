@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -467,23 +465,3 @@ def test_layers_by_number_and_by_first_component() -> None:
 def test_any_name_has_a_layer(names: list[str], layers: list[str]) -> None:
     """Other architectures, names without dots, numbers of any size, and none at all."""
     assert list(layers_of(names).values()) == layers
-
-
-def test_loading_needs_no_compiler() -> None:
-    """Once its code lies at rest, a process that asks for shares does not import the compiler."""
-    from mstore.merge.analysis import attribution
-
-    attribution.warm_up()
-    if attribution._attribute._stored() is None:
-        pytest.skip("nothing can be written beside the source here")
-    program = (
-        "import sys\n"
-        "import mstore.merge.analysis.blame\n"
-        "from mstore.merge.analysis.attribution import warm_up\n"
-        "warm_up()\n"
-        "print('numba' in sys.modules)\n"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert found.stdout == "False\n"

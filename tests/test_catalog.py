@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from checkpoints import write_safetensors
 from msgspec import structs
+from sick_disk import sick_disk
 from small_models import BLOCK, small_model
 
 from mstore import fs
@@ -285,19 +286,79 @@ def test_an_impossible_block_size_is_refused(size: int, template: Path, tmp_path
         Catalog.open(root)
 
 
-def test_a_network_filesystem_is_refused(
-    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["nfs4", "9p", "virtiofs", "fuse.juicefs", "fuse", "wekafs"])
+def test_an_unknown_filesystem_is_refused(
+    kind: str, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NFS a store is neither made nor opened, and nothing is written there."""
+    """On a filesystem that is not known to be local, a store is neither made, opened, reindexed nor
+    cloned, until its settings name that type; nothing is written there before."""
+    root, new = tmp_path / "store", tmp_path / "new"
+    shutil.copytree(template, root)
+    monkeypatch.setattr(fs, "filesystem_type", lambda path: kind)
+    why = f"needs a local filesystem, and mstore does not know {kind} as one"
+    for use in (Catalog.open, Store.reindex):
+        with pytest.raises(Incompatible, match=why) as refused:
+            use(root)
+        assert f": configure('filesystem', '{kind}')" in str(refused.value.hint)
+    with pytest.raises(Incompatible, match=why) as refused:
+        Store.init(new)
+    assert str(refused.value.hint).endswith(f": init(store={str(new)!r}, filesystem='{kind}')")
+    Store.vouch(root, "another")
+    with pytest.raises(Incompatible, match=why):
+        Catalog.open(root)
+    assert Store.vouch(root, kind)["filesystem"] == kind
+    Store.reindex(root)
+    with Store.open(root) as store:
+        assert store.config["filesystem"] == kind
+        store.clone(root, new)
+        store.backup(tmp_path / "kept")
+    for copy in (new, tmp_path / "kept"):
+        Store.open(copy).close()
+    Store.init(tmp_path / "other", filesystem=kind).close()
+    Store.vouch(root, "")
+    with pytest.raises(Incompatible, match=why) as refused:
+        Store.clone(root, tmp_path / "cloned")
+    assert list(tmp_path.glob("cloned*")) == []
+
+
+@pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="there is no FUSE")
+def test_a_store_seen_through_fuse(template: Path, tmp_path: Path) -> None:
+    """A store that another program shows through FUSE is refused, and read once its settings say
+    that such a filesystem behaves as a local one."""
     root = tmp_path / "store"
     shutil.copytree(template, root)
-    monkeypatch.setattr(fs, "filesystem_type", lambda path, mountinfo: "nfs4")
-    with pytest.raises(Incompatible, match="network filesystem") as opened:
+    with sick_disk(root, tmp_path), pytest.raises(Incompatible, match="does not know fuse as one"):
         Catalog.open(root)
-    with pytest.raises(Incompatible, match="network filesystem") as made:
-        Catalog.create(tmp_path / "new", BLOCK)
-    assert opened.value.hint == made.value.hint == "init(store='/a/local/disk/.mstore')"
-    assert not (tmp_path / "new").exists()
+    Store.vouch(root, "fuse")
+    with sick_disk(root, tmp_path), Store.open(root) as store:
+        assert store.fsck(read_data=True).problems == ()
+
+
+def test_a_copy_of_a_store_goes_to_a_known_filesystem(
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clone or backup on a filesystem that is not known is refused, and the store's settings are
+    what to change; nothing is written there."""
+    root = tmp_path / "store"
+    shutil.copytree(template, root)
+    away = tmp_path / "away"
+    kinds = {True: "fuse.s3fs", False: "ext4"}
+    monkeypatch.setattr(fs, "filesystem_type", lambda path: kinds[path.is_relative_to(away)])
+    away.mkdir()
+    with Store.open(root) as store:
+        with pytest.raises(Incompatible, match=r"fuse\.s3fs") as refused:
+            store.backup(away / "kept")
+        assert "configure('filesystem', 'fuse.s3fs')\na backup is a store" in str(
+            refused.value.hint
+        )
+    with pytest.raises(Incompatible, match=r"fuse\.s3fs") as refused:
+        Store.clone(root, away / "cloned")
+    assert f"configure('filesystem', 'fuse.s3fs', store={str(root)!r})" in str(refused.value.hint)
+    assert list(away.iterdir()) == []
+    Store.vouch(root, "fuse.s3fs")
+    with Store.open(root) as store:
+        store.backup(away / "kept")
+    Store.open(away / "kept").close()
 
 
 def test_a_lost_index_is_corrupt(template: Path, tmp_path: Path) -> None:

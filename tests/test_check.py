@@ -483,6 +483,8 @@ def test_a_pruned_snapshot_needs_no_contents(store: Store) -> None:
         for name in ("expert", "merged"):
             rows.delete(name.encode(), db=index.db("refs"))
         index.put(rows, "pruned", _merge_of(store), bytes(8))
+        # A mirror with other refs is of another commit.
+        index.set_generation(rows, index.generation(rows) + 1)
     mirror.write(store._catalog.layout, index)
     assert store.fsck().problems == ()
     with index.env.write() as rows:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import logging
 import shlex
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from cli_runs import Program
 
 from mstore import Store
 from mstore.errors import StorageFailed
-from mstore.numeric.code_cache import COMPILING, LOGGER
-from mstore_cli import kernels
 from mstore_cli.errors import report
 
 MERGE = ["merge", "--base", "base", "--expert", "expert", "--method", "linear"]
@@ -137,16 +134,6 @@ def test_quiet_keeps_warnings(mstore: Program) -> None:
     ):
         assert len(quiet.lines) == 1
         assert "warning: base is the base itself" in quiet.err
-
-
-def test_compiling_is_reported_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Standard error says that kernels are compiled, terminal or not, unless -q was given."""
-    kernels.prepare()
-    logging.getLogger(LOGGER).info(COMPILING)
-    assert capsys.readouterr().err == f"note: {COMPILING}\n"
-    kernels.prepare(quiet=True)
-    logging.getLogger(LOGGER).info(COMPILING)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_lost_block_is_stored_again(mstore: Program, tmp_path: Path) -> None:

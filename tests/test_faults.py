@@ -477,26 +477,47 @@ def fill_a_disk(mount_point: str, scratch: str) -> list[str]:
 
 
 def _collect_in_a_young_store(mount: Path, models: Path) -> None:
-    """An index without free pages must grow to commit: gc is refused, says how little it takes, and
-    then does its work with that."""
-    with Store.init(mount / "young", block_size=BLOCK) as store:
-        store.add(small_model(models / "young", "young"), name="only", threads=1)
+    """An index without free pages must grow to commit: gc, and the removal of a ref before, are
+    refused and name what the store can do without.  When that is removed, they do their work; where
+    there is nothing of the kind, they say how little they take."""
+
+    def removing(store: Store) -> None:
         store.remove("only")
-    _leave(mount, 0)
-    with Store.open(mount / "young") as store:
-        with pytest.raises(StorageFailed) as refused:
-            store.gc(reflog_days=0)
-        assert refused.value.errno == errno.ENOSPC
-        assert "1 MiB" in (refused.value.hint or "")
-        assert store.fsck(read_data=True).problems == ()
-    (mount / "filler").unlink()
-    _leave(mount, 1 << 20)
-    with Store.open(mount / "young") as store:
+
+    def collecting(store: Store) -> None:
         freed = store.gc(reflog_days=0).freed_bytes
         assert freed > 40 << 10, freed
-        assert store.fsck(read_data=True).problems == ()
-    (mount / "filler").unlink()
-    shutil.rmtree(mount / "young")
+
+    for call, has_stats in ((removing, True), (collecting, True), (collecting, False)):
+        with Store.init(mount / "young", block_size=BLOCK) as store:
+            store.add(small_model(models / "young", "young"), name="only", threads=1)
+            if call is collecting:
+                store.remove("only")
+        stats = mount / "young" / "stats"
+        if not has_stats:
+            shutil.rmtree(stats)
+        _leave(mount, 0)
+        with Store.open(mount / "young") as store:
+            with pytest.raises(StorageFailed) as refused:
+                call(store)
+            assert refused.value.errno == errno.ENOSPC
+            hint = refused.value.hint or ""
+            assert store.fsck(read_data=True).problems == ()
+        if has_stats:
+            assert (
+                hint == f"rm -r {stats}    (computed again when needed), and run the command again"
+            )
+            subprocess.run(hint.partition("    ")[0], shell=True, check=True)
+        else:
+            assert hint.startswith("remove a file of 1 MiB from this disk, outside the store, and")
+            (mount / "filler").unlink()
+            _leave(mount, 1 << 20)
+        with Store.open(mount / "young") as store:
+            call(store)
+            assert store.fsck(read_data=True).problems == ()
+        (mount / "filler").unlink()
+        shutil.rmtree(mount / "young")
+        shutil.rmtree(models / "young")
 
 
 def _refusal(error: StorageFailed) -> str:

@@ -25,14 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # A program of its own that a child process runs, in a directory it was given: no part of the
 # library and loaded by none of it (tests/test_convert.py).  It knows torch: nothing else need.
 CONVERTER = ROOT / "mstore" / "convert" / "program.py"
-# Starts that child; but for the compiler's, no other module starts any.
+# Starts that child; no other module starts any.
 PARENT = ROOT / "mstore" / "convert" / "conversion.py"
-# The same of the compiler: it answers on standard output (tests/test_code_cache.py).
-MAKER = ROOT / "mstore" / "numeric" / "maker.py"
-ASKS_MAKER = ROOT / "mstore" / "numeric" / "making.py"
-LIBRARY = sorted({*(ROOT / "mstore").rglob("*.py")} - {CONVERTER, MAKER})
+LIBRARY = sorted({*(ROOT / "mstore").rglob("*.py")} - {CONVERTER})
 ADAPTERS = sorted(path for top in ("fuse", "serve", "cli") for path in (ROOT / top).rglob("*.py"))
-WRITER = ROOT / "mstore" / "fs.py"
+WRITERS = sorted((ROOT / "mstore" / "fs").glob("*.py"))
 
 TALK = {
     *("print", "breakpoint", "exit", "quit", "SystemExit"),
@@ -196,9 +193,9 @@ def test_library_is_silent() -> None:
 
 
 def test_only_fs_writes_files() -> None:
-    """No module but mstore/fs.py opens a file for writing, or makes, renames, syncs or removes."""
-    others = [path for path in LIBRARY if path != WRITER]
-    assert len(others) == len(LIBRARY) - 1
+    """No room but mstore/fs opens a file for writing, or makes, renames, syncs or removes."""
+    others = [path for path in LIBRARY if path not in WRITERS]
+    assert len(others) == len(LIBRARY) - len(WRITERS)
     assert _found(others, lambda path, source: breaches(source, WRITES, WRITE_METHODS)) == []
     assert _found(others, lambda path, source: opens_for_writing(source)) == []
 
@@ -207,7 +204,7 @@ def test_input_stays_data() -> None:
     """Nothing in the library unpickles, evaluates or runs what it reads, nor imports torch."""
 
     def rule(path: Path, source: str) -> Iterator[str]:
-        starts_programs = path in ADAPTERS or path in (PARENT, ASKS_MAKER)
+        starts_programs = path in ADAPTERS or path == PARENT
         return breaches(source, EXECUTION - {"subprocess"} if starts_programs else EXECUTION)
 
     assert _found([*LIBRARY, *ADAPTERS], rule) == []
@@ -223,9 +220,8 @@ def test_every_rule_reads_every_file() -> None:
     }
     assert len(LIBRARY) > 100
     assert len(ADAPTERS) > 50
-    assert _found([WRITER], lambda path, source: breaches(source, WRITES, WRITE_METHODS))[
-        0
-    ].startswith("mstore/fs.py: line ")
+    found = _found(WRITERS, lambda path, source: breaches(source, WRITES, WRITE_METHODS))
+    assert found[0].startswith("mstore/fs/files.py: line ")
 
 
 def compared_with(source: str, names: set[str]) -> Iterator[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +17,7 @@ from msgspec import structs
 from reference import DTYPES, WORDS, Array, Mask, name_of
 
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix, count_ties, mix_chunk, warm_up
+from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix, count_ties, mix_chunk
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.methods.registry import find, operation
 from mstore.objects.plan import Mixture
@@ -922,23 +920,3 @@ def test_what_a_quota_keeps_is_told(dtype: str) -> None:
         wanted[places[:quota]] = 1.0
         np.testing.assert_array_equal(out, wanted)
         assert list(kept) == [min(quota, places.size)]
-
-
-def test_loading_needs_no_compiler() -> None:
-    """Once its code lies at rest, a process that plans and merges does not import the compiler."""
-    from mstore.merge.arithmetic import kernels
-
-    warm_up()
-    if kernels._mix._stored() is None:
-        pytest.skip("nothing can be written beside the source here")
-    program = (
-        "import sys\n"
-        "import mstore.merge.running.commit, mstore.merge.planning.session\n"
-        "from mstore.merge.arithmetic.kernels import warm_up\n"
-        "warm_up()\n"
-        "print('numba' in sys.modules)\n"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert found.stdout == "False\n"

@@ -18,6 +18,7 @@ from mstore.blocks import lmdb_env
 from mstore.blocks.lmdb_copy import PrivateCopy
 from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt, StorageFailed, Unavailable
+from mstore.fs import rights
 
 ROWS = 60
 TESTS = Path(__file__).parent
@@ -72,7 +73,7 @@ def path(tmp_path: Path) -> Path:
 
 def keep_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have this process be told that it may write nothing; root's may everything."""
-    monkeypatch.setattr(fs, "_unwritable", lambda paths: (paths[0], errno.EACCES))
+    monkeypatch.setattr(rights, "_unwritable", lambda paths: (paths[0], errno.EACCES))
 
 
 def reader(path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:

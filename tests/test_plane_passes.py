@@ -11,8 +11,8 @@ import pytest
 
 from mstore.blocks import planes as callers
 from mstore.blocks.plane_passes import FLOATS, FLOATS_AGAIN, SCRATCH, TILE, steps
-from mstore.numeric.code_cache import Pass
 from mstore.numeric.expansion import IS_WIDE, TOGETHER
+from mstore.numeric.passes import Pass
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 LENGTHS = (0, 1, 3, TOGETHER - 1, TOGETHER, TOGETHER + 1, TILE, TILE + 65, 3 * TILE + 200)

@@ -30,20 +30,28 @@ def root(tmp_path: Path) -> Path:
     codec=st.sampled_from(Policy),
     days=st.integers(0, MAX_REFLOG_DAYS),
     shared=st.sampled_from(Sharing),
+    filesystem=st.sampled_from(["", "9p", "fuse.juicefs"]),
 )
 def test_what_is_written_is_read(
-    tmp_path_factory: pytest.TempPathFactory, codec: Policy, days: int, shared: Sharing
+    tmp_path_factory: pytest.TempPathFactory,
+    codec: Policy,
+    days: int,
+    shared: Sharing,
+    filesystem: str,
 ) -> None:
     """Every setting comes back from the file as it was put in."""
     root = tmp_path_factory.mktemp("config") / "store"
-    expected = {"codec": codec, "reflog_days": days, "shared": shared}
-    with Store.init(root, block_size=BLOCK, codec=codec, shared=shared) as store:
+    given = {"codec": codec, "shared": shared, "filesystem": filesystem}
+    expected = {**given, "reflog_days": days}
+    with Store.init(root, block_size=BLOCK, **given) as store:
         store.configure("reflog_days", days)
         assert dict(store.config) == expected
     with Store.open(root) as store:
         assert dict(store.config) == expected
-    # Whoever does not know how to share reads all other stores.
-    assert ("shared" in (root / "config").read_text()) == (shared is not Sharing.UMASK)
+    # Whoever does not know these keys reads most stores.
+    text = (root / "config").read_text()
+    assert ("shared" in text) == (shared is not Sharing.UMASK)
+    assert ("filesystem" in text) == (filesystem != "")
 
 
 def test_what_is_missing_has_its_default(root: Path) -> None:
@@ -70,6 +78,8 @@ def test_what_is_missing_has_its_default(root: Path) -> None:
         ("reflog_days = 1.5", "0 to"),
         ("reflog_days = true", "0 to"),
         (f"reflog_days = {MAX_REFLOG_DAYS + 1}", "0 to"),
+        ("filesystem = 9", "name of a filesystem type"),
+        ("filesystem = 'a b'", "name of a filesystem type"),
         ("colour = 'red'", "no such setting"),
         ("[codec]", "auto, raw, dense"),
         ("codec = 'auto'\ncodec = 'raw'", "not a config file"),
@@ -120,6 +130,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         "codec": "dense",
         "reflog_days": 30,
         "shared": "umask",
+        "filesystem": "",
     }
     assert mstore.succeed("config", "codec", "-q").out == "dense\n"
     mstore.succeed("config", "reflog_days", "7")
@@ -128,7 +139,11 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         "codec": "raw",
         "reflog_days": 7,
         "shared": "umask",
+        "filesystem": "",
     }
+    mstore.succeed("config", "filesystem", "fuse.juicefs")
+    assert mstore.succeed("config", "filesystem", "-q").out == "fuse.juicefs\n"
+    assert mstore.succeed("config", "filesystem", "", "--json").document["filesystem"] == ""
     mstore.succeed("config", "shared", "group")
     assert mstore.succeed("config", "shared", "-q").out == "group\n"
     for words in (("nope",), ("nope", "1"), ("codec", "fast"), ("shared", "me")):

@@ -263,6 +263,100 @@ def test_a_read_only_filesystem(place: World, filled: Path) -> None:
     is_refused(place, root, store, "mounted read-only")
 
 
+COMPLETION = (
+    "_MSTORE_COMPLETE=complete_bash COMP_WORDS='mstore show ' COMP_CWORD=2 mstore 2>&1; true"
+)
+
+
+def test_a_store_that_was_only_found(place: World, carol: User) -> None:
+    """A store of another user that was found by looking upward is not used, by root neither, and
+    completes nothing: the error names it, its owner and three ways to use it, and each works."""
+    alice = _user(place, ALICE, umask=0o022)
+    at = shop(place, "everybodys", alice, alice.number, 0o1777)
+    store = at / ".mstore"
+    done(place, alice, "mstore init -q && mstore add llama --name alices -q", at)
+    work = at / "work"
+    work.mkdir()
+    os.chown(work, carol.number, carol.number)
+    root = User(0, (0,), place.path / "root of found")
+    root.home.mkdir()
+    for user in (carol, root):
+        for command in (
+            "refs",
+            "gc",
+            "config codec raw",
+            "reindex",
+            "migrate",
+            "serve",
+            "mount x y",
+        ):
+            result = place.run(user, f"mstore {command}", work)
+            assert result.returncode == 1, (command, result.stdout)
+            why = f"this store belongs to user u{ALICE}, and was only found, not named"
+            assert result.stdout.splitlines() == [
+                f"error: {store}: {why}",
+                f"hint: if you trust it: mstore --store {store} ...    (for one command)",
+                f"  export MSTORE_STORE={store}    (for this shell)",
+                f"  mstore config --user safe_stores {store}    (for all your commands)",
+            ]
+        assert done(place, user, COMPLETION, work).strip() == ""
+    assert "alices" in done(place, alice, COMPLETION, work)
+    assert "alices" in done(place, carol, f"mstore --store {store} refs", work)
+    assert "alices" in done(place, carol, f"export MSTORE_STORE={store}; mstore refs", work)
+    done(place, carol, f"mstore config --user safe_stores {store}", work)
+    assert "alices" in done(place, carol, "mstore refs", work)
+    assert "alices" in done(place, carol, COMPLETION, work)
+    done(place, carol, f"mstore config --user --unset safe_stores {store}", work)
+    assert place.run(carol, "mstore refs", work).returncode == 1
+    # What sudo's caller owns is as good as one's own.
+    assert "alices" in done(place, root, f"SUDO_UID={ALICE} mstore refs", work)
+    assert place.run(root, f"SUDO_UID={BOB} mstore refs", work).returncode == 1
+    assert place.run(carol, f"SUDO_UID={ALICE} mstore refs", work).returncode == 1
+    # A store of root is not a user's, and one of one's own below another's is used.
+    done(place, carol, "mstore init", work)
+    assert place.run(carol, "mstore refs", work).returncode == 0
+    place.root(f"chown -R 0:0 {work}/.mstore")
+    assert "belongs to user root" in place.run(carol, "mstore refs", work).stdout
+
+
+def test_links_to_a_store_that_was_only_found(place: World, carol: User) -> None:
+    """A .mstore that is a link is judged by who made the link, and by whose store it leads to; its
+    format file likewise."""
+    alice = _user(place, ALICE, umask=0o022)
+    hers = shop(place, "hers", alice, alice.number, 0o755)
+    done(place, alice, "mstore init store", hers)
+    work = carol.home / "linked"
+    work.mkdir()
+    os.chown(work, carol.number, carol.number)
+    for user, store in ((carol, hers / "store"), (alice, carol.home / "own")):
+        if not store.exists():
+            done(place, carol, f"mstore init {store}", carol.home)
+        (work / ".mstore").symlink_to(store)
+        os.lchown(work / ".mstore", user.number, user.number)
+        assert f"belongs to user u{ALICE}" in place.run(carol, "mstore refs", work).stdout
+        (work / ".mstore").unlink()
+    (work / ".mstore").symlink_to(carol.home / "own")
+    os.lchown(work / ".mstore", carol.number, carol.number)
+    done(place, carol, "mstore refs", work)
+    os.chown(carol.home / "own" / "format", alice.number, alice.number)
+    assert f"belongs to user u{ALICE}" in place.run(carol, "mstore refs", work).stdout
+
+
+def test_settings_of_another_user(place: World, carol: User) -> None:
+    """Settings in a file of another user are refused, not ignored; those of root are used."""
+    alice = _user(place, ALICE, umask=0o022)
+    at = shop(place, "settings", alice, alice.number, 0o755)
+    done(place, alice, "mstore init", at)
+    line = f"XDG_CONFIG_HOME={at}/settings mstore"
+    settings = at / "settings" / "mstore" / "config.toml"
+    done(place, alice, f"{line} config --user safe_stores {at / '.mstore'}", at)
+    printed = place.run(carol, f"{line} refs", at)
+    assert printed.returncode == 1
+    assert f"error: {settings}: your settings are in a file" in printed.stdout
+    os.chown(settings, 0, 0)
+    done(place, carol, f"{line} refs", at)
+
+
 def test_mounts_are_those_of_who_asks(place: World, carol: User) -> None:
     """`mounts` lists what the caller mounted; with --all, and for root, also what others did, and
     whose it is."""
@@ -298,14 +392,16 @@ def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
     turns |= {"mstore add math": alice, "mstore merge": bob, "mstore log": alice}
     for command, told in pairs(README.read_text()):
         user = next((who for words, who in turns.items() if command.startswith(words)), bob)
-        printed = done(place, user, command.replace("mstore init", "mstore init --shared"), at)
+        line = command.replace("mstore init", "mstore init --shared")
+        printed = done(place, user, line, at, store)
         # The directory is setgid: there is no other group to speak of.
         more = f"\nshared with the group {TEAM}" if command == "mstore init" else ""
         assert steady(printed.replace(f"{at}/", "")) == steady(told) + more, command
         assert unshared(store) == [], command
     for first, second in ((alice, bob), (bob, alice)):
-        done(place, first, "mstore add code --name extra", at)
-        done(place, second, "mstore merge --base llama --expert extra --method linear --name m", at)
+        done(place, first, "mstore add code --name extra", at, store)
+        merging = "mstore merge --base llama --expert extra --method linear --name m"
+        done(place, second, merging, at, store)
         for user, commands in (
             (first, ("mstore rm m extra", "mstore gc --reflog-days 0 --all")),
             (second, ("mstore fsck --read-data --repair", "mstore config codec dense")),
@@ -318,9 +414,9 @@ def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
     assert list((store / "tmp").iterdir()) == []
     assert "permission denied" in place.run(carol, "mstore refs", carol.home, store).stdout
     root = User(0, (0,), place.path)
-    done(place, root, "mstore add code --name roots", at)
+    done(place, root, "mstore add code --name roots", at, store)
     assert unshared(store) == []
-    done(place, bob, "mstore rm roots && mstore gc --reflog-days 0", at)
+    done(place, bob, "mstore rm roots && mstore gc --reflog-days 0", at, store)
 
 
 @pytest.mark.rest
@@ -336,7 +432,7 @@ def test_what_a_killed_command_left_the_other_removes(place: World, alice: User,
     )
     assert place.run(alice, f'python -c "{program}"', at).returncode == 9
     assert list((store / "tmp").iterdir()) != []
-    code = done(place, bob, "mstore add code --name code -q", at).strip()
+    code = done(place, bob, "mstore add code --name code -q", at, store).strip()
     assert list((store / "tmp").iterdir()) == []
     pinning = (
         "from mstore import Store; from mstore.ids import SnapshotId; import time\n"
@@ -348,14 +444,14 @@ def test_what_a_killed_command_left_the_other_removes(place: World, alice: User,
     pid = int(done(place, alice, f"{line}; echo $!", at))
     collecting = f"mstore rm code; mstore gc --reflog-days 0 --all && mstore cat {code}:config.json"
     try:
-        done(place, bob, collecting, at)
+        done(place, bob, collecting, at, store)
         # One that bob may not even look at is for alice to give up.
         done(place, alice, "chmod 600 .mstore/tmp/*.pin", at)
-        done(place, bob, collecting, at)
+        done(place, bob, collecting, at, store)
     finally:
         place.root(f"kill -9 {pid}")
     done(place, alice, "mstore add math --name math", at)
-    assert place.run(bob, collecting, at).returncode == 1
+    assert place.run(bob, collecting, at, store).returncode == 1
     assert list((store / "tmp").iterdir()) == []
 
 
@@ -370,7 +466,7 @@ def test_a_store_is_shared_later(place: World, bob: User) -> None:
     is_refused(place, bob, store, f"chgrp -R GROUP {store} && ", "config shared group")
     done(place, owner, f"chgrp -R {TEAM} {store} && mstore config shared group", at)
     assert unshared(store) == []
-    done(place, bob, "mstore tag v1 merged && mstore gc && mstore reindex", at)
+    done(place, bob, "mstore tag v1 merged && mstore gc && mstore reindex", at, store)
     assert unshared(store) == []
     assert not any(stat.S_IMODE(path.stat().st_mode) & 0o007 for path in (store / "tmp").iterdir())
 
@@ -384,10 +480,12 @@ def test_the_umask_and_a_setgid_directory_are_enough(place: World) -> None:
     at = shop(place, "umask", first, TEAM, 0o2775)
     store = at / ".mstore"
     done(place, first, "mstore init && mstore add llama --name llama", at)
-    done(place, second, "mstore add code --name code && mstore config codec dense", at)
+    adding = "mstore add code --name code && mstore config codec dense"
+    done(place, second, adding, at, store)
     merging = "mstore merge --base llama --expert code --method linear --name m"
     done(place, first, merging, at)
-    done(place, second, "mstore rm m && mstore gc --reflog-days 0 --all && mstore reindex", at)
+    collecting = "mstore rm m && mstore gc --reflog-days 0 --all && mstore reindex"
+    done(place, second, collecting, at, store)
     done(place, first, merging, at)
     assert unshared(store) == []
     for name in ("tmp", "lock"):

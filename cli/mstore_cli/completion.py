@@ -58,8 +58,12 @@ def codecs(incomplete: str) -> list[str]:
     return _beginning(incomplete, Policy)
 
 
-def settings(incomplete: str) -> list[str]:
-    """Return the names of a store's settings."""
+def settings(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of the user's settings with --user, else of a store's."""
+    if context.params.get("user"):
+        from mstore_cli.user_config import KEYS as OF_USER
+
+        return _beginning(incomplete, OF_USER)
     from mstore.store.config import KEYS
 
     return _beginning(incomplete, KEYS)

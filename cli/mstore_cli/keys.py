@@ -21,6 +21,7 @@ from pathlib import Path
 from mstore import ids, reports
 from mstore.frozen import frozen
 from mstore.phrases import Phrase
+from mstore_cli.user_config import KEYS as USER_KEYS
 from mstore_fuse.mounts import MountInfo
 from mstore_serve import documents
 from mstore_serve.serving import ServeInfo
@@ -168,7 +169,9 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
             "number of days for which the reflog keeps what refs pointed at",
         ),
         Key("shared", "text", "who besides its owner may use its files: umask, group or all"),
+        Key("filesystem", "text", "a type of filesystem that it may be on, too; empty for none"),
     ),
+    "config --user": tuple(Key(one.name, "list of text", one.help) for one in USER_KEYS.values()),
     "add": keys_of(reports.AddReport),
     "add PATH PATH": (Key("added", "list of added checkpoint", "in the order of storing"),),
     "analyze": keys_of(reports.AnalyzeReport),

@@ -81,35 +81,27 @@ class Session:
     def store_path(self) -> Path:
         """Return `--store`, else MSTORE_STORE, else the nearest `.mstore` upward, else the user's.
 
-        Raises NotFound if none was named and none exists, or if a directory was named that has one.
+        Raises NotFound if none was named and none exists, or if a directory was named that has one;
+        Conflict for a store of another user that was only found.
         """
         if self.named_store is not None:
-            _require_not_around(self.named_store)
+            require_not_around(self.named_store)
             return self.named_store
-        here = Path.cwd()
-        for directory in (here, *here.parents):
-            if (directory / STORE_NAME).is_dir():
-                return directory / STORE_NAME
-        from platformdirs import user_data_path
+        from mstore_cli import found
 
-        users = user_data_path("mstore") / "store"
-        if users.is_dir():
-            return users
-        from mstore.errors import NotFound
-
-        raise NotFound(
-            f"no store: no {STORE_NAME} in {here} or above it, and none at {users}",
-            hint="mstore init",
-        )
+        store = _nearest(Path.cwd())
+        found.require_own(store)
+        return store
 
     def open(self) -> Store:
         """Open the store of this run, for use in a `with` block."""
         from mstore import Store
 
-        return self._computing(Store.open)
+        self.report_waiting()
+        return self._opened(Store.open)
 
     def open_to_look(self) -> Store:
-        """Do the same for a command that reads only records and thus needs no kernels."""
+        """Do the same for a command that waits for no lock, so needs no `logging`."""
         from mstore import Store
 
         return self._opened(Store.open)
@@ -124,14 +116,14 @@ class Session:
         """Do the same for a store whose index may be damaged: checks the index first."""
         from mstore import Store
 
-        return self._computing(Store.open_checked)
+        self.report_waiting()
+        return self._opened(Store.open_checked)
 
-    def _computing(self, open_at: Callable[[Path], Store]) -> Store:
-        # Imported late: it imports `logging`, which commands that only look do not need.
-        from mstore_cli import kernels
+    def report_waiting(self) -> None:
+        """Say on standard error who holds a lock that this command waits for, unless quiet."""
+        from mstore_cli import waiting
 
-        kernels.prepare(quiet=self._choices.quiet)
-        return self._opened(open_at)
+        waiting.report(quiet=self._choices.quiet)
 
     def _opened(self, open_at: Callable[[Path], Store]) -> Store:
         """Open the store; warn if its index cannot be trusted."""
@@ -194,7 +186,25 @@ class Session:
         return progress.bar(wanted=wanted)
 
 
-def _require_not_around(named: Path) -> None:
+def _nearest(here: Path) -> Path:
+    """Return the nearest `.mstore` upward, else the user's own store.  Raises NotFound."""
+    for directory in (here, *here.parents):
+        if (directory / STORE_NAME).is_dir():
+            return directory / STORE_NAME
+    from platformdirs import user_data_path
+
+    users = user_data_path("mstore") / "store"
+    if users.is_dir():
+        return users
+    from mstore.errors import NotFound
+
+    raise NotFound(
+        f"no store: no {STORE_NAME} in {here} or above it, and none at {users}",
+        hint="mstore init",
+    )
+
+
+def require_not_around(named: Path) -> None:
     """Raise NotFound if this is no store, but the directory that a store lies in."""
     inside = named / STORE_NAME
     if (inside / "format").exists() and not (named / "format").exists():

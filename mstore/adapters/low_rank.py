@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from mstore.blocks.meter import Meter
 from mstore.ids import TensorId
-from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import CODES, ITEMSIZES
+from mstore.numeric.passes import Pass
 from mstore.numeric.singles import singles
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor

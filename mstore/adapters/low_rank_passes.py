@@ -1,7 +1,7 @@
 """The compiled passes of low-rank products: base + scale * (left @ right), for a run of elements.
 
-Takes addresses and lengths and checks nothing.  Importing this module imports the compiler;
-`low_rank` does so only if no machine code is cached on disk (`mstore.numeric.code_cache`).
+Takes addresses and lengths and checks nothing.  Importing this module imports the compiler: only
+the build does so.
 """
 
 from __future__ import annotations

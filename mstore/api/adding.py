@@ -39,7 +39,7 @@ class Adding(OpenStore):
 
     @property
     def config(self) -> Mapping[str, str | int]:
-        """Return every setting of the store (codec, reflog_days, shared) with its value."""
+        """Return every setting of the store with its value: see `configure`."""
         return self._catalog.config.values()
 
     def configure(self, key: str, value: str | int) -> None:
@@ -47,7 +47,7 @@ class Adding(OpenStore):
 
         key: codec says which codecs new blocks may use (auto, raw, dense); reflog_days says for how
         many days the reflog keeps what refs pointed at; shared says who besides the owner may use
-        what is created in the store (umask, group, all).
+        what is created in the store (umask, group, all); filesystem is set by `vouch`.
         value: the new value. group and all also apply to files that already exist.
 
         Raises BadRequest (an unknown key or a bad value), StorageFailed (another user must share
@@ -56,6 +56,22 @@ class Adding(OpenStore):
         from mstore.store.config import typed
 
         self._catalog.configure({key: typed(key, value) if isinstance(value, str) else value})
+
+    @staticmethod
+    def vouch(path: str | Path, filesystem: str) -> Mapping[str, str | int]:
+        """Name the type of filesystem that the store in a directory may lie on besides known ones.
+
+        So vouches its owner that this type behaves as a local filesystem: locks and shared maps
+        hold for all who use the store.  Also works for a store that `open` refuses where it lies.
+
+        filesystem: a type as in /proc/self/mountinfo, or "" for none.
+
+        Returns all settings of the store.  Raises NotFound, Incompatible (another format), Corrupt,
+        BadRequest, StorageFailed.
+        """
+        from mstore.store.config import vouch
+
+        return vouch(Path(path), filesystem).values()
 
     def add(
         self,

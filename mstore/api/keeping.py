@@ -14,6 +14,7 @@ from mstore.api.open_store import OpenStore, thread_count
 from mstore.blocks import lmdb_check
 from mstore.errors import BadRequest
 from mstore.phrases import call
+from mstore.store.layout import for_a_full_disk
 
 if TYPE_CHECKING:
     from mstore.backup.backup import BackupReport
@@ -75,7 +76,9 @@ class Keeping(OpenStore):
             ),
             progress=progress,
         )
-        return collector.dry_run() if dry_run else collector.run(self._memo, self._statistics)
+        return (
+            collector.dry_run() if dry_run else collector.run(self._memo, lambda: self._statistics)
+        )
 
     def prune(
         self,
@@ -117,7 +120,8 @@ class Keeping(OpenStore):
             keep_tagged=keep_tagged,
             unnamed_inputs=unnamed_inputs,
         )
-        return prune(self._catalog, wish, reflog_days=self._reflog_days(None), dry_run=dry_run)
+        with for_a_full_disk(self._catalog.layout):
+            return prune(self._catalog, wish, reflog_days=self._reflog_days(None), dry_run=dry_run)
 
     def pin(
         self,

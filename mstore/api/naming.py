@@ -17,6 +17,7 @@ from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.phrases import call, phrase
 from mstore.store import refs
+from mstore.store.layout import for_a_full_disk
 
 if TYPE_CHECKING:
     from mstore.lineage import ReflogReport, RefReport
@@ -163,7 +164,8 @@ class Naming(OpenStore):
             moves: Sequence[RefMove] = choose(transaction)
         told = lineage.unnamed_without(self._catalog, {move.name for move in moves})
         if not dry_run:
-            moves = choose_moves(self._catalog, choose)
+            with for_a_full_disk(self._catalog.layout):
+                moves = choose_moves(self._catalog, choose)
         return RemoveReport(
             removed=tuple(move.name for move in moves),
             kinds=tuple(m.expect.kind for m in moves if m.expect is not None),

@@ -83,16 +83,17 @@ class OpenStore:
         block_size: int = DEFAULT_BLOCK_SIZE,
         codec: str | None = None,
         shared: str | None = None,
+        filesystem: str | None = None,
     ) -> Self:
         """Create a store in a new or empty directory.
 
         block_size: bytes, a power of two from 64 KiB to 16 MiB, fixed for the store's life.
-        codec, shared: as in `configure`.
+        codec, shared: as in `configure`. filesystem: as in `vouch`.
 
         Raises Conflict (the directory is not empty), BadRequest (an invalid setting), Incompatible
-        (a network filesystem), StorageFailed.
+        (a filesystem that is not known to be local), StorageFailed.
         """
-        settings = {"codec": codec, "shared": shared}
+        settings = {"codec": codec, "shared": shared, "filesystem": filesystem}
         given = {key: value for key, value in settings.items() if value is not None}
         return cls(Catalog.create(Path(path), block_size, Config().changed(given)))
 
@@ -108,8 +109,9 @@ class OpenStore:
         raw without checking it again; "always" checks a block every time that it is read from its
         pack.
 
-        Raises NotFound (no store there), Incompatible (another format, a network filesystem),
-        Corrupt (the index cannot be opened), BadRequest, Unavailable, StorageFailed.
+        Raises NotFound (no store there), Incompatible (another format, a filesystem that is not
+        known to be local), Corrupt (the index cannot be opened), BadRequest, Unavailable,
+        StorageFailed.
         """
         if verify not in (ONCE, ALWAYS):
             raise BadRequest(f"verify is once or always, not {verify!r}", where=Option("verify"))

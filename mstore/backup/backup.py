@@ -104,7 +104,7 @@ def backup(
     source.require_sound(catalog)
     path = Path(os.path.realpath(target))
     with (
-        Destination.opened(catalog.layout, path) as into,
+        Destination.opened(catalog.layout, path, catalog.config.filesystem) as into,
         source.held(catalog, f"backup to {path.name}"),
     ):
         for _ in range(_ATTEMPTS):

@@ -81,6 +81,11 @@ def clone(
 def _made(
     catalog: Catalog, path: Path, threads: int, progress: ProgressCallback | None
 ) -> CloneReport:
+    layouts.require_local(
+        path,
+        catalog.config.filesystem,
+        lambda kind: call("configure", "filesystem", kind, store=str(catalog.layout.root)),
+    )
     try:
         with layouts.creating(path, catalog.block_size, catalog.config.shared) as layout:
             catalog.config.save(layout)

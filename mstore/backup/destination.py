@@ -30,7 +30,7 @@ from mstore.blocks.pack_numbers import NamedPack
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
 from mstore.frozen import frozen
 from mstore.ids import PackId
-from mstore.phrases import call, phrase
+from mstore.phrases import call, joined, phrase
 from mstore.store import backup_row, leases, refs
 from mstore.store import layout as layouts
 from mstore.store.config import Config
@@ -76,17 +76,17 @@ class Destination:
 
     @classmethod
     @contextmanager
-    def opened(cls, source: Layout, path: Path) -> Iterator[Self]:
+    def opened(cls, source: Layout, path: Path, filesystem: str) -> Iterator[Self]:
         """The backup of this store at `path`, begun where nothing is there.
 
-        Who may use it is for the umask of whoever makes it, whoever shares the store.
+        Who may use it is for the umask of whoever makes it, whoever shares the store. filesystem:
+        the setting of the source.
 
         Raises BadRequest if the directory above is missing, Conflict if something else is there or
-        another backup runs, Incompatible on a network filesystem, StorageFailed, Corrupt.
+        another backup runs, Incompatible on an unknown filesystem, StorageFailed, Corrupt.
         """
         _require_for(source, path)
-        layout = Layout(path, source.uuid, source.block_size)
-        _require_local(path)
+        _require_local(path, filesystem)
         if not path.parent.is_dir():
             # A disk that is not mounted, or a slip: a backup there would fill another disk.
             raise BadRequest(
@@ -95,7 +95,8 @@ class Destination:
                 hint=f"mkdir -p {shlex.quote(str(path.parent))}, or mount the disk that it is on",
             )
         fs.make_directories(path)
-        fs.serve_owner(path)
+        layout = Layout(path, source.uuid, source.block_size)
+        layout.require_kinds()
         if not (path / BACKUP_MARKER).exists():
             fs.replace_text(path / BACKUP_MARKER, f"mstore backup {_VERSION} {source.uuid}\n")
         fs.make_directory(layout.tmp, private=True, exist_ok=True)
@@ -112,6 +113,7 @@ class Destination:
                 found._tidy()
         finally:
             lock.remove()
+            layout.close()
 
     def _begin(self) -> None:
         """The directory of what is to come: whole packs that an earlier run left stay in it."""
@@ -119,8 +121,9 @@ class Destination:
         self._clear()
 
     def _clear(self) -> None:
-        for path in sorted(self.layout.incoming.iterdir()):
-            if path.is_dir():
+        for name in fs.listed(self.layout.incoming):
+            path = self.layout.incoming / name
+            if path.is_dir() and not path.is_symlink():
                 fs.remove_tree(path)
             elif path.suffix != ".pack":
                 fs.unlink(path, missing_ok=True)
@@ -237,8 +240,7 @@ def _require_for(source: Layout, path: Path) -> None:
             raise Conflict("this is a store, not a backup of this one", where=str(path), hint=_HINT)
         fs.require_empty(path)
         return
-    with fs.translated(marker), marker.open("rb") as file:
-        told = _MARKER.fullmatch(file.read(200).decode("ascii", "replace"))
+    told = _MARKER.fullmatch(fs.read_file(marker, 200).decode("ascii", "replace"))
     if told is None:
         raise Conflict("not a backup made by mstore", where=str(path), hint=_HINT)
     if int(told[1]) != _VERSION:
@@ -255,12 +257,14 @@ def _require_for(source: Layout, path: Path) -> None:
             raise Conflict("this is a backup of another store", where=str(path), hint=_HINT)
 
 
-def _require_local(path: Path) -> None:
+def _require_local(path: Path, filesystem: str) -> None:
     try:
-        fs.require_local(path)
+        layouts.require_local(path, filesystem)
     except Incompatible as error:
-        error.advise(
-            "a backup is a store, and needs a local disk; to a network filesystem copy format, "
-            "config, refs/ and packs/ with rsync (docs/keeping.md, Backups)"
+        _, _, hint = error.texts
+        elsewhere = (
+            "a backup is a store; to a network filesystem copy format, config, refs/ and packs/ "
+            "with rsync (docs/keeping.md, Backups)"
         )
+        error.advise(joined(hint, elsewhere, between="\n"))
         raise

@@ -3,8 +3,7 @@
 Owns the arithmetic of `classes`, whose docstring defines the code: entry points that take addresses
 and lengths. `encode` and `measure` check nothing. `decode` checks everything that it reads, since a
 payload may come from anywhere: no payload makes it read or write outside of what it was given.
-Importing this module imports the compiler; `classes` imports it only if no compiled code is cached
-(`mstore.numeric.code_cache`).
+Importing this module imports the compiler: only the build does so.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.ids import Buffer
-from mstore.numeric.code_cache import Pass
+from mstore.numeric.passes import Pass
 
 Bytes = npt.NDArray[np.uint8]
 

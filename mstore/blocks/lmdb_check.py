@@ -26,7 +26,7 @@ from pathlib import Path
 from mstore import fs
 from mstore.blocks.lmdb_copy import PrivateCopy
 from mstore.blocks.lmdb_pages import LmdbFile
-from mstore.errors import Corrupt, StorageFailed
+from mstore.errors import Conflict, Corrupt, StorageFailed
 from mstore.phrases import Text
 
 SMALL_BYTES = 1 << 20
@@ -191,5 +191,5 @@ def _stamp(directory: Path) -> bytes:
 
 
 def _put_stamp(directory: Path, state: bytes) -> None:
-    with suppress(StorageFailed):
+    with suppress(StorageFailed, Conflict):
         fs.overwrite(directory / STAMP, state)

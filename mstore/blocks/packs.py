@@ -26,12 +26,10 @@ is a complete pack.  A writer belongs to one thread; any number of threads may u
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import re
 import resource
-import stat
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,7 +44,7 @@ from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.errors import Corrupt, Incompatible, MstoreError, Unavailable
+from mstore.errors import Conflict, Corrupt, Incompatible, MstoreError, Unavailable
 from mstore.ids import Buffer, PackId
 from mstore.phrases import call
 
@@ -149,13 +147,8 @@ def listed(directory: Path | str) -> Iterator[str]:
     """
     # Every `add` and merge looks at all packs: a Path for each would take longer than the rest.
     with fs.translated(directory):
-        for below in sorted(os.listdir(directory)):
-            folder = f"{directory}/{below}"
-            try:
-                names = sorted(os.listdir(folder))
-            except (NotADirectoryError, FileNotFoundError):
-                continue
-            yield from (f"{folder}/{name}" for name in names if _NAME.fullmatch(name))
+        for below, names in fs.listed_below(directory):
+            yield from (f"{directory}/{below}/{name}" for name in names if _NAME.fullmatch(name))
 
 
 class PackWriter:
@@ -318,19 +311,13 @@ def open_pack(path: Path | str) -> int:
     Raises PackGone if there is none, Corrupt if it is something else, Unreadable, StorageFailed.
     """
     try:
-        # Without O_NONBLOCK, opening a fifo waits for a writer for ever.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = os.open(path, flags)
+        return fs.open_file(path)
+    except Conflict as error:
+        raise Corrupt("not a regular file", where=str(path)) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise PackGone("the file is missing", where=str(path), hint=call("fsck")) from error
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise Corrupt("not a regular file", where=str(path)) from error
         raise fs.unread(error, path) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise Corrupt("not a regular file", where=str(path))
-    return fd
 
 
 class Footer(msgspec.Struct, frozen=True):

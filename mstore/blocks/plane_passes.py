@@ -1,8 +1,8 @@
 """The compiled passes between the plain bytes of a block and its byte planes.
 
 Owns the arithmetic of `planes`, whose docstring defines it: two entry points per element width,
-which take addresses and lengths and check nothing. Importing this module imports the compiler;
-`planes` imports it only if no compiled code is cached (`mstore.numeric.code_cache`).
+which take addresses and lengths and check nothing. Importing this module imports the compiler: only
+the build does so.
 """
 
 from __future__ import annotations

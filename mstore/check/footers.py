@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mstore import fs
 from mstore.blocks import location_rows, row_batches
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
@@ -86,9 +87,11 @@ class Footers:
     def _garbage(self, packs: dict[int, tuple[PackId, int]]) -> None:
         layout = self._catalog.layout
         known = {f"{pack.hex()}.pack" for pack, _ in packs.values()}
-        for path in sorted(layout.packs.glob("*/*")):
-            if path.name not in known:
-                self._findings.garbage.append(str(path.relative_to(layout.root)))
+        with fs.translated(layout.packs):
+            for directory, names in fs.listed_below(layout.packs):
+                self._findings.garbage += [
+                    f"{layout.packs.name}/{directory}/{name}" for name in names if name not in known
+                ]
 
     def _count_rows(self, numbers: set[int]) -> Counter[int]:
         named: Counter[int] = Counter()

@@ -91,7 +91,7 @@ def settle(layout: Layout, old: OldIndex) -> Names:
         ]
         if others:
             notes.append(f"{name}: taken from {_told(chosen)}; {'; '.join(map(_told, others))}")
-    told = [found.generation for _, found in mirrors] + [mirror.earlier_generation(layout)]
+    told = [found.generation for _, found in mirrors] + [mirror.replaced_by(layout)]
     return Names(
         refs=settled,
         removed=removed,

@@ -57,7 +57,7 @@ from mstore.store import (
 )
 from mstore.store.catalog import now_ns
 from mstore.store.config import Config
-from mstore.store.layout import Layout, locate, require_writable
+from mstore.store.layout import Layout, locate, require_local, require_writable
 from mstore.store.plan_rows import Source, Sources
 
 _DATA = "data.mdb"
@@ -105,9 +105,12 @@ def reindex(
     began = time.monotonic()
     layout = locate(root)
     require_writable(layout)
+    config = Config()
     # Ignore an unreadable config here; opening the store reports it.
     with suppress(Corrupt):
-        fs.share(root, Config.load(layout).shared)
+        config = Config.load(layout)
+    require_local(root, config.filesystem)
+    fs.share(root, config.shared)
     _make_directories(layout)
     with leases.collecting(layout), _alone(layout):
         old = OldIndex.read(layout) if use_old_index else None
@@ -214,7 +217,7 @@ def _holder(lock: Path) -> int | None:
     """
     with fs.translated(lock):
         try:
-            fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+            fd = fs.open_file(lock)
         except FileNotFoundError:
             return None
         try:

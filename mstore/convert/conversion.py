@@ -215,6 +215,15 @@ def _indexes(
 
 
 def _run(tasks: list[_Task], scratch: Path, tree: Tree, limits: ConversionLimits) -> list[_File]:
+    with fs.translated(scratch), fs.directory(scratch) as descriptor:
+        return _converted(tasks, scratch, descriptor, tree, limits)
+
+
+def _converted(
+    tasks: list[_Task], scratch: Path, descriptor: int, tree: Tree, limits: ConversionLimits
+) -> list[_File]:
+    # The child writes below the open directory, wherever its path may lead by now.
+    place = Path(f"/proc/self/fd/{descriptor}")
     largest = max(task.pickle.status.st_size for task in tasks)
     request = {
         "parent": os.getpid(),
@@ -223,11 +232,13 @@ def _run(tasks: list[_Task], scratch: Path, tree: Tree, limits: ConversionLimits
         "file_bytes": limits.growth * largest + GIB,
         "growth": limits.growth,
         "tasks": [
-            [str(task.pickle.absolute), task.pickle.stamp, str(task.target)] for task in tasks
+            [str(task.pickle.absolute), task.pickle.stamp, str(place / task.target.name)]
+            for task in tasks
         ],
     }
     result = scratch / "answer.json"
-    status = _spawn([sys.executable, "-I", str(PROGRAM), str(result)], request, limits, tree)
+    command = [sys.executable, "-I", str(PROGRAM), str(place / result.name)]
+    status = _spawn(command, request, limits, tree, descriptor)
     shown = {str(task.pickle.absolute): str(tree.shown / task.pickle.path) for task in tasks}
     if status != 0 or not result.exists():
         raise BadCheckpoint(
@@ -245,9 +256,16 @@ def _run(tasks: list[_Task], scratch: Path, tree: Tree, limits: ConversionLimits
 
 
 def _spawn(
-    command: list[str], request: dict[str, object], limits: ConversionLimits, tree: Tree
+    command: list[str],
+    request: dict[str, object],
+    limits: ConversionLimits,
+    tree: Tree,
+    descriptor: int,
 ) -> int:
-    """Run the child until it ends, for whatever reason; return its status as `subprocess` does."""
+    """Run the child until it ends, for whatever reason; return its status as `subprocess` does.
+
+    It inherits `descriptor`.
+    """
     if not sys.executable:
         raise Unavailable(
             "conversion needs a Python to run, and this program does not name its own"
@@ -258,6 +276,7 @@ def _spawn(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd="/",
+        pass_fds=[descriptor],
         # Ctrl-C goes to the parent only, which then kills the child and cleans up.
         start_new_session=True,
     )

@@ -17,11 +17,10 @@ that published it first keeps it. Reasons: docs/design/008-garbage-collection.md
 
 from __future__ import annotations
 
-import errno
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,7 +37,6 @@ from mstore.gc import proof, tidy
 from mstore.gc.repack import Copies
 from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
 from mstore.ids import PackId, SnapshotId
-from mstore.phrases import call, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.reachability import NS_A_DAY, Inventory, Reach, Roots
 from mstore.sizes import format_size
@@ -54,6 +52,7 @@ from mstore.store import (
     signature_rows,
     snapshot_rows,
 )
+from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.leases import Leftover
 from mstore.store.memo import Memo
@@ -282,11 +281,14 @@ class Collector:
 
     # -- doing -------------------------------------------------------------------------------
 
-    def run(self, memo: Memo, statistics: StatsStore) -> GcReport:
-        """Collect. Raises Corrupt if a needed record is damaged, before anything is changed."""
+    def run(self, memo: Memo, statistics: Callable[[], StatsStore]) -> GcReport:
+        """Collect. Raises Corrupt if a needed record is damaged, before anything is changed.
+
+        statistics: opens them.
+        """
         began = time.monotonic()
         catalog, tally = self._catalog, self._tally
-        with _for_a_full_disk(), leases.collecting(catalog.layout):
+        with layouts.for_a_full_disk(catalog.layout), leases.collecting(catalog.layout):
             proof.require_sound_names(catalog)
             # Free space first: copies may need what interrupted commands left behind.
             with catalog.publishing(packs=True):
@@ -453,29 +455,15 @@ class Collector:
         self._tally.waiting_bytes = sum(pack.size for pack in kept)
         self._tally.waiting_for = sorted(_purposes(self._catalog, held))
 
-    def _tidy(self, memo: Memo, statistics: StatsStore) -> list[str]:
+    def _tidy(self, memo: Memo, statistics: Callable[[], StatsStore]) -> list[str]:
         others = leases.live(self._catalog.layout)
         if others:
             return ["memo table and statistics: others are at work"]
         tidy.memo(self._catalog, memo)
-        tidy.statistics(self._catalog, statistics)
+        # They may have been removed to make room; opening makes new ones.
+        if self._catalog.layout.stats.exists():
+            tidy.statistics(self._catalog, statistics())
         return []
-
-
-@contextmanager
-def _for_a_full_disk() -> Iterator[None]:
-    """Add a hint on how little space gc needs: people collect garbage because the disk is full."""
-    try:
-        yield
-    except StorageFailed as error:
-        if error.errno == errno.ENOSPC:
-            error.advise(
-                phrase(
-                    "remove a file of 1 MiB from this disk, outside the store, then: {gc}",
-                    gc=call("gc"),
-                )
-            )
-        raise
 
 
 def _drop_rows(

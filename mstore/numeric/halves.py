@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.numeric.code_cache import Pass
+from mstore.numeric.passes import Pass
 
 _BITS: Final = 16
 _BINS: Final = 1 << _BITS

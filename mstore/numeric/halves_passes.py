@@ -1,7 +1,6 @@
 """The compiled passes that count bits by halves.
 
-Importing this module imports the compiler; `halves` does so only if no machine code is cached on
-disk (`mstore.numeric.code_cache`).
+Importing this module imports the compiler: only the build does so.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ the processor's default floating-point mode (no flushing of subnormals to zero).
 
 Every call may run in any thread and releases the GIL for its pass.  A histogram argument must
 not be given to two calls at once; histograms of different threads are added up afterwards.  Each
-thread that measures keeps 1 MiB of scratch.  Compiled code is kept on disk (`numeric.code_cache`).
+thread that measures keeps 1 MiB of scratch.
 
 **Order of the sums.**  Tiles of 1024 elements from the chunk's start, the last one filled up
 with zeros; in a tile element j and its three fellows at j + 256, + 512, + 768 are added as
@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.errors import BadRequest
-from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import CODES, ITEMSIZES
+from mstore.numeric.passes import Pass
 from mstore.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows, pack_sketch, unchanged
 from mstore.stats.histogram import bin_of
 from mstore.stats.scratch import TILE, Scratch

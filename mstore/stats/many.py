@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.numeric.code_cache import Pass
+from mstore.numeric.passes import Pass
 from mstore.stats.chunk import CHUNK, Rows, finite
 from mstore.stats.histogram import NAN_BIN, Threshold
 from mstore.stats.table import unpacked

@@ -1,8 +1,8 @@
 """The compiled passes over a chunk of an expert and its base.
 
 Owns the arithmetic of `deltas`, whose docstring states its promises: three entry points, which take
-addresses and lengths and check nothing.  Importing this module imports the compiler; `deltas` does
-so only if no machine code is cached on disk (`mstore.numeric.code_cache`).
+addresses and lengths and check nothing.  Importing this module imports the compiler: only the build
+does so.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Owns what `many` needs of each table: whether it is valid, its row, and where trimming cuts.  Trusts
 the addresses and lengths from its caller; checks everything that the tables' own bytes claim.
-Importing this module imports the compiler; `many` does so only if no machine code is cached on disk
-(`mstore.numeric.code_cache`).
+Importing this module imports the compiler: only the build does so.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ class Catalog:
 
     def __init__(self, layout: Layout) -> None:
         config = Config.load(layout)
+        layouts.require_local(layout.root, config.filesystem)
         fs.share(layout.root, config.shared)
         self._take(layout, config, Index(layout.index), PackFiles(layout.packs))
 
@@ -97,6 +98,9 @@ class Catalog:
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
         """Create an empty store.  Raises Conflict, BadRequest, Incompatible, StorageFailed."""
         config = config or Config()
+        layouts.require_local(
+            root, config.filesystem, lambda kind: call("init", store=str(root), filesystem=kind)
+        )
         with layouts.creating(root, block_size, config.shared) as layout:
             config.save(layout)
             index = Index(layout.index, create=True)
@@ -119,6 +123,7 @@ class Catalog:
         self.index.env.require_outside()
         self.packs.close()
         self.index.close()
+        self.layout.close()
 
     @property
     def block_size(self) -> int:

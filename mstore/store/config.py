@@ -3,6 +3,7 @@
     codec = "auto"       which codecs new blocks may take: auto, raw, dense
     reflog_days = 30     for how many days the reflog keeps what refs pointed at
     shared = "umask"     who besides its creator may use what is created: umask, group, all
+    filesystem = ""      a type that behaves as a local filesystem, for whoever uses the store
 
 Owns the keys, their allowed values, and the file. Missing keys have their default; so have all keys
 if there is no file. A key or value that this version does not know is an error: no setting is
@@ -12,8 +13,10 @@ ignored silently. Settings say how the store is written, never how it is read.
 from __future__ import annotations
 
 import errno
+import re
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
 
@@ -24,7 +27,7 @@ from mstore.blocks.codecs import Policy
 from mstore.errors import BadRequest, Corrupt, StorageFailed
 from mstore.phrases import call
 from mstore.sharing import Sharing
-from mstore.store.layout import Layout
+from mstore.store.layout import Layout, locate, require_writable
 
 MAX_BYTES: Final = 1 << 16
 MAX_REFLOG_DAYS: Final = 36_500
@@ -38,14 +41,14 @@ class Config(msgspec.Struct, frozen=True):
     codec: Policy = Policy.AUTO
     reflog_days: int = 30
     shared: Sharing = Sharing.UMASK
+    filesystem: str = ""
 
     @classmethod
     def load(cls, layout: Layout) -> Self:
         """Read the store's config file. Raises Corrupt naming the file, StorageFailed."""
         path = layout.config
         try:
-            with fs.translated(path), path.open("rb") as file:
-                text = file.read(MAX_BYTES + 1)
+            text = fs.read_file(path, MAX_BYTES + 1)
         except StorageFailed as error:
             if error.errno == errno.ENOENT:
                 return cls()
@@ -100,6 +103,7 @@ class Config(msgspec.Struct, frozen=True):
             "codec": self.codec.value,
             "reflog_days": self.reflog_days,
             "shared": self.shared.value,
+            "filesystem": self.filesystem,
         }
 
     def text(self) -> str:
@@ -107,9 +111,8 @@ class Config(msgspec.Struct, frozen=True):
         lines = [
             f'{key} = "{value}"\n' if isinstance(value, str) else f"{key} = {value}\n"
             for key, value in self.values().items()
-            # Omit the default, so that versions without this key can read stores that are not
-            # shared.
-            if (key, value) != ("shared", Sharing.UMASK)
+            # Omit the default, so that versions without these keys read most stores.
+            if (key, value) not in (("shared", Sharing.UMASK), ("filesystem", ""))
         ]
         return "".join(lines)
 
@@ -125,7 +128,10 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """The values of settings that are words."""
 
 
-def _parsed(key: str, value: object) -> Policy | Sharing | int:
+_FILESYSTEM: Final = re.compile(r"[\w.+-]{0,64}", re.ASCII)
+
+
+def _parsed(key: str, value: object) -> Policy | Sharing | str | int:
     match key, value:
         case "shared", str() if value in WORDS[key]:
             return Sharing(value)
@@ -135,6 +141,10 @@ def _parsed(key: str, value: object) -> Policy | Sharing | int:
             return Policy(value)
         case "codec", _:
             raise _refused(key, value, ", ".join(WORDS[key]))
+        case "filesystem", str() if _FILESYSTEM.fullmatch(value):
+            return value
+        case "filesystem", _:
+            raise _refused(key, value, "the name of a filesystem type, as in /proc/self/mountinfo")
         case "reflog_days", int() if type(value) is int and 0 <= value <= MAX_REFLOG_DAYS:
             return value
         case "reflog_days", _:
@@ -157,3 +167,22 @@ def typed(key: str, text: str) -> Value:
             raise _refused(key, text, f"0 to {MAX_REFLOG_DAYS}")
         return int(text[:9])
     return text
+
+
+def vouch(root: Path, filesystem: str) -> Config:
+    """Set `filesystem` of a store, also of one that cannot be opened where it lies.
+
+    Returns all settings.  Raises NotFound, Incompatible, Corrupt, BadRequest, StorageFailed.
+    """
+    layout = locate(root)
+    require_writable(layout)
+    fs.make_directory(layout.tmp, private=True, exist_ok=True)
+    lock = fs.LockFile(layout.lock)
+    try:
+        lock.acquire()
+        config = Config.load(layout).changed({"filesystem": filesystem})
+        fs.share(root, config.shared)
+        config.save(layout)
+    finally:
+        lock.release()
+    return config

@@ -5,7 +5,9 @@ records the generation after which it was written, and a pack the one for which 
 are in other files than the index.  So they reveal an index that was replaced by an older one, or
 that fell back to an earlier state because of damage:
 
-    mirror        never has a later generation than the index that it was written from
+    mirror        never has a later generation than the index that it was written from; one that
+                  was replaced and kept has an earlier one, also where an older mirror and index
+                  were both copied over newer ones
     pack          is published by a commit of its generation or a later one; one that the index
                   does not name may be a writer's that was killed before its commit, but then the
                   index is at most one generation behind it
@@ -53,7 +55,7 @@ def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
     """
     # Read the evidence first: the index then includes anything published in between.
     told = mirror.generation(layout)
-    newest = max(told or 0, mirror.earlier_generation(layout))
+    newest = max(told or 0, mirror.replaced_by(layout))
     try:
         # A readable mirror records the last acknowledged commit.
         unknown = unknown_packs(layout, index) if packs or told is None else []

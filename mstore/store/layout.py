@@ -19,7 +19,7 @@ import errno
 import re
 import shlex
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import msgspec
 
 from mstore import fs
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
-from mstore.phrases import call, phrase
+from mstore.phrases import Call, call, phrase
 from mstore.sharing import Sharing
 
 BACKUP_MARKER = "backup"
@@ -37,17 +37,45 @@ MIN_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_SIZE = 1 << 24
 DEFAULT_BLOCK_SIZE = 1 << 20
 FORMAT_LIMIT = 4096
+_TABLES = ("index", "stats", "memo")
 """The most bytes of a format file that are read."""
 
 _VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
+_DIRECTORIES = ("packs", "index", "stats", "memo", "refs", "lost+found", "tmp")
+_FILES = (
+    *("format", "config", "lock", BACKUP_MARKER, "refs/mirror"),
+    *(f"{table}/{name}" for table in _TABLES for name in ("data.mdb", "lock.mdb", "checked")),
+)
+
+
 class Layout(msgspec.Struct, frozen=True):
-    """The paths and fixed facts of one store."""
+    """The paths and fixed facts of one store, and its open root directory."""
 
     root: Path
     uuid: uuid.UUID
     block_size: int
+    opened: fs.Root | None = None
+    """Serves all paths below `root` (`mstore.fs.roots`) while anybody has this layout."""
+
+    def __post_init__(self) -> None:
+        """Open the root. Raises StorageFailed."""
+        if self.opened is None:
+            msgspec.structs.force_setattr(self, "opened", fs.Root(self.root))
+
+    def close(self) -> None:
+        """Close the root directory; paths are then as good as those of any other directory."""
+        if self.opened is not None:
+            self.opened.close()
+
+    def require_kinds(self) -> None:
+        """Raise Conflict if an entry of the store is a link, a fifo, or of another wrong kind.
+
+        LMDB opens its files by path, so this comes before any of them is opened. What replaces an
+        entry later is found when it is opened.
+        """
+        fs.require_kinds(self.root, _DIRECTORIES, _FILES)
 
     @property
     def packs(self) -> Path:
@@ -100,6 +128,32 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "lock"
 
 
+@contextmanager
+def for_a_full_disk(layout: Layout) -> Iterator[None]:
+    """Where the disk is full, advise to remove what of the store can be computed again.
+
+    For what makes room, or leads to it: it needs little, and on a disk of the store's own there is
+    nothing else to remove.
+    """
+    try:
+        yield
+    except StorageFailed as error:
+        code = error.errno or 0
+        # Another hint knows more.
+        if code in (errno.ENOSPC, errno.EDQUOT) and error.hint == fs.refusal(code, "", "").hint:
+            error.advise(_room(layout))
+        raise
+
+
+def _room(layout: Layout) -> str:
+    asides = sorted(layout.root.glob("*.damaged-*"))
+    found = [path for path in (layout.stats, layout.memo, *asides) if path.is_dir()]
+    if not found:
+        return "remove a file of 1 MiB from this disk, outside the store, and run the command again"
+    named = " ".join(shlex.quote(str(path)) for path in found)
+    return f"rm -r {named}    (computed again when needed), and run the command again"
+
+
 def _is_block_size(size: int) -> bool:
     return MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
 
@@ -127,9 +181,9 @@ _UNFINISHED = re.compile(
 def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> Iterator[Layout]:
     """Lay out a new store; writes the format file last, which makes it a store.
 
-    The caller's block adds the first contents.  If that or anything here fails, everything created
-    is removed.  Raises Conflict if `root` holds a store or anything else, BadRequest for a bad
-    block size, Incompatible on a network filesystem.
+    Call `require_local` before.  The caller's block adds the first contents.  If that or anything
+    here fails, everything created is removed.  Raises Conflict if `root` holds a store or anything
+    else, BadRequest for a bad block size.
     """
     if not _is_block_size(block_size):
         raise BadRequest(
@@ -137,12 +191,11 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
             hint=call("init", block_size=_nearest_block_size(block_size)),
         )
     _require_unused(root)
-    fs.require_local(root)
-    layout = Layout(root, uuid.uuid4(), block_size)
     is_new = not root.exists()
     try:
         fs.make_directories(root)
-        fs.serve_owner(root)
+        layout = Layout(root, uuid.uuid4(), block_size)
+        _require_unused(root)
         share(layout, sharing)
         lock = fs.LockFile(layout.lock)
     except BaseException as error:
@@ -176,6 +229,7 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
             raise
     finally:
         lock.release()
+        layout.close()
 
 
 def write_format(layout: Layout) -> None:
@@ -232,12 +286,21 @@ def _copy_format(root: Path) -> str:
     return f"copy it from a backup: cp BACKUP/format {shlex.quote(str(root / 'format'))}"
 
 
+def _opened(root: Path) -> fs.Root:
+    """Open the directory of a store. Raises NotFound, StorageFailed."""
+    try:
+        return fs.Root(root)
+    except StorageFailed as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise _no_store(root) from error
+        raise
+
+
 def _format_fields(root: Path) -> tuple[str, list[str]]:
     """Return the format file's line and its fields.  Raises NotFound, Corrupt, StorageFailed."""
     path = root / "format"
     try:
-        with fs.translated(path), path.open("rb") as file:
-            line = file.read(FORMAT_LIMIT).decode("ascii", "replace")
+        line = fs.read_file(path, FORMAT_LIMIT).decode("ascii", "replace")
     except StorageFailed as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise _no_store(root) from error
@@ -250,7 +313,11 @@ def _format_fields(root: Path) -> tuple[str, list[str]]:
 
 def version_of(root: Path) -> int:
     """Return the format version of the store at `root`, known or not.  Raises NotFound, Corrupt."""
-    return int(_format_fields(root)[1][1])
+    opened = _opened(root)
+    try:
+        return int(_format_fields(root)[1][1])
+    finally:
+        opened.close()
 
 
 def too_new(root: Path, version: int) -> Incompatible:
@@ -263,7 +330,11 @@ def too_new(root: Path, version: int) -> Incompatible:
 
 
 def locate(root: Path) -> Layout:
-    """Read the format file.  Raises NotFound, Incompatible (another version, network), Corrupt."""
+    """Read the format file and open the store's directory.
+
+    Raises NotFound, Incompatible (another version), Corrupt, Conflict (an entry of the store is a
+    link, a fifo, or of another kind than it should be), StorageFailed.
+    """
     version = version_of(root)
     if version > FORMAT_VERSION:
         raise too_new(root, version)
@@ -274,9 +345,27 @@ def locate(root: Path) -> Layout:
             hint=call("migrate"),
         )
     layout = read(root)
-    fs.require_local(root)
-    fs.serve_owner(root)
+    layout.require_kinds()
     return layout
+
+
+def require_local(root: Path, vouched: str, vouch: Callable[[str], Call] | None = None) -> None:
+    """Raise Incompatible unless LMDB's locks and map are reliable on the filesystem at `root`.
+
+    vouched: the type that the store's setting `filesystem` names. vouch: returns what names another
+    one, if that is not `configure`.
+    """
+    kind = fs.filesystem_type(root)
+    if kind and kind not in fs.LOCAL_FILESYSTEMS and kind != vouched:
+        raise Incompatible(
+            f"a store's index needs a local filesystem, and mstore does not know {kind} as one",
+            where=str(root),
+            hint=phrase(
+                "use a local disk; or, if locks and shared maps hold there for all who use the "
+                "store: {vouch}",
+                vouch=vouch(kind) if vouch else call("configure", "filesystem", kind),
+            ),
+        )
 
 
 def share(layout: Layout, sharing: Sharing) -> None:
@@ -304,11 +393,12 @@ def require_writable(layout: Layout) -> None:
 
 
 def read(root: Path) -> Layout:
-    """Do `locate` for any version with these paths.  Raises NotFound, Corrupt."""
+    """Do `locate` for any version with these paths.  Raises NotFound, Corrupt, Conflict."""
     path = root / "format"
+    opened = _opened(root)
     line, fields = _format_fields(root)
     try:
-        layout = Layout(root, uuid.UUID(fields[2]), int(fields[3]))
+        layout = Layout(root, uuid.UUID(fields[2]), int(fields[3]), opened)
     except (IndexError, ValueError) as error:
         raise Corrupt("not a format file", where=str(path), hint=_copy_format(root)) from error
     if line != _format_line(layout, int(fields[1])) or not _is_block_size(layout.block_size):

@@ -236,7 +236,7 @@ def _listed(layout: Layout) -> list[Path]:
         # A copy of a store may lack tmp/.
         return []
     with fs.translated(layout.tmp):
-        return sorted(layout.tmp.iterdir())
+        return [layout.tmp / name for name in fs.listed(layout.tmp)]
 
 
 def _may_look(layout: Layout) -> bool:
@@ -253,7 +253,7 @@ def _is_live(layout: Layout, path: Path) -> bool:
     try:
         lock = fs.LockFile(_owner_lock(layout, path), create=False)
     except StorageFailed as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return False
         # If the lock may not be tested (another user's), assume that its owner is alive.
         if error.errno in (errno.EACCES, errno.EPERM):
@@ -293,7 +293,7 @@ def _claim_one(layout: Layout, path: Path, lease: Lease) -> None:
         return
     try:
         with fs.translated(path):
-            names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+            names = fs.listed(path)
         for name in names:
             if name.endswith(RECEIPT) and name.removesuffix(RECEIPT) + PACK in names:
                 stem = name.removesuffix(RECEIPT)
@@ -315,7 +315,7 @@ def _has_receipts(path: Path) -> bool:
     if path.is_symlink() or not path.is_dir():
         return False
     with fs.translated(path):
-        return any(entry.name.endswith(RECEIPT) for entry in path.iterdir())
+        return any(name.endswith(RECEIPT) for name in fs.listed(path))
 
 
 def sweep(layout: Layout, index: Index) -> None:

@@ -25,7 +25,14 @@ from mstore.frozen import frozen
 from mstore.phrases import call, phrase
 from mstore.store import mirror
 from mstore.store.config import Config
-from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, read, too_new, version_of
+from mstore.store.layout import (
+    FORMAT_LIMIT,
+    FORMAT_VERSION,
+    read,
+    require_local,
+    too_new,
+    version_of,
+)
 
 
 @frozen
@@ -107,7 +114,7 @@ def migrate(
     found = version_of(root)
     way = _way(root, found, steps, target)
     if way and not dry_run:
-        fs.require_local(root)
+        require_local(root, Config.load(read(root)).filesystem)
         fs.require_writable(root, [root / "tmp", root / "lock", root / "index", root / "format"])
         lock = fs.LockFile(root / "lock")
         try:
@@ -151,8 +158,8 @@ def _way(root: Path, found: int, steps: Sequence[Step], target: int) -> list[Ste
 def _require_idle(root: Path) -> None:
     """Raise Conflict while any operation or reader holds a lock file in tmp/, in any layout."""
     with fs.translated(root / "tmp"):
-        found = sorted((root / "tmp").iterdir()) if (root / "tmp").is_dir() else []
-        locks = [path for path in found if path.suffix in (".lock", ".pin")]
+        found = fs.listed(root / "tmp") if (root / "tmp").is_dir() else []
+        locks = [root / "tmp" / name for name in found if name.endswith((".lock", ".pin"))]
     for path in locks:
         lock = fs.LockFile(path, create=False)
         try:
@@ -171,8 +178,7 @@ def _require_idle(root: Path) -> None:
 
 def _set_version(root: Path, version: int) -> None:
     """Set the version in the format file, and keep the rest of its line."""
-    with fs.translated(root / "format"), (root / "format").open("rb") as file:
-        line = file.read(FORMAT_LIMIT).decode("ascii")
+    line = fs.read_file(root / "format", FORMAT_LIMIT).decode("ascii")
     name, _, rest = line.split(" ", 2)
     staging = root / "tmp"
     fs.replace_text(

@@ -169,9 +169,13 @@ def generation(layout: Layout) -> int | None:
     return None
 
 
-def earlier_generation(layout: Layout) -> int:
-    """Return the latest generation of a replaced mirror, 0 for none. Reads file names only."""
-    return max((number for number, _ in _versions(layout)), default=0)
+def replaced_by(layout: Layout) -> int:
+    """Return the first generation by which the latest kept mirror can have been replaced; else 0.
+
+    Reads file names only. A mirror is kept after the commit of a later generation, so that an index
+    of the kept one's generation is not the newest, even if `mirror` is of this generation, too.
+    """
+    return max((number + 1 for number, _ in _versions(layout)), default=0)
 
 
 def earlier(layout: Layout) -> list[tuple[Path, Mirror]]:
@@ -187,18 +191,17 @@ def _versions(layout: Layout) -> list[tuple[int, Path]]:
     found = []
     # A copy of a store may lack the directory.
     with fs.translated(layout.mirror.parent), suppress(FileNotFoundError):
-        for path in layout.mirror.parent.iterdir():
-            number = path.name.removeprefix("mirror.")
-            if path.name != number and number.isascii() and number.isdigit() and len(number) < 20:
-                found.append((int(number), path))
+        for name in fs.listed(layout.mirror.parent):
+            number = name.removeprefix("mirror.")
+            if name != number and number.isascii() and number.isdigit() and len(number) < 20:
+                found.append((int(number), layout.mirror.with_name(name)))
     return sorted(found, reverse=True)
 
 
 def _bytes(path: Path) -> bytes | None:
     """Return the bytes of a mirror; None if it is missing. Raises Corrupt, StorageFailed."""
     try:
-        with fs.reading(path), path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = fs.read_file(path, MAX_BYTES + 1)
     except StorageFailed as error:
         if error.errno == errno.ENOENT:
             return None

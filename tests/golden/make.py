@@ -105,7 +105,7 @@ def contents(store: Store) -> dict[str, object]:
             for name in [*(ref.name for ref in store.refs()), "gone"]
         },
         # As the file has it: what came later has its default, and is not in it.
-        "config": {k: v for k, v in store.config.items() if (k, v) != ("shared", "umask")},
+        "config": {k: v for k, v in store.config.items() if k in ("codec", "reflog_days")},
     }
 
 

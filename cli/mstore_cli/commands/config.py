@@ -1,11 +1,13 @@
-"""`mstore config`: look at a store's settings, and change them."""
+"""`mstore config`: look at settings of a store or of the user, and change them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
+from mstore_cli.declared import Argument, Option
+from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 
@@ -20,22 +22,27 @@ def config(
         str | None,
         Argument(
             metavar="KEY",
-            help="codec, reflog_days or shared [default: show all].",
+            help="The setting [default: show all].",
             show_default=False,
             completes="settings",
         ),
     ] = None,
-    value: Annotated[
-        str | None,
+    values: Annotated[
+        list[str] | None,
         Argument(
             metavar="VALUE",
-            help="The new value.",
+            help="The new value; of a list, values to add.",
             show_default=False,
             completes="setting_values",
         ),
     ] = None,
+    user: Annotated[bool, Option("--user", help="Your own settings, whatever the store.")] = False,
+    unset: Annotated[
+        bool,
+        Option("--unset", help="With --user: remove these values of KEY, without any all of them."),
+    ] = False,
 ) -> None:
-    """Show the store's settings, or change one.
+    """Show the settings of the store or the user, or change one.
 
     codec: how new blocks are stored. auto compresses where that saves much, dense wherever it saves
     anything, raw never. Stored blocks stay as they are.
@@ -45,19 +52,65 @@ def config(
     shared: who may use the files of the store besides its owner. umask: as the umask says. group:
     the store's group reads and writes. all: everybody else reads too. Existing files get the added
     permissions at once; permissions are never taken away.
+
+    filesystem: a type of filesystem that mstore does not know as local, and that the store may be
+    on. So you vouch that locks and shared maps hold there for all who use the store. '' is none.
+
+    With --user, the settings are yours, in config.toml of your mstore configuration directory, and
+    only the command line reads them. A change writes the file anew, without comments.
+
+    safe_stores, with --user: stores of other users that your commands use where they find them,
+    without being named.
     """
-    with session.open() as store:
-        if key is not None and value is not None:
-            store.configure(key, value)
-            session.settled()
-        settings = dict(store.config)
+    if unset and not (user and key):
+        raise UsageError("--unset needs --user and KEY", hint="mstore config --user --unset KEY")
+    settings = _of_user(key, values, unset=unset) if user else _of_store(session, key, values)
     if key is not None and key not in settings:
         from mstore.errors import BadRequest
 
         known = ", ".join(settings)
-        raise BadRequest(f"no such setting: {key!r}; there are {known}", hint="mstore config")
+        raise BadRequest(
+            f"no such setting: {key!r}; there are {known}",
+            hint="mstore config --user" if user else "mstore config",
+        )
+    shown = settings if key is None else {key: settings[key]}
 
     def human(screen: Screen) -> None:
-        screen.fields([(key, settings[key])] if key is not None else settings.items())
+        screen.fields([(name, _text(value)) for name, value in shown.items()])
 
-    session.output.emit(settings, ids=[str(settings[key])] if key is not None else [], human=human)
+    ids = [] if key is None else _listed(settings[key])
+    session.output.emit(settings, ids=ids, human=human)
+
+
+def _of_store(session: Session, key: str | None, values: list[str] | None) -> Mapping[str, object]:
+    if values and len(values) > 1:
+        raise UsageError(f"{key} takes one value", hint="mstore config --help")
+    if key == "filesystem" and values:
+        from mstore import Store
+
+        # The store may be one that cannot be opened before.
+        session.report_waiting()
+        return Store.vouch(session.store_path(), values[0])
+    with session.open() as store:
+        if key is not None and values:
+            store.configure(key, values[0])
+            session.settled()
+        return dict(store.config)
+
+
+def _of_user(key: str | None, values: list[str] | None, *, unset: bool) -> Mapping[str, object]:
+    from mstore_cli import user_config
+
+    if key is not None and unset:
+        user_config.remove(key, values or [])
+    elif key is not None and values:
+        user_config.add(key, values)
+    return user_config.read()
+
+
+def _listed(value: object) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+
+
+def _text(value: object) -> str:
+    return ", ".join(_listed(value)) or "none"

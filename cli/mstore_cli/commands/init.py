@@ -59,6 +59,15 @@ def init(
             show_default=False,
         ),
     ] = None,
+    filesystem: Annotated[
+        str | None,
+        Option(
+            "--filesystem",
+            metavar="NAME",
+            help="Use this type of filesystem, too; see mstore config.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Create an empty store.
 
@@ -78,7 +87,8 @@ def init(
     size = _block_size(block_size)
     from mstore import Store
 
-    with Store.init(path, block_size=size, codec=codec, shared=shared) as store:
+    settings = {"codec": codec, "shared": shared, "filesystem": filesystem}
+    with Store.init(path, block_size=size, **settings) as store:
         session.settled()
         document = {
             "path": str(store.path),

@@ -34,6 +34,7 @@ def reindex(
     """
     from mstore import Store
 
+    session.report_waiting()
     with session.progress() as tick:
         report = Store.reindex(session.store_path(), use_old_index=not no_old_index, progress=tick)
         session.settled()

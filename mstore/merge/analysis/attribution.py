@@ -36,7 +36,7 @@ from mstore.merge.running.compute import chunk_of
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.selecting import masks_of
 from mstore.merge.running.turning import row_weights_of
-from mstore.numeric.code_cache import Pass
+from mstore.numeric.passes import Pass
 
 _HERE: Final = Path(__file__)
 _PACKAGE: Final = _HERE.parents[2]
@@ -123,8 +123,3 @@ def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64]) -> Attribution:
         changed=int(counts[experts + 1]),
         not_finite=int(counts[experts + 2]),
     )
-
-
-def warm_up() -> None:
-    """Load the compiled pass, or compile it, so that no later call does."""
-    _attribute.load()

@@ -1,8 +1,7 @@
 """The compiled pass of attribution: from a chunk of base and experts to sums.
 
 Owns the arithmetic that `attribution` promises: one entry point, which takes addresses and lengths
-and checks nothing. Importing this module imports the compiler; `attribution` has it imported only
-if no compiled code is cached (`mstore.numeric.code_cache`).
+and checks nothing. Importing this module imports the compiler: only the build does so.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.tiles import address
-from mstore.numeric.code_cache import Pass
+from mstore.numeric.passes import Pass
 
 _divergences: Final = Pass(
     "mstore.merge.arithmetic.importance_passes",

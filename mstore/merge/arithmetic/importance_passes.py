@@ -3,8 +3,7 @@
 exp and log are computed here, by argument reduction and a polynomial, in plain float64 steps: those
 of a C library differ from machine to machine.  Both are within 2 units in the last place.
 
-Importing this module imports the compiler; `importance` does so only if no machine code is cached
-on disk (`mstore.numeric.code_cache`).
+Importing this module imports the compiler: only the build does so.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from mstore.errors import Incompatible
 from mstore.merge.arithmetic.arguments import Chunk, pack
 from mstore.merge.arithmetic.mix import Mix
 from mstore.merge.arithmetic.tiles import TOGETHER
-from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import ITEMSIZES
+from mstore.numeric.passes import Pass
 from mstore.numeric.singles import singles
 
 _HERE: Final = Path(__file__)

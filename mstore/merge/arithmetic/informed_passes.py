@@ -1,7 +1,7 @@
 """The compiled pass of informed averages.
 
-Owns the arithmetic that `informed` promises.  Importing this module imports the compiler;
-`informed` does so only if no machine code is cached on disk (`mstore.numeric.code_cache`).
+Owns the arithmetic that `informed` promises.  Importing this module imports the compiler: only the
+build does so.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ thresholds or keys (the engine and the planner), nor the scalars that parameters
 The passes work on a chunk in tiles that stay in the first-level cache.  Every step over a tile is a
 loop that LLVM vectorises.  Element types and operator flags are checked once per tile, so one
 compiled function serves all.  `mix_chunk` and `count_ties` release the GIL, use the scratch of
-their thread (`tiles`) and may run on any number of threads.  Compiled code is cached on disk
-(`numeric.code_cache`).
+their thread (`tiles`) and may run on any number of threads.
 
 Bits: equal float32 patterns of base and expert make the delta exactly zero (also for NaN and
 infinity); a mix of zero gives the base element's own bits; any other NaN that arithmetic or a
@@ -30,10 +29,10 @@ import numpy.typing as npt
 from mstore.merge.arithmetic.arguments import Chunk, pack, scratch
 from mstore.merge.arithmetic.mix import Mix
 from mstore.merge.arithmetic.tiles import COUNTED, UNLIMITED, address
-from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import ITEMSIZES, dtype_code
+from mstore.numeric.passes import Pass
 
-__all__ = ["COUNTED", "UNLIMITED", "Mix", "count_ties", "mix_chunk", "warm_up"]
+__all__ = ["COUNTED", "UNLIMITED", "Mix", "count_ties", "mix_chunk"]
 
 _HERE: Final = Path(__file__)
 _SOURCES: Final = (
@@ -139,9 +138,3 @@ def count_ties(
         address(ties),
     )
     return int(ties[0])
-
-
-def warm_up() -> None:
-    """Load or compile both kernels, so that no later call has to."""
-    _mix.load()
-    _count.load()

@@ -1,7 +1,6 @@
 """The compiled passes of masks: deltas, draws, what ranks keep, and norms.
 
-Importing this module imports the compiler; `masks` does so only if no machine code is cached on
-disk (`mstore.numeric.code_cache`).
+Importing this module imports the compiler: only the build does so.
 """
 
 from __future__ import annotations

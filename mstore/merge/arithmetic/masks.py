@@ -27,8 +27,8 @@ from mstore.merge.arithmetic.tiles import (
     address,
     rows_together,
 )
-from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import CODES, ITEMSIZES
+from mstore.numeric.passes import Pass
 
 _HERE: Final = Path(__file__)
 _NUMERIC: Final = _HERE.parent.parent.parent / "numeric"

@@ -1,8 +1,7 @@
 """The compiled passes of a merge: a chunk of base and experts in, a chunk of output out.
 
 Owns the arithmetic that `kernels` promises: two entry points, which take addresses and lengths and
-check nothing.  Importing this module imports the compiler; `kernels` does so only if no machine
-code is cached on disk (`mstore.numeric.code_cache`).
+check nothing.  Importing this module imports the compiler: only the build does so.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 
 from mstore.merge.arithmetic.masks import Bools, Singles
 from mstore.merge.arithmetic.tiles import TILE, address
-from mstore.numeric.code_cache import Pass
+from mstore.numeric.passes import Pass
 
 _HERE: Final = Path(__file__)
 _spreads: Final = Pass(

@@ -1,7 +1,6 @@
 """The compiled pass of turns: inner products of rows.
 
-Importing this module imports the compiler; `turns` does so only if no machine code is cached on
-disk (`mstore.numeric.code_cache`).
+Importing this module imports the compiler: only the build does so.
 """
 
 from __future__ import annotations

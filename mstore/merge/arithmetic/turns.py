@@ -30,7 +30,7 @@ from mstore.merge.arithmetic.tiles import LANES, address
 from mstore.merge.methods.method import Rows
 from mstore.merge.methods.model_stock import SINGULAR, SMALLEST_NORMS
 from mstore.merge.methods.nuslerp import COLINEAR, SMALLEST_NORM, share_of_second
-from mstore.numeric.code_cache import Pass
+from mstore.numeric.passes import Pass
 
 _HERE: Final = Path(__file__)
 _products: Final = Pass(

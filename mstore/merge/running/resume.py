@@ -70,7 +70,9 @@ class Leftovers:
         self._catalog = catalog
         self._found: dict[bytes, Found] = {}
         self._packs: dict[Path, SealedPack | None] = {}
-        for path in sorted(directory.glob(f"*{RECEIPT}")):
+        with fs.translated(directory):
+            names = [name for name in fs.listed(directory) if name.endswith(RECEIPT)]
+        for path in map(directory.joinpath, names):
             for key, value, expert_bytes in _rows(path):
                 row = Remembered.decode(value)
                 if row is not None:

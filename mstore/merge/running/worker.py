@@ -15,6 +15,7 @@ from contextlib import closing
 
 from msgspec.structs import replace
 
+from mstore import fs
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles
 from mstore.merge.running.computer import Computer
@@ -31,6 +32,8 @@ def execute(slice: Slice) -> Receipt:
     once: one receipt counts, and the packs of other attempts are garbage in the same directory.
     Raises BudgetExceeded, Corrupt, StorageFailed; then nothing is left behind.
     """
+    # In a process of its own, nobody else has the store open.
+    root = fs.Root(slice.packs.parent)
     expert_meter, base_meter = Meter("expert", slice.expert_bytes), Meter("base")
     packs = PackFiles(slice.packs)
     attempt = slice.target.with_name(f"{slice.target.stem}-{secrets.token_hex(4)}.pack")
@@ -47,4 +50,5 @@ def execute(slice: Slice) -> Receipt:
         raise
     finally:
         packs.close()
+        root.close()
     return Receipt(pack, tuple(writer.results), expert_meter.total, base_meter.total)

@@ -1,0 +1,27 @@
+"""What a command that waits for a lock says: who holds it, on standard error."""
+
+from __future__ import annotations
+
+import logging
+
+from mstore.fs.waiting import LOGGER
+from mstore_cli.errors import notes
+
+
+class _OnStandardError(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == LOGGER:
+            notes([record.getMessage()])
+
+
+_HANDLER = _OnStandardError()
+
+
+def report(*, quiet: bool) -> None:
+    """Say who holds a lock that this process waits for, unless `quiet`."""
+    logger = logging.getLogger(LOGGER)
+    if quiet:
+        logger.removeHandler(_HANDLER)
+    else:
+        logger.addHandler(_HANDLER)
+        logger.setLevel(logging.INFO)

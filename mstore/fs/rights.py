@@ -1,0 +1,258 @@
+"""Rights: whose the files of a store are, who else may use them, and who may write them.
+
+Owns the modes and owners of what is created in a store. What root creates there belongs to the
+owner of the store's directory: otherwise a command by root would leave files that the owner's
+commands cannot change.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from mstore.errors import StorageFailed
+from mstore.fs.roots import listed, parent, root_of, status_of, translated
+from mstore.phrases import Text, call, phrase
+from mstore.sharing import DIRECTORY, FILE, SEALED, Sharing, mode
+
+
+def require_giving(path: Path) -> None:
+    """Raise StorageFailed if root may not give away what it creates at `path`."""
+    root = root_of(path)
+    if root is not None and root.owner is not None and root.descriptor is not None:
+        # The owner has it already: this changes nothing, and fails where giving would fail.
+        _give(root.descriptor.fd, path, root.owner)
+
+
+def settle(descriptor: int, path: Path, kind: int, *, private: bool) -> None:
+    """Give something new the owner and the mode of the store that contains it.
+
+    Uses its descriptor, because others may replace any name. Raises StorageFailed.
+    """
+    root = root_of(path)
+    if root is not None and root.owner is not None:
+        _give(descriptor, path, root.owner)
+    sharing = sharing_of(path)
+    if sharing is not Sharing.UMASK:
+        with translated(path):
+            os.fchmod(descriptor, mode(sharing, kind, umask(), private=private))
+
+
+def are_special(path: Path) -> bool:
+    """Return whether what is created at `path` needs another owner or mode than the umask gives."""
+    root = root_of(path)
+    return sharing_of(path) is not Sharing.UMASK or (root is not None and root.owner is not None)
+
+
+def _give(descriptor: int, path: Path, owner: tuple[int, int]) -> None:
+    try:
+        os.fchown(descriptor, *owner)
+    except OSError as error:
+        raise StorageFailed(
+            f"root cannot give it to user {owner[0]}, whose store this is: {error.strerror}",
+            where=str(path),
+            hint=f"sudo -u '#{owner[0]}' ...    (the same command as the store's owner)",
+            errno=error.errno,
+        ) from error
+
+
+_shared: dict[str, Sharing] = {}
+"""By directory: who besides its creator may use what is created below it."""
+
+
+def share(root: Path, sharing: Sharing) -> None:
+    """Apply `sharing` to everything that is created below `root` from now on."""
+    key = os.path.abspath(root)
+    if sharing is Sharing.UMASK:
+        _shared.pop(key, None)
+    else:
+        _shared[key] = sharing
+
+
+def share_tree(root: Path, sharing: Sharing, *, private: Sequence[Path] = ()) -> None:
+    """Apply `sharing` to everything that already exists; never removes a permission.
+
+    private: files and directories, each with its contents, that are only for users who may write
+    them. Changes modes only, and follows no link. Raises StorageFailed, and changes nothing, if
+    another user owns something.
+    """
+    changes = []
+    for path in _below(root):
+        is_private = any(path == one or one in path.parents for one in private)
+        # Other processes may remove files meanwhile.
+        with translated(path), suppress(FileNotFoundError):
+            status = path.stat() if path == root else status_of(path)
+            now = stat.S_IMODE(status.st_mode)
+            wanted = now | _shared_bits(status, sharing, is_private=is_private)
+            if wanted != now and os.geteuid() not in (0, status.st_uid):
+                raise StorageFailed(
+                    f"this is user {_user(status.st_uid)}'s, who has to share it, or root",
+                    where=str(path),
+                    hint=phrase(
+                        "sudo {share}",
+                        share=call("configure", "shared", str(sharing), store=str(root)),
+                    ),
+                    errno=errno.EPERM,
+                )
+            if wanted != now:
+                changes.append((path, wanted))
+    for path, wanted in changes:
+        with translated(path), suppress(FileNotFoundError), _opened(path, root) as descriptor:
+            os.fchmod(descriptor, wanted)
+
+
+def _below(root: Path) -> list[Path]:
+    """Return `root` and all paths below it that can be listed, reached without following a link."""
+    found = [root]
+    for path in found:
+        # Other processes may remove files meanwhile, and other users' may be closed.
+        with translated(path), suppress(FileNotFoundError, PermissionError):
+            if path == root:
+                found += [path / name for name in sorted(os.listdir(path))]
+            elif stat.S_ISDIR(status_of(path).st_mode):
+                found += [path / name for name in listed(path)]
+    return found
+
+
+@contextmanager
+def _opened(path: Path, root: Path) -> Iterator[int]:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if path == root else os.O_NOFOLLOW)
+    with parent(path) as (above, name):
+        descriptor = os.open(name, flags, dir_fd=above)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _shared_bits(status: os.stat_result, sharing: Sharing, *, is_private: bool) -> int:
+    now = stat.S_IMODE(status.st_mode)
+    if stat.S_ISDIR(status.st_mode):
+        kind = DIRECTORY
+    elif stat.S_ISREG(status.st_mode):
+        kind = FILE if now & 0o200 else SEALED
+    else:
+        return 0
+    return mode(sharing, kind, 0o777 & ~now, private=is_private)
+
+
+def sharing_of(path: Path) -> Sharing:
+    """Return who may use what is created at `path`."""
+    if not _shared:
+        return Sharing.UMASK
+    absolute = os.path.abspath(path)
+    roots = [root for root in _shared if absolute == root or absolute.startswith(root + os.sep)]
+    return _shared[max(roots, key=len)] if roots else Sharing.UMASK
+
+
+def first_mode(path: Path, kind: int, *, private: bool) -> int:
+    """Return the mode to create something with: never more than its final mode."""
+    return mode(sharing_of(path), kind, umask(), private=True) & 0o777 if private else kind
+
+
+def umask() -> int:
+    """Return this process's umask, without the side effect of umask(2)."""
+    try:
+        status = _STATUS.read_text(errors="replace")
+    except OSError:
+        return 0o077
+    line = next((line for line in status.splitlines() if line.startswith("Umask:")), "Umask: 077")
+    return int(line.split()[1], 8)
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def may_write(*paths: Path) -> bool:
+    """Return whether this user may write all of these paths, or their nearest existing parents."""
+    return _unwritable(paths) is None
+
+
+def require_writable(root: Path, paths: Sequence[Path]) -> None:
+    """Raise StorageFailed if this user may not write one of these paths of the store at `root`."""
+    found = _unwritable(paths)
+    if found is None:
+        return
+    path, code = found
+    if code == errno.EROFS:
+        what = "this store can be read and not written: its filesystem is mounted read-only"
+        hint = f"mount -o remount,rw ...    (or copy the store: cp -r {shlex.quote(str(root))} DIR)"
+        raise StorageFailed(what, where=str(path), hint=hint, errno=code)
+    with translated(path):
+        owner = os.stat(path).st_uid
+    me = os.geteuid()
+    what = (
+        f"this store can be read and not written by user {_user(me)}: it is user {_user(owner)}'s"
+    )
+    advice: Text = phrase(
+        "sudo -u {owner} ...    (the same command as the store's owner)\n"
+        "or its owner shares it: chgrp -R GROUP {store} && {share}",
+        owner=shlex.quote(_user(owner)),
+        store=shlex.quote(str(root)),
+        share=call("configure", "shared", "group"),
+    )
+    if owner == me:
+        what = "this store can be read and not written: somebody took the right to write from it"
+        advice = f"chmod -R u+w {shlex.quote(str(root))}"
+    raise StorageFailed(what, where=str(path), hint=advice, errno=code)
+
+
+def _user(number: int) -> str:
+    """Return a user's name, as sudo accepts it."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"#{number}"
+
+
+_ASKED: Final = 10
+"""How often a path is asked for that is replaced each time."""
+
+
+def _unwritable(paths: Sequence[Path]) -> tuple[Path, int] | None:
+    """Return the first path that this user may not write, with the errno; else None.
+
+    For a missing path, checks its nearest existing parent. Opens nothing: closing a file that LMDB
+    has locked would release its locks.
+    """
+    for path in paths:
+        code = None
+        for _ in range(_ASKED):
+            there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
+            asked = _identity(there)
+            code = _refused(there)
+            if code is None:
+                break
+            # Else another process has moved it away or replaced it while we asked.
+            if asked is not None and _identity(there) == asked:
+                return there, code
+        if code is not None:
+            return there, code
+    return None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _refused(path: Path) -> int | None:
+    """Return the errno with which writing a path would be refused; None if it would not be."""
+    wanted = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
+    with suppress(OSError):
+        # Also needed where the kernel only checks real ids: the C library then ignores the
+        # filesystem.
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            return errno.EROFS
+    return None if os.access(path, wanted, effective_ids=True) else errno.EACCES
