@@ -254,6 +254,56 @@ def test_what_compares_with_names_is_seen() -> None:
     assert not list(compared_with("m == 'y'; ALL = ('x',); f('x')", {"x"}))
 
 
+JUDGES = ("check/", "gc/", "backup/", "pins/", "reachability.py", "store_size.py")
+"""What decides that something is damaged, missing or not needed."""
+OF_THE_MACHINE = {"MstoreError", "StorageFailed", "Unavailable", "OSError", "Exception"}
+ALLOWED = {
+    # A file that is missing, and nothing else.
+    "check/index_file.py:_opened",
+    # Only names who is in the way.
+    "check/reindex.py:_require_idle",
+    # Of a table that is not needed, after the new index is in its place.
+    "check/reindex.py:_forget_requests",
+    # A full disk; a hint for one.
+    "gc/repack.py:copy",
+    "gc/collect.py:_for_a_full_disk",
+    # Garbage that stays.
+    "gc/collect.py:_commit",
+    "backup/backup.py:_publish",
+    "backup/destination.py:_tidy",
+    # Who can take no lease looks again at what went.
+    "backup/source.py:held",
+    # Says that it is pinned, and raises it again.
+    "pins/pin.py:_layout",
+}
+"""Where else such an error may be caught, and why it is not taken for damage there."""
+
+
+def catches(source: str) -> Iterator[tuple[str, str]]:
+    """The function and the class of each error that is caught in it, suppressed ones too."""
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                caught: list[ast.expr] = []
+                if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                    caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+                elif isinstance(node, ast.Call) and ast.unparse(node.func) == "suppress":
+                    caught = node.args
+                yield from ((function.name, ast.unparse(kind)) for kind in caught)
+
+
+def test_only_damage_is_taken_for_damage() -> None:
+    """Checks, repairs, collections, copies and pins catch damage, and no error of the machine but
+    where they are known to do no harm with it."""
+    found = set()
+    for path in LIBRARY:
+        name = str(path.relative_to(ROOT / "mstore"))
+        if name.startswith(JUDGES):
+            caught = catches(path.read_text())
+            found |= {f"{name}:{where}" for where, kind in caught if kind in OF_THE_MACHINE}
+    assert found == ALLOWED
+
+
 def test_methods_and_verbs_have_properties() -> None:
     """Nothing asks for a merge method or a command by its name: what is special about one is a
     property of its operator, or of its verb.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -160,6 +161,33 @@ def test_what_cannot_be_removed_stops_nobody(catalog: Catalog) -> None:
     assert lease.directory.exists()
     sweep(catalog)
     assert in_tmp(catalog) == []
+
+
+def test_who_cannot_look_takes_nobody_for_dead(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a lock cannot be opened for lack of descriptors, that is the error: a lease that counts
+    as dead loses its files, and the packs that it protects."""
+    lease = Lease(catalog.layout, catalog.index, "test")
+    hold = leases.Hold(catalog.layout, SnapshotId(bytes(32)))
+    opened = os.open
+
+    def refuse(path: str | Path, *given: Any, **named: Any) -> int:
+        if str(path).endswith((leases.LOCK, leases.HOLD)):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        for ask in (leases.live, leases.holds, leases.garbage):
+            with pytest.raises(StorageFailed, match="too many open files"):
+                ask(catalog.layout)
+        with pytest.raises(StorageFailed, match="too many open files"):
+            leases.is_live(catalog.layout, lease.name)
+    assert leases.live(catalog.layout) == {lease.name}
+    hold.release()
+    lease.release()
+    assert not leases.is_live(catalog.layout, lease.name)
 
 
 def test_a_lock_that_was_swept_at_birth_is_taken_anew(

@@ -202,6 +202,7 @@ def test_too_few_descriptors(doing: str, root: Path) -> None:
     if doing in ("fsck", "repair", "backup", "clone", "verify", "read"):
         assert state(root / "store") == before
     assert checked(root / "store").problems == ()
+    assert list((root / "store").glob("*.damaged*")) == []
     if doing in NEW:
         assert checked(root / "copy").problems == ()
 
@@ -212,6 +213,27 @@ def test_a_backup_is_updated_with_few_descriptors(root: Path) -> None:
     assert done == {"damage": []}
     assert refused
     assert checked(root / "older").problems == ()
+
+
+def test_an_outdated_index_is_not_taken_for_the_newest(root: Path) -> None:
+    """Where the pack that would show that the index is an older one cannot be read now, nothing is
+    written, and the pack is not moved to lost+found/."""
+    shutil.copytree(root / "store" / "index", root / "index")
+    known = set(every_pack(root, ""))
+    with Store.open(root / "store") as store:
+        for seed in (71, 72):
+            store.add(model(root / f"later{seed}", a=seed), name=f"later{seed}", base=None)
+    shutil.rmtree(root / "store" / "index")
+    shutil.rmtree(root / "store" / "refs")
+    (root / "index").rename(root / "store" / "index")
+    later = {name: "EACCES" for name in every_pack(root, "") if name not in known}
+    with sick_packs(root) as disk:
+        disk.tell(later)
+        for doing in ("gc", "add", "backup", "clone", "fsck", "repair"):
+            (said,) = tries(doing, root, other_of(doing))
+            assert said.get("errno") == "EACCES", (doing, said)
+    assert set(every_pack(root, "")) == {*known, *later}
+    assert not (root / "copy" / "format").exists()
 
 
 # -- a disk that has lost bytes ------------------------------------------------------------------

@@ -5,7 +5,9 @@ Whoever reads something else does not notice, and once the fault is gone nothing
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -187,13 +189,48 @@ def test_an_error_of_the_disk_is_the_readers_and_passes(
     disk.tell({pack_of(family.store, "base").name: "EIO"})
     for shown, ref in ((base.point, "base"), (refs / "base", "base"), (base.point, "base")):
         assert set(looked_at(family, shown, ref)) == {"EIO"}
-    assert "Input/output error" in base.log
-    assert "Input/output error" in whole.log
+    assert "input/output error" in base.log
+    assert "input/output error" in whole.log
     assert looked_at(family, other.point, "other") == {}
     assert looked_at(family, refs / "other", "other") == {}
     disk.tell({})
     assert looked_at(family, base.point, "base") == {}
     assert looked_at(family, refs / "base", "base") == {}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("code", ["EACCES", "ENOMEM"])
+def test_an_error_of_this_machine_is_told_from_damage(
+    family: Family, disk: Disk, at: Callable[[str | None], Served], code: str
+) -> None:
+    """Where the system refuses to read a pack, readers get its errno and not EIO, and the log says
+    so; when it reads again, so do they."""
+    base = at("base")
+    begin(base.point)
+    disk.tell({pack_of(family.store, "base").name: code})
+    assert set(looked_at(family, base.point, "base")) == {code}
+    assert os.strerror(getattr(errno, code)).lower() in base.log
+    disk.tell({})
+    assert looked_at(family, base.point, "base") == {}
+
+
+def test_too_few_descriptors_are_told_from_damage(
+    family: Family, at: Callable[[str | None], Served]
+) -> None:
+    """A mount that can open no more packs answers EMFILE, with a line in the log, and reads are
+    right when it can."""
+    whole = at(None)
+    refs = whole.point / "refs"
+    assert looked_at(family, refs / "base", "base") == {}
+    process = whole.process.pid
+    limits = resource.prlimit(process, resource.RLIMIT_NOFILE)
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert set(looked_at(family, refs / "other", "other")) == {"EMFILE"}
+    finally:
+        resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
+    assert "too many open files" in whole.log.lower()
+    assert looked_at(family, refs / "other", "other") == {}
 
 
 @pytest.mark.sampled(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -368,6 +369,26 @@ def test_a_link_is_not_a_pack(tmp_path: Path) -> None:
             PackFiles(tmp_path / "packs").read(pack.id, PAGE, 100)
         with pytest.raises(Corrupt, match="not a regular file"):
             read_table(pack.path)
+
+
+@pytest.mark.parametrize(
+    ("may_open", "stay_open"), [(resource.RLIM_INFINITY, 20), (1 << 20, 20), (40, 5), (4, 1)]
+)
+def test_few_descriptors_keep_few_packs_open(
+    may_open: int, stay_open: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eighth of what the process may open stays open, and one pack at least."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (may_open, may_open))
+    files = PackFiles(tmp_path / "packs")
+    for number in range(20):
+        pack = small_pack(tmp_path, bytes([number]) * 300)
+        place = pack_path(tmp_path / "packs", pack.id)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        pack.path.rename(place)
+        entry = pack.entries[0]
+        assert files.read(pack.id, entry.offset, 300) == bytes([number]) * 300
+    assert len(files._open) == stay_open
+    files.close()
 
 
 def test_open_packs_are_bounded(tmp_path: Path) -> None:
