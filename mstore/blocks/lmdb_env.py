@@ -100,6 +100,7 @@ class Environment:
         self._is_closed = False
         self._mapped = 0
         self._trust: Trust | None = None
+        self._sound: tuple[int, int] | None = None
         self._copy: PrivateCopy | None = None
         self._newer: PrivateCopy | None = None
         self._full_since: float | None = None
@@ -109,8 +110,6 @@ class Environment:
                 raise self._damaged("the index is missing or empty")
             self._create()
             return
-        if not self._is_foreign():
-            self._trust = Trust(path, lmdb_check.require_sound(path, hint))
         try:
             self._open(writable=False)
         except lmdb.NotFoundError as error:
@@ -137,9 +136,11 @@ class Environment:
         try:
             self._copy = None
             if writable:
-                self._require_table()
+                self._require_files()
             else:
                 self._copy = self._private_copy()
+            if self._copy is None:
+                self._require_sound()
             try:
                 self._env = self._lmdb(writable=writable)
                 self._table = None if self._copy else LockTable(self.path)
@@ -160,6 +161,13 @@ class Environment:
             raise _translated(error, self.path, self._hint) from error
         self._writable = writable
         self._is_open = True
+
+    def _require_sound(self) -> None:
+        """Raise Corrupt if the data file is not safe to map; one is checked when it is new here."""
+        data = fs.identity(self.path / "data.mdb")
+        if data != self._sound:
+            self._trust = Trust(self.path, lmdb_check.require_sound(self.path, self._hint))
+            self._sound = data
 
     def _close_files(self) -> None:
         self._is_open = False
@@ -185,8 +193,11 @@ class Environment:
         """Return whether this user cannot register as a reader in the lock file."""
         return not fs.may_write(self.path / "lock.mdb")
 
-    def _require_table(self) -> None:
-        """Raise StorageFailed if LMDB cannot write its lock file. Call while it is not open."""
+    def _require_files(self) -> None:
+        """Raise StorageFailed if LMDB cannot map its files as others will write them.
+
+        Call while it has not opened them.
+        """
         lock = self.path / lmdb_table.NAME
         left = _abandoned.get(fs.identity(lock))
         if left is not None:
@@ -202,6 +213,9 @@ class Environment:
                     raise
                 return
         fs.require_mappable(lock, lmdb_table.BYTES)
+        data = self.path / "data.mdb"
+        if data.exists() and fs.may_write(data):
+            fs.copy_up(data)
 
     def _may_register(self) -> bool:
         """Return whether LMDB can register this process as a reader."""
@@ -209,7 +223,7 @@ class Environment:
         if self._is_foreign():
             return False
         try:
-            self._require_table()
+            self._require_files()
         except StorageFailed:
             self._full_since = time.monotonic()
             return False
@@ -311,11 +325,12 @@ class Environment:
         # Keep an empty file: another process may be about to fill it, and LMDB accepts it.
         if data.exists() and data.stat().st_size > 0 and not lmdb_check.is_born(data):
             fs.unlink(data)
-        self._require_table()
+        self._require_files()
         try:
             self._env = self._lmdb(writable=True)
             self._table = LockTable(self.path)
             self._file_id = _file_id(self.path)
+            self._sound = self._file_id[0]
             try:
                 self._make_databases()
             except BaseException:
@@ -430,15 +445,23 @@ class Environment:
                 hint="close the store first, and run the command again",
             )
 
+    def is_replaced(self) -> bool:
+        """Return whether there are other files now than those that are open."""
+        now = _file_id(self.path)
+        return now[0] is not None and now != self._file_id
+
     def follow(self) -> bool:
         """Open the current files if they were replaced; return whether anything changed.
 
         Also renews an outdated private copy. For readers whose block may have moved to where only
         the new index says. Waits for transactions of other threads; must not be called inside one.
+        Raises Corrupt, and keeps the open files, if the new ones are damaged.
         """
         self._guard()
-        if _file_id(self.path) == self._file_id:
+        if not self.is_replaced():
             return self.refresh()
+        if self._copy is None:
+            self._require_sound()
         self._reopen()
         return True
 
@@ -696,6 +719,8 @@ class Environment:
                 raise RuntimeError("a write transaction asked for inside a read transaction")
         with self._exclusively():
             if not self._writable or self._is_narrow():
+                # What else is there now was not asked for, and may be another store's.
+                self.require_in_place()
                 self._close_files()
                 try:
                     self._open(writable=True)

@@ -26,7 +26,15 @@ from pathlib import Path
 import msgspec
 
 from mstore import fs
-from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
+from mstore.errors import (
+    BadRequest,
+    Conflict,
+    Corrupt,
+    Incompatible,
+    NotFound,
+    StorageFailed,
+    Unavailable,
+)
 from mstore.phrases import call, phrase
 from mstore.sharing import Sharing
 
@@ -301,6 +309,16 @@ def require_writable(layout: Layout) -> None:
             layout.packs,
         ],
     )
+
+
+def require_same(layout: Layout) -> None:
+    """Raise Unavailable if another store has taken the place of this one."""
+    if read(layout.root).uuid != layout.uuid:
+        raise Unavailable(
+            "this store was replaced by another one while this process has it open",
+            where=str(layout.root),
+            hint="close the store and open it again",
+        )
 
 
 def read(root: Path) -> Layout:
