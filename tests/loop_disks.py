@@ -46,7 +46,15 @@ def loop_disk(kind: str, place: Path, size: int) -> Iterator[Path]:
     try:
         yield disk
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        unmount(disk)
+
+
+def unmount(place: Path) -> None:
+    """Unmount; waits for processes that are about to end."""
+    until = time.monotonic() + 60
+    while subprocess.run(["umount", str(place)], check=False, capture_output=True).returncode:
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def fill(disk: Path, *, leave: int = 0) -> None:

@@ -215,10 +215,12 @@ class OpenStore:
         """Return a number that grows with every change of the store: each publishes one more.
 
         As long as it stays, so do all refs and the set of snapshots.  Cheap, for programs that
-        follow a store.
+        follow a store.  If the store was put back from a backup meanwhile, this opens its new
+        files, and the number may be smaller.
+
+        Raises Unavailable if another store has taken the place of this one.
         """
-        with self._catalog.index.env.read() as transaction:
-            return self._catalog.index.generation(transaction)
+        return self._catalog.generation()
 
     @property
     def _statistics(self) -> StatsStore:

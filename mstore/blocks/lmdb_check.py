@@ -26,7 +26,7 @@ from pathlib import Path
 from mstore import fs
 from mstore.blocks.lmdb_copy import PrivateCopy
 from mstore.blocks.lmdb_pages import LmdbFile
-from mstore.errors import Conflict, Corrupt, StorageFailed
+from mstore.errors import Conflict, Corrupt, StorageFailed, Unreadable
 from mstore.phrases import Text
 
 SMALL_BYTES = 1 << 20
@@ -59,7 +59,7 @@ def require_sound_copy(directory: Path, copy: PrivateCopy, hint: Text) -> None:
     ):
         return
     try:
-        with LmdbFile(copy.path) as file:
+        with LmdbFile(copy.path, copy.opened()) as file:
             found = _walked(file)
     except Corrupt as error:
         found = [error.what]
@@ -87,8 +87,7 @@ def faults(directory: Path) -> list[str]:
 def is_born(data: Path) -> bool:
     """Return whether LMDB has written a header; a crash may leave an empty or zeroed file."""
     try:
-        with fs.reading(data), data.open("rb") as file:
-            return any(file.read(4096))
+        return any(fs.read_file(data, 4096))
     except StorageFailed as error:
         if error.errno == errno.ENOENT:
             return False
@@ -184,9 +183,8 @@ def _state(status: os.stat_result, transaction: int) -> bytes:
 
 def _stamp(directory: Path) -> bytes:
     try:
-        with (directory / STAMP).open("rb") as file:
-            return file.read(_STATE.size)
-    except OSError:
+        return fs.read_file(directory / STAMP, _STATE.size)
+    except (StorageFailed, Conflict, Unreadable):
         return b""
 
 

@@ -42,7 +42,7 @@ class PrivateCopy:
         self.data = data
         began = time.monotonic()
         with fs.reading(data):
-            self._source = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+            self._source = fs.open_file(data)
         try:
             while (copy := self._attempt()) is None:
                 if time.monotonic() - began > patience:
@@ -90,6 +90,10 @@ class PrivateCopy:
     def path(self) -> Path:
         """A path of the copy, valid while it is open."""
         return Path(f"/proc/self/fd/{self._copy}")
+
+    def opened(self) -> int:
+        """Open the copy once more; return the descriptor, which is the caller's to close."""
+        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
     def age(self) -> float:
         """Return the seconds since it was taken."""

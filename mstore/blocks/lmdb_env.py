@@ -26,6 +26,7 @@ import atexit
 import errno
 import mmap
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -100,6 +101,7 @@ class Environment:
         self._is_closed = False
         self._mapped = 0
         self._trust: Trust | None = None
+        self._sound: tuple[int, int] | None = None
         self._copy: PrivateCopy | None = None
         self._newer: PrivateCopy | None = None
         self._full_since: float | None = None
@@ -109,8 +111,6 @@ class Environment:
                 raise self._damaged("the index is missing or empty")
             self._create()
             return
-        if not self._is_foreign():
-            self._trust = Trust(path, lmdb_check.require_sound(path, hint))
         try:
             self._open(writable=False)
         except lmdb.NotFoundError as error:
@@ -137,9 +137,11 @@ class Environment:
         try:
             self._copy = None
             if writable:
-                self._require_table()
+                self._require_files()
             else:
                 self._copy = self._private_copy()
+            if self._copy is None:
+                self._require_sound()
             try:
                 self._env = self._lmdb(writable=writable)
                 self._table = None if self._copy else LockTable(self.path)
@@ -160,6 +162,13 @@ class Environment:
             raise _translated(error, self.path, self._hint) from error
         self._writable = writable
         self._is_open = True
+
+    def _require_sound(self) -> None:
+        """Raise Corrupt if the data file is not safe to map; one is checked when it is new here."""
+        data = fs.identity(self.path / "data.mdb")
+        if data != self._sound:
+            self._trust = Trust(self.path, lmdb_check.require_sound(self.path, self._hint))
+            self._sound = data
 
     def _close_files(self) -> None:
         self._is_open = False
@@ -185,8 +194,11 @@ class Environment:
         """Return whether this user cannot register as a reader in the lock file."""
         return not fs.may_write(self.path / "lock.mdb")
 
-    def _require_table(self) -> None:
-        """Raise StorageFailed if LMDB cannot write its lock file. Call while it is not open."""
+    def _require_files(self) -> None:
+        """Raise StorageFailed if LMDB cannot map its files as others will write them.
+
+        Call while it has not opened them.
+        """
         lock = self.path / lmdb_table.NAME
         left = _abandoned.get(fs.identity(lock))
         if left is not None:
@@ -202,6 +214,9 @@ class Environment:
                     raise
                 return
         fs.require_mappable(lock, lmdb_table.BYTES)
+        data = self.path / "data.mdb"
+        if data.exists() and fs.may_write(data):
+            fs.copy_up(data)
 
     def _may_register(self) -> bool:
         """Return whether LMDB can register this process as a reader."""
@@ -209,7 +224,7 @@ class Environment:
         if self._is_foreign():
             return False
         try:
-            self._require_table()
+            self._require_files()
         except StorageFailed:
             self._full_since = time.monotonic()
             return False
@@ -282,17 +297,26 @@ class Environment:
         raise AssertionError
 
     def _data_bytes(self) -> int:
+        copy = self._copy
         try:
-            return os.stat(self.data).st_size
+            return (self.path / "data.mdb" if copy is None else copy.path).stat().st_size
         except FileNotFoundError:
             return 0
 
     def _mapping(self, size: int, *, writable: bool) -> Any:
         copy = self._copy
+        if copy is not None:
+            return self._map(str(copy.path), size, is_copy=True, writable=writable)
+        with fs.directory(self.path) as directory:
+            # Whoever renames the directory now leads LMDB nowhere else.
+            place = f"/proc/self/fd/{directory}"
+            return self._map(place, size, is_copy=False, writable=writable)
+
+    def _map(self, place: str, size: int, *, is_copy: bool, writable: bool) -> Any:
         return lmdb.open(
-            str(self.path if copy is None else copy.path),
-            subdir=copy is None,
-            lock=copy is None,
+            place,
+            subdir=not is_copy,
+            lock=not is_copy,
             map_size=size,
             max_dbs=len(self._names) + 8,
             max_readers=MAX_READERS,
@@ -311,11 +335,12 @@ class Environment:
         # Keep an empty file: another process may be about to fill it, and LMDB accepts it.
         if data.exists() and data.stat().st_size > 0 and not lmdb_check.is_born(data):
             fs.unlink(data)
-        self._require_table()
+        self._require_files()
         try:
             self._env = self._lmdb(writable=True)
             self._table = LockTable(self.path)
             self._file_id = _file_id(self.path)
+            self._sound = self._file_id[0]
             try:
                 self._make_databases()
             except BaseException:
@@ -423,22 +448,30 @@ class Environment:
         Commits to them would be lost silently, and their content may be outdated: `reindex`
         replaces an environment.
         """
-        if _file_id(self.path) != self._file_id:
+        if _named(self.path) != self._file_id:
             raise Unavailable(
                 "this store was removed or replaced while this process has it open",
                 where=str(self.path),
                 hint="close the store first, and run the command again",
             )
 
+    def is_replaced(self) -> bool:
+        """Return whether there are other files now than those that are open."""
+        now = _named(self.path)
+        return now[0] is not None and now != self._file_id
+
     def follow(self) -> bool:
         """Open the current files if they were replaced; return whether anything changed.
 
         Also renews an outdated private copy. For readers whose block may have moved to where only
         the new index says. Waits for transactions of other threads; must not be called inside one.
+        Raises Corrupt, and keeps the open files, if the new ones are damaged.
         """
         self._guard()
-        if _file_id(self.path) == self._file_id:
+        if not self.is_replaced():
             return self.refresh()
+        if self._copy is None:
+            self._require_sound()
         self._reopen()
         return True
 
@@ -457,22 +490,24 @@ class Environment:
                 self._renew(copy, PATIENCE)
             return self._copy is not copy
 
-    @property
-    def data(self) -> Path:
-        """The file that is read: LMDB's own, or a private copy."""
+    def opened(self) -> int:
+        """Open the file that is read once more: LMDB's own, or a private copy.
+
+        Returns the descriptor, which is the caller's to close. Raises OSError, Conflict.
+        """
         copy = self._copy
-        return self.path / "data.mdb" if copy is None else copy.path
+        return fs.open_file(self.path / "data.mdb") if copy is None else copy.opened()
 
     def mapped(self) -> mmap.mmap:
         """Map the file that is read once more, read-only; call inside a transaction.
 
         Raises OSError or ValueError if it cannot be mapped, or was replaced since it was opened.
         """
-        fd = os.open(self.data, os.O_RDONLY | os.O_CLOEXEC)
+        fd = self.opened()
         try:
             status = os.fstat(fd)
             if self._copy is None and self._file_id[0] != (status.st_dev, status.st_ino):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.data))
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             return mmap.mmap(fd, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(fd)
@@ -696,6 +731,8 @@ class Environment:
                 raise RuntimeError("a write transaction asked for inside a read transaction")
         with self._exclusively():
             if not self._writable or self._is_narrow():
+                # What else is there now was not asked for, and may be another store's.
+                self.require_in_place()
                 self._close_files()
                 try:
                     self._open(writable=True)
@@ -740,12 +777,36 @@ def closed(path: Path) -> Unavailable:
 _FileId = tuple[tuple[int, int] | None, tuple[int, int] | None]
 
 
+def _named(path: Path) -> _FileId:
+    """Return device and inode of what the names of the two files lead to by now.
+
+    That may be another directory than the store's open one, which somebody has moved away.
+    """
+    data, lock = path / "data.mdb", path / lmdb_table.NAME
+    return fs.identity(data, follow=False), fs.identity(lock, follow=False)
+
+
 def _file_id(path: Path) -> _FileId:
     """Return device and inode of the data file and of the lock file.
 
     Two lock files for one data file would admit two writers that do not exclude each other.
     """
-    return fs.identity(path / "data.mdb"), fs.identity(path / lmdb_table.NAME)
+    return _identity(path / "data.mdb"), _identity(path / lmdb_table.NAME)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of a file that LMDB opens; raises Conflict for a link and the like.
+
+    LMDB follows links, so this is asked before and after.
+    """
+    with fs.translated(path):
+        try:
+            status = fs.status_of(path)
+        except FileNotFoundError:
+            return None
+    if not stat.S_ISREG(status.st_mode):
+        raise fs.unexpected(path, status.st_mode)
+    return status.st_dev, status.st_ino
 
 
 def _keep_if_full() -> None:

@@ -116,14 +116,15 @@ class LmdbFile:
     """One data file as of its newest transaction. Use as a context manager.
 
     Raises Corrupt if even the first two pages are invalid, Unreadable if the disk has lost pages,
-    StorageFailed. Reading a file that others write is
-    consistent until they commit twice: `moved` tells whether anything was committed.
+    StorageFailed; Conflict if it is no regular file. Reading a file that others write is consistent
+    until they commit twice: `moved` tells whether anything was committed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        """Open the file at `path`, or take the descriptor of one that is open, and close it."""
         self.path = path
         with fs.reading(path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = fs.open_file(path) if descriptor is None else descriptor
         try:
             self.page = page_size(self._pread(0, HEAD_BYTES), path)
             self._meta = self._newest()

@@ -118,7 +118,7 @@ class Checker:
         """Check everything.  Raises Corrupt if the index cannot be walked at all."""
         with closing(Catalog(self._layout)) as catalog:
             with catalog.index.env.read():
-                found = index_file.faults(self._layout, catalog.index.env.data)
+                found = index_file.faults(self._layout, catalog.index.env.opened())
             index_file.refuse(self._layout, found)
             return self._run(catalog)
 

@@ -33,24 +33,24 @@ _ATTEMPTS = 20
 _PAUSE = 0.01
 
 
-def faults(layout: Layout, data: Path | None = None) -> list[str]:
+def faults(layout: Layout, descriptor: int | None = None) -> list[str]:
     """Return what is wrong with the index file, at most twenty faults; changes nothing.
 
     Raises StorageFailed if it cannot be read now.
 
     Call it inside a read transaction of the index: LMDB does not reuse the pages that this may see.
-    data: the file that this transaction reads, if it is a copy.
+    descriptor: of the file that this transaction reads (`Environment.opened`), which this closes.
     """
     try:
-        with _opened(data or layout.index / "data.mdb") as file:
+        with _opened(layout.index / "data.mdb", descriptor) as file:
             return _faults(file)
     except Corrupt as error:
         return [error.what]
 
 
-def _opened(path: Path) -> LmdbFile:
+def _opened(path: Path, descriptor: int | None = None) -> LmdbFile:
     try:
-        return LmdbFile(path)
+        return LmdbFile(path, descriptor)
     except StorageFailed as error:
         if error.errno != errno.ENOENT:
             raise

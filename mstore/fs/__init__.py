@@ -42,6 +42,7 @@ from mstore.fs.locks import LockFile
 from mstore.fs.maps import (
     POPULATE_WRITE,
     copies_on_write,
+    copy_up,
     full,
     has_room,
     is_mappable,
@@ -80,6 +81,7 @@ __all__ = [
     "about_to_map",
     "block_bytes",
     "copies_on_write",
+    "copy_up",
     "create_whole",
     "directory",
     "exchange",

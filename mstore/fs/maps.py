@@ -43,6 +43,16 @@ def require_mappable(path: Path, length: int) -> None:
             os.close(fd)
 
 
+def copy_up(path: Path) -> None:
+    """Have overlayfs copy a file of a lower layer into the upper one, as its first writer would.
+
+    Whoever has mapped the lower one would never see what others write. Changes nothing elsewhere.
+    Raises StorageFailed.
+    """
+    with translated(path):
+        os.close(open_file(path, os.O_RDWR))
+
+
 def _populated(shared: mmap.mmap) -> int:
     try:
         shared.madvise(POPULATE_WRITE)

@@ -120,6 +120,8 @@ class StatsStore:
             waiting, self._pending = self._pending, {}
             self._pending_bytes = 0
         if waiting:
+            # Nothing in it depends on the files that were there before.
+            env.follow()
             tables = {key: value for (name, key), value in waiting.items() if name == "pairs"}
             with env.write() as transaction:
                 for (database, key), value in waiting.items():

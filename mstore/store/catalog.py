@@ -195,6 +195,25 @@ class Catalog:
         except StorageFailed:
             return None
 
+    def follow(self) -> bool:
+        """Read the index as it is now, also if its files were replaced.
+
+        Returns whether anything changed.  Raises Unavailable if they are another store's.
+        """
+        if self.index.env.is_replaced():
+            self.layout.follow()
+        return self.index.env.follow()
+
+    def generation(self) -> int:
+        """Return how many commits were published, by the index that has its place now.
+
+        Raises as `follow`.
+        """
+        if self.index.env.is_replaced():
+            self.follow()
+        with self.index.env.read() as transaction:
+            return self.index.generation(transaction)
+
     def new_pack(self, path: Path) -> PackWriter:
         """Start a pack of this store; its next commit or a later one publishes it."""
         return PackWriter(path, self.layout.uuid.bytes, self.next_generation())
@@ -312,7 +331,7 @@ class Catalog:
                 fresh = self.locate([block])[0]
                 if fresh == location:
                     # Or the index itself was replaced, and its packs have moved since.
-                    if not self.index.env.follow():
+                    if not self.follow():
                         gone.block = block
                         raise
                     fresh = self.locate([block])[0]
@@ -410,7 +429,7 @@ class Catalog:
         try:
             data = self.record_bytes(kind.id_type(id), location)
         except PackGone:
-            self.index.env.follow()
+            self.follow()
             with self.index.env.read() as transaction:
                 fresh = self.index.record(transaction, kind.kind, id)
             if fresh is None or fresh == location:

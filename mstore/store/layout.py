@@ -26,7 +26,15 @@ from pathlib import Path
 import msgspec
 
 from mstore import fs
-from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
+from mstore.errors import (
+    BadRequest,
+    Conflict,
+    Corrupt,
+    Incompatible,
+    NotFound,
+    StorageFailed,
+    Unavailable,
+)
 from mstore.phrases import Call, call, phrase
 from mstore.sharing import Sharing
 
@@ -68,6 +76,23 @@ class Layout(msgspec.Struct, frozen=True):
         """Close the root directory; paths are then as good as those of any other directory."""
         if self.opened is not None:
             self.opened.close()
+
+    def follow(self) -> None:
+        """Open the directory that `root` leads to now, if that is this store, put back or moved.
+
+        Raises Unavailable if it is another store, and as `read` does.
+        """
+        found = read(self.root)
+        if found.uuid != self.uuid:
+            found.close()
+            raise Unavailable(
+                "this store was replaced by another one while this process has it open",
+                where=str(self.root),
+                hint="close the store and open it again",
+            )
+        found.require_kinds()
+        self.close()
+        msgspec.structs.force_setattr(self, "opened", found.opened)
 
     def require_kinds(self) -> None:
         """Raise Conflict if an entry of the store is a link, a fifo, or of another wrong kind.

@@ -107,6 +107,8 @@ class Memo:
             waiting, self._pending = self._pending, {}
         if not waiting:
             return
+        # Nothing in it depends on the files that were there before.
+        env.follow()
         with env.write() as transaction:
             for (database, key), value in sorted(waiting.items()):
                 row = sealed(database, key, value)

@@ -141,6 +141,8 @@ class Showing:
 
         Raises NotFound, Corrupt, StorageFailed and others.
         """
+        # Looks whether the store was put back from a backup meanwhile, and opens its new files.
+        self._store.generation()
         match address:
             case addresses.Root():
                 links = {"refs": "refs", "snapshots": "snapshots"}
