@@ -30,12 +30,12 @@ MOST_FILES = 100
 
 def without_kernels() -> None:
     """From now on in this process; nothing may have run a compiled pass before."""
-    from mstore.numeric import code_cache
+    from mstore.numeric import passes
 
-    def refuse(self: code_cache.Pass) -> Any:
+    def refuse(self: passes.Pass) -> Any:
         raise Unavailable(NO_KERNELS)
 
-    code_cache.Pass.load = refuse  # type: ignore[method-assign]
+    passes.Pass.load = refuse  # type: ignore[method-assign]
 
 
 @contextmanager

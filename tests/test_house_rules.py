@@ -264,9 +264,8 @@ ALLOWED = {
     "check/reindex.py:_require_idle",
     # Of a table that is not needed, after the new index is in its place.
     "check/reindex.py:_forget_requests",
-    # A full disk; a hint for one.
+    # A full disk.
     "gc/repack.py:copy",
-    "gc/collect.py:_for_a_full_disk",
     # Garbage that stays.
     "gc/collect.py:_commit",
     "backup/backup.py:_publish",

@@ -160,7 +160,7 @@ def _show_repair(
     screen.fields(
         [
             ("healed", len(report.healed)),
-            ("dropped", len(report.dropped)),
+            ("dropped", len(report.dropped) or None),
             ("written", format_size(report.bytes_written)),
             ("condemned", ", ".join(short(pack) for pack in report.condemned) or None),
             ("kept", ", ".join(short(pack) for pack in report.kept) or None),
