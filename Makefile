@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # The tests start some hundred processes: each would compile its sources where none are kept.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 
-.PHONY: setup demo test test-rest test-slow fuzz soak adversary check conformance bench-quick format clean
+.PHONY: setup demo test test-rest test-slow fuzz soak adversary places check conformance bench-quick format clean
 
 setup:
 	@scripts/setup
@@ -43,6 +43,10 @@ soak: setup
 adversary: setup
 	@$(PYTHON) tests/adversary/trials.py $(SECONDS) $(if $(SEED),--seed $(SEED))
 	@$(PYTHON) tests/adversary/hostile.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# Installs the package as users do, and runs it where little is allowed: a table of what works.
+places: setup
+	@$(PYTHON) tests/places.py
 
 check: setup
 	@$(PYTHON) -m ruff check .

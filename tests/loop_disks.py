@@ -49,6 +49,31 @@ def loop_disk(kind: str, place: Path, size: int) -> Iterator[Path]:
         unmount(disk)
 
 
+@contextmanager
+def overlay(place: Path, lower: Path, upper_bytes: int = 64 << 20) -> Iterator[Path]:
+    """A directory as the lower layer, beneath an upper one of a disk of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts layers")
+    disk, merged = place / "disk", place / "merged"
+    disk.mkdir()
+    merged.mkdir()
+    size = ["mount", "-t", "tmpfs", "-o", f"size={upper_bytes}", "none", str(disk)]
+    subprocess.run(size, check=True)
+    try:
+        (disk / "upper").mkdir()
+        (disk / "work").mkdir()
+        layers = f"lowerdir={lower},upperdir={disk / 'upper'},workdir={disk / 'work'}"
+        mount = ["mount", "-t", "overlay", "overlay", "-o", layers, str(merged)]
+        if subprocess.run(mount, check=False, capture_output=True).returncode:
+            pytest.skip("no overlayfs here")
+        try:
+            yield merged
+        finally:
+            unmount(merged)
+    finally:
+        unmount(disk)
+
+
 def unmount(place: Path) -> None:
     """Unmount; waits for processes that are about to end."""
     until = time.monotonic() + 60

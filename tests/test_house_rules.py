@@ -303,6 +303,36 @@ def test_only_damage_is_taken_for_damage() -> None:
     assert found == ALLOWED
 
 
+OF_STORES = ("backup/", "blocks/", "check/", "gc/", "pins/", "stats/", "store/")
+READS = {"open", "io.open", "os.open", "os.listdir", "os.scandir", "os.walk", "glob"}
+READ_METHODS = {"read_text", "read_bytes", "iterdir", "glob", "rglob"}
+READ_ELSEWHERE = {
+    # A file of the kernel's, and a copy in memory.
+    "blocks/lmdb_table.py: .read_bytes",
+    "blocks/lmdb_copy.py: os.open",
+    # What may become a store, before anything is opened there.
+    "store/layout.py: .iterdir",
+    "store/layout.py: .rglob",
+    "store/layout.py: .glob",
+    "backup/destination.py: .iterdir",
+    # Sizes for reports: a link is counted, and nothing is opened.
+    "store/leases.py: .rglob",
+    "store/lost_found.py: .rglob",
+}
+
+
+def test_files_of_a_store_are_opened_by_fs() -> None:
+    """The rooms that know stores open and list nothing by path: mstore.fs starts at the open
+    directory of the store, and follows no link."""
+    found = set()
+    for path in LIBRARY:
+        name = str(path.relative_to(ROOT / "mstore"))
+        if name.startswith(OF_STORES):
+            for said in breaches(path.read_text(), READS, READ_METHODS):
+                found.add(f"{name}: {said.partition(': ')[2]}")
+    assert found == READ_ELSEWHERE
+
+
 def test_methods_and_verbs_have_properties() -> None:
     """Nothing asks for a merge method or a command by its name: what is special about one is a
     property of its operator, or of its verb.

@@ -21,7 +21,7 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.index import DATABASES, Index
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
-from mstore.errors import Corrupt, Unavailable
+from mstore.errors import Conflict, Corrupt, Unavailable
 from mstore.ids import BlockId, PackId, TensorId
 
 
@@ -210,7 +210,9 @@ def test_one_environment_a_process(tmp_path: Path, index: Index) -> None:
     third.release()
     put(index.env, b"a")
     index.close()
-    again = Environment.acquire(tmp_path / "link", DATABASES)
+    with pytest.raises(Conflict, match="symbolic link"):
+        Environment.acquire(tmp_path / "link", DATABASES)
+    again = Environment.acquire(tmp_path / "link" / ".." / "index", DATABASES)
     assert again is not second
     assert get(again, b"a") == b"v"
     again.release()

@@ -7,13 +7,13 @@ Python ask it.  The kernel's pages stay what they are.
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lmdb_page import page_shim
 from small_models import BLOCK, files_of, small_model
 
 from mstore.blocks.lmdb_pages import LmdbFile
@@ -21,18 +21,7 @@ from mstore.errors import Corrupt
 
 SIZES = (4096, 16384, 65536)
 LARGEST = 32768
-SHIM = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <unistd.h>
-long sysconf(int name) {
-    static long (*real)(int);
-    if (!real) real = dlsym(RTLD_NEXT, "sysconf");
-    return name == _SC_PAGESIZE ? atol(getenv("PAGE_BYTES")) : real(name);
-}
-int getpagesize(void) { return sysconf(_SC_PAGESIZE); }
-"""
+
 INIT = f"Store.init(store, block_size={BLOCK}).close()"
 ADD = """
 import mmap
@@ -62,14 +51,10 @@ with Store.open(store) as opened:
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that answers how large a page is."""
-    if shutil.which("gcc") is None:
-        pytest.skip("gcc is not installed")
-    place = tmp_path_factory.mktemp("shim")
-    (place / "shim.c").write_text(SHIM)
-    command = ["gcc", "-shared", "-fPIC", "-o", str(place / "shim.so"), str(place / "shim.c")]
-    if subprocess.run([*command, "-ldl"], check=False).returncode:
-        pytest.skip("gcc makes no shared library here")
-    return place / "shim.so"
+    try:
+        return page_shim(tmp_path_factory.mktemp("shim"))
+    except OSError as error:
+        pytest.skip(str(error))
 
 
 def on(machine: int, shim: Path, program: str, store: Path, *words: str | Path) -> None:

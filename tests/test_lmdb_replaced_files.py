@@ -11,44 +11,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
 from long_programs import mstore, program, server, whole_mount
-from loop_disks import unmount
+from loop_disks import overlay
 from small_models import BLOCK, small_model
 
 from mstore import Store
 from mstore.blocks.lmdb_env import Environment
 from mstore.fs import rights
-
-
-@contextmanager
-def overlay(place: Path, lower: Path, upper_bytes: int = 64 << 20) -> Iterator[Path]:
-    """A directory as the lower layer, beneath an upper one of a disk of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("only root mounts layers")
-    disk, merged = place / "disk", place / "merged"
-    disk.mkdir()
-    merged.mkdir()
-    size = ["mount", "-t", "tmpfs", "-o", f"size={upper_bytes}", "none", str(disk)]
-    subprocess.run(size, check=True)
-    try:
-        (disk / "upper").mkdir()
-        (disk / "work").mkdir()
-        layers = f"lowerdir={lower},upperdir={disk / 'upper'},workdir={disk / 'work'}"
-        mount = ["mount", "-t", "overlay", "overlay", "-o", layers, str(merged)]
-        if subprocess.run(mount, check=False, capture_output=True).returncode:
-            pytest.skip("no overlayfs here")
-        try:
-            yield merged
-        finally:
-            unmount(merged)
-    finally:
-        unmount(disk)
 
 
 @pytest.fixture
