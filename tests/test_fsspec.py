@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from fsspec.core import url_to_fs
 from small_models import files_of, small_model
 
 from mstore import Store
-from mstore.errors import BadRequest, Corrupt
+from mstore.errors import BadRequest, Conflict, Corrupt
 from mstore.integrations.fsspec import MstoreFileSystem
 
 BLOCK = 1 << 16
@@ -42,6 +43,21 @@ def url(place: Path, path: str) -> str:
 
 def files(place: Path) -> Any:
     return fsspec.filesystem("mstore", store=str(place / "store"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a store away")
+def test_a_store_of_another_user_has_to_be_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of the current directory is used without being named only if it is the user's."""
+    monkeypatch.chdir(place)
+    (place / "store").rename(place / ".mstore")
+    assert MstoreFileSystem().exists("two/config.json")
+    MstoreFileSystem.clear_instance_cache()
+    os.chown(place / ".mstore" / "format", 70001, 70001)
+    with pytest.raises(Conflict, match="not named"):
+        MstoreFileSystem().ls("")
+    assert MstoreFileSystem(store=".mstore").exists("two/config.json")
 
 
 def test_every_file_is_read(place: Path) -> None:

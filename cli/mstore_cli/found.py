@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -26,7 +25,9 @@ def require_own(store: Path) -> None:
 
     Raises as `user_config.read` for a store of somebody else.
     """
-    stranger = next((one for one in _owners(store) if one not in own_users()), None)
+    from mstore import fs
+
+    stranger = next((one for one in fs.owners(store) if one not in own_users()), None)
     if stranger is None:
         return
     from mstore.errors import Conflict
@@ -43,16 +44,6 @@ def require_own(store: Path) -> None:
         f"export MSTORE_STORE={named}    (for this shell)\n"
         f"mstore config --user safe_stores {named}    (for all your commands)",
     )
-
-
-def _owners(store: Path) -> list[int]:
-    """Return who owns the store's directory and its format file; if they are links, also those."""
-    owners = [os.lstat(store).st_uid, os.stat(store).st_uid]
-    # An unfinished store has no format file, and nobody sees that of a closed directory.
-    with suppress(FileNotFoundError, PermissionError):
-        owners.append(os.lstat(store / "format").st_uid)
-        owners.append(os.stat(store / "format").st_uid)
-    return owners
 
 
 def _name(user: int) -> str:

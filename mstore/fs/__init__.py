@@ -48,7 +48,7 @@ from mstore.fs.maps import (
     is_mappable,
     require_mappable,
 )
-from mstore.fs.rights import may_write, require_writable, share, share_tree
+from mstore.fs.rights import may_write, owners, require_writable, share, share_tree
 from mstore.fs.roots import (
     Root,
     directory,
@@ -103,6 +103,7 @@ __all__ = [
     "observed",
     "open_file",
     "overwrite",
+    "owners",
     "read_file",
     "reading",
     "refusal",

@@ -169,6 +169,19 @@ def umask() -> int:
 _STATUS = Path("/proc/self/status")
 
 
+def owners(store: Path) -> list[int]:
+    """Return who owns the directory of a store and its format file; if they are links, also those.
+
+    Raises OSError.
+    """
+    found = [os.lstat(store).st_uid, os.stat(store).st_uid]
+    # An unfinished store has no format file, and nobody sees that of a closed directory.
+    with suppress(FileNotFoundError, PermissionError):
+        found.append(os.lstat(store / "format").st_uid)
+        found.append(os.stat(store / "format").st_uid)
+    return found
+
+
 def may_write(*paths: Path) -> bool:
     """Return whether this user may write all of these paths, or their nearest existing parents."""
     return _unwritable(paths) is None

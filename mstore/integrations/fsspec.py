@@ -16,7 +16,9 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 from urllib.parse import parse_qs, urlencode
@@ -24,7 +26,8 @@ from urllib.parse import parse_qs, urlencode
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from mstore.api import Store
-from mstore.errors import BadName, BadRequest, NotFound
+from mstore.errors import BadName, BadRequest, Conflict, NotFound
+from mstore.fs import owners
 from mstore.ids import SnapshotId
 from mstore.view import SnapshotView
 
@@ -40,16 +43,17 @@ _DIRECTORY: Final = "directory"
 class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """The refs and snapshots of one store.
 
-    store: its directory, .mstore of the current one if none is given.  It does not survive a fork,
-    as no `Store` does: start workers with the spawn method.
+    store: its directory; .mstore of the current one if none is given, which must then be this
+    user's.  It does not survive a fork, as no `Store` does: start workers with the spawn method.
     """
 
     protocol = _PROTOCOL
     root_marker = ""
 
-    def __init__(self, store: str | os.PathLike[str] = _DEFAULT, **options: Any) -> None:
-        super().__init__(store=os.fspath(store), **options)
-        self._path = os.fspath(store)
+    def __init__(self, store: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        self._is_named = store is not None
+        self._path = _DEFAULT if store is None else os.fspath(store)
+        super().__init__(store=self._path, **options)
         self._lock = Lock()
         self._opened: Store | None = None
 
@@ -75,9 +79,14 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @property
     def store(self) -> Store:
-        """The open store.  Raises as `Store.open`."""
+        """The open store.
+
+        Raises as `Store.open`, and Conflict for a store of another user that was not named.
+        """
         with self._lock:
             if self._opened is None:
+                if not self._is_named:
+                    _require_own(Path(self._path))
                 self._opened = Store.open(self._path)
             return self._opened
 
@@ -204,6 +213,16 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             cache_options=cache_options,
             **options,
         )
+
+
+def _require_own(store: Path) -> None:
+    with suppress(FileNotFoundError):
+        if set(owners(store)) - {os.geteuid()}:
+            raise Conflict(
+                "this store belongs to another user, and was only found, not named",
+                where=str(store),
+                hint="if you trust it, name it: ?store=DIRECTORY",
+            )
 
 
 class MstoreFile(AbstractBufferedFile):  # type: ignore[misc]
