@@ -191,28 +191,33 @@ def test_each_is_near_the_exact_result(directions: Workplace, case: Case) -> Non
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_of_the_models_type(directions: Workplace, case: Case) -> None:
-    """In 16 bits 99.99 % of all results are within one place of mergekit's and all within two, and
-    99.99 % are float64's, bit for bit.  Counted are those that have a 64th of their terms or more.
+    """In 16 bits all results are within one place of float64's, and 99.99 % of them equal, bit for
+    bit; and 99.99 % of mergekit's that are within one place of float64's are so of mstore's.  At
+    most 1 % of mergekit's are farther off: how its sums in float32 are rounded depends on the
+    processor.  Counted are those that have a 64th of their terms or more.
     """
     dtype = directions.family.dtype
     if dtype == "float32":
         pytest.skip("float32 is compared in ulps")
     ours = directions.ours(case, dtype)
     kind = torch.finfo(DTYPES[dtype])
-    same = near = counted = 0
+    same = near = sound = counted = 0
     for name in ours:
         exact = Exact.of(directions, case, name)
         theirs = merged(case, *sides(directions, case, name, torch.float32)).to(DTYPES[dtype])
         some = exact.result.abs() >= (exact.terms / 64).clamp(min=kind.smallest_normal)
         place = torch.exp2(exact.result.abs().clamp(min=kind.smallest_normal).log2().floor())
-        gap = (ours[name].double() - theirs.double()).abs().reshape(-1) / (place * kind.eps)
-        assert bool((gap[some] <= 2).all()), name
-        near += int((gap[some] <= 1).sum())
+        mine, other = (one.double().reshape(-1) for one in (ours[name], theirs))
+        assert bool(((mine - exact.result).abs() / (place * kind.eps) <= 1)[some].all()), name
+        right = some & ((other - exact.result).abs() / (place * kind.eps) <= 1)
+        near += int(((mine - other).abs() / (place * kind.eps) <= 1)[right].sum())
+        sound += int(right.sum())
         nearest = exact.result.to(DTYPES[dtype])
         same += int((bits(ours[name]) == bits(nearest))[some].sum())
         counted += int(some.sum())
     assert counted > 700_000
-    assert near >= counted * 0.9999
+    assert sound >= counted * 0.99
+    assert near >= sound * 0.9999
     assert same >= counted * 0.9999
 
 
