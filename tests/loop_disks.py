@@ -16,6 +16,7 @@ MIB = 1 << 20
 FILESYSTEMS = {
     "xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"],
     "btrfs": ["mkfs.btrfs", "-q"],
+    "btrfs-mixed": ["mkfs.btrfs", "-q", "--mixed"],
     "ext4": ["mkfs.ext4", "-q"],
 }
 
@@ -33,7 +34,8 @@ def loop_disk(kind: str, place: Path, size: int) -> Iterator[Path]:
         program, *_ = FILESYSTEMS[kind]
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed")
-        if kind != "ext4" and f"\t{kind}\n" not in Path("/proc/filesystems").read_text():
+        name = kind.partition("-")[0]
+        if kind != "ext4" and f"\t{name}\n" not in Path("/proc/filesystems").read_text():
             pytest.skip(f"this kernel has no {kind}")
         with (place / "image").open("wb") as image:
             image.truncate(size)

@@ -24,10 +24,17 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "own" / "mstore" / "config.toml"
 
 
+def a_store(path: Path) -> str:
+    """A directory that is a store as far as the list of safe ones cares."""
+    path.mkdir()
+    (path / "format").touch()
+    return str(path)
+
+
 def test_a_list_grows_and_shrinks(settings: Path, tmp_path: Path) -> None:
     """`config --user` shows all settings, KEY one of them; values are added once, resolved to
     absolute paths, and --unset removes some or all.  No store is needed."""
-    stores = [str(tmp_path / name) for name in ("one", "two words")]
+    stores = [a_store(tmp_path / name) for name in ("one", "two words")]
     (tmp_path / "link").symlink_to("two words")
     line = ("config", "--user", "safe_stores")
     assert NOWHERE.succeed("config", "--user", "--json").document == {"safe_stores": []}
@@ -45,13 +52,17 @@ def test_a_list_grows_and_shrinks(settings: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_set(settings: Path, tmp_path: Path) -> None:
-    """An unknown setting, and the directory that a store lies in, are refused; nothing is
-    written."""
+    """An unknown setting, and what is no store (as of an unset variable, or a pattern), are
+    refused; nothing is written, and the hint names what was meant."""
     Program(tmp_path / "models" / ".mstore").succeed("init")
     assert "no such setting of a user: 'colour'" in NOWHERE("config", "--user", "colour", "red").err
-    assert "no such setting: 'colour'" in NOWHERE("config", "--user", "colour").err
+    assert "no such setting of a user: 'colour'" in NOWHERE("config", "--user", "colour").err
+    assert " config codec\n" in NOWHERE("config", "--user", "codec", "raw").err
+    assert " config --user safe_stores\n" in NOWHERE("config", "safe_stores", "/x").err
+    for word in ("", "*", "~/st", "/nowhere", str(tmp_path)):
+        assert "no store here" in NOWHERE("config", "--user", "safe_stores", word).err
     said = NOWHERE("config", "--user", "safe_stores", tmp_path / "models").err
-    assert f"name the store: --store {tmp_path}/models/.mstore" in said
+    assert f" config --user safe_stores {tmp_path}/models/.mstore\n" in said
     assert NOWHERE("config", "--unset", "codec").status == 2
     assert NOWHERE("config", "codec", "raw", "dense").status == 2
     assert not settings.parent.exists()
@@ -101,9 +112,10 @@ def test_a_link_stays(settings: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept.toml"
     kept.write_text("safe_stores = ['/x']  # mine")
     settings.symlink_to(kept)
-    NOWHERE.succeed("config", "--user", "safe_stores", "/y")
+    store = a_store(tmp_path / "y")
+    NOWHERE.succeed("config", "--user", "safe_stores", store)
     assert settings.is_symlink()
-    assert tomllib.loads(kept.read_text()) == {"safe_stores": ["/x", "/y"]}
+    assert tomllib.loads(kept.read_text()) == {"safe_stores": ["/x", store]}
 
 
 @given(names=st.lists(st.text(st.characters(exclude_characters="/\0", codec="utf-8"), min_size=1)))
@@ -114,11 +126,12 @@ def test_what_is_written_is_read(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("own")))
         paths = list(dict.fromkeys(os.path.realpath(f"/nowhere/{name}") for name in names))
-        user_config.add("safe_stores", paths)
+        user_config._write({"safe_stores": paths})
         assert user_config.read() == {"safe_stores": paths}
 
 
-def test_a_path_that_is_no_text(settings: Path) -> None:
+def test_a_path_that_is_no_text(settings: Path, tmp_path: Path) -> None:
     """A path that is not UTF-8 cannot be kept in TOML, and is refused."""
-    assert "text in UTF-8" in NOWHERE("config", "--user", "safe_stores", "/\udcff").err
+    store = a_store(tmp_path / "\udcff")
+    assert "text in UTF-8" in NOWHERE("config", "--user", "safe_stores", store).err
     assert not settings.exists()

@@ -509,7 +509,7 @@ def _collect_in_a_young_store(mount: Path, models: Path) -> None:
             )
             subprocess.run(hint.partition("    ")[0], shell=True, check=True)
         else:
-            assert hint.startswith("remove a file of 1 MiB from this disk, outside the store, and")
+            assert hint.startswith("remove files of 8 MiB from this disk, outside the store, and")
             (mount / "filler").unlink()
             _leave(mount, 1 << 20)
         with Store.open(mount / "young") as store:

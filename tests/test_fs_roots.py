@@ -175,19 +175,27 @@ def test_a_missing_root_is_an_error_that_names_it(tmp_path: Path) -> None:
     assert refused.value.where == str(tmp_path / "none")
 
 
-ENTRIES = ("tmp", "packs", "index", "stats", "refs", "format", "config", "lock", "index/lock.mdb")
+ENTRIES = {
+    **dict.fromkeys(("tmp", "stats", "lock", "index/lock.mdb"), "remove it: it is made anew"),
+    **dict.fromkeys(("index", "index/data.mdb", "refs", "refs/mirror"), "and run: reindex()"),
+    **dict.fromkeys(("packs", "packs/00"), "repair(read_data=True, sources=[BACKUP])"),
+    **dict.fromkeys(("format", "config"), "put back what belongs there"),
+}
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_store_with_a_link_in_it_is_refused(tmp_path: Path, entry: str) -> None:
-    """An entry of a store that is a link is named when the store is opened, before LMDB is."""
+    """An entry of a store that is a link is named when the store is opened, before LMDB is, with
+    what to do."""
     Store.init(tmp_path / "s").close()
+    (tmp_path / "s" / "packs" / "00").mkdir()
     path = tmp_path / "s" / entry
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Conflict, match="this is a symbolic link") as refused:
+    with pytest.raises(Conflict, match="this is a symbolic link, where a store has a") as refused:
         Store.open(tmp_path / "s")
     assert refused.value.where == str(path)
+    assert (refused.value.hint or "").endswith(ENTRIES[entry])
 
 
 def test_a_layout_serves_its_paths(tmp_path: Path) -> None:

@@ -21,7 +21,13 @@ from small_models import BLOCK, files_of, small_model
 
 from mstore import MergeRequest, Store
 
-SIZES = {"btrfs": 130 * MIB, "xfs": 310 * MIB, "ext4": 64 * MIB, "tmpfs": 16 * MIB}
+SIZES = {
+    "btrfs": 130 * MIB,
+    "btrfs-mixed": 130 * MIB,
+    "xfs": 310 * MIB,
+    "ext4": 64 * MIB,
+    "tmpfs": 16 * MIB,
+}
 READS = ("refs", "log", "ls b", "cat a:config.json", "fsck --read-data", "stats", "checkout b OUT")
 WRITES = (
     *("tag t a", "add MODEL --name c", "gc", "config codec raw"),
@@ -83,7 +89,7 @@ def look(store: Path, models: Path, reads: tuple[str, ...], writes: tuple[str, .
 
 
 WAYS = [
-    *(("btrfs", copied), ("btrfs", as_made), ("btrfs", without)),
+    *(("btrfs", copied), ("btrfs", as_made), ("btrfs", without), ("btrfs-mixed", as_made)),
     *(("xfs", copied), ("xfs", sparse), ("ext4", sparse), ("ext4", without)),
     *(("tmpfs", sparse), ("tmpfs", without)),
 ]
@@ -105,7 +111,7 @@ def test_every_command_on_a_full_disk(kind: str, change: Any, tmp_path: Path) ->
             assert done.returncode == 0, (words, done)
 
 
-@pytest.mark.parametrize(("kind", "change"), [WAYS[0], WAYS[-1]])
+@pytest.mark.parametrize(("kind", "change"), [WAYS[0], WAYS[3], WAYS[-1]])
 def test_commands_on_a_full_disk(kind: str, change: Any, tmp_path: Path) -> None:
     """The same, of a few commands."""
     with loop_disk(kind, tmp_path, SIZES[kind]) as disk:
@@ -247,7 +253,7 @@ def test_a_commit_that_could_fill_the_disk_is_refused_before(full_disk: Path) ->
     """LMDB ends a commit for which the disk has no room, and unlocks, in one call; where writing
     copies, the unlocking has no room then either. So such a commit is not begun."""
     code = """
-fill(disk, leave=4 << 20)
+fill(disk, leave=8 << 20)
 try:
     with env.write() as transaction:
         for _ in range(60_000):

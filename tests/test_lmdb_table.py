@@ -48,7 +48,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     real = fs.is_mappable
 
     def fill(is_full: bool) -> None:
-        monkeypatch.setattr(fs, "is_mappable", (lambda *_: False) if is_full else real)
+        monkeypatch.setattr(fs, "is_mappable", (lambda *_, **__: False) if is_full else real)
 
     return fill
 
@@ -180,7 +180,7 @@ def test_an_older_kernel_is_not_asked(env: Environment, monkeypatch: pytest.Monk
     assert table._populate() == errno.EINVAL
     lost = LockTable(env.path / "nowhere")
     assert lost._populate() == errno.EINVAL
-    for free, answer in (((1 << 20) - 1, False), (1 << 20, True)):
+    for free, answer in ((fs.ROOM - 1, False), (fs.ROOM, True)):
         monkeypatch.setattr(maps, "free_bytes", lambda path, free=free: free)
         assert table.is_writable() == lost.is_writable() == answer
         (env.path / "other").write_bytes(b"")
@@ -191,19 +191,23 @@ def test_an_older_kernel_is_not_asked(env: Environment, monkeypatch: pytest.Monk
                 fs.require_mappable(env.path / "other", 4096)
 
 
-def test_a_long_search_for_room_is_an_answer(
+def test_where_writing_copies_little_room_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A btrfs that finds room for a page only after a search is full, if it says so."""
-    clock = iter(range(100))
-    monkeypatch.setattr(maps.time, "monotonic", lambda: float(next(clock)))
-    for kind, free, answer in (("btrfs", 0, False), ("btrfs", 1 << 30, True), ("ext4", 0, True)):
-        monkeypatch.setattr(maps, "filesystem_type", lambda path, kind=kind: kind)
-        monkeypatch.setattr(maps, "free_bytes", lambda path, free=free: free)
-        assert fs.is_mappable(tmp_path, lambda: 0) == answer
+    """A filesystem that copies on write is full before it is, and then is not even asked."""
+    asked: list[bool] = []
+    for copies, free, answer in ((True, -1, False), (True, 0, True), (False, -(1 << 22), True)):
+
+        def populate(copies: bool = copies) -> int:
+            asked.append(copies)
+            return 0
+
+        monkeypatch.setattr(maps, "free_bytes", lambda path, free=free: fs.ROOM + free)
+        assert fs.is_mappable(tmp_path, populate, copies=copies) == answer
+    assert asked == [True, False]
 
 
 def test_only_a_signal_counts(tmp_path: Path) -> None:
     """Any other failure of the advice is none of a write."""
-    assert not fs.is_mappable(tmp_path, lambda: errno.EFAULT)
-    assert fs.is_mappable(tmp_path, lambda: errno.EAGAIN)
+    assert not fs.is_mappable(tmp_path, lambda: errno.EFAULT, copies=False)
+    assert fs.is_mappable(tmp_path, lambda: errno.EAGAIN, copies=False)

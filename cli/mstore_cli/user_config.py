@@ -30,21 +30,30 @@ Value = list[str]
 class Key(NamedTuple):
     """One setting.
 
-    typed: makes a value of a word that the user typed. problem: what is wrong with a value, None if
-    nothing is.
+    typed: makes a value of a word that the user typed to add it. stored: of one to remove it.
+    problem: what is wrong with a value, None if nothing is.
     """
 
     name: str
     kind: type[list[Any]]
     typed: Callable[[str], str]
+    stored: Callable[[str], str]
     problem: Callable[[str], str | None]
     help: str
 
 
 def _store(word: str) -> str:
-    from mstore_cli.session import require_not_around
+    """Return the path of a store.  Raises NotFound if there is none: a slip would be kept."""
+    from mstore_cli.session import STORE_NAME
 
-    require_not_around(Path(word))
+    if not word or not os.path.exists(os.path.join(word, "format")):
+        from mstore.errors import NotFound
+
+        inside = os.path.join(word, STORE_NAME)
+        is_around = bool(word) and os.path.exists(os.path.join(inside, "format"))
+        hint = f"mstore config --user safe_stores {shlex.quote(inside) if is_around else 'DIR'}"
+        what = "no store here, but in it" if is_around else "no store here"
+        raise NotFound(what, where=word or "''", hint=hint)
     return os.path.realpath(word)
 
 
@@ -60,6 +69,7 @@ KEYS: Final[Mapping[str, Key]] = MappingProxyType(
                 "safe_stores",
                 list,
                 _store,
+                os.path.realpath,
                 _not_absolute,
                 "stores of other users that are used where they are found, without being named",
             ),
@@ -110,7 +120,7 @@ def remove(key: str, words: Sequence[str]) -> None:
     """Remove values from a setting, all if none is given.  Raises as `add`."""
     known = _known(key)
     settings = read()
-    gone = [known.typed(word) for word in words] or settings[key]
+    gone = [known.stored(word) for word in words] or settings[key]
     missing = next((value for value in gone if value not in settings[key]), None)
     if missing is not None:
         from mstore.errors import BadRequest

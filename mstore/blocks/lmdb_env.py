@@ -687,7 +687,7 @@ class Environment:
         LMDB then fails and unlocks in one call, which needs room where writing copies.
         """
         most = max(0, now - before) + min(before, _MOST_REWRITTEN) + _FEW_PAGES
-        if not fs.has_room(self.path, most) and fs.copies_on_write(self.path):
+        if not fs.has_room(self.path, most + fs.ROOM) and fs.copies_on_write(self.path):
             raise fs.full(self.path)
 
     @property

@@ -9,7 +9,8 @@ room for each such write, XFS for the first one after a reflink, and every files
 no byte and that it fails. So the table is asked right before LMDB writes it (`fs.is_mappable`).
 
 The answer holds for microseconds: whoever fills the disk then, while the kernel writes the table
-back, can still end the process. mstore asks btrfs to write its lock files in place, which in newer
+back, can still end the process. So a filesystem that copies on write counts as full a few MiB
+before it is (`fs.maps.ROOM`). mstore asks btrfs to write its lock files in place, which in newer
 kernels needs no room; a copy of the file has lost that.
 
 What LMDB could not end is kept for ever, also when Python ends: closing it, or losing it, writes.
@@ -41,6 +42,7 @@ class LockTable:
         """Find the map. Call once LMDB has opened the environment."""
         self._directory = directory
         self.file = fs.identity(directory / NAME)
+        self._copies = fs.copies_on_write(directory)
         self._advice: tuple[Any, ...] | None = None
         place = _mapped(directory / NAME)
         if place is not None:
@@ -52,7 +54,7 @@ class LockTable:
 
     def is_writable(self) -> bool:
         """Return whether LMDB may write it now."""
-        return fs.is_mappable(self._directory, self._populate)
+        return fs.is_mappable(self._directory, self._populate, copies=self._copies)
 
     def _populate(self) -> int:
         if self._advice is None:

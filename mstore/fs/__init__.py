@@ -41,6 +41,7 @@ from mstore.fs.files import (
 from mstore.fs.locks import LockFile
 from mstore.fs.maps import (
     POPULATE_WRITE,
+    ROOM,
     copies_on_write,
     copy_up,
     full,
@@ -62,6 +63,7 @@ from mstore.fs.roots import (
     refusal,
     require_kinds,
     status_of,
+    strays,
     translated,
     unexpected,
     unread,
@@ -72,6 +74,7 @@ __all__ = [
     "LOCAL_FILESYSTEMS",
     "MOUNTINFO",
     "POPULATE_WRITE",
+    "ROOM",
     "LockFile",
     "NewFile",
     "NewTree",
@@ -118,6 +121,7 @@ __all__ = [
     "share",
     "share_tree",
     "status_of",
+    "strays",
     "sync_directory",
     "translated",
     "unexpected",

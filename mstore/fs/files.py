@@ -324,7 +324,7 @@ def _is_directory(path: Path) -> bool:
     except FileNotFoundError:
         return False
     if not stat.S_ISDIR(mode):
-        raise unexpected(path, mode)
+        raise unexpected(path, mode, "a directory")
     return True
 
 
@@ -357,7 +357,7 @@ def remove_tree(path: Path) -> None:
         except FileNotFoundError:
             return
         if not stat.S_ISDIR(mode):
-            raise unexpected(path, mode)
+            raise unexpected(path, mode, "a directory")
         announce("rmtree", path)
         with parent(path) as (above, name):
             with suppress(OSError):

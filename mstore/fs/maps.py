@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,11 @@ from mstore.fs.roots import open_file, refusal, translated
 
 POPULATE_WRITE: Final = 23
 """madvise(2): prepare pages to be written through a map (Linux 5.14; Python has no name for it)."""
-_LONG: Final = 0.001
+ROOM: Final = 1 << 22
+"""Bytes: with less, a filesystem that copies on write counts as full.
+
+A full btrfs with mixed block groups says that it has 1.6 to 2.8 MiB free, others 0.
+"""
 
 
 def require_mappable(path: Path, length: int) -> None:
@@ -35,9 +38,10 @@ def require_mappable(path: Path, length: int) -> None:
             size = os.fstat(fd).st_size
             if size < length:
                 write_at(fd, path, size, bytes(length - size))
+            copies = copies_on_write(path)
             with mmap.mmap(fd, length) as first, mmap.mmap(fd, length) as second:
                 for one in (first, second):
-                    if not is_mappable(path, partial(_populated, one)):
+                    if not is_mappable(path, partial(_populated, one), copies=copies):
                         raise full(path)
         finally:
             os.close(fd)
@@ -61,22 +65,21 @@ def _populated(shared: mmap.mmap) -> int:
     return 0
 
 
-def is_mappable(path: Path, populate: Callable[[], int]) -> bool:
+def is_mappable(path: Path, populate: Callable[[], int], *, copies: bool) -> bool:
     """Return whether a shared map of a file can be written now.
 
     populate: calls madvise(2) with POPULATE_WRITE and returns the errno. An older kernel does not
-    know that; less than 1 MiB free then counts as full. The same if btrfs finds room only after a
-    search: it would search at each write.
+    know that; free space then decides. copies: `copies_on_write`. There free space decides first:
+    a filesystem that has to search for room writes back what it has, so that the next write through
+    the map needs room again, whatever the answer was.
     """
-    began = time.monotonic()
+    if copies and not has_room(path):
+        return False
     code = populate()
-    is_long = time.monotonic() - began > _LONG
-    if code == errno.EINVAL or (is_long and not code and copies_on_write(path)):
-        return has_room(path)
-    return code != errno.EFAULT
+    return has_room(path) if code == errno.EINVAL else code != errno.EFAULT
 
 
-def has_room(path: Path, size: int = 1 << 20) -> bool:
+def has_room(path: Path, size: int = ROOM) -> bool:
     """Return whether the filesystem has so many bytes free, or does not tell."""
     try:
         return free_bytes(path) >= size

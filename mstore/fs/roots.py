@@ -237,7 +237,8 @@ def _enter(name: str, above: int | None, path: Path | str, up: int = 0) -> int:
             status = os.stat(name, dir_fd=above, follow_symlinks=False)
             if not stat.S_ISDIR(status.st_mode):
                 here = Path(path)
-                raise unexpected(here.parents[up - 1] if up else here, status.st_mode) from error
+                where = here.parents[up - 1] if up else here
+                raise unexpected(where, status.st_mode, "a directory") from error
         raise
 
 
@@ -324,11 +325,11 @@ def read_file(path: Path, limit: int) -> bytes:
         return file.read(limit)
 
 
-def unexpected(path: Path | str, mode: int) -> Conflict:
+def unexpected(path: Path | str, mode: int, wanted: str = "a regular file") -> Conflict:
     """Return the error for an entry of a store that is of another kind than a store has there."""
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
     return Conflict(
-        f"this is {kind}, and a store has only directories and regular files of its own",
+        f"this is {kind}, where a store has {wanted} of its own",
         where=str(path),
         hint=f"see what it is: ls -ld {shlex.quote(str(path))}; then put back what belongs there",
     )
@@ -339,7 +340,11 @@ def require_kinds(root: Path, directories: tuple[str, ...], files: tuple[str, ..
 
     The names are relative to `root`. A directory is checked before the files in it.
     """
-    for names, is_kind in ((directories, stat.S_ISDIR), (files, stat.S_ISREG)):
+    kinds = (
+        (directories, stat.S_ISDIR, "a directory"),
+        (files, stat.S_ISREG, "a regular file"),
+    )
+    for names, is_kind, wanted in kinds:
         for name in names:
             with translated(root / name):
                 try:
@@ -347,4 +352,13 @@ def require_kinds(root: Path, directories: tuple[str, ...], files: tuple[str, ..
                 except FileNotFoundError:
                     continue
             if not is_kind(mode):
-                raise unexpected(root / name, mode)
+                raise unexpected(root / name, mode, wanted)
+
+
+def strays(path: Path) -> list[str]:
+    """Return the names in a directory that are no directories themselves, links too, sorted.
+
+    Raises OSError, Conflict.
+    """
+    with directory(path) as descriptor, os.scandir(descriptor) as found:
+        return sorted(one.name for one in found if not one.is_dir(follow_symlinks=False))

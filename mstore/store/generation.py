@@ -66,8 +66,8 @@ def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
         return error.what
     if newest > own:
         return (
-            f"the index is older than the mirror of the refs (generation {own}, {newest}): it was "
-            "replaced by an older one, or is damaged"
+            f"the index is older than the mirror of the refs (it is of generation {own}, refs/ "
+            f"tells of {newest}): it was replaced by an older one, or is damaged"
         )
     excused = own if told is None else own + 1
     for path in unknown:

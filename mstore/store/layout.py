@@ -20,7 +20,7 @@ import re
 import shlex
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -35,7 +35,7 @@ from mstore.errors import (
     StorageFailed,
     Unavailable,
 )
-from mstore.phrases import Call, call, phrase
+from mstore.phrases import Call, Text, call, phrase
 from mstore.sharing import Sharing
 
 BACKUP_MARKER = "backup"
@@ -52,6 +52,8 @@ _VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 _DIRECTORIES = ("packs", "index", "stats", "memo", "refs", "lost+found", "tmp")
+_MADE_ANEW = ("lock", "lost+found", "memo", "stats", "tmp")
+_PACKS_OF = re.compile("[0-9a-f]{2}")
 _FILES = (
     *("format", "config", "lock", BACKUP_MARKER, "refs/mirror"),
     *(f"{table}/{name}" for table in _TABLES for name in ("data.mdb", "lock.mdb", "checked")),
@@ -100,7 +102,34 @@ class Layout(msgspec.Struct, frozen=True):
         LMDB opens its files by path, so this comes before any of them is opened. What replaces an
         entry later is found when it is opened.
         """
-        fs.require_kinds(self.root, _DIRECTORIES, _FILES)
+        try:
+            fs.require_kinds(self.root, _DIRECTORIES, _FILES)
+            with fs.translated(self.packs), suppress(FileNotFoundError):
+                for name in fs.strays(self.packs):
+                    if _PACKS_OF.fullmatch(name):
+                        path = self.packs / name
+                        raise fs.unexpected(path, fs.status_of(path).st_mode, "a directory")
+        except Conflict as error:
+            error.advise(self._instead(Path(error.where or "")))
+            raise
+
+    def _instead(self, path: Path) -> Text:
+        """Return what to do with an entry of a wrong kind."""
+        seen = f"see what it is: ls -ld {shlex.quote(str(path))}; then"
+        entry, *below = path.relative_to(self.root).parts
+        if below[:1] == ["lock.mdb"] or below[:1] == ["checked"] or entry in _MADE_ANEW:
+            return f"{seen} remove it: it is made anew"
+        if entry in ("index", "refs"):
+            return phrase(
+                "{seen} remove it, and run: {reindex}", seen=seen, reindex=call("reindex")
+            )
+        if entry == "packs":
+            return phrase(
+                "{seen} put back what belongs there, or remove it, and run: {repair}",
+                seen=seen,
+                repair=call("repair", read_data=True, sources=("BACKUP",)),
+            )
+        return f"{seen} put back what belongs there"
 
     @property
     def packs(self) -> Path:
@@ -174,7 +203,7 @@ def _room(layout: Layout) -> str:
     asides = sorted(layout.root.glob("*.damaged-*"))
     found = [path for path in (layout.stats, layout.memo, *asides) if path.is_dir()]
     if not found:
-        return "remove a file of 1 MiB from this disk, outside the store, and run the command again"
+        return "remove files of 8 MiB from this disk, outside the store, and run the command again"
     named = " ".join(shlex.quote(str(path)) for path in found)
     return f"rm -r {named}    (computed again when needed), and run the command again"
 

@@ -64,15 +64,9 @@ def config(
     """
     if unset and not (user and key):
         raise UsageError("--unset needs --user and KEY", hint="mstore config --user --unset KEY")
+    if key is not None:
+        _require_known(key, user=user)
     settings = _of_user(key, values, unset=unset) if user else _of_store(session, key, values)
-    if key is not None and key not in settings:
-        from mstore.errors import BadRequest
-
-        known = ", ".join(settings)
-        raise BadRequest(
-            f"no such setting: {key!r}; there are {known}",
-            hint="mstore config --user" if user else "mstore config",
-        )
     shown = settings if key is None else {key: settings[key]}
 
     def human(screen: Screen) -> None:
@@ -106,6 +100,21 @@ def _of_user(key: str | None, values: list[str] | None, *, unset: bool) -> Mappi
     elif key is not None and values:
         user_config.add(key, values)
     return user_config.read()
+
+
+def _require_known(key: str, *, user: bool) -> None:
+    """Raise BadRequest for a setting that is not here, and say where it is."""
+    from mstore.errors import BadRequest
+    from mstore.store.config import KEYS
+    from mstore_cli.user_config import KEYS as OF_USER
+
+    here, elsewhere = (OF_USER, KEYS) if user else (KEYS, OF_USER)
+    if key not in here:
+        place = "mstore config" if user else "mstore config --user"
+        raise BadRequest(
+            f"no such setting{' of a user' if user else ''}: {key!r}; there are {', '.join(here)}",
+            hint=f"{place} {key}" if key in elsewhere else f"mstore config{' --user' * user}",
+        )
 
 
 def _listed(value: object) -> list[str]:
