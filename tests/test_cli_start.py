@@ -30,8 +30,8 @@ MODULES = {
         "snapshot_rows stored_lengths unseen"
     ),
     "mstore_cli": (
-        "command commands declared errors graph lines main options output session signers sizes "
-        "spelling tables values verbs"
+        "command commands declared errors found graph lines main options output session signers "
+        "sizes spelling tables values verbs"
     ),
 }
 LOOKING = {"refs": ("refs",), "log": ("log",), "show": ("show", "m"), "ls": ("ls", "m")}

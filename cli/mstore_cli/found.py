@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable, Collection
 from pathlib import Path
+
+STORE_NAME = ".mstore"
+"""What a store is called that commands find by looking upward."""
 
 
 def own_users() -> frozenset[int]:
@@ -20,10 +24,28 @@ def own_users() -> frozenset[int]:
     return frozenset({me, int(caller)} if is_number else {me})
 
 
-def require_own(store: Path) -> None:
+def nearest(here: Path) -> Path:
+    """Return the nearest `.mstore` upward, else the user's own store.  Raises NotFound."""
+    for directory in (here, *here.parents):
+        if (directory / STORE_NAME).is_dir():
+            return directory / STORE_NAME
+    from platformdirs import user_data_path
+
+    users = user_data_path("mstore") / "store"
+    if users.is_dir():
+        return users
+    from mstore.errors import NotFound
+
+    raise NotFound(
+        f"no store: no {STORE_NAME} in {here} or above it, and none at {users}",
+        hint="mstore init",
+    )
+
+
+def require_own(store: Path, safe_stores: Callable[[], Collection[str]]) -> None:
     """Raise Conflict, with the ways to use it, unless the store is this user's or listed as safe.
 
-    Raises as `user_config.read` for a store of somebody else.
+    safe_stores: called for a store of somebody else only.
     """
     from mstore import fs
 
@@ -31,9 +53,8 @@ def require_own(store: Path) -> None:
     if stranger is None:
         return
     from mstore.errors import Conflict
-    from mstore_cli import user_config
 
-    if os.path.realpath(store) in user_config.read()["safe_stores"]:
+    if os.path.realpath(store) in safe_stores():
         return
 
     named = shlex.quote(str(store))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mstore.progress import ProgressCallback
 
 STORE_VARIABLE = "MSTORE_STORE"
-STORE_NAME = ".mstore"
 
 
 class Choices(NamedTuple):
@@ -85,12 +84,12 @@ class Session:
         Conflict for a store of another user that was only found.
         """
         if self.named_store is not None:
-            require_not_around(self.named_store)
+            _require_not_around(self.named_store)
             return self.named_store
-        from mstore_cli import found
+        from mstore_cli import found, user_config
 
-        store = _nearest(Path.cwd())
-        found.require_own(store)
+        store = found.nearest(Path.cwd())
+        found.require_own(store, lambda: user_config.read()["safe_stores"])
         return store
 
     def open(self) -> Store:
@@ -186,26 +185,10 @@ class Session:
         return progress.bar(wanted=wanted)
 
 
-def _nearest(here: Path) -> Path:
-    """Return the nearest `.mstore` upward, else the user's own store.  Raises NotFound."""
-    for directory in (here, *here.parents):
-        if (directory / STORE_NAME).is_dir():
-            return directory / STORE_NAME
-    from platformdirs import user_data_path
-
-    users = user_data_path("mstore") / "store"
-    if users.is_dir():
-        return users
-    from mstore.errors import NotFound
-
-    raise NotFound(
-        f"no store: no {STORE_NAME} in {here} or above it, and none at {users}",
-        hint="mstore init",
-    )
-
-
-def require_not_around(named: Path) -> None:
+def _require_not_around(named: Path) -> None:
     """Raise NotFound if this is no store, but the directory that a store lies in."""
+    from mstore_cli.found import STORE_NAME
+
     inside = named / STORE_NAME
     if (inside / "format").exists() and not (named / "format").exists():
         from mstore.errors import NotFound

@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 def _store(word: str) -> str:
     """Return the path of a store.  Raises NotFound if there is none: a slip would be kept."""
-    from mstore_cli.session import STORE_NAME
+    from mstore_cli.found import STORE_NAME
 
     if not word or not os.path.exists(os.path.join(word, "format")):
         from mstore.errors import NotFound

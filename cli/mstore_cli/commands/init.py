@@ -10,8 +10,9 @@ from typing import Annotated
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
+from mstore_cli.found import STORE_NAME
 from mstore_cli.output import Screen
-from mstore_cli.session import STORE_NAME, Session
+from mstore_cli.session import Session
 from mstore_cli.sizes import format_size, parse_size
 
 
