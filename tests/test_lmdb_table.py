@@ -176,19 +176,19 @@ def test_an_older_kernel_is_not_asked(env: Environment, monkeypatch: pytest.Monk
     """Where madvise does not know the advice, and where no map was found, free space decides."""
     for module in (fs, maps):
         monkeypatch.setattr(module, "POPULATE_WRITE", 4711)
-    table = LockTable(env.path)
+    table = LockTable(env.path, copies=False)
     assert table._populate() == errno.EINVAL
-    lost = LockTable(env.path / "nowhere")
+    lost = LockTable(env.path / "nowhere", copies=False)
     assert lost._populate() == errno.EINVAL
     for free, answer in ((fs.ROOM - 1, False), (fs.ROOM, True)):
         monkeypatch.setattr(maps, "free_bytes", lambda path, free=free: free)
         assert table.is_writable() == lost.is_writable() == answer
         (env.path / "other").write_bytes(b"")
         if answer:
-            fs.require_mappable(env.path / "other", 4096)
+            fs.require_mappable(env.path / "other", 4096, copies=False)
         else:
             with pytest.raises(StorageFailed):
-                fs.require_mappable(env.path / "other", 4096)
+                fs.require_mappable(env.path / "other", 4096, copies=False)
 
 
 def test_where_writing_copies_little_room_is_none(

@@ -106,6 +106,7 @@ class Environment:
         self._newer: PrivateCopy | None = None
         self._full_since: float | None = None
         self._table: LockTable | None = None
+        self._copies = False
         if not lmdb_check.is_born(path / "data.mdb"):
             if not create:
                 raise self._damaged("the index is missing or empty")
@@ -144,7 +145,7 @@ class Environment:
                 self._require_sound()
             try:
                 self._env = self._lmdb(writable=writable)
-                self._table = None if self._copy else LockTable(self.path)
+                self._table = None if self._copy else LockTable(self.path, copies=self._copies)
             except BaseException:
                 self._drop_copy()
                 raise
@@ -165,7 +166,7 @@ class Environment:
 
     def _require_sound(self) -> None:
         """Raise Corrupt if the data file is not safe to map; one is checked when it is new here."""
-        data = fs.identity(self.path / "data.mdb")
+        data = _identity(self.path / "data.mdb")
         if data != self._sound:
             self._trust = Trust(self.path, lmdb_check.require_sound(self.path, self._hint))
             self._sound = data
@@ -199,6 +200,7 @@ class Environment:
 
         Call while it has not opened them.
         """
+        self._copies = fs.copies_on_write(self.path)
         lock = self.path / lmdb_table.NAME
         left = _abandoned.get(fs.identity(lock))
         if left is not None:
@@ -213,7 +215,7 @@ class Environment:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
                     raise
                 return
-        fs.require_mappable(lock, lmdb_table.BYTES)
+        fs.require_mappable(lock, lmdb_table.BYTES, copies=self._copies)
         data = self.path / "data.mdb"
         if data.exists() and fs.may_write(data):
             fs.copy_up(data)
@@ -338,7 +340,7 @@ class Environment:
         self._require_files()
         try:
             self._env = self._lmdb(writable=True)
-            self._table = LockTable(self.path)
+            self._table = LockTable(self.path, copies=self._copies)
             self._file_id = _file_id(self.path)
             self._sound = self._file_id[0]
             try:
@@ -687,7 +689,7 @@ class Environment:
         LMDB then fails and unlocks in one call, which needs room where writing copies.
         """
         most = max(0, now - before) + min(before, _MOST_REWRITTEN) + _FEW_PAGES
-        if not fs.has_room(self.path, most + fs.ROOM) and fs.copies_on_write(self.path):
+        if self._copies and not fs.has_room(self.path, most + fs.ROOM):
             raise fs.full(self.path)
 
     @property
@@ -778,12 +780,8 @@ _FileId = tuple[tuple[int, int] | None, tuple[int, int] | None]
 
 
 def _named(path: Path) -> _FileId:
-    """Return device and inode of what the names of the two files lead to by now.
-
-    That may be another directory than the store's open one, which somebody has moved away.
-    """
-    data, lock = path / "data.mdb", path / lmdb_table.NAME
-    return fs.identity(data, follow=False), fs.identity(lock, follow=False)
+    """Return device and inode of what has the names of the two files by now."""
+    return fs.identity(path / "data.mdb"), fs.identity(path / lmdb_table.NAME)
 
 
 def _file_id(path: Path) -> _FileId:

@@ -38,11 +38,14 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 class LockTable:
     """The lock file of one environment as LMDB has mapped it in this process."""
 
-    def __init__(self, directory: Path) -> None:
-        """Find the map. Call once LMDB has opened the environment."""
+    def __init__(self, directory: Path, *, copies: bool) -> None:
+        """Find the map. Call once LMDB has opened the environment.
+
+        copies: whether the filesystem copies on write (`fs.copies_on_write`).
+        """
         self._directory = directory
         self.file = fs.identity(directory / NAME)
-        self._copies = fs.copies_on_write(directory)
+        self._copies = copies
         self._advice: tuple[Any, ...] | None = None
         place = _mapped(directory / NAME)
         if place is not None:

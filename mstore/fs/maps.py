@@ -24,13 +24,13 @@ A full btrfs with mixed block groups says that it has 1.6 to 2.8 MiB free, other
 """
 
 
-def require_mappable(path: Path, length: int) -> None:
+def require_mappable(path: Path, length: int, *, copies: bool) -> None:
     """Raise StorageFailed if others could not map a file shared and write it now.
 
     The file gets at least this length. Such a write ends the process if the filesystem has no room
     for it, so it is tried without changing a byte, and through a second map as well: with the room
     that the first one takes. Call only while this process has the file open nowhere else, as
-    closing it ends this process's locks on it.
+    closing it ends this process's locks on it. copies: `copies_on_write`.
     """
     with translated(path):
         fd = open_file(path, os.O_RDWR)
@@ -38,7 +38,6 @@ def require_mappable(path: Path, length: int) -> None:
             size = os.fstat(fd).st_size
             if size < length:
                 write_at(fd, path, size, bytes(length - size))
-            copies = copies_on_write(path)
             with mmap.mmap(fd, length) as first, mmap.mmap(fd, length) as second:
                 for one in (first, second):
                     if not is_mappable(path, partial(_populated, one), copies=copies):

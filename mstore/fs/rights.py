@@ -240,12 +240,12 @@ def _unwritable(paths: Sequence[Path]) -> tuple[Path, int] | None:
         code = None
         for _ in range(_ASKED):
             there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
-            asked = identity(there, follow=False)
+            asked = identity(there)
             code = _refused(there)
             if code is None:
                 break
             # Else another process has moved it away or replaced it while we asked.
-            if asked is not None and identity(there, follow=False) == asked:
+            if asked is not None and identity(there) == asked:
                 return there, code
         if code is not None:
             return there, code

@@ -286,10 +286,13 @@ def status_of(path: Path | str) -> os.stat_result:
         return os.stat(name, dir_fd=above, follow_symlinks=False)
 
 
-def identity(path: Path, *, follow: bool = True) -> tuple[int, int] | None:
-    """Return device and inode of what is at `path`; None if that cannot be told."""
+def identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of what has this name now, a link itself; None if untold.
+
+    That may be in another directory than an open root, which somebody has moved away.
+    """
     try:
-        status = os.stat(path, follow_symlinks=follow)
+        status = os.lstat(path)
     except OSError:
         return None
     return status.st_dev, status.st_ino
