@@ -88,6 +88,16 @@ CASES = (
     case("bf16 saved modules", base="llama bf16", dtype="bfloat16", modules_to_save=["lm_head"]),
     case("bf16 embeddings", base="llama bf16", dtype="bfloat16", target_modules=["embed_tokens"]),
     case("tied embeddings", base="tied fp32", target_modules=["embed_tokens", "v_proj"]),
+    case("tied embeddings stored twice", base="twice fp32", target_modules=["embed_tokens"]),
+    case("head of tied embeddings", base="tied fp32", target_modules=["lm_head", "v_proj"]),
+    case("head stored twice", base="twice fp32", target_modules=["lm_head"]),
+    case("saved head of its own", base="twice fp32", modules_to_save=["lm_head"]),
+    case(
+        "saved tied modules",
+        base="tied fp32",
+        modules_to_save=["embed_tokens", "lm_head"],
+        ensure_weight_tying=True,
+    ),
     case("transposed", base="gpt2 fp32", target_modules=["c_attn"], fan_in_fan_out=True),
     case(
         "transposed all",
@@ -137,6 +147,7 @@ BASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "llama bf16": (llama, torch.bfloat16),
     "llama fp16": (llama, torch.float16),
     "tied fp32": (lambda: llama(tied=True), torch.float32),
+    "twice fp32": (lambda: llama(tied=True), torch.float32),
     "gpt2 fp32": (gpt2, torch.float32),
     "gpt2 bf16": (gpt2, torch.bfloat16),
     "qwen fp32": (qwen, torch.float32),
@@ -158,6 +169,11 @@ class Bases:
             make, dtype = BASES[name]
             torch.manual_seed(len(self._made))
             make().to(dtype).save_pretrained(path)
+            if name == "twice fp32":
+                # Under both names, as converters and older trainers store it.
+                own = load_file(path / "model.safetensors")
+                own["lm_head.weight"] = own["model.embed_tokens.weight"].clone()
+                save_file(own, path / "model.safetensors", metadata={"format": "pt"})
             self.store.add(path, name=path.name)
         return path
 
@@ -232,9 +248,16 @@ def test_an_applied_adapter_is_the_merged_model(bases: Bases, one: Case) -> None
     out = bases.root / f"{adapter.name}-ours"
     store.checkout("merged", out)
     found = load_file(out / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    changed = 0
     own = load_file(bases.path(one.base) / "model.safetensors")
+    if "lm_head.weight" in own and "lm_head.weight" not in wanted:
+        # PEFT's model stores a tied tensor once.
+        for side in (wanted, exact):
+            side["lm_head.weight"] = side["model.embed_tokens.weight"]
+    assert found.keys() == wanted.keys()
+    configs = (out, adapter.with_name(f"{adapter.name}-{BASES[one.base][1]}"))
+    ties = [json.loads((path / "config.json").read_text()) for path in configs]
+    assert len({config.get("tie_word_embeddings") for config in ties}) == 1
+    changed = 0
     for name, theirs in wanted.items():
         ours = found[name]
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), name
@@ -257,7 +280,9 @@ def test_an_applied_adapter_is_the_merged_model(bases: Bases, one: Case) -> None
     assert changed
 
 
-@pytest.mark.parametrize("name", ["llama fp32", "tied fp32", "llama bf16", "qwen fp32"])
+@pytest.mark.parametrize(
+    "name", ["llama fp32", "tied fp32", "twice fp32", "llama bf16", "qwen fp32"]
+)
 def test_an_extracted_adapter_is_one_of_peft(bases: Bases, name: str) -> None:
     """PEFT loads what `extract_lora` makes of a fine-tune, and its merged model is that fine-tune,
     but for what the report says is left out."""
@@ -272,6 +297,8 @@ def test_an_extracted_adapter_is_one_of_peft(bases: Bases, name: str) -> None:
         return (tensor.float() + factors[0] @ factors[1].T).to(tensor.dtype)
 
     tuned = {key: moved(key, tensor) for key, tensor in own.items()}
+    if name == "twice fp32":
+        tuned["lm_head.weight"] = tuned["model.embed_tokens.weight"].clone()
     expert = bases.root / f"{base.name}_tuned"
     shutil.copytree(base, expert)
     save_file(tuned, expert / "model.safetensors", metadata={"format": "pt"})
@@ -283,6 +310,8 @@ def test_an_extracted_adapter_is_one_of_peft(bases: Bases, name: str) -> None:
     model = PeftModel.from_pretrained(load(base, dtype), out, autocast_adapter_dtype=False)
     model.merge_and_unload().save_pretrained(bases.root / f"{base.name}_back")
     back = load_file(bases.root / f"{base.name}_back" / "model.safetensors")
+    if name == "twice fp32":
+        back["lm_head.weight"] = back["model.embed_tokens.weight"]
     assert back.keys() == own.keys()
     rest = sum(float((back[key].double() - tuned[key].double()).square().sum()) for key in own)
     whole = sum(float((tuned[key].double() - own[key].double()).square().sum()) for key in own)

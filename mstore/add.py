@@ -34,9 +34,11 @@ from mstore.adapters.targets import is_adapter
 from mstore.ahead import in_order
 from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.location import Location
+from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
+from mstore.checkpoint.small_files import json_object
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
@@ -50,6 +52,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
+from mstore.store.tied import KEY, Tied, own_head, ties
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 
@@ -103,6 +106,8 @@ class AddReport:
     """size of the excluded files"""
     notes: tuple[str, ...]
     """what was not done, as text"""
+    warnings: tuple[str, ...]
+    """what is probably a mistake, as text"""
     seconds: float
     """how long it took"""
 
@@ -605,8 +610,9 @@ def _require_fine_tune(
     config = next((file for file in files if file.path == CONFIG), None)
     if not is_adapter(tensors) and is_any_adapter(shapes, tensors, config is not None):
         slots = {slot.name: slot for file in files if file.header for slot in file.header.tensors}
+        tied = Tied.of(catalog, base, slots)
         ours = {own: record for own, id in tensors.items() if (record := records[id]) is not None}
-        check_adapter(None if config is None else _small(config), slots, ours, name)
+        check_adapter(None if config is None else _small(config), slots, tied.both(ours), name)
         return
     for tensor, id in tensors.items():
         record = records[id]
@@ -699,6 +705,7 @@ def add(
         snapshot, is_new = _snapshot(catalog, current, manifest, base, message)
         # Before the commit: an error after it would report a failure of something that was done.
         told = _told_base(catalog, snapshot)
+        warnings = _warnings(manifest, checkpoint)
         statistics.flush()
         transaction.put_record(manifest)
         if is_new:
@@ -731,6 +738,7 @@ def add(
         excluded_files=sum(one.files for one in checkpoint.excluded),
         excluded_bytes=sum(one.size for one in checkpoint.excluded),
         notes=notes,
+        warnings=warnings,
         seconds=time.monotonic() - began,
     )
 
@@ -822,6 +830,20 @@ def _notes(
             )
         )
     return tuple(notes)
+
+
+def _warnings(manifest: Manifest, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a warning if a checkpoint has a head of its own, and a config that ties it."""
+    found = own_head(manifest, manifest.tensors())
+    config = next((file for file in checkpoint.files if file.path == MODEL_CONFIG), None)
+    if found is None or config is None or not ties(json_object(_small(config) or b"")):
+        return ()
+    head, embedding = found
+    text = (
+        f"its {MODEL_CONFIG} ties {head} to {embedding} ({KEY}), and they differ: what follows the "
+        f"config loses {head}. If it was trained, set {KEY} to false there and add it again"
+    )
+    return (text,)
 
 
 def _told_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | None:

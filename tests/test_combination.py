@@ -630,6 +630,20 @@ def test_adapters_that_do_not_combine(family: Family, tmp_path: Path) -> None:
     refused(family, no, "rank 4", "says 7", experts=["pattern"])
 
 
+def test_one_tied_tensor_under_two_names(family: Family, tmp_path: Path) -> None:
+    """Adapters of a tied base that change it under different names are refused: each of them
+    changes both names, and a combination would have a product of its own for each."""
+    base = {name: drawn(0, 40, 30) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    config = {"config.json": {"tie_word_embeddings": True}}
+    adapters.write(tmp_path / "tied", base, config, "model")
+    family.store.add(tmp_path / "tied", name="tied")
+    for name, module in (("head", "lm_head"), ("other", "lm_head"), ("rows", "model.embed_tokens")):
+        one = Adapter({module: (drawn(1, 40, 4), drawn(2, 4, 30))})
+        family.add(name, one, base="tied")
+    refused(family, Incompatible, "head, rows: ", "tied", experts={"head": 1.0, "rows": 1.0})
+    family.combine("cat", {"head": 1.0, "other": 0.5})
+
+
 def test_on_the_command_line(tmp_path: Path) -> None:
     """It says what was combined and what is left out; a merge takes the result."""
     mstore = Program(tmp_path / "store")

@@ -185,6 +185,26 @@ def test_notes_on_peft(store: Store, tmp_path: Path) -> None:
     assert "merge_and_unload" in note
 
 
+@pytest.mark.parametrize("own_head", [False, True])
+def test_tied_embeddings_come_back(store: Store, tmp_path: Path, own_head: bool) -> None:
+    """Of a tied base that is stored twice, one product gives both names back; a fine-tune that has
+    a head of its own gets it back, too, as tensors that are stored whole."""
+    tied = CONFIG | {"tie_word_embeddings": True}
+    tensors = base_tensors()
+    head, embedding = "lm_head.weight", f"{EMBED}.weight"
+    tensors[head] = tensors[embedding].copy()
+    store.add(save(tmp_path / "tied", tensors, tied), name="base")
+    tensors[embedding] = tensors[embedding] + low_rank(4, SHAPES[EMBED], 1)
+    tensors[head] = tensors[embedding] + own_head
+    store.add(save(tmp_path / "tuned", tensors, tied), name="expert")
+    report = store.extract_lora("expert", "base", name="lora", rank=4, dtype="float32")
+    assert (report.products, report.whole) == ((0, 2) if own_head else (1, 0))
+    assert any("stored whole" in note for note in report.notes) == own_head
+    found = applied(store)
+    for name in (head, embedding):
+        np.testing.assert_allclose(found[name], tensors[name], atol=2e-6)
+
+
 def test_what_no_adapter_states_is_told(store: Store, tmp_path: Path) -> None:
     """Tensors of other forms stay out, and are named; so are those that patterns leave out not."""
     more = {"experts": np.zeros((2, 3, 4), np.float32), "steps": np.zeros(3, np.int64)}

@@ -52,6 +52,7 @@ class _File(msgspec.Struct, frozen=True):
     use_dora: bool = False
     fan_in_fan_out: bool = False
     init_lora_weights: bool | str | None = True
+    ensure_weight_tying: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
 
@@ -61,7 +62,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
     rank, alpha: where no pattern names a module. rank_stabilized: divide by the root of the rank.
     transposed: weights lie as [inputs, outputs], so that products must be transposed. dora: rows
-    have magnitudes of their own.
+    have magnitudes of their own. tying: products of tied layers are one product.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
     rank_stabilized: bool
     transposed: bool
     dora: bool
+    tying: bool
     ranks: tuple[tuple[str, int], ...]
     alphas: tuple[tuple[str, float], ...]
 
@@ -116,6 +118,7 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
         rank_stabilized=found.use_rslora,
         transposed=found.fan_in_fan_out,
         dora=found.use_dora,
+        tying=found.ensure_weight_tying,
         ranks=tuple(ranks.items()),
         alphas=tuple(alphas.items()),
     )

@@ -40,6 +40,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 from mstore.store.derived import derived
+from mstore.store.tied import HEAD, Tied
 from mstore.store.transaction import Transaction
 from mstore.view import array_dtype
 
@@ -48,8 +49,6 @@ MOST: Final = 4096
 
 _WEIGHT: Final = ".weight"
 _BIAS: Final = ".bias"
-_OUTPUTS: Final = ("lm_head", "embed_out", "output", "output_projection", "decoder")
-"""Names of modules among the embeddings that are linear layers."""
 _TRANSPOSED: Final = frozenset({"gpt2"})
 _PANEL: Final = 1 << 22
 _NAMED: Final = 4
@@ -124,14 +123,14 @@ def extract(
         where=expert[0],
         hint=told_difference(base[0], expert[0]),
     )
-    config = config_of(catalog, catalog.manifest(catalog.snapshot(base[1]).manifest_id()))
+    model = catalog.manifest(catalog.snapshot(base[1]).manifest_id())
+    config = config_of(catalog, model)
     if config.get("model_type") in _TRANSPOSED:
         raise Incompatible(
             f"layers of {config['model_type']} lie transposed: extraction does not support them",
             where=base[0],
         )
-    is_tied = config.get("tie_word_embeddings") is True
-    work = _Work.of(ours, theirs, tied=is_tied)
+    work = _Work.of(ours, theirs, Tied.of(catalog, model))
     if not (work.products or work.whole):
         more = f": only in {', '.join(work.left_out[:_NAMED])}" if work.left_out else ""
         raise BadRequest(
@@ -165,14 +164,14 @@ def extract(
         left_out=work.left_out,
         relative_error=run.errors.relative(),
         tensors=run.errors.tensors(),
-        notes=_notes(work, base[0], expert[0], tied=is_tied),
+        notes=_notes(work, base[0], expert[0]),
         plain_bytes=manifest.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
     )
 
 
-def _notes(work: _Work, base: str, expert: str, *, tied: bool) -> tuple[str, ...]:
+def _notes(work: _Work, base: str, expert: str) -> tuple[str, ...]:
     found: list[str] = []
     hint = work.cast_hint(base, expert)
     if hint is not None:
@@ -180,10 +179,15 @@ def _notes(work: _Work, base: str, expert: str, *, tied: bool) -> tuple[str, ...
         found.append(phrase("no difference of {kinds} is in it: {hint}", kinds=kinds, hint=hint))
     if not work.products:
         found.append("there is no product in it: PEFT does not load such an adapter, mstore does")
-    if tied and any(_is_embedding(name.removesuffix(_WEIGHT)) for name, _, _ in work.products):
+    if work.tied:
         found.append(
             "embeddings and output layer are tied: with PEFT, use the model after merge_and_unload "
-            "(before, the output layer is the base's)"
+            "(before, only one of them has the adapter)"
+        )
+    if work.untied:
+        found.append(
+            f"{' and '.join(work.untied)} stored whole: {base} ties its embeddings, {expert} does "
+            "not, and a product would change both"
         )
     return tuple(found)
 
@@ -213,6 +217,10 @@ class _Work:
     left_out: tuple[str, ...]
     odd: tuple[frozenset[str], frozenset[str]]
     """Types of the base's and of the expert's tensors that are left out for it."""
+    tied: bool
+    """Whether one of the products changes a tied tensor."""
+    untied: tuple[str, ...]
+    """Those stored whole because only the base ties them."""
 
     def cast_hint(self, base: str, expert: str) -> Phrase | None:
         """Return the hint for tensors that are left out for their types, None if there is none."""
@@ -222,24 +230,30 @@ class _Work:
         return joined(*hints, between="; ")
 
     @classmethod
-    def of(cls, ours: _Tensors, theirs: _Tensors, *, tied: bool) -> _Work:
+    def of(cls, ours: _Tensors, theirs: _Tensors, tied: Tied) -> _Work:
         products, whole, left_out = [], [], []
         odd: list[tuple[str, str]] = []
-        embedding: TensorId | None = None
+        groups = [[name for name in group if name in ours] for group in tied.groups]
+        # A product of one name changes all of its group.
+        apart = {
+            name
+            for group in groups
+            if len({theirs[name][0] for name in group}) > 1
+            for name in group
+        }
+        follow = {name for group in groups for name in group[1:]} - apart
+        untied = []
         for name, (id, record) in ours.items():
             other_id, other = theirs[name]
-            if id == other_id:
-                continue
-            is_tied = tied and EMBEDDINGS.search(name) and other_id == embedding
-            if EMBEDDINGS.search(name) and embedding is None:
-                embedding = other_id
-            if is_tied:
-                # The base's layers are one: the adapter of the first one changes both.
+            if id == other_id or name in follow:
                 continue
             sides = (name, record, other)
             if not {record.dtype, other.dtype} <= CODES.keys():
                 left_out.append(name)
                 odd.append((record.dtype, other.dtype))
+            elif name in apart:
+                whole.append(sides)
+                untied.append(name)
             elif len(record.shape) == 2 and name.endswith(_WEIGHT):
                 products.append(sides)
             elif len(record.shape) == 1:
@@ -247,7 +261,15 @@ class _Work:
             else:
                 left_out.append(name)
         ours_odd, theirs_odd = (frozenset(pair[n] for pair in odd) - CODES.keys() for n in (0, 1))
-        return cls(tuple(products), tuple(whole), tuple(left_out), (ours_odd, theirs_odd))
+        is_tied = any(name in group for group in groups for name, _, _ in products)
+        return cls(
+            tuple(products),
+            tuple(whole),
+            tuple(left_out),
+            (ours_odd, theirs_odd),
+            is_tied,
+            tuple(untied),
+        )
 
 
 class _Run:
@@ -365,4 +387,4 @@ class _Run:
 
 
 def _is_embedding(module: str) -> bool:
-    return bool(EMBEDDINGS.search(module)) and module.rpartition(".")[2] not in _OUTPUTS
+    return bool(EMBEDDINGS.search(module)) and not HEAD.search(module)

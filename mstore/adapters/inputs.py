@@ -20,6 +20,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
+from mstore.store.tied import KEY, Tied
 
 Names = Mapping[str, TensorId]
 
@@ -67,7 +68,8 @@ class Inputs:
     ) -> None:
         self._catalog = catalog
         self._applied: dict[TensorId, AppliedTensor] = {}
-        self.base: Names = catalog.manifest(base).tensors()
+        model = catalog.manifest(base)
+        self.base: Names = model.tensors()
         takes_adapters = not is_adapter(self.base)
         found = []
         lacking: list[tuple[str, ...]] = []
@@ -85,7 +87,8 @@ class Inputs:
                         hint="merge the adapter into the base alone, and give that merge and its "
                         "Fisher",
                     )
-                tensors = self._applied_to_base(manifest, where)
+                tied = Tied.of(catalog, model, tensors)
+                tensors = self._applied_to_base(manifest, tied, where)
             elif not takes_adapters and not is_adapter(tensors):
                 raise Incompatible(
                     "the base is an adapter, and this is not",
@@ -128,42 +131,54 @@ class Inputs:
 
     # -- adapters ------------------------------------------------------------------------------
 
-    def _applied_to_base(self, adapter: Manifest, where: str) -> Names:
+    def _applied_to_base(self, adapter: Manifest, tied: Tied, where: str) -> Names:
         own = adapter.tensors()
+        base = tied.both(self.base)
         raw = self._catalog.read_small(adapter.file(CONFIG), MAX_CONFIG)
-        config, targets = plan_adapter(raw, own, self.base, where)
+        config, targets = plan_adapter(raw, own, base, where)
         for tensor, name in targets.kept:
-            if own[name] != self.base[tensor]:
+            if own[name] != base[tensor]:
                 raise Incompatible(
                     f"the adapter was trained on other weights of {tensor} than the base's",
                     where=where,
                 )
-        tensors = dict(self.base)
+        tensors = dict(base)
         for tensor, name in targets.replaced:
             tensors[tensor] = own[name]
         for product in targets.products:
-            record = self._product(product, own, config, where)
+            record = self._product(product, base, own, config, where)
             id = record.id()
             self._applied[id] = record
             tensors[product.tensor] = id
+        changed = [one.tensor for one in targets.products]
+        for group in tied.groups:
+            _follow(group, base, tensors, changed, tying=config.tying)
+            if tied.unstored in group and tensors[group[0]] != tensors.pop(group[1]):
+                raise Incompatible(
+                    f"the adapter makes {group[0]} and {group[1]} differ, and the base stores one "
+                    f"tensor for both ({KEY})",
+                    where=where,
+                    hint=f"save the base with both tensors and {KEY} false, add that, and merge "
+                    "into it",
+                )
         return tensors
 
     def _product(
-        self, product: Product, own: Names, config: LoraConfig, where: str
+        self, product: Product, base: Names, own: Names, config: LoraConfig, where: str
     ) -> AppliedTensor:
         magnitude = product.magnitude if config.dora else None
         named = [product.up, product.down, *([] if magnitude is None else [magnitude])]
-        base, *factors = self._catalog.tensors(
-            [self.base[product.tensor], *(own[name] for name in named)]
+        before, *factors = self._catalog.tensors(
+            [base[product.tensor], *(own[name] for name in named)]
         )
         found = dict(zip(named, factors, strict=True))
-        require_product(product, config, {product.tensor: base}, found, where)
+        require_product(product, config, {product.tensor: before}, found, where)
         up, down = found[product.up], found[product.down]
         transposed = is_transposed(product, config)
         # The transposed product is that of the transposed factors, in the other order.
         left, right = (down, up) if transposed else (up, down)
         return applied(
-            base,
+            before,
             left,
             right,
             transposed=transposed,
@@ -171,3 +186,22 @@ class Inputs:
             magnitude=None if magnitude is None else found[magnitude],
             block_size=self._catalog.block_size,
         )
+
+
+def _follow(
+    group: Sequence[str],
+    base: Names,
+    tensors: dict[str, TensorId],
+    changed: Sequence[str],
+    *,
+    tying: bool,
+) -> None:
+    """Give all names of a tied tensor what its only product makes of it, as PEFT does.
+
+    Names that have a product or new contents each keep their own.
+    """
+    own = [name for name in changed if name in group]
+    if len(own) == 1 or (own and tying):
+        for name in group:
+            if name in own or tensors[name] == base[name]:
+                tensors[name] = tensors[own[0]]

@@ -333,6 +333,7 @@ class Merging(OpenStore):
     def _parents_warnings(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         from mstore.merge.planning.warnings import (
             adapters_of_other_bases,
+            heads_of_their_own,
             merges_embeddings,
             other_tensors,
             tokens_in_other_rows,
@@ -341,13 +342,14 @@ class Merging(OpenStore):
 
         names = [source.name for source in (sources.base, *sources.experts)]
         experts = (expert.manifest for expert in plan.experts)
-        of_plan = (merges_embeddings(plan), plan.criteria, plan.notes)
+        of_plan = (merges_embeddings(plan), plan.criteria, plan.notes, plan.taken)
         key = (plan.base, *experts, *names, *of_plan)
         if key not in self._about_parents:
             self._about_parents[key] = (
                 *adapters_of_other_bases(self._catalog, plan, sources),
                 *tokens_in_other_rows(self._catalog, plan, sources),
                 *other_tensors(self._catalog, plan, sources),
+                *heads_of_their_own(self._catalog, plan, sources),
                 *licence_warnings(self._catalog, plan, sources),
             )
         return self._about_parents[key]

@@ -18,7 +18,7 @@ from mstore.adapters.low_rank import read_singles
 from mstore.adapters.targets import factor_names
 from mstore.adapters.truncation import Errors, Singles, TruncatedTensor
 from mstore.combination.card import card_of
-from mstore.combination.members import Member, members_of
+from mstore.combination.members import INSTEAD, Member, members_of
 from mstore.combination.methods import Setting
 from mstore.combination.products import Read, joined, truncated, united
 from mstore.errors import BadRequest, Incompatible
@@ -31,6 +31,7 @@ from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.derived import derived
+from mstore.store.tied import Tied
 from mstore.store.transaction import Transaction
 from mstore.view import array_dtype
 
@@ -106,13 +107,14 @@ def combine(
     current = branch_for_adapter(catalog, name)
     every = members_of(catalog, adapters)
     members = _with_weight(every)
+    base, notes = _base_of(catalog, members)
+    _require_one_name(catalog, base, members)
     work = _Work.of(members, setting, rank, dtype)
     card = card_of(catalog, members, setting, rank=work.rank, asked=rank, dtype=dtype)
     made = f"{setting}, rank {work.rank}: {_told(members)}"
     with Transaction(catalog, f"combine {name}") as transaction:
         run = _Run(catalog, transaction, members, setting, work, progress)
         manifest = run.manifest(card)
-        base, notes = _base_of(catalog, members)
         notes += (*_odd(every), *work.notes(rank))
         snapshot, record, move = derived(
             catalog,
@@ -197,6 +199,30 @@ def _base_of(
     names = {ref.snapshot_id(): name for name, ref in catalog.refs().items()}
     told = (f"{member.name} of {names.get(id, id.short)}" for member, id in stated)
     return (), (f"the adapters were added as those of several bases: {', '.join(told)}",)
+
+
+def _require_one_name(catalog: Catalog, base: Sequence[Parent], members: Sequence[Member]) -> None:
+    """Raise Incompatible for adapters that change one tied tensor under different names.
+
+    Each alone changes all its names; their combination would have a product for each.
+    """
+    for parent in base:
+        model = catalog.manifest(catalog.snapshot(parent.snapshot_id()).manifest_id())
+        modules = [module for member in members for module in member.products]
+        for group in Tied.of(catalog, model, (f"{module}." for module in modules)).groups:
+            own = {one.name: {n for n in group if _module(n) in one.products} for one in members}
+            of = [name for name, names in own.items() if names]
+            if any(own[name] != own[of[0]] for name in of):
+                raise Incompatible(
+                    f"the adapters change {' or '.join(group)}, one tied tensor, under different "
+                    "names",
+                    where=", ".join(of),
+                    hint=INSTEAD,
+                )
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
 
 
 @frozen

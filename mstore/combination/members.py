@@ -24,7 +24,7 @@ from mstore.phrases import call, phrase
 from mstore.store.catalog import Catalog
 
 _NAMED: Final = 4
-_INSTEAD: Final = phrase(
+INSTEAD: Final = phrase(
     "merge the adapters into their base, which takes all of them: {help}",
     help=call("merge", help=True),
 )
@@ -115,7 +115,7 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Membe
         raise Incompatible(
             "the products of DoRA have norms of their own, which do not add (use_dora)",
             where=name,
-            hint=_INSTEAD,
+            hint=INSTEAD,
         )
     if settings.get("ensure_weight_tying"):
         raise Incompatible(
@@ -132,7 +132,7 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Membe
             f"has tensors that are not products: {', '.join(whole[:_NAMED])}{more} "
             "(modules_to_save, bias)",
             where=name,
-            hint=_INSTEAD,
+            hint=INSTEAD,
         )
     records = iter(
         catalog.tensors([tensors[one] for pair in pairs for one in (pair.down, pair.up)])

@@ -160,6 +160,7 @@ def add(
                 raise Interrupted(f"stored before that: {names}") from stop
         session.settled()
 
+    session.warn_if_quiet(text for report in reports for text in report.warnings)
     document = reports[0] if len(named) == 1 else {"added": reports}
     session.output.emit(
         document,
@@ -276,6 +277,8 @@ def _show_one(screen: Screen, report: AddReport) -> None:
             ("time", format_seconds(report.seconds)),
         ]
     )
+    for warning in report.warnings:
+        screen.line(f"warning: {warning}", style="yellow")
     for note in report.notes:
         screen.line(f"note: {screen.typed(note)}")
 

@@ -24,14 +24,15 @@ from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.request import Input, Request
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.survey import odd_types
-from mstore.merge.planning.tied import first_names, ties_embeddings
-from mstore.merge.planning.warnings import told_of_moved
+from mstore.merge.planning.tied import first_names
+from mstore.merge.planning.warnings import told_of_head, told_of_moved
 from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, joined, phrase
 from mstore.store.catalog import Catalog
+from mstore.store.tied import own_head, ties, ties_embeddings
 from mstore.vocabulary.members import chat_template, rows_of
 from mstore.vocabulary.papers import PARTS
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of
@@ -113,7 +114,7 @@ def check_merge(catalog: Catalog, request: Request) -> CompatibilityReport:
     every = {tensor for one in models for tensor in one.manifest.tensors()}
     require_matches(every, request.only, request.skip)
     names = chosen(dict.fromkeys(base.manifest.tensors(), ()), request.only, request.skip).keys()
-    found: list[CompatibilityFinding] = []
+    found = list(_head(base, base.name, base.manifest.tensors(), request))
     for other in others:
         found += sorted(
             _differences(catalog, base, other, request), key=lambda one: one.severity != ERROR
@@ -156,10 +157,13 @@ def _differences(
     if is_any_adapter(own_tensors, tensors, has_config) and not is_adapter(tensors):
         try:
             id, own = base.manifest.id(), other.manifest.id()
-            Inputs(catalog, id, [own], [other.name])
+            (applied,) = Inputs(catalog, id, [own], [other.name]).experts
         except Incompatible as error:
             yield _finding(other, "adapter", ERROR, error.what, error.hint)
+        else:
+            yield from _head(base, other.name, applied, request)
         return
+    yield from _head(base, other.name, own_tensors, request)
     yield from _tensors(catalog, base, other, request)
     yield from _configs(base, other)
     yield from _tokenizers(base, other)
@@ -170,6 +174,16 @@ def _differences(
         elif base.template is None:
             text = "one, but the base has none; the result has none"
         yield _finding(other, "chat template", WARNING, text)
+
+
+def _head(
+    base: _Model, name: str, tensors: Mapping[str, TensorId], request: Request
+) -> Iterator[CompatibilityFinding]:
+    ours = base.manifest.tensors()
+    merged = chosen(dict.fromkeys(tensors, ()), request.only, request.skip).keys()
+    head = own_head(base.manifest, {**ours, **{one: tensors[one] for one in merged}})
+    if head is not None and ties(base.config):
+        yield CompatibilityFinding(name, "settings", WARNING, told_of_head(*head), None)
 
 
 def _finding(

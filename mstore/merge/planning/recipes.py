@@ -14,7 +14,7 @@ from mstore.errors import BadRequest, NotFound
 from mstore.merge.methods import registry
 from mstore.merge.planning.prepared import Preparation, manifests_of, prepared
 from mstore.merge.planning.recipe_text import known_method
-from mstore.merge.planning.tied import first_names, ties_embeddings
+from mstore.merge.planning.tied import first_names
 from mstore.numeric.codes import CODES
 from mstore.phrases import Call, call, phrase
 from mstore.recipes.layout import layers_of
@@ -27,6 +27,7 @@ from mstore.recipes.resolve import KnownMethod, base_of
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.store.tied import ties_embeddings
 
 
 def preparations(

@@ -45,7 +45,7 @@ from mstore.merge.planning.surveyed import (
     Survey,
     SurveyedTensor,
 )
-from mstore.merge.planning.tied import first_names, ties_embeddings
+from mstore.merge.planning.tied import first_names
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Mixture
@@ -67,6 +67,7 @@ from mstore.stats.products import product_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
+from mstore.store.tied import ties_embeddings
 
 # Late: most methods need no facts, and most surveys find statistics.
 if TYPE_CHECKING:

@@ -4,37 +4,24 @@ A model whose output layer is its embedding may store both.  They are surveyed, 
 once, under the first of their names, so that they stay one tensor whatever a method draws by name
 and whatever a budget leaves out.
 
-The base's config says what is tied (`tie_word_embeddings`): names of input and output embeddings
-that have equal contents in all members.  Equal values alone do not tie (the norms of a young model
-are all ones), and in safetensors no two names share storage.
+Tied are input and output embeddings that the base's config ties (`store.tied`) and that have equal
+contents in all members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mstore.adapters.inputs import Inputs
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
 from mstore.merge.methods import registry
-from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Criteria, Plan
 from mstore.objects.shapes import EMBEDDINGS, matching
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
+from mstore.store.tied import own_head, ties_embeddings
 
-_KEY = "tie_word_embeddings"
 Names = Mapping[str, TensorId]
-
-
-def ties_embeddings(catalog: Catalog, base: Manifest) -> bool:
-    """Return whether the base's config says that input and output embeddings are one.
-
-    Looks in the config itself and in that of a part of the model (`text_config`).  Raises Corrupt,
-    StorageFailed.
-    """
-    config = config_of(catalog, base)
-    parts = (value for value in config.values() if isinstance(value, dict))
-    return any(one.get(_KEY) is True for one in (config, *parts))
 
 
 def first_names(base: Names, experts: Sequence[Names], *, tied: bool) -> dict[str, str]:
@@ -74,6 +61,23 @@ def names_of_plan(
         if other in planned and name not in planned and name not in left_out
     }
     return first | missing | new
+
+
+def own_head_of(
+    catalog: Catalog, plan: Plan, inputs: Inputs, first: Mapping[str, str]
+) -> tuple[str, str] | None:
+    """Return the output's head and the embedding that it is not tied to, though the config ties it.
+
+    first: the result of `names_of_plan`.  Raises Corrupt, StorageFailed.
+    """
+    base = catalog.manifest(plan.base_id())
+    planned = {tensor.name for tensor in plan.tensors}
+    contents: dict[str, object] = {
+        name: first[name] if first[name] in planned else id for name, id in inputs.base.items()
+    }
+    contents |= {one.name: inputs.members[one.member][one.source] for one in plan.taken}
+    found = own_head(base, contents)
+    return found if found and ties_embeddings(catalog, base) else None
 
 
 def left_to_base(names: Mapping[str, object], criteria: Criteria) -> set[str]:

@@ -10,13 +10,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from mstore.adapters.inputs import stand_ins
+from mstore.adapters.inputs import Inputs, stand_ins
 from mstore.adapters.targets import is_adapter
+from mstore.checkpoint.declared import CONFIG
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.stored_texts import few
-from mstore.merge.planning.tied import left_to_base
+from mstore.merge.planning.tied import left_to_base, names_of_plan, own_head_of
 from mstore.numeric.codes import LARGEST
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanExpert
@@ -24,6 +25,7 @@ from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Overflow, Source, Sources
+from mstore.store.tied import KEY, own_head, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
 
@@ -37,6 +39,7 @@ TRIMMED = "expert trimmed away"
 OTHER_BASE = "adapter of another base"
 OTHER_TOKENS = "tokens in other rows"
 OTHER_TENSORS = "other tensors"
+OWN_HEAD = "head of its own"
 OVERFLOW = "overflow"
 LICENCE_TERMS = "licences"
 _NAMED = 3
@@ -49,7 +52,7 @@ class MergeWarning:
     kind: str
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
     over budget, expert left out, expert trimmed away, adapter of another base, tokens in other
-    rows, other tensors, overflow, or licences"""
+    rows, other tensors, head of its own, overflow, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -159,6 +162,31 @@ def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Merge
             text = f"{source.name} {'; '.join(told)}"
             found.append(MergeWarning(OTHER_TENSORS, source.name, text))
     return tuple(found)
+
+
+def heads_of_their_own(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+    """Return a warning if the merge has a head of its own and the base's config ties it."""
+    base = catalog.manifest(plan.base_id())
+    stores_both = own_head(base, {name: name for name in base.tensors()})
+    if not (stores_both and ties_embeddings(catalog, base)):
+        return ()
+    inputs = Inputs.of(catalog, plan, fishers_of(plan))
+    first = names_of_plan(catalog, plan, inputs.base, inputs.experts)
+    found = own_head_of(catalog, plan, inputs, first)
+    if found is None:
+        return ()
+    names = (sources.base.name, *(one.name for one in sources.experts))
+    models = zip(names, (inputs.base, *inputs.models), strict=False)
+    name = next((name for name, own in models if own_head(base, own)), None)
+    return (MergeWarning(OWN_HEAD, name, f"{name or 'the merge'} {told_of_head(*found)}"),)
+
+
+def told_of_head(head: str, embedding: str) -> str:
+    """Return that a model has a head of its own, and what becomes of it, as text."""
+    return (
+        f"has a head of its own: {head} differs from {embedding}, and the base's config ties them. "
+        f"The result has both, and {KEY} is false in its {CONFIG}"
+    )
 
 
 def merges_embeddings(plan: Plan) -> bool:

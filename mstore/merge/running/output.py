@@ -18,7 +18,7 @@ from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
-from mstore.merge.planning.tied import left_to_base
+from mstore.merge.planning.tied import left_to_base, own_head_of
 from mstore.merge.running.stacking import LISTS, Lists, Stack
 from mstore.merge.running.task import Tasks
 from mstore.numeric.codes import CASTS, CODES
@@ -27,6 +27,7 @@ from mstore.objects.plan import PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 from mstore.store.rebuilt import with_dtype
+from mstore.store.tied import untied
 
 
 class NewTensor(msgspec.Struct, frozen=True):
@@ -59,6 +60,8 @@ class Layout:
             if tasks.plan.layers
             else None
         )
+        own_head = own_head_of(catalog, tasks.plan, tasks.inputs, tasks.first)
+        self._has_own_head = own_head is not None
         self._left_out = left_to_base(self.base.tensors(), tasks.plan.criteria)
         self._added = self._placed(tasks.new_tensors())
         self._retypes = any(
@@ -125,6 +128,13 @@ class Layout:
 
     def new_bytes(self, file: File) -> bytes | None:
         """Return a new header of a safetensors file, or new contents of another file; else None."""
+        changed = self._changed(file)
+        if file.path == CONFIG and self._has_own_head:
+            before = self._catalog.read_parts(file.parts) if changed is None else changed
+            return json_bytes(untied(json_object(before)))
+        return changed
+
+    def _changed(self, file: File) -> bytes | None:
         if self._stack is not None:
             return self._stack.new_bytes(file)
         if not (self._retypes or self._added):
