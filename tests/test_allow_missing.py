@@ -55,6 +55,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, tensors in models.items():
         families.write_checkpoint(directory / name, tensors)
         (directory / name / "tokenizer.json").unlink()
+        # Their heads are their own.
+        (directory / name / "config.json").write_text('{"tie_word_embeddings": false}')
     return directory
 
 

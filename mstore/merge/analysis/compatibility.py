@@ -24,8 +24,8 @@ from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.request import Input, Request
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.survey import odd_types
-from mstore.merge.planning.tied import first_names
-from mstore.merge.planning.warnings import told_of_head, told_of_moved
+from mstore.merge.planning.tied import first_names, told_of_head
+from mstore.merge.planning.warnings import told_of_moved
 from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches

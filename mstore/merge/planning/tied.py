@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mstore.adapters.inputs import Inputs
+from mstore.checkpoint.declared import CONFIG
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
 from mstore.merge.methods import registry
 from mstore.objects.plan import Criteria, Plan
 from mstore.objects.shapes import EMBEDDINGS, matching
 from mstore.store.catalog import Catalog
-from mstore.store.tied import own_head, ties_embeddings
+from mstore.store.tied import KEY, own_head, ties_embeddings
 
 Names = Mapping[str, TensorId]
 
@@ -78,6 +79,14 @@ def own_head_of(
     contents |= {one.name: inputs.members[one.member][one.source] for one in plan.taken}
     found = own_head(base, contents)
     return found if found and ties_embeddings(catalog, base) else None
+
+
+def told_of_head(head: str, embedding: str) -> str:
+    """Return that a model has a head of its own, and what becomes of it, as text."""
+    return (
+        f"has a head of its own: {head} differs from {embedding}, and the base's config ties them. "
+        f"The result has both, and {KEY} is false in its {CONFIG}"
+    )
 
 
 def left_to_base(names: Mapping[str, object], criteria: Criteria) -> set[str]:

@@ -12,12 +12,16 @@ from collections.abc import Iterator
 
 from mstore.adapters.inputs import Inputs, stand_ins
 from mstore.adapters.targets import is_adapter
-from mstore.checkpoint.declared import CONFIG
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.stored_texts import few
-from mstore.merge.planning.tied import left_to_base, names_of_plan, own_head_of
+from mstore.merge.planning.tied import (
+    left_to_base,
+    names_of_plan,
+    own_head_of,
+    told_of_head,
+)
 from mstore.numeric.codes import LARGEST
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanExpert
@@ -25,7 +29,7 @@ from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Overflow, Source, Sources
-from mstore.store.tied import KEY, own_head, ties_embeddings
+from mstore.store.tied import own_head, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
 
@@ -179,14 +183,6 @@ def heads_of_their_own(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[
     models = zip(names, (inputs.base, *inputs.models), strict=False)
     name = next((name for name, own in models if own_head(base, own)), None)
     return (MergeWarning(OWN_HEAD, name, f"{name or 'the merge'} {told_of_head(*found)}"),)
-
-
-def told_of_head(head: str, embedding: str) -> str:
-    """Return that a model has a head of its own, and what becomes of it, as text."""
-    return (
-        f"has a head of its own: {head} differs from {embedding}, and the base's config ties them. "
-        f"The result has both, and {KEY} is false in its {CONFIG}"
-    )
 
 
 def merges_embeddings(plan: Plan) -> bool:
