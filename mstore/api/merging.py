@@ -335,19 +335,21 @@ class Merging(OpenStore):
             adapters_of_other_bases,
             merges_embeddings,
             other_tensors,
+            stack_warnings,
             tokens_in_other_rows,
         )
         from mstore.merge.running.papers import licence_warnings
 
         names = [source.name for source in (sources.base, *sources.experts)]
         experts = (expert.manifest for expert in plan.experts)
-        of_plan = (merges_embeddings(plan), plan.criteria, plan.notes)
+        of_plan = (merges_embeddings(plan), plan.criteria, plan.notes, plan.layers)
         key = (plan.base, *experts, *names, *of_plan)
         if key not in self._about_parents:
             self._about_parents[key] = (
                 *adapters_of_other_bases(self._catalog, plan, sources),
                 *tokens_in_other_rows(self._catalog, plan, sources),
                 *other_tensors(self._catalog, plan, sources),
+                *stack_warnings(self._catalog, plan),
                 *licence_warnings(self._catalog, plan, sources),
             )
         return self._about_parents[key]

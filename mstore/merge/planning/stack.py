@@ -18,12 +18,29 @@ from mstore.adapters.inputs import Inputs
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ManifestId, TensorId
 from mstore.merge.planning.request import Request
+from mstore.merge.planning.stacked_config import stacked_config, unstackable
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Criteria, Plan, PlanExpert, Taken
 from mstore.objects.tensor import Tensor
 from mstore.recipes.layout import Layout, layers_of
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+
+
+def expert_configs(catalog: Catalog, plan: Plan) -> list[dict[str, object]]:
+    """Return the configs of a plan's experts.  Raises Corrupt, StorageFailed."""
+    return [config_of(catalog, catalog.manifest(one.manifest_id())) for one in plan.experts]
+
+
+def left_in_config(catalog: Catalog, plan: Plan) -> tuple[str, ...]:
+    """Return what the config of a stack cannot say of its layers; nothing for other plans.
+
+    Raises Corrupt, StorageFailed.
+    """
+    if not plan.layers:
+        return ()
+    own = config_of(catalog, catalog.manifest(plan.base_id()))
+    return stacked_config([own, *expert_configs(catalog, plan)], plan.layers).left
 
 
 class _Member(msgspec.Struct, frozen=True):
@@ -113,7 +130,8 @@ def _member(
     catalog: Catalog, name: str, id: ManifestId, tensors: Mapping[str, TensorId]
 ) -> _Member:
     manifest = catalog.manifest(id)
-    counted = layers_of(config_of(catalog, manifest))
+    config = config_of(catalog, manifest)
+    counted = layers_of(config)
     layout = Layout.of(tensors, counted)
     stack = layout.main
     if stack is None:
@@ -126,6 +144,13 @@ def _member(
         # Layers that share weights.
         raise Incompatible(
             f"its config.json counts {counted} layers, and its tensors have {layout.stacks[stack]}",
+            where=name,
+        )
+    entry = unstackable(config)
+    if entry is not None:
+        raise Incompatible(
+            f"its config.json has {entry}, so tensors outside of its layers hold values of every "
+            "layer, and a stack takes tensors as they are",
             where=name,
         )
     layers: list[dict[str, str]] = [{} for _ in range(layout.stacks[stack])]

@@ -15,6 +15,7 @@ from mstore.adapters.targets import is_adapter
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations, fishers_of
+from mstore.merge.planning.stack import left_in_config
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.tied import left_to_base
 from mstore.numeric.codes import LARGEST
@@ -39,6 +40,7 @@ OTHER_TOKENS = "tokens in other rows"
 OTHER_TENSORS = "other tensors"
 OVERFLOW = "overflow"
 LICENCE_TERMS = "licences"
+CONFIG_LEFT = "config of a stack"
 _NAMED = 3
 
 
@@ -49,7 +51,7 @@ class MergeWarning:
     kind: str
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
     over budget, expert left out, expert trimmed away, adapter of another base, tokens in other
-    rows, other tensors, overflow, or licences"""
+    rows, other tensors, overflow, config of a stack, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -69,6 +71,14 @@ def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         MergeWarning(kind, sources.experts[k].name, text)
         for k in range(len(plan.experts) - fishers_of(plan))
         for kind, text in _of(plan, sources, k)
+    )
+
+
+def stack_warnings(catalog: Catalog, plan: Plan) -> tuple[MergeWarning, ...]:
+    """Return a warning for each thing that the config of a stack cannot say of its layers."""
+    return tuple(
+        MergeWarning(CONFIG_LEFT, None, f"config.json: {one}; correct it before you use the model")
+        for one in left_in_config(catalog, plan)
     )
 
 
