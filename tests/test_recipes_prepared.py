@@ -147,7 +147,7 @@ def test_a_branch_that_was_moved_is_made_again(store: Store) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (("weight: 1.0", "weights: 1.0"), "no parameter"),
+        (("weight: 1.0", "weights: 1.0"), "needs the weight"),
         (("[3, 4]", "[4, 5]"), "code has 4 layers, not 5"),
         (("weight: 0.5", "weight: x"), "takes a number"),
         (("base_model: base\n", ""), "needs a base_model"),
@@ -265,6 +265,7 @@ def test_what_is_made_and_what_is_left(text: str, made: list[str], slices: str) 
         known_method(registry.find(method)),
         same=lambda one, other: one.text == other.text,
         layers=lambda _: 4,
+        dtypes=lambda _: (),
     )
     assert [one.name for one in needed] == made
     assert slices == "; ".join(
@@ -286,7 +287,13 @@ def test_words_are_no_models() -> None:
             "recipe",
         )
         method = known_method(registry.find("linear"))
-        found, _ = prepare(recipe, method, same=lambda a, b: a.text == b.text, layers=lambda _: 4)
+        found, _ = prepare(
+            recipe,
+            method,
+            same=lambda a, b: a.text == b.text,
+            layers=lambda _: 4,
+            dtypes=lambda _: (),
+        )
         assert found.tokenizer is not None
         assert found.tokenizer.source.text == wanted
 

@@ -106,6 +106,7 @@ class Merging(OpenStore):
         where: str = "the recipe",
         models: Mapping[str, str] | None = None,
         document: int | None = None,
+        strict: bool = False,
     ) -> RecipeRequest:
         """Return the merge that a recipe of mergekit (YAML) asks for.
 
@@ -113,6 +114,8 @@ class Merging(OpenStore):
         models: revisions by the recipe's names of models; other names are revisions themselves.
         document: which one, from 0, where there are several in the text.  A later one may name the
         merge of an earlier one: give its revision in `models`.
+        strict: whether to refuse keys and parameters that mergekit ignores, such as misspelt ones;
+        else a note names each with its line.
 
         The request may be changed before it is planned: `dataclasses.replace(found.request,
         budget="30%")`.
@@ -122,7 +125,9 @@ class Merging(OpenStore):
         """
         from mstore.merge.planning.recipes import request_of
 
-        return request_of(self._catalog, text, where=where, models=models or {}, document=document)
+        return request_of(
+            self._catalog, text, where=where, models=models or {}, document=document, strict=strict
+        )
 
     def prepare_recipe(
         self,
@@ -131,6 +136,7 @@ class Merging(OpenStore):
         where: str = "the recipe",
         models: Mapping[str, str] | None = None,
         document: int | None = None,
+        strict: bool = False,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> tuple[PreparedModel, ...]:
@@ -146,7 +152,7 @@ class Merging(OpenStore):
         from mstore.merge.planning.recipes import preparations
 
         found = preparations(
-            self._catalog, text, where=where, models=models or {}, document=document
+            self._catalog, text, where=where, models=models or {}, document=document, strict=strict
         )
         made = []
         for one in found:

@@ -12,7 +12,7 @@ from mstore.checkpoint.declared import MERGEKIT
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
-from mstore.merge.methods.method import Method, Select
+from mstore.merge.methods.method import Combine, Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
@@ -65,6 +65,7 @@ def known_method(method: Method) -> KnownMethod:
         baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
         is_alone=method.weight is not None,
         partial=method.weighted and method.experts is None,
+        elects=method.combine is Combine.ELECTED,
         refused={name: (usual, why) for name, usual, why in method.refuses},
     )
 
