@@ -47,7 +47,7 @@ def test_a_dialogue(name: str) -> None:
 
 
 def test_a_name_is_its_template() -> None:
-    """A recipe names a template, or has one; other names are refused with those that there are."""
+    """A recipe names a template, or has one; other names are refused."""
     text = "merge_method: linear\nmodels: [{model: a}]\nchat_template: "
     for given, wanted in (*TEMPLATES.items(), ("'{{ b }}'", "{{ b }}"), ("auto", "auto")):
         (recipe,) = parse(text + given, "r.yml")

@@ -251,18 +251,20 @@ class Merging(OpenStore):
     def recipe(self, revision: str | SnapshotId) -> str:
         """Return the recipe of a merged snapshot, in mergekit's YAML, from its plan.
 
-        Models are named by their contents' ids, which `read_recipe` takes.  With the same budget
-        and limits, the request of the recipe gives the same plan.
+        Models are named by refs of this store, with the ids of their contents as comments; by
+        these where they have no ref.  `read_recipe` takes both.  With the same budget and limits,
+        the request of the recipe gives the same plan.  The file mergekit_config.yml of the snapshot
+        is the same with ids alone.
 
         Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
         """
-        from mstore.merge.planning.recipe_text import recipe_text
+        from mstore.merge.planning.recipe_text import printed_recipe
         from mstore.objects.plan import Plan
         from mstore.store.plans import plan_of
 
         id = self._catalog.resolve(revision)
         plan = plan_of(id, self._catalog.snapshot(id), so="there is no recipe")
-        return recipe_text(self._catalog, self._catalog.record(Plan, plan))
+        return printed_recipe(self._catalog, self._catalog.record(Plan, plan))
 
     def sweep(
         self,

@@ -18,7 +18,8 @@ from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
 from mstore.recipes.nodes import DEFAULT_LIMITS
 from mstore.recipes.resolve import KnownMethod, KnownParameter
-from mstore.recipes.write import recipe_of
+from mstore.recipes.write import named, recipe_of
+from mstore.requests import PREPARED
 from mstore.store.catalog import Catalog
 
 
@@ -46,6 +47,20 @@ def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> s
         members = dict.fromkeys([plan.base, *(expert.manifest for expert in plan.experts)])
         text += "".join(_stack_told(catalog, ManifestId(member)) for member in members)
     return text
+
+
+def printed_recipe(catalog: Catalog, plan: Plan) -> str:
+    """Return the recipe of a plan with the refs that this store has for its models.
+
+    Of several refs for one model the shortest counts; branches of models that were made for a
+    recipe do not, as they may be removed.  Raises BadRequest if no recipe can state the plan.
+    """
+    text = recipe_text(catalog, plan)
+    refs: dict[str, str] = {}
+    for name, ref in sorted(catalog.refs().items(), key=lambda one: (len(one[0]), one[0])):
+        if not name.startswith(PREPARED):
+            refs.setdefault(catalog.snapshot(ref.snapshot_id()).manifest_id().hex(), name)
+    return named(text, refs)
 
 
 def known_method(method: Method) -> KnownMethod:

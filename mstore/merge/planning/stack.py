@@ -18,29 +18,13 @@ from mstore.adapters.inputs import Inputs
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ManifestId, TensorId
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.stacked_config import stacked_config, unstackable
+from mstore.merge.planning.stacked_config import unstackable
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Criteria, Plan, PlanExpert, Taken
 from mstore.objects.tensor import Tensor
 from mstore.recipes.layout import Layout, layers_of
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
-
-
-def expert_configs(catalog: Catalog, plan: Plan) -> list[dict[str, object]]:
-    """Return the configs of a plan's experts.  Raises Corrupt, StorageFailed."""
-    return [config_of(catalog, catalog.manifest(one.manifest_id())) for one in plan.experts]
-
-
-def left_in_config(catalog: Catalog, plan: Plan) -> tuple[str, ...]:
-    """Return what the config of a stack cannot say of its layers; nothing for other plans.
-
-    Raises Corrupt, StorageFailed.
-    """
-    if not plan.layers:
-        return ()
-    own = config_of(catalog, catalog.manifest(plan.base_id()))
-    return stacked_config([own, *expert_configs(catalog, plan)], plan.layers).left
 
 
 class _Member(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from mstore.adapters.targets import is_adapter
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations, fishers_of
-from mstore.merge.planning.stack import left_in_config
+from mstore.merge.planning.stacked_config import stacked_config
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.tied import left_to_base
 from mstore.numeric.codes import LARGEST
@@ -24,6 +24,7 @@ from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Pl
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
 from mstore.store.plan_rows import Overflow, Source, Sources
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
@@ -76,9 +77,13 @@ def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
 
 def stack_warnings(catalog: Catalog, plan: Plan) -> tuple[MergeWarning, ...]:
     """Return a warning for each thing that the config of a stack cannot say of its layers."""
+    if not plan.layers:
+        return ()
+    members = (plan.base_id(), *(expert.manifest_id() for expert in plan.experts))
+    configs = [config_of(catalog, catalog.manifest(member)) for member in members]
     return tuple(
         MergeWarning(CONFIG_LEFT, None, f"config.json: {one}; correct it before you use the model")
-        for one in left_in_config(catalog, plan)
+        for one in stacked_config(configs, plan.layers).left
     )
 
 

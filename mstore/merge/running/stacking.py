@@ -14,12 +14,12 @@ from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_bytes, json_object
-from mstore.merge.planning.stack import expert_configs
 from mstore.merge.planning.stacked_config import stacked_config
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
 from mstore.store.rebuilt import header_of, index_of, shards_of
 
 
@@ -67,8 +67,9 @@ class Stack:
             return None
         if file.path == CONFIG:
             fields = json_object(self._catalog.read_parts(file.parts))
-            configs = [fields, *expert_configs(self._catalog, self._plan)]
-            changed = stacked_config(configs, self._plan.layers).fields
+            experts = [one.manifest_id() for one in self._plan.experts]
+            others = [config_of(self._catalog, self._catalog.manifest(one)) for one in experts]
+            changed = stacked_config([fields, *others], self._plan.layers).fields
             return None if changed == fields else json_bytes(changed)
         if file.path.endswith(INDEX_SUFFIX):
             return self._index(file.path, json_object(self._catalog.read_parts(file.parts)))
