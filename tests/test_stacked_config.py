@@ -150,6 +150,15 @@ def test_parts_of_a_config() -> None:
     assert stacked_config([{}], STACK).fields == {}
 
 
+def test_hostile_configs() -> None:
+    """Counts that no model has cost nothing, and names are shortened and made printable."""
+    huge = {"num_hidden_layers": 1 << 40, "attention_types": [[["a"], 1 << 40]]}
+    assert stacked_config([huge], STACK).left == ()
+    found = stacked({"attention_types": [[["a"], 1 << 40]], "o\nd" * 40: [1, 2, 3, 4]})
+    assert found.left[0].isprintable()
+    assert len(found.left[0]) < 120
+
+
 def test_tensors_of_all_layers() -> None:
     """A config by which a tensor outside of layers holds values of every layer is told."""
     name = "hidden_size_per_layer_input"

@@ -12,11 +12,17 @@ Pure: configs are handed in.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
 
+from mstore.merge.planning.stored_texts import few
 from mstore.recipes.layout import COUNTS, TEXT_CONFIGS
+
+_MOST_LAYERS: Final = 1 << 16
+_NAMED: Final = 8
+_SHOWN: Final = 40
 
 Layers = Sequence[tuple[int, int]]
 """The layers of a stack: (member, number there)."""
@@ -122,7 +128,8 @@ def _part(configs: Sequence[Fields], layers: Layers) -> tuple[dict[str, Any], li
         if _picked([value] * len(configs), layers) != value
     ]
     if lists:
-        left.append(f"lists of {count} entries, as many as layers, stay: {', '.join(lists)}")
+        told = few([_shown(name) for name in lists], _NAMED)
+        left.append(f"lists of {count} entries, as many as layers, stay: {told}")
     return changed, left
 
 
@@ -134,7 +141,7 @@ def _picked(every: Sequence[list[Any]], layers: Layers) -> list[Any] | None:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
+    return type(value) is int and 0 < value <= _MOST_LAYERS
 
 
 def _count(fields: Fields) -> int | None:
@@ -145,7 +152,8 @@ def _count(fields: Fields) -> int | None:
 
 def _shown(value: object) -> str:
     text = str(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 # -- forms -------------------------------------------------------------------------------------
@@ -177,21 +185,26 @@ def _as_was(values: list[Any], value: Any, _: Layers) -> Any:
 def _runs(value: Any, count: int, _: Fields) -> list[Any] | None:
     """GPT-Neo: lists of kinds, each with how often it is repeated."""
     try:
-        found = [kind for kinds, times in value for _ in range(times) for kind in kinds]
+        kinds = (kind for kinds, times in value for _ in range(times) for kind in kinds)
+        # One more is enough to see that there are too many.
+        found = list(islice(kinds, count + 1))
     except (TypeError, ValueError):
         return None
     return found if len(found) == count else None
 
 
 def _numbers(value: Any, count: int, _: Fields) -> list[Any] | None:
-    return [n in value for n in range(count)] if _are_whole(value) else None
+    if not _are_whole(value):
+        return None
+    numbers = set(value)
+    return [n in numbers for n in range(count)]
 
 
 def _named_numbers(value: Any, count: int, _: Fields) -> list[Any] | None:
     """Kimi Linear: numbers of layers from 1, for each kind."""
     if not isinstance(value, dict):
         return None
-    lists = {name: own for name, own in value.items() if own and _are_whole(own)}
+    lists = {name: set(own) for name, own in value.items() if own and _are_whole(own)}
     return [[name for name in lists if n + 1 in lists[name]] for n in range(count)]
 
 
