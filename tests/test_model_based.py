@@ -29,6 +29,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from printed import by_ids
 from proof_models import BLOCK, MODEL, Files, merged_files, model_files, tensors_in, write_files
 
 from mstore import MergeRequest, fs
@@ -333,7 +334,7 @@ class Stories(RuleBasedStateMachine):
         view = self._store.view(snapshot)
         if MERGEKIT in view.files:
             assert MERGEKIT not in files
-            recipe = self._store.recipe(str(snapshot)).encode()
+            recipe = by_ids(self._store.recipe(str(snapshot))).encode()
             assert b"".join(view.stream(MERGEKIT)) == recipe
             files = files | {MERGEKIT: recipe}
         elif MERGEKIT in files:

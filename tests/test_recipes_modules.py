@@ -234,7 +234,7 @@ parameters: {t: 0.5}
         (LINEAR, ("  vision_tower:", "  vision_towr:"), 9, "no module vision_towr"),
         (LINEAR, ("  multi_modal_projector: {models: [{model: one}]}\n", ""), 3, "lacks multi"),
         (LINEAR, ("{models: [{model: one}]}", "{}"), 12, "either models or slices"),
-        (LINEAR, ("{models: [{model: one}]}", "{model: one}"), 12, "no key 'model'"),
+        (LINEAR, ("{models: [{model: one}]}", "{model: one}"), 12, "has either models or slices"),
         (LINEAR.replace("merge_method: linear", "merge_method: model_stock\nbase_model: base"),
          ("{models: [{model: one}]}", "{models: [{model: base}]}"), 13, "another model"),
         (SLICES, ("[{model: base}, {model: one}]", "[{model: base}, {model: two}]"), 9, "same"),

@@ -51,16 +51,6 @@ def test_a_published_recipe() -> None:
     assert [str(one) for one in recipe.named()] == ["org/base", "org/tuned"]
 
 
-def test_a_named_template() -> None:
-    """ChatML may be named; any other template is its own text."""
-    one = "merge_method: linear\nmodels: [{model: a}]\nchat_template: "
-    for given, wanted in (("chatml", "<|im_start|>assistant"), ("'{{ b }}'", "{{ b }}")):
-        (recipe,) = parse(one + given, "r.yml")
-        assert recipe.template is not None
-        assert wanted in recipe.template.text
-        assert recipe.template.line == 3
-
-
 def test_several_documents() -> None:
     """Each document is a recipe, and knows where it begins."""
     one = "merge_method: linear\nmodels: [{model: a}]\n"
@@ -89,7 +79,7 @@ def test_several_documents() -> None:
         ("merge_method: ties\nmodules:\n  a: {}\n", 3, "the module a has either"),
         ("merge_method: ties\nmodules:\n- a\n", 3, "modules are parts"),
         ("merge_method: ties\nmodules:\n  a: 1\n", 3, "the module a is a mapping"),
-        ("merge_method: ties\nmodels: [{model: a}]\nchat_template: alpaca\n", 3, "write the"),
+        ("merge_method: ties\nmodels: [{model: a}]\nchat_template: vicuna\n", 3, "write the"),
         ("merge_method: ties\nmodels: [{model: a}]\nchat_template: [a]\n", 3, "is text"),
         *(
             (f"merge_method: ties\nmodels: [{{model: a}}]\ntokenizer:\n  {more}\n", 4, what)
@@ -114,7 +104,7 @@ def test_several_documents() -> None:
          5, "two whole numbers"),
         ("merge_method: s\nslices:\n- sources:\n  - model: a\n    layer_range: [0, true]\n",
          5, "two whole numbers"),
-        ("merge_method: s\nslices:\n- {sources: [], residual_weight: 1}\n", 3, "residual"),
+        ("merge_method: s\nslices:\n- {sources: [], residual_weight: 1}\n", 3, "does nothing"),
         ("merge_method: t\nmodels: [{model: a}]\nparameters:\n  weight:\n", 4, "weight is"),
         ("merge_method: t\nmodels: [{model: a}]\nparameters:\n  weight: [1, {value: 2}]\n",
          4, "condition"),
@@ -138,9 +128,52 @@ def test_several_documents() -> None:
 def test_what_is_refused(text: str, line: int | None, what: str) -> None:
     """A recipe that is not one, or asks for what is not supported, is refused by name and line."""
     with pytest.raises(BadRequest) as caught:
-        parse(text, "r.yml")
+        parse(text, "r.yml", strict="no key" in what or "does nothing" in what)
     assert what in caught.value.what
     assert caught.value.where == ("r.yml" if line is None else f"r.yml, line {line}")
+
+
+def test_what_mergekit_ignores() -> None:
+    """Keys that mergekit ignores are ignored, noted with their lines and what they may have meant,
+    wherever they are; an error about a key that is missing names one that it may have been."""
+    text = (
+        "merge_method: linear\nrandom_seed: 1\nint8_mask: true\nmodels:\n"
+        "- model:\n    model: {path: a, revision: main}\n    override_architecture: L\n"
+        "  revision: main\n  paramters: {weight: [x]}\n"
+        "- {model: b, parameters: {weight: [{filter: '', value: 1, note: x}]}}\n"
+        "tokenizer: {more: 1, tokens: {x: {source: a, weight: 1}}}\n"
+    )
+    (recipe,) = parse(text, "r.yml")
+    assert [str(one) for one in recipe.named()] == ["a", "b"]
+    assert recipe.models[1].settings["weight"].value("any", 0.0, "float") == (1.0, 10)
+    assert [(one.line, one.what) for one in recipe.ignored] == [
+        (2, "a recipe has no key 'random_seed'"),
+        (3, "a recipe has no key 'int8_mask'"),
+        (6, "revision is not looked up: the model is that of this store"),
+        (7, "override_architecture is not needed: layers are known by the names of tensors"),
+        (8, "a model has no key 'revision'"),
+        (9, "a model has no key 'paramters'"),
+        (10, "a condition of weight has no key 'note'"),
+        (11, "tokenizer has no key 'more'"),
+        (11, "the token 'x' has no key 'weight'"),
+    ]
+    assert recipe.ignored[5].note() == (
+        "a model has no key 'paramters', and it is ignored, as in mergekit "
+        "(did you mean parameters?)"
+    )
+    with pytest.raises(BadRequest, match="no key 'random_seed'; its keys"):
+        parse(text, "r.yml", strict=True)
+    with pytest.raises(BadRequest, match="one of models") as caught:
+        parse("merge_method: ties\nmodel: []\n", "r.yml")
+    assert "line 2" in str(caught.value.hint)
+    assert "did you mean models?" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("written", ["['0', '2']", "[0.0, 2.0]", "[0, 2]"])
+def test_numbers_of_layers(written: str) -> None:
+    """A layer_range may be written as text or as numbers with a point, as for mergekit."""
+    text = f"merge_method: s\nslices:\n- sources: [{{model: a, layer_range: {written}}}]\n"
+    assert parse(text, "r")[0].slices[0].sources[0].layers == (0, 2)
 
 
 def test_limits() -> None:

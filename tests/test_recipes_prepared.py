@@ -11,6 +11,7 @@ import pytest
 import small_layers
 from cli_runs import Program
 from families import Arrays, cast
+from printed import by_ids
 from small_layers import NAMES, member
 
 from mstore import Store
@@ -147,7 +148,7 @@ def test_a_branch_that_was_moved_is_made_again(store: Store) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (("weight: 1.0", "weights: 1.0"), "no parameter"),
+        (("weight: 1.0", "weights: 1.0"), "needs the weight"),
         (("[3, 4]", "[4, 5]"), "code has 4 layers, not 5"),
         (("weight: 0.5", "weight: x"), "takes a number"),
         (("base_model: base\n", ""), "needs a base_model"),
@@ -191,7 +192,7 @@ def test_the_card_and_the_recipe_tell_of_stacks(store: Store) -> None:
     """The recipe says how each stack was made; its base is not called by what it was made of."""
     made(store, APART)
     card, recipe = (store["made"].read(name).decode() for name in CARD_AND_RECIPE)
-    assert recipe == store.recipe("made")
+    assert recipe == by_ids(store.recipe("made"))
     ids = {name: store[name].manifest.hex() for name in MODELS}
     stacks = [one.ref for one in store.prepare_recipe(APART)]
     for ref, runs in zip(
@@ -265,6 +266,7 @@ def test_what_is_made_and_what_is_left(text: str, made: list[str], slices: str) 
         known_method(registry.find(method)),
         same=lambda one, other: one.text == other.text,
         layers=lambda _: 4,
+        dtypes=lambda _: (),
     )
     assert [one.name for one in needed] == made
     assert slices == "; ".join(
@@ -286,7 +288,13 @@ def test_words_are_no_models() -> None:
             "recipe",
         )
         method = known_method(registry.find("linear"))
-        found, _ = prepare(recipe, method, same=lambda a, b: a.text == b.text, layers=lambda _: 4)
+        found, _ = prepare(
+            recipe,
+            method,
+            same=lambda a, b: a.text == b.text,
+            layers=lambda _: 4,
+            dtypes=lambda _: (),
+        )
         assert found.tokenizer is not None
         assert found.tokenizer.source.text == wanted
 
@@ -315,6 +323,5 @@ def test_the_recipe_of_a_stack(store: Store) -> None:
         store.remove(one.ref)
     base = store.read_recipe(store.recipe("made")).request.base
     printed = store.recipe(base)
-    ids = [str(store[name].manifest.hex()) for name in ("base", "math", "code")]
     layers = store.read_recipe(printed).request.layers
-    assert layers == ((ids[0], 0, 2), (ids[0], 0, 1))
+    assert layers == (("base", 0, 2), ("base", 0, 1))

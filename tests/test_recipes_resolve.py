@@ -406,7 +406,7 @@ parameters: {{{parameters}}}
         ({"first": "[0, 5]", "second": "[0, 5]"}, 5, "base has 4 layers, not 5"),
         ({"second": "[0, 3]"}, 4, "same number of layers, not 4 of base, 3 of math"),
         ({"other": "base"}, 6, "given twice"),
-        ({"more": "- sources: [{model: base, layer_range: [0, 4]}]"}, 7, "and the first slice 2"),
+        ({"more": "- sources: [{model: base, layer_range: [0, 4]}]"}, 7, "and another 2"),
         ({"more": "- sources: [{model: math, layer_range: [0, 4]}]"}, 7, "base is not among"),
         ({"first": "[0, 2]", "second": "[2, 4]", "more": "  - {model: base, layer_range: [2, 4]}"},
          7, "given twice"),
@@ -428,7 +428,7 @@ def test_what_is_refused(store: Store, changes: Mapping[str, str], line: int, wh
     plain |= {"parameters": "t: 0.5", "more": ""}
     assert store.read_recipe(SLICED.format(**plain)).request.method == "slerp"
     with pytest.raises(BadRequest) as caught:
-        store.read_recipe(SLICED.format(**(plain | changes)), where="r.yml")
+        store.read_recipe(SLICED.format(**(plain | changes)), where="r.yml", strict=True)
     assert what in caught.value.what
     assert caught.value.where == f"r.yml, line {line}"
 
@@ -444,7 +444,7 @@ def test_what_is_refused(store: Store, changes: Mapping[str, str], line: int, wh
         (("merge_method: ties\nbase_model: base\nmodels:\n- model: math\n"
          "parameters: {weight: 1, rescale: true}\n"), "r, line 5", "does not rescale"),
         ("merge_method: linear\nmodels:\n- model: math\nparameters: {weight: 1}\n---\na: b\n",
-         "r, line 6", "a recipe has no key"),
+         "r, line 6", "names its merge_method"),
         (("merge_method: linear\nmodels:\n- model: math\n---\nmerge_method: ties\nmodels:\n"
          "- model: a\n"), "r, line 5", "there are 2 recipes in it"),
     ],

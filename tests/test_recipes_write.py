@@ -13,6 +13,7 @@ import yaml
 from cli_runs import Program
 from hypothesis import given
 from hypothesis import strategies as st
+from printed import by_ids
 from small_layers import NAMES
 
 from mstore import MergeRequest, Store, TensorRule
@@ -24,7 +25,7 @@ from mstore.objects.canonical import decode
 from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanOperation, PlanTensor
 from mstore.recipes.parse import parse
 from mstore.recipes.resolve import resolve
-from mstore.recipes.write import recipe_of
+from mstore.recipes.write import HEAD, named, recipe_of
 
 FILE = "mergekit_config.yml"
 
@@ -151,10 +152,10 @@ def test_a_recipe_gives_its_plan_again(request_name: str, store: Store) -> None:
         store.read_recipe(text).request, budget=asked.budget, only=asked.only, skip=asked.skip
     )
     assert store.plan(again).plan == plan.plan
-    assert store["merged"].read(FILE).decode() == text
+    assert store["merged"].read(FILE).decode() == by_ids(text)
     assert store.replay("merged").same
     store.merge(plan, name="virtual", virtual=True)
-    assert store["virtual"].read(FILE).decode() == text
+    assert store["virtual"].read(FILE).decode() == by_ids(text)
     assert store.materialize("virtual").manifest == merged.manifest
     assert yaml.safe_load(text)["merge_method"] == asked.method
 
@@ -163,7 +164,7 @@ def test_what_is_written(store: Store) -> None:
     """The text: models by content, values of each, conditions where tensors differ."""
     store.merge(store.plan(BY_OPTIONS["rules"]), name="written")
     ids = {name: store[name].manifest.hex() for name in ("base", "math", "code")}
-    assert yaml.safe_load(store.recipe("written")) == {
+    assert yaml.safe_load(store["written"].read(FILE)) == {
         "merge_method": "ties",
         "base_model": ids["base"],
         "models": [
@@ -295,6 +296,38 @@ def test_merges_of_earlier_versions_have_no_recipe(store: Store) -> None:
         assert store[name].read(FILE) == b"merge_method: other\n"
         assert store.replay(name).same
         assert store.recipe(name).startswith("# The recipe")
+
+
+def test_models_are_named_by_refs(store: Store) -> None:
+    """What is printed names models by refs, the shortest of each, and gives their ids as comments;
+    without a ref, a model has its id. It is read back to the same plan."""
+    merge = MergeRequest(base="base", experts=["math", "code"], method="task_arithmetic")
+    plan = store.plan(merge)
+    store.merge(plan, name="named")
+    ids = {name: store[name].manifest.hex() for name in ("base", "math", "code")}
+    store.tag("m", "math")
+    text = store.recipe("named")
+    assert text.startswith("# The recipe of this merge. Models are named by refs")
+    assert f'base_model: "base"  # {ids["base"]}\n' in text
+    assert f'- model: "m"  # {ids["math"]}\n' in text
+    assert store.plan(store.read_recipe(text).request).plan == plan.plan
+    store.remove("m")
+    store.merge(plan, name="gone")
+    store.merge(store.plan(MergeRequest(base="base", experts=["gone"], method="linear")), name="of")
+    id = store["gone"].manifest.hex()
+    store.remove("gone", "named")
+    assert f'- model: "{id}"\n' in store.recipe("of")
+
+
+def test_words_are_no_refs() -> None:
+    """A ref that a recipe would read as a word is not put in the place of an id."""
+    one, other = "1" * 64, "2" * 64
+    text = f'{HEAD[0]}\ntokenizer_source: "{one}"\nmodels:\n- model: "{one}"\n'
+    assert named(text, {other: "x"}) == text
+    told = named(text, {one: "base"})
+    assert f'tokenizer_source: "{one}"\nmodels:\n- model: "base"  # {one}\n' in told
+    adapted = f'- model: "{one}+{other}"\n'
+    assert named(adapted, {other: "lora"}) == f'- model: "{one}+lora"  # {one}+{other}\n'
 
 
 def test_what_was_added_has_no_recipe(store: Store) -> None:

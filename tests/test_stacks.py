@@ -15,7 +15,6 @@ from small_layers import LAYERS, NAMES, member
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, Incompatible
-from mstore.merge.running import engine, stacking
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Plan
 
@@ -337,28 +336,54 @@ def test_layers_that_share_weights(store: Store, tmp_path: Path) -> None:
         store.plan(ask(("shared", 0, 2), ("m1", 0, 2), experts=("shared", "m1")))
 
 
-def test_a_stack_of_an_earlier_version_replays(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stack that was made before a list of configs was known keeps its config."""
-    path = write(tmp_path / "rope", member(1))
-    config = json.loads((path / "config.json").read_text()) | {"no_rope_layers": [1, 1, 1, 0]}
+def test_what_the_config_of_a_stack_cannot_say(store: Store, tmp_path: Path) -> None:
+    """Entries of config.json that count layers become those of the stack; what cannot be said of
+    its layers is a warning of plan, merge and explanation that names the entry."""
+    path = write(tmp_path / "dense", member(1))
+    fields = {"no_rope_layers": [1, 1, 1, 0], "first_k_dense_replace": 2, "odd": [1, 2, 3, 4]}
+    config = json.loads((path / "config.json").read_text()) | fields
     (path / "config.json").write_text(json.dumps(config))
-    store.add(path, name="rope")
+    store.add(path, name="dense")
     plan = store.plan(
         MergeRequest(
-            base="rope", experts=["rope"], method="passthrough", layers=[("rope", 0, 3)] * 2
+            base="dense", experts=["dense"], method="passthrough", layers=[("dense", 0, 3)] * 2
         )
     )
-    new = store.merge(plan, name="new")
-    assert json.loads(store["new"].read("config.json"))["no_rope_layers"] == [1, 1, 1] * 2
-    with monkeypatch.context() as before:
-        before.setattr(engine, "LISTS", stacking.EARLIER)
-        old = store.merge(plan, name="old")
-    assert json.loads(store["old"].read("config.json"))["no_rope_layers"] == [1, 1, 1, 0]
-    assert new.manifest != old.manifest
-    assert store.replay("new").same
-    assert store.replay("old").same
+    merged = store.merge(plan, name="denser")
+    for report in (plan, merged):
+        told = [one.text for one in report.warnings if one.kind == "config of a stack"]
+        assert len(told) == 2
+        assert "first_k_dense_replace 2 cannot say" in told[0]
+        assert "lists of 4 entries, as many as layers, stay: odd" in told[1]
+    found = json.loads(store["denser"].read("config.json"))
+    assert found == {
+        "num_hidden_layers": 6,
+        "layer_types": ["t0", "t1", "t2"] * 2,
+        **fields,
+        "no_rope_layers": [1, 1, 1] * 2,
+    }
+    assert store.replay("denser").same
+
+
+def test_layers_of_models_with_other_configs(store: Store, tmp_path: Path) -> None:
+    """The config says of a layer what the config of its own model says."""
+    path = write(tmp_path / "other", member(1))
+    config = json.loads((path / "config.json").read_text()) | {"layer_types": list("wxyz")}
+    (path / "config.json").write_text(json.dumps(config))
+    store.add(path, name="otherwise")
+    asked = ask(("m0", 0, 2), ("otherwise", 1, 3), experts=("otherwise",))
+    store.merge(store.plan(asked), name="both")
+    assert json.loads(store["both"].read("config.json"))["layer_types"] == ["t0", "t1", "x", "y"]
+
+
+def test_tensors_of_all_layers_are_not_stacked(store: Store, tmp_path: Path) -> None:
+    """A model with a tensor that has rows for every layer is refused: it would not load."""
+    path = write(tmp_path / "rows", member(1))
+    config = json.loads((path / "config.json").read_text()) | {"hidden_size_per_layer_input": 8}
+    (path / "config.json").write_text(json.dumps(config))
+    store.add(path, name="rows")
+    with pytest.raises(Incompatible, match=r"config\.json has hidden_size_per_layer_input"):
+        store.plan(ask(("rows", 0, 2), ("m0", 0, 2), experts=("rows",)))
 
 
 def test_an_exported_stack_is_the_same_plan(store: Store) -> None:

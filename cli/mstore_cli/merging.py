@@ -328,6 +328,7 @@ class Wanted:
     recipe: str | None
     vocab: str | None = None
     fishers: list[str] | None = None
+    strict: bool = False
     _read: list[RecipeText] = dataclasses.field(default_factory=list, init=False)
 
     def is_complete(self, hint: str) -> bool:
@@ -349,6 +350,8 @@ class Wanted:
                     "with a recipe",
                 )
             return True
+        if self.strict:
+            raise UsageError("--strict is about a recipe", hint="--recipe FILE")
         missing = [option for option, value in given.items() if not value]
         if not missing:
             return True
@@ -367,7 +370,7 @@ class Wanted:
     def _text(self, file: str) -> RecipeText:
         """Read the recipe once: it may be standard input."""
         if not self._read:
-            self._read.append(RecipeText.read(file))
+            self._read.append(RecipeText.read(file, strict=self.strict))
         return self._read[0]
 
     def request(

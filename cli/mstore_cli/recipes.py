@@ -36,16 +36,30 @@ RecipeFile = Annotated[
 ]
 
 
+Strict = Annotated[
+    bool,
+    Option(
+        "--strict",
+        help="Refuse what the recipe says and mergekit ignores, such as misspelt keys; else a note "
+        "names each with its line.",
+    ),
+]
+
+
 @frozen
 class RecipeText:
-    """A recipe as it was read. folder: what paths of models in it are relative to."""
+    """A recipe as it was read.
+
+    folder: what paths of models in it are relative to. strict: refuse what mergekit ignores.
+    """
 
     text: str
     where: str
     folder: Path
+    strict: bool
 
     @classmethod
-    def read(cls, file: str) -> RecipeText:
+    def read(cls, file: str, *, strict: bool) -> RecipeText:
         """Read FILE, or standard input.  Raises BadRequest, OSError."""
         from mstore.errors import BadRequest
         from mstore.recipes.nodes import DEFAULT_LIMITS
@@ -59,7 +73,7 @@ class RecipeText:
                 raw = stream.read(most)
         try:
             # One byte too many is enough for the library to refuse it.
-            return cls(raw.decode(), where, folder)
+            return cls(raw.decode(), where, folder, strict)
         except UnicodeDecodeError as error:
             if len(raw) == most:
                 raise BadRequest(f"a recipe has at most {most - 1} bytes", where=where) from error
@@ -70,7 +84,7 @@ def documents(recipe: RecipeText) -> tuple[Recipe, ...]:
     """Return the recipes of a file, in their order.  Raises BadRequest."""
     from mstore.merge.planning.recipes import checked
 
-    return checked(recipe.text, where=recipe.where)
+    return checked(recipe.text, where=recipe.where, strict=recipe.strict)
 
 
 def request_of_recipe(
@@ -98,10 +112,21 @@ def request_of_recipe(
     revisions = models.found(every[document])
     with session.progress() as tick:
         made = store.prepare_recipe(
-            recipe.text, where=recipe.where, models=revisions, document=document, progress=tick
+            recipe.text,
+            where=recipe.where,
+            models=revisions,
+            document=document,
+            strict=recipe.strict,
+            progress=tick,
         )
     notes([f"stored {one.ref}: {one.name}" for one in made if one.new_snapshot])
-    found = store.read_recipe(recipe.text, where=recipe.where, models=revisions, document=document)
+    found = store.read_recipe(
+        recipe.text,
+        where=recipe.where,
+        models=revisions,
+        document=document,
+        strict=recipe.strict,
+    )
     notes(found.notes)
     if found.vocabulary is None:
         return found.request

@@ -106,6 +106,7 @@ class Merging(OpenStore):
         where: str = "the recipe",
         models: Mapping[str, str] | None = None,
         document: int | None = None,
+        strict: bool = False,
     ) -> RecipeRequest:
         """Return the merge that a recipe of mergekit (YAML) asks for.
 
@@ -113,6 +114,8 @@ class Merging(OpenStore):
         models: revisions by the recipe's names of models; other names are revisions themselves.
         document: which one, from 0, where there are several in the text.  A later one may name the
         merge of an earlier one: give its revision in `models`.
+        strict: whether to refuse keys and parameters that mergekit ignores, such as misspelt ones;
+        else a note names each with its line.
 
         The request may be changed before it is planned: `dataclasses.replace(found.request,
         budget="30%")`.
@@ -122,7 +125,9 @@ class Merging(OpenStore):
         """
         from mstore.merge.planning.recipes import request_of
 
-        return request_of(self._catalog, text, where=where, models=models or {}, document=document)
+        return request_of(
+            self._catalog, text, where=where, models=models or {}, document=document, strict=strict
+        )
 
     def prepare_recipe(
         self,
@@ -131,6 +136,7 @@ class Merging(OpenStore):
         where: str = "the recipe",
         models: Mapping[str, str] | None = None,
         document: int | None = None,
+        strict: bool = False,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> tuple[PreparedModel, ...]:
@@ -146,7 +152,7 @@ class Merging(OpenStore):
         from mstore.merge.planning.recipes import preparations
 
         found = preparations(
-            self._catalog, text, where=where, models=models or {}, document=document
+            self._catalog, text, where=where, models=models or {}, document=document, strict=strict
         )
         made = []
         for one in found:
@@ -245,18 +251,20 @@ class Merging(OpenStore):
     def recipe(self, revision: str | SnapshotId) -> str:
         """Return the recipe of a merged snapshot, in mergekit's YAML, from its plan.
 
-        Models are named by their contents' ids, which `read_recipe` takes.  With the same budget
-        and limits, the request of the recipe gives the same plan.
+        Models are named by refs of this store, with the ids of their contents as comments; by
+        these where they have no ref.  `read_recipe` takes both.  With the same budget and limits,
+        the request of the recipe gives the same plan.  The file mergekit_config.yml of the snapshot
+        is the same with ids alone.
 
         Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
         """
-        from mstore.merge.planning.recipe_text import recipe_text
+        from mstore.merge.planning.recipe_text import printed_recipe
         from mstore.objects.plan import Plan
         from mstore.store.plans import plan_of
 
         id = self._catalog.resolve(revision)
         plan = plan_of(id, self._catalog.snapshot(id), so="there is no recipe")
-        return recipe_text(self._catalog, self._catalog.record(Plan, plan))
+        return printed_recipe(self._catalog, self._catalog.record(Plan, plan))
 
     def sweep(
         self,
@@ -336,13 +344,14 @@ class Merging(OpenStore):
             heads_of_their_own,
             merges_embeddings,
             other_tensors,
+            stack_warnings,
             tokens_in_other_rows,
         )
         from mstore.merge.running.papers import licence_warnings
 
         names = [source.name for source in (sources.base, *sources.experts)]
         experts = (expert.manifest for expert in plan.experts)
-        of_plan = (merges_embeddings(plan), plan.criteria, plan.notes, plan.taken)
+        of_plan = (merges_embeddings(plan), plan.criteria, plan.notes, plan.taken, plan.layers)
         key = (plan.base, *experts, *names, *of_plan)
         if key not in self._about_parents:
             self._about_parents[key] = (
@@ -350,6 +359,7 @@ class Merging(OpenStore):
                 *tokens_in_other_rows(self._catalog, plan, sources),
                 *other_tensors(self._catalog, plan, sources),
                 *heads_of_their_own(self._catalog, plan, sources),
+                *stack_warnings(self._catalog, plan),
                 *licence_warnings(self._catalog, plan, sources),
             )
         return self._about_parents[key]

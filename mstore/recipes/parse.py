@@ -1,4 +1,7 @@
-"""Parsing recipes: nodes become a `Recipe`; what is not supported is refused by name and line."""
+"""Parsing recipes: nodes become a `Recipe`; what is not supported is refused by name and line.
+
+Keys that are none are ignored, as mergekit does, and noted with their lines; or refused, if asked.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from mstore.recipes.nodes import (
     at,
 )
 from mstore.recipes.recipe import (
+    Ignored,
     Module,
     Recipe,
     Settings,
@@ -25,7 +29,14 @@ from mstore.recipes.recipe import (
     TokenizerSource,
     TokenSource,
 )
-from mstore.recipes.setting import Condition, Given, Setting
+from mstore.recipes.setting import (
+    ANY,
+    Condition,
+    Given,
+    NotThatKind,
+    Setting,
+    converted,
+)
 from mstore.recipes.templates import TEMPLATES
 from mstore.requests import AUTO, UNION
 
@@ -41,10 +52,13 @@ _ZERO: Final = "zero"
 _ANOTHER: Final = "model_token"
 
 
-def parse(text: str, where: str, *, limits: YamlLimits = DEFAULT_LIMITS) -> tuple[Recipe, ...]:
+def parse(
+    text: str, where: str, *, strict: bool = False, limits: YamlLimits = DEFAULT_LIMITS
+) -> tuple[Recipe, ...]:
     """Return the recipes of a file, one for each document.
 
-    where: the file's name, for errors. Raises BadRequest that names the line.
+    where: the file's name, for errors. strict: whether what mergekit ignores is refused. Raises
+    BadRequest that names the line.
     """
     # Late: whoever merges writes a recipe, and does not read one.
     from mstore.recipes.documents import read_documents
@@ -52,38 +66,44 @@ def parse(text: str, where: str, *, limits: YamlLimits = DEFAULT_LIMITS) -> tupl
     documents = read_documents(text, where, limits=limits)
     if not documents:
         raise BadRequest("there is no recipe in it: it is empty", where=where)
-    return tuple(_Document(where).recipe(node) for node in documents)
+    return tuple(_Document(where, strict).recipe(node) for node in documents)
 
 
 class _Document:
     """Parses one document."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, strict: bool) -> None:
         self._where = where
+        self._strict = strict
+        self._ignored: list[Ignored] = []
 
     def recipe(self, node: Node) -> Recipe:
         fields = self._fields(node, "a recipe", _KEYS)
         if "merge_method" not in fields:
-            raise self._refused("a recipe names its merge_method", node)
+            raise self._lacking("a recipe names its merge_method", node)
         models = self._list(fields, "models", self._model)
         slices = self._list(fields, "slices", self._slice)
         modules = self._modules(fields.get("modules"))
         if sum(map(bool, (models, slices, modules))) != 1:
-            raise self._refused("a recipe has one of models, slices and modules", node)
+            raise self._lacking("a recipe has one of models, slices and modules", node)
+        base = self._maybe(fields, "base_model", self._adapted)
+        tokenizer = self._tokenizer(fields)
         return Recipe(
             where=self._where,
             line=node.line,
             method=self._text(fields["merge_method"], "merge_method"),
-            base=self._maybe(fields, "base_model", self._adapted),
+            base=base,
             models=models,
             slices=slices,
             modules=modules,
             settings=self._settings(fields),
             dtype=self._maybe(fields, "dtype", lambda one: self._text(one, "dtype")),
             out_dtype=self._maybe(fields, "out_dtype", lambda one: self._text(one, "out_dtype")),
-            tokenizer=self._tokenizer(fields),
+            tokenizer=tokenizer,
             template=self._maybe(fields, "chat_template", self._template),
             name=self._maybe(fields, "name", lambda one: self._text(one, "name")),
+            ignored=tuple(sorted(self._ignored, key=lambda one: one.line)),
+            strict=self._strict,
         )
 
     # -- models --------------------------------------------------------------------------------
@@ -91,16 +111,16 @@ class _Document:
     def _model(self, node: Node) -> Source:
         fields = self._fields(node, "a model", ("model", "parameters"))
         if "model" not in fields:
-            raise self._refused("an item of models names its model", node)
+            raise self._lacking("an item of models names its model", node)
         return Source(self._adapted(fields["model"]), self._settings(fields), None, line=node.line)
 
     def _slice(self, node: Node) -> Slice:
         known = ("sources", "parameters", "base_model", "residual_weight")
         fields = self._fields(node, "a slice", known)
-        self._refuse_given(fields, "residual_weight")
+        self._ignore_given(fields, "residual_weight", "does nothing")
         sources = self._list(fields, "sources", self._source)
         if not sources:
-            raise self._refused("a slice has sources", node)
+            raise self._lacking("a slice has sources", node)
         base = self._maybe(fields, "base_model", self._adapted)
         return Slice(sources, self._settings(fields), base, node.line)
 
@@ -118,14 +138,14 @@ class _Document:
         models = self._list(fields, "models", self._model)
         slices = self._list(fields, "slices", self._slice)
         if bool(models) == bool(slices):
-            raise self._refused(f"{what} has either models or slices", key)
+            raise self._lacking(f"{what} has either models or slices", key)
         return Module(name, models, slices, self._settings(fields))
 
     def _source(self, node: Node) -> Source:
         fields = self._fields(node, "a source", ("model", "layer_range", "parameters"))
         for key in ("model", "layer_range"):
             if key not in fields:
-                raise self._refused(f"a source of a slice needs its {key}", node)
+                raise self._lacking(f"a source of a slice needs its {key}", node)
         return Source(
             self._adapted(fields["model"]),
             self._settings(fields),
@@ -135,12 +155,21 @@ class _Document:
 
     def _range(self, node: Node) -> tuple[int, int]:
         if isinstance(node, Items) and len(node.items) == 2:
-            first, last = (one.value if isinstance(one, Scalar) else None for one in node.items)
-            if _is_whole(first) and _is_whole(last) and 0 <= first < last:
+            first, last = map(self._layer, node.items)
+            if first is not None and last is not None and 0 <= first < last:
                 return first, last
         raise self._refused(
             "a layer_range is [first, end]: two whole numbers, the end larger than the first", node
         )
+
+    def _layer(self, node: Node) -> int | None:
+        """Return the number of a layer, also if it is written as text or as 3.0."""
+        value = node.value if isinstance(node, Scalar) else None
+        try:
+            found = None if isinstance(value, bool | None) else converted(value, "int")
+        except NotThatKind:
+            return None
+        return found if _is_whole(found) else None
 
     def _model_name(self, node: Node) -> Text:
         """Return the name of a model without an adapter."""
@@ -166,15 +195,20 @@ class _Document:
     def _model_and_lora(self, node: Node) -> tuple[Text, Text | None]:
         if not isinstance(node, Entries):
             return self._text(node, "a model"), None
-        fields = self._fields(node, "a model", ("model", "lora", "override_architecture"))
-        self._refuse_given(fields, "override_architecture")
+        known = ("model", "lora", "override_architecture")
+        if not any(key.value == "model" for key, _ in node.entries):
+            raise self._refused("a model is a name, or a mapping with model: NAME", node)
+        fields = self._fields(node, "a model", known)
+        told = "is not needed: layers are known by the names of tensors"
+        self._ignore_given(fields, "override_architecture", told)
         lora = self._maybe(fields, "lora", lambda one: self._path(one, "an adapter"))
-        return self._path(fields.get("model", node), "a model"), lora
+        return self._path(fields["model"], "a model"), lora
 
     def _path(self, node: Node, what: str) -> Text:
         if isinstance(node, Entries):
             fields = self._fields(node, what, ("path", "revision"))
-            self._refuse_given(fields, "revision")
+            told = "is not looked up: the model is that of this store"
+            self._ignore_given(fields, "revision", told)
             node = fields.get("path", node)
         return self._text(node, what)
 
@@ -200,9 +234,14 @@ class _Document:
         fields = self._fields(node, f"a condition of {name}", ("filter", "value"))
         if "value" not in fields:
             raise self._refused(f"a condition of {name} has a value", node)
-        pattern = self._maybe(fields, "filter", lambda one: self._text(one, "a filter"))
+        pattern = self._maybe(fields, "filter", self._filter)
         value = self._value(fields["value"], name)
         return Condition(value, None if pattern is None else pattern.text, fields["value"].line)
+
+    def _filter(self, node: Node) -> Text:
+        # An empty one is a part of every name.
+        is_empty = isinstance(node, Scalar) and node.value == ""
+        return Text(ANY, node.line) if is_empty else self._text(node, "a filter")
 
     def _value(self, node: Node, name: str) -> Given | tuple[Given, ...]:
         if isinstance(node, Items):
@@ -299,18 +338,17 @@ class _Document:
     # -- nodes ---------------------------------------------------------------------------------
 
     def _fields(self, node: Node, what: str, known: Collection[str]) -> dict[str, Node]:
-        """Return the entries of a mapping that has no other keys."""
+        """Return the entries of a mapping by its known keys."""
         if not isinstance(node, Entries):
             raise self._refused(f"{what} is a mapping with the keys {', '.join(known)}", node)
         for key, _ in node.entries:
             name = str(key.value)
             if name not in known:
-                raise BadRequest(
-                    f"{what} has no key {name[:_SHOWN]!r}; its keys: {', '.join(known)}",
-                    where=at(self._where, key.line),
-                    hint=_SEED if name == "random_seed" else did_you_mean(name, known),
-                )
-        return {str(key.value): value for key, value in node.entries}
+                meant = _SEED if name == "random_seed" else did_you_mean(name, known)
+                told = f"{what} has no key {name[:_SHOWN]!r}"
+                more = f"; its keys: {', '.join(known)}"
+                self._ignore(told, key.line, None if meant is None else str(meant), more)
+        return {str(key.value): value for key, value in node.entries if key.value in known}
 
     def _list(
         self, fields: Mapping[str, Node], key: str, item: Callable[[Node], _Parsed]
@@ -328,11 +366,22 @@ class _Document:
         node = fields.get(key)
         return None if node is None or _is_null(node) else read(node)
 
-    def _refuse_given(self, fields: Mapping[str, Node], *keys: str) -> None:
-        for key in keys:
-            node = fields.get(key)
-            if node is not None and not _is_null(node):
-                raise self._refused(f"{key} is not supported", node)
+    def _ignore_given(self, fields: Mapping[str, Node], key: str, why: str) -> None:
+        node = fields.get(key)
+        if node is not None and not _is_null(node):
+            self._ignore(f"{key} {why}", node.line)
+
+    def _ignore(self, what: str, line: int, meant: str | None = None, more: str = "") -> None:
+        """Note what is ignored.  Raises BadRequest if it is refused; `more` is told then."""
+        if self._strict:
+            raise BadRequest(what + more, where=at(self._where, line), hint=meant)
+        self._ignored.append(Ignored(what, line, meant))
+
+    def _lacking(self, what: str, node: Node) -> BadRequest:
+        """Return an error for a key that is missing: maybe it is misspelt."""
+        meant = next((one for one in self._ignored if one.meant is not None), None)
+        hint = None if meant is None else f"line {meant.line}: {meant.what}; {meant.meant}"
+        return BadRequest(what, where=at(self._where, node.line), hint=hint)
 
     def _text(self, node: Node, what: str) -> Text:
         if isinstance(node, Scalar) and isinstance(node.value, str) and node.value:

@@ -6,13 +6,14 @@ Pure: a recipe becomes one without them, and a list of what to make.  Two things
     stacked   the sources of the same place in each slice, one model of their layers
 
 A merge of slices is then a merge of stacks, all layers in order, so no method has to know of layers
-with different numbers.  Loose tensors of a stack are from its first and its last slice, as in
-mergekit 0.1.5.
+with different numbers.  A slice with fewer sources than others has weight 0 for those that it
+lacks.  A recipe of MODEL+ADAPTER alone needs nothing: it is the merge of the adapter.  Loose
+tensors of a stack are from its first and its last slice, as in mergekit 0.1.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
@@ -22,7 +23,11 @@ from mstore.errors import BadRequest
 from mstore.frozen import frozen
 from mstore.recipes.nodes import at
 from mstore.recipes.recipe import Module, Recipe, Settings, Slice, Source, Text
-from mstore.recipes.resolve import KnownMethod, base_of
+from mstore.recipes.resolve import PREFIX, WEIGHT, KnownMethod, base_of
+from mstore.recipes.setting import Condition, Setting
+
+APPLY: Final = "task_arithmetic"
+"""The method that applies an adapter."""
 
 _UNCHANGED: Final = 1
 
@@ -65,13 +70,17 @@ def prepare(
     *,
     same: Callable[[Text, Text], bool],
     layers: Callable[[Text], int | None],
+    dtypes: Callable[[Text], Collection[str]],
 ) -> tuple[Recipe, tuple[Needed, ...]]:
     """Return a recipe without what must be made first, and what this is, in order.
 
     same: whether two names are one model. layers: how many a model has in its one stack of layers;
-    None if that is not known.  Raises BadRequest that names the line.
+    None if that is not known. dtypes: the types of a model's floating-point tensors, as recipes
+    name them; none if they are not known. The recipe that is returned may have another method.
+
+    Raises BadRequest that names the line.
     """
-    return _Preparation(recipe, method, same, layers).prepared()
+    return _Preparation(recipe, method, same, layers, dtypes).prepared()
 
 
 @dataclass(slots=True)
@@ -80,6 +89,7 @@ class _Preparation:
     method: KnownMethod
     same: Callable[[Text, Text], bool]
     layers: Callable[[Text], int | None]
+    dtypes: Callable[[Text], Collection[str]]
     needed: dict[str, Needed] = field(default_factory=dict)
     renamed: dict[str, Text] = field(default_factory=dict)
 
@@ -87,8 +97,10 @@ class _Preparation:
         recipe = self.recipe
         self._require_layers()
         is_stack = False
+        if self._is_adapted_alone():
+            return self._adapter_merged(), ()
         if recipe.slices and not self._keeps_all(recipe.slices, self.layers):
-            is_stack = self._is_plain_stack(recipe.slices)
+            is_stack = self._is_plain_stack(recipe.slices) and not self._is_cast()
             recipe = recipe if is_stack else self._of_stacks()
         recipe = self._without_adapters(recipe, is_stack=is_stack)
         return self._with_tokenizer(recipe), tuple(self.needed.values())
@@ -105,6 +117,37 @@ class _Preparation:
         while name.text in self.renamed and name.text not in known:
             name = self.renamed[name.text]
         return replace(recipe, tokenizer=replace(tokenizer, source=name))
+
+    def _is_adapted_alone(self) -> bool:
+        """Return whether the recipe is of one model with an adapter, as it is."""
+        recipe = self.recipe
+        sources = recipe.every_source()
+        bases = [one for one in (recipe.base, *(part.base for part in recipe.slices)) if one]
+        model = sources[0].model
+        if model.adapter() is None or {one.text for one in bases} - {model.text}:
+            return False
+        if recipe.modules or any(one.model.text != model.text for one in sources):
+            return False
+        if len(sources) != max(1, len(recipe.slices)):
+            return False
+        if recipe.slices and not self._keeps_all(recipe.slices, self.layers):
+            return False
+        # Without another model, a method that adds to its base adds nothing.
+        return not self.method.takes_base or self._is_unchanged(self._scopes(recipe.slices))
+
+    def _adapter_merged(self) -> Recipe:
+        """Return the recipe of a model with an adapter as a merge of that adapter."""
+        recipe = self.recipe
+        model = recipe.every_source()[0].model
+        weight = Setting((Condition(_UNCHANGED, None, model.line),), model.line)
+        return replace(
+            recipe,
+            method=Text(APPLY, recipe.method.line),
+            base=model.model(),
+            models=(Source(model, {WEIGHT: weight}, None, model.line),),
+            slices=(),
+            settings={},
+        )
 
     # -- slices --------------------------------------------------------------------------------
 
@@ -135,16 +178,33 @@ class _Preparation:
         """Return whether layers are taken as they are: such a recipe needs no other stack."""
         if not self.method.is_alone or any(len(part.sources) != 1 for part in slices):
             return False
-        scopes = [self.recipe.settings, *more]
-        scopes += [scope for part in slices for scope in (part.settings, part.sources[0].settings)]
+        return self._is_unchanged((*self._scopes(slices), *more))
+
+    def _scopes(self, slices: Sequence[Slice]) -> list[Settings]:
+        """Return all settings of the recipe and of these slices."""
+        scopes = [self.recipe.settings, *(one.settings for one in self.recipe.models)]
+        for part in slices:
+            scopes += [part.settings, *(source.settings for source in part.sources)]
+        return scopes
+
+    def _is_unchanged(self, scopes: Sequence[Settings]) -> bool:
+        """Return whether one model with these settings stays as it is: scale and weights are 1."""
         return not any(
             value != _UNCHANGED
             for settings in scopes
             for name, setting in settings.items()
-            if name in self.method.parameters
+            if name in self.method.parameters or name == WEIGHT
             for condition in setting.conditions
             for value in _values(condition.value)
         )
+
+    def _is_cast(self) -> bool:
+        """Return whether the recipe asks for another type than that of its models."""
+        asked = self.recipe.out_dtype or self.recipe.dtype
+        stored = {
+            dtype for one in self.recipe.every_source() for dtype in self.dtypes(one.model.model())
+        }
+        return asked is not None and bool(stored) and stored != {asked.text.removeprefix(PREFIX)}
 
     def _keeps_all(self, slices: Sequence[Slice], layers: Callable[[Text], int | None]) -> bool:
         """Return whether the slices are all layers in order, of the same models."""
@@ -167,21 +227,19 @@ class _Preparation:
     def _of_stacks(self) -> Recipe:
         """Return the recipe with a stack for the sources of each place."""
         slices = self.recipe.slices
-        placed = [self._placed(part) for part in slices]
-        number = len(placed[0])
+        most = max(slices, key=lambda part: len(part.sources))
+        places = [source.model.text for source in self._ordered(most)]
+        placed = [
+            self._placed(part, places if self._base_of(part) == self._base_of(most) else [])
+            for part in slices
+        ]
         for part, sources in zip(slices, placed, strict=True):
-            if len(sources) != number:
-                self._refuse(
-                    f"this slice has {_count(len(sources), 'source')} and the first slice "
-                    f"{number}: each slice needs the same number",
-                    part.line,
-                )
             if len({_length(source) for source in sources}) > 1:
                 told = ", ".join(f"{_length(one)} of {one.model}" for one in sources)
                 self._refuse(
                     f"the sources of a slice need the same number of layers, not {told}", part.line
                 )
-        names = [self._stack([sources[place] for sources in placed]) for place in range(number)]
+        names = [self._stack(sources) for sources in zip(*placed, strict=True)]
         rewritten = []
         start = 0
         for part, sources in zip(slices, placed, strict=True):
@@ -195,12 +253,32 @@ class _Preparation:
         has_base = any(self._base_of(part) is not None for part in slices)
         return replace(self.recipe, slices=tuple(rewritten), base=names[0] if has_base else None)
 
-    def _placed(self, part: Slice) -> list[Source]:
+    def _placed(self, part: Slice, places: Sequence[str]) -> list[Source]:
         """Return a slice's sources, each in the place of its stack: the base first.
 
-        The others are where their models are in the first slice, if it has the same ones; else in
-        their own order.
+        places: the models of the slice with the most sources. If a slice has none but these, its
+        sources are where these are; else in their own order. Where it has none, the layers of its
+        first source count with weight 0.
         """
+        sources = self._ordered(part)
+        known = {source.model.text: source for source in sources}
+        if known.keys() <= set(places):
+            found = [known.get(name) for name in places]
+        else:
+            most = max(len(one.sources) for one in self.recipe.slices)
+            found = [*sources, *[None] * (most - len(sources))]
+        if None in found and not self.method.partial:
+            self._refuse(
+                f"this slice has {_count(len(sources), 'source')} and another {len(found)}: each "
+                f"needs the same number, because {self.recipe.method} has no weights",
+                part.line,
+            )
+        nothing = Setting((Condition(0.0, None, part.line),), part.line)
+        filler = replace(sources[0], settings={WEIGHT: nothing})
+        return [filler if source is None else source for source in found]
+
+    def _ordered(self, part: Slice) -> list[Source]:
+        """Return a slice's sources, the base first.  Raises BadRequest."""
         sources = list(part.sources)
         base = self._base_of(part)
         if base is None:
@@ -210,7 +288,7 @@ class _Preparation:
                 self._refuse(f"{self.recipe.method} needs a base_model{where}", part.line)
         else:
             own = [source for source in sources if source.model.text == base]
-            if not own:
+            if not own and not self.method.takes_base:
                 self._refuse(
                     f"the base model {base} is not among the sources of the slice", part.line
                 )
@@ -220,12 +298,6 @@ class _Preparation:
             if source.model.text in known:
                 self._refuse(f"{source.model} is given twice in one slice", source.model.line)
             known.add(source.model.text)
-        first = self.recipe.slices[0]
-        if part is first or self._base_of(first) != base:
-            return sources
-        order = {source.model.text: n for n, source in enumerate(self._placed(first))}
-        if known == order.keys():
-            sources.sort(key=lambda source: order[source.model.text])
         return sources
 
     def _stack(self, sources: Sequence[Source]) -> Text:

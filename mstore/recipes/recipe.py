@@ -39,6 +39,19 @@ class Text(msgspec.Struct, frozen=True):
         return Text(name, self.line) if plus else None
 
 
+class Ignored(msgspec.Struct, frozen=True):
+    """What a recipe says and mergekit ignores. meant: a hint about what it may have meant."""
+
+    what: str
+    line: int
+    meant: str | None = None
+
+    def note(self) -> str:
+        """Return a sentence for a user."""
+        more = "" if self.meant is None else f" ({self.meant})"
+        return f"{self.what}, and it is ignored, as in mergekit{more}"
+
+
 class Source(msgspec.Struct, frozen=True):
     """A model that takes part. layers: from which to before which, None for all."""
 
@@ -100,7 +113,8 @@ class Recipe(msgspec.Struct, frozen=True):
     """One document.
 
     where: the name of its file. One of `models`, `slices` and `modules` is not empty. tokenizer,
-    template (of chats): None if the recipe does not say.
+    template (of chats): None if the recipe does not say. ignored: keys that mergekit ignores;
+    strict: such are refused, so there are none.
     """
 
     where: str
@@ -116,6 +130,8 @@ class Recipe(msgspec.Struct, frozen=True):
     tokenizer: TokenizerSource | None
     template: Text | None
     name: Text | None
+    ignored: tuple[Ignored, ...] = ()
+    strict: bool = False
 
     def named(self) -> tuple[Text, ...]:
         """Return every model and adapter that the recipe names, once, the base first."""

@@ -25,7 +25,7 @@ from mstore.errors import BadRequest, MstoreError, did_you_mean
 from mstore.objects.shapes import literal_pattern
 from mstore.recipes.layout import Layout
 from mstore.recipes.nodes import at
-from mstore.recipes.recipe import Recipe, Settings, Slice, Source, Text
+from mstore.recipes.recipe import Ignored, Recipe, Settings, Slice, Source, Text
 from mstore.recipes.setting import Given, Kind, NotThatKind
 from mstore.requests import (
     BASE,
@@ -43,10 +43,12 @@ PER_MODEL: Final = frozenset((WEIGHT, "density", "gamma", "epsilon", "tall_mask_
 _WITHOUT_EFFECT: Final = "int8_mask"
 _RESCALE: Final = "rescale"
 _DENSITY: Final = "density"
+_NORMALIZE: Final = "normalize"
 DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """The types that an output can have, as safetensors and as recipes name them."""
 _ARITHMETIC: Final = "float32"
-_PREFIX: Final = "torch."
+PREFIX: Final = "torch."
+"""What the name of a type may begin with."""
 _KINDS: Final[Mapping[Kind, str]] = {
     "float": "a number",
     "int": "a whole number",
@@ -80,7 +82,8 @@ class KnownMethod(msgspec.Struct, frozen=True):
     weighted: whether experts have weights. takes_base: whether the base model, if the recipe lists
     it, is an input like the others. baseless: a parameter that is false for merges without a base
     model; a recipe says that by naming none. is_alone: whether its one expert may state each
-    parameter itself. partial: whether an expert of weight 0 is as none. refused: parameters of
+    parameter itself. partial: whether an expert of weight 0 is as none. elects: whether an expert
+    of which nothing is left has no share in the divisor. refused: parameters of
     mergekit's method that it does not have, with the value that changes nothing and the reason.
     """
 
@@ -91,6 +94,7 @@ class KnownMethod(msgspec.Struct, frozen=True):
     baseless: str | None = None
     is_alone: bool = False
     partial: bool = False
+    elects: bool = False
     refused: Mapping[str, tuple[bool, str]] = msgspec.field(default_factory=dict)
 
     def without_base(self) -> KnownMethod:
@@ -118,7 +122,7 @@ def resolve(
 
     tensors: names of the base's tensors, in its order. models: the revision of each model that the
     recipe names. known_parameters: parameters of other methods, which have no effect with this one;
-    any other name is refused. layers: how many layers the base has by its config. tied:
+    any other name is ignored, or refused. layers: how many layers the base has by its config. tied:
     tensors that are one with another tensor, and this tensor; they are merged as it is. dtypes: the
     types of the base's floating-point tensors; a recipe that asks for the only one asks for
     nothing. Raises BadRequest that names the line.
@@ -193,6 +197,9 @@ class _Resolver:
         self._known = known_parameters | {WEIGHT, _WITHOUT_EFFECT}
         self._layout = layout
         self._notes: dict[str, None] = {}
+        self._meant: list[str] = []
+        for one in recipe.ignored:
+            self._ignore(one)
         self._stacked = False
         self._base = base_of(recipe, needs_base=not method.takes_base)
         self._slices = self._sliced()
@@ -377,7 +384,7 @@ class _Resolver:
     def _parameters(self) -> tuple[str, ...]:
         """Return the method's parameters that the recipe sets somewhere, or must set.
 
-        Refuses unknown ones, and notes those without effect.
+        Notes unknown ones and those without effect, or refuses unknown ones.
         """
         used: dict[str, None] = {}
         scopes: list[tuple[Settings, bool]] = [(self._recipe.settings, False)]
@@ -400,18 +407,26 @@ class _Resolver:
                         self._note(f"{name} has no effect with {self._method.name}", setting.line)
                     self._refuse_effect(name, settings)
                 else:
-                    known = sorted({*self._method.parameters, *self._known})
-                    raise BadRequest(
-                        f"{self._method.name} has no parameter {name!r}",
-                        where=at(self._recipe.where, setting.line),
-                        hint=did_you_mean(name, known),
-                    )
+                    self._refuse_or_ignore(name, setting.line)
         needed = (
             name
             for name, one in self._method.parameters.items()
             if one.default is None or one.stated
         )
         return tuple(sorted({*used, *needed}))
+
+    def _refuse_or_ignore(self, name: str, line: int) -> None:
+        known = {*self._method.parameters, *self._known}
+        what = f"{self._method.name} has no parameter {name!r}"
+        hint = did_you_mean(name, sorted(known))
+        if self._recipe.strict:
+            raise BadRequest(what, where=at(self._recipe.where, line), hint=hint)
+        self._ignore(Ignored(what, line, None if hint is None else str(hint)))
+
+    def _ignore(self, one: Ignored) -> None:
+        self._note(one.note(), one.line)
+        if one.meant is not None:
+            self._meant.append(f"line {one.line}: {one.what}; {one.meant}")
 
     def _is_own(self, name: str) -> bool:
         """Return whether a model may have its own value of a parameter."""
@@ -469,12 +484,29 @@ class _Resolver:
                 scope = scopes[0] if self._method.is_alone else shared
                 values.append((name, self._checked(name, tensor, scope, None)))
                 continue
+            is_nothing = [name == _DENSITY and self._is_none(tensor, scope) for scope in scopes]
+            # Nothing of such an expert is left, as if it had no weight.
+            weights = tuple(
+                0.0 if none else weight for none, weight in zip(is_nothing, weights, strict=True)
+            )
             each = tuple(
-                self._checked(name, tensor, scope, expert)
-                for scope, expert in zip(scopes, self._experts, strict=True)
+                1.0 if none else self._checked(name, tensor, scope, expert)
+                for none, scope, expert in zip(is_nothing, scopes, self._experts, strict=True)
             )
             values.append((name, each[0] if len(set(each)) == 1 else each))
         return tuple(values), weights
+
+    def _is_none(self, tensor: _Tensor, scopes: Sequence[Settings]) -> bool:
+        """Return whether nothing of an expert is left in a tensor: its density is 0."""
+        density, _ = self._found(_DENSITY, "float", tensor, scopes)
+        if density != 0 or not self._method.weighted:
+            return False
+        if self._method.elects:
+            return True
+        divides, _ = self._found(_NORMALIZE, "bool", tensor, scopes[-2:])
+        usual = self._method.parameters[_NORMALIZE].default
+        # The weight of one of which nothing is left would still count in the divisor.
+        return not (usual if divides is None else divides)
 
     def _checked(
         self, name: str, tensor: _Tensor, scopes: Sequence[Settings], model: Text | None
@@ -484,7 +516,7 @@ class _Resolver:
         value, line = self._found(name, known.kind, tensor, scopes)
         if value is None:
             if known.default is None:
-                self._refuse_missing(name, tensor, model)
+                self._refuse_missing(name, tensor, model, scopes)
             return known.default
         try:
             return known.check(value)
@@ -497,7 +529,7 @@ class _Resolver:
     ) -> Given:
         value, _ = self._found(name, kind, tensor, scopes)
         if value is None:
-            self._refuse_missing(name, tensor, model)
+            self._refuse_missing(name, tensor, model, scopes)
         return value
 
     def _found(
@@ -516,13 +548,17 @@ class _Resolver:
                 return found
         return None, self._recipe.line
 
-    def _refuse_missing(self, name: str, tensor: _Tensor, model: Text | None) -> NoReturn:
+    def _refuse_missing(
+        self, name: str, tensor: _Tensor, model: Text | None, scopes: Sequence[Settings]
+    ) -> NoReturn:
         of_model = "" if model is None else f" of {model}"
         for_tensor = f" for {tensor.name}" if tensor.name else ""
         line = self._recipe.method.line if model is None else model.line
         what = f"{self._method.name} needs the {name}{of_model}{for_tensor}"
-        hint = f"parameters: {{{name}: 0.5}}"
-        raise _Missing(what, where=at(self._recipe.where, line), hint=hint)
+        hint = next(iter(self._meant), f"parameters: {{{name}: 0.5}}")
+        # With filters, other tensors may have one.
+        error = _Missing if any(name in settings for settings in scopes) else BadRequest
+        raise error(what, where=at(self._recipe.where, line), hint=hint)
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -530,12 +566,12 @@ class _Resolver:
         """Return the type of the output: mergekit's `dtype` is also the type it computes in."""
         recipe = self._recipe
         for one in (recipe.dtype, recipe.out_dtype):
-            if one is not None and one.text.removeprefix(_PREFIX) not in DTYPES.values():
+            if one is not None and one.text.removeprefix(PREFIX) not in DTYPES.values():
                 self._refuse(
                     f"{one} is not supported; types: {', '.join(DTYPES.values())}",
                     one.line,
                 )
-        own = None if recipe.dtype is None else recipe.dtype.text.removeprefix(_PREFIX)
+        own = None if recipe.dtype is None else recipe.dtype.text.removeprefix(PREFIX)
         if recipe.dtype is not None and own != _ARITHMETIC and not self._stacked:
             self._note(
                 f"the merge is computed in {_ARITHMETIC}, and its result rounded once"
@@ -543,7 +579,7 @@ class _Resolver:
                 recipe.dtype.line,
             )
         chosen = recipe.out_dtype or recipe.dtype
-        return None if chosen is None else chosen.text.removeprefix(_PREFIX)
+        return None if chosen is None else chosen.text.removeprefix(PREFIX)
 
     def _vocabulary(self) -> Vocabulary | None:
         """Return what the recipe says of tokens."""

@@ -9,6 +9,7 @@ with filters: a filter is any part of a name, so parts are chosen that name no o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -20,8 +21,17 @@ from mstore.errors import BadRequest
 from mstore.objects.plan import Plan, PlanOperation
 from mstore.recipes.resolve import DTYPES, WEIGHT, KnownMethod
 from mstore.recipes.setting import Condition, Given, Setting
+from mstore.requests import BASE, UNION
+
+HEAD: Final = (
+    "# The recipe of this merge. Models are named by mstore's ids of their contents.",
+    "# The recipe of this merge. Models are named by refs; comments give ids of their contents.",
+)
+"""The first line: as it is stored, and with names of one store."""
 
 _ARITHMETIC: Final = "float32"
+_MODEL = re.compile(r'^([^"]*?(\w+): )"([0-9a-f]{64}(?:\+[0-9a-f]{64})?)"$', re.MULTILINE)
+"""A line that names a model."""
 
 # By tensor; what is not in it has the value of the merge itself.
 _Differing = Mapping[str, Given]
@@ -43,6 +53,24 @@ def recipe_of(
     if why is not None:
         raise BadRequest(f"no recipe can state this merge: {why}")
     return "\n".join(_Writer(plan, method, tensors, adapters).lines()) + "\n"
+
+
+def named(text: str, refs: Mapping[str, str]) -> str:
+    """Return a recipe as it is written, with refs for models that have one.
+
+    refs: by the ids of contents. Ids stay as comments: a ref may move.
+    """
+
+    def line(found: re.Match[str]) -> str:
+        start, key, ids = found.groups()
+        name = "+".join(refs.get(id, id) for id in ids.split("+"))
+        # Such a name is a word there.
+        if name == ids or (key == "tokenizer_source" and name in (BASE, UNION)):
+            return found[0]
+        return f"{start}{json.dumps(name)}  # {ids}"
+
+    changed = _MODEL.sub(line, text)
+    return changed if changed == text else changed.replace(*HEAD, 1)
 
 
 def _why_not(plan: Plan, method: KnownMethod) -> str | None:
@@ -82,7 +110,7 @@ class _Writer:
 
     def lines(self) -> Iterator[str]:
         plan = self._plan
-        yield "# The recipe of this merge. Models are named by mstore's ids of their contents."
+        yield HEAD[0]
         left_out = (
             ("Only tensors that match were merged", plan.criteria.only),
             ("Tensors that match are the base's", plan.criteria.skip),

@@ -38,7 +38,7 @@ from mstore_cli.merging import (
 )
 from mstore_cli.options import Codec, Message, Threads
 from mstore_cli.output import Screen, short
-from mstore_cli.recipes import RecipeFile
+from mstore_cli.recipes import RecipeFile, Strict
 from mstore_cli.session import Session, replaced
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
 from mstore_cli.vocabularies import Vocab
@@ -76,6 +76,7 @@ def merge(
         ),
     ] = None,
     recipe: RecipeFile = None,
+    strict: Strict = False,
     base: MaybeBase = None,
     expert: MaybeExperts = None,
     fisher: MaybeFishers = None,
@@ -128,7 +129,7 @@ def merge(
     name, and is merged as REF.NAME.
     """
     request: MergeRequest | None = None
-    wanted = Wanted(base, expert, method, param, recipe, vocab, fisher)
+    wanted = Wanted(base, expert, method, param, recipe, vocab, fisher, strict)
     if plan is None:
         if not wanted.is_complete(HELP):
             raise UsageError("give --plan, --recipe, or --base, --expert and --method", hint=HELP)
@@ -149,7 +150,7 @@ def merge(
         # Compared by identity: a 0 counts as given.
         option is not None and option is not False and option != []
         for option in (
-            *(base, expert, method, param, recipe, budget, max_error, dtype, no_analyze),
+            *(base, expert, method, param, recipe, strict, budget, max_error, dtype, no_analyze),
             *(score, only, skip, allow_missing, per_expert_budget, top_p, vocab, fisher),
         )
     ):

@@ -38,7 +38,7 @@ from mstore_cli.merging import (
 )
 from mstore_cli.options import Threads
 from mstore_cli.output import Screen, short
-from mstore_cli.recipes import RecipeFile
+from mstore_cli.recipes import RecipeFile, Strict
 from mstore_cli.session import Session
 from mstore_cli.vocabularies import Vocab
 
@@ -59,6 +59,7 @@ HELP = "mstore plan --help"
 def plan(
     session: Session,
     recipe: RecipeFile = None,
+    strict: Strict = False,
     base: MaybeBase = None,
     expert: MaybeExperts = None,
     fisher: MaybeFishers = None,
@@ -113,7 +114,7 @@ def plan(
         raise UsageError("--measure and --svg belong to --sweep", hint=HELP)
     if svg is not None:
         plots.require()
-    wanted = Wanted(base, expert, method, param, recipe, vocab, fisher)
+    wanted = Wanted(base, expert, method, param, recipe, vocab, fisher, strict)
     if not wanted.is_complete(HELP):
         raise UsageError("give --recipe, or --base, --expert and --method", hint=HELP)
     request = make_request(

@@ -15,9 +15,9 @@ from mstore_cli.session import Session
 def recipe(session: Session, revision: Revision) -> None:
     """Print how a snapshot was merged, as a recipe of mergekit (YAML).
 
-    The recipe is made from the plan, for merges by options too, and is the file mergekit_config.yml
-    of the snapshot. It names models by the ids of their contents, which `mstore merge --recipe`
-    takes in any store that has them. A budget is not in it: give it again.
+    The recipe is made from the plan, for merges by options too. It names models by their refs, with
+    the ids of their contents as comments. The file mergekit_config.yml of the snapshot has ids
+    alone: `mstore merge --recipe` takes these in any store. A budget is not in it: give it again.
     """
     with session.open() as store:
         text = store.recipe(revision)

@@ -17,16 +17,16 @@ from mstore.adapters.targets import is_adapter
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, SnapshotId
+from mstore.numeric.codes import CODES
 from mstore.recipes.layout import Layout, layers_of
 from mstore.recipes.nodes import at
-from mstore.recipes.prepared import Applied, Needed, prepare
+from mstore.recipes.prepared import APPLY, Applied, Needed, prepare
 from mstore.recipes.recipe import Recipe, Text
-from mstore.recipes.resolve import KnownMethod
+from mstore.recipes.resolve import DTYPES, KnownMethod
 from mstore.requests import PREPARED, MergeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 
-_APPLY: Final = "task_arithmetic"
 STACK: Final = "passthrough"
 """The method of stacks."""
 
@@ -92,7 +92,13 @@ def prepared(
     def same(one: Text, other: Text) -> bool:
         return manifests[one.text] == manifests[other.text]
 
-    recipe, needed = prepare(recipe, method, same=same, layers=layers)
+    @cache
+    def dtypes(model: Text) -> frozenset[str]:
+        tensors = catalog.tensors(list(catalog.manifest(manifests[model.text]).tensors().values()))
+        found = {tensor.dtype for tensor in tensors} & CODES.keys()
+        return frozenset(DTYPES.get(one, one) for one in found)
+
+    recipe, needed = prepare(recipe, method, same=same, layers=layers, dtypes=dtypes)
     known = dict(revisions)
     # What is made of a model that is not made yet is named after that one's branch.
     ids = {name: id.hex() for name, id in manifests.items()}
@@ -134,7 +140,7 @@ def _request_for(needed: Needed, revisions: Mapping[str, str]) -> MergeRequest:
         return MergeRequest(
             base=revisions[needed.model.text],
             experts=[revisions[needed.adapter.text]],
-            method=_APPLY,
+            method=APPLY,
         )
     base = revisions[needed.base.text]
     runs = [(revisions[model.text], first, end) for model, first, end in needed.runs]

@@ -12,13 +12,14 @@ from mstore.checkpoint.declared import MERGEKIT
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
-from mstore.merge.methods.method import Method, Select
+from mstore.merge.methods.method import Combine, Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
 from mstore.recipes.nodes import DEFAULT_LIMITS
 from mstore.recipes.resolve import KnownMethod, KnownParameter
-from mstore.recipes.write import recipe_of
+from mstore.recipes.write import named, recipe_of
+from mstore.requests import PREPARED
 from mstore.store.catalog import Catalog
 
 
@@ -48,6 +49,20 @@ def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> s
     return text
 
 
+def printed_recipe(catalog: Catalog, plan: Plan) -> str:
+    """Return the recipe of a plan with the refs that this store has for its models.
+
+    Of several refs for one model the shortest counts; branches of models that were made for a
+    recipe do not, as they may be removed.  Raises BadRequest if no recipe can state the plan.
+    """
+    text = recipe_text(catalog, plan)
+    refs: dict[str, str] = {}
+    for name, ref in sorted(catalog.refs().items(), key=lambda one: (len(one[0]), one[0])):
+        if not name.startswith(PREPARED):
+            refs.setdefault(catalog.snapshot(ref.snapshot_id()).manifest_id().hex(), name)
+    return named(text, refs)
+
+
 def known_method(method: Method) -> KnownMethod:
     """Return what resolving must know of a method."""
     return KnownMethod(
@@ -65,6 +80,7 @@ def known_method(method: Method) -> KnownMethod:
         baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
         is_alone=method.weight is not None,
         partial=method.weighted and method.experts is None,
+        elects=method.combine is Combine.ELECTED,
         refused={name: (usual, why) for name, usual, why in method.refuses},
     )
 

@@ -31,10 +31,16 @@ from mstore.store.tied import ties_embeddings
 
 
 def preparations(
-    catalog: Catalog, text: str, *, where: str, models: Mapping[str, str], document: int | None
+    catalog: Catalog,
+    text: str,
+    *,
+    where: str,
+    models: Mapping[str, str],
+    document: int | None,
+    strict: bool,
 ) -> tuple[Preparation, ...]:
     """Return what a recipe needs first, in order; see `Store.prepare_recipe`."""
-    recipe = chosen(parse(text, where), document)
+    recipe = chosen(parse(text, where, strict=strict), document)
     # Nothing is stored for a recipe that cannot be planned.
     _check(recipe)
     _, found = prepared(catalog, recipe, _method(recipe), _revisions(recipe, models))
@@ -42,13 +48,20 @@ def preparations(
 
 
 def request_of(
-    catalog: Catalog, text: str, *, where: str, models: Mapping[str, str], document: int | None
+    catalog: Catalog,
+    text: str,
+    *,
+    where: str,
+    models: Mapping[str, str],
+    document: int | None,
+    strict: bool,
 ) -> RecipeRequest:
     """Return the merge that a recipe asks for; see `Store.read_recipe`."""
-    recipe = chosen(parse(text, where), document)
+    recipe = chosen(parse(text, where, strict=strict), document)
     method = _method(recipe)
     revisions = _revisions(recipe, models)
     recipe, first_made = prepared(catalog, recipe, method, revisions)
+    method = _method(recipe)
     for one in first_made:
         try:
             catalog.resolve(one.ref)
@@ -91,13 +104,13 @@ def _revisions(recipe: Recipe, models: Mapping[str, str]) -> dict[str, str]:
     return {one.text: models.get(one.text, one.text) for one in recipe.named()}
 
 
-def checked(text: str, *, where: str) -> tuple[Recipe, ...]:
+def checked(text: str, *, where: str, strict: bool) -> tuple[Recipe, ...]:
     """Return the recipes of a file, checked as far as they can be without their models.
 
     A later one may name the merge of an earlier one by that one's name.  Raises BadRequest that
     names the line.
     """
-    recipes = parse(text, where)
+    recipes = parse(text, where, strict=strict)
     names: set[str] = set()
     for recipe in recipes[:-1]:
         if recipe.name is None or recipe.name.text in names:
@@ -115,7 +128,14 @@ def checked(text: str, *, where: str) -> tuple[Recipe, ...]:
 def _check(recipe: Recipe) -> None:
     method = _method(recipe)
     # What a model has is not known yet; a name alone says which one it is.
-    recipe, _ = prepare(recipe, method, same=lambda a, b: a.text == b.text, layers=lambda _: None)
+    recipe, _ = prepare(
+        recipe,
+        method,
+        same=lambda a, b: a.text == b.text,
+        layers=lambda _: None,
+        dtypes=lambda _: (),
+    )
+    method = _method(recipe)
     own = check(recipe, method, known_parameters=_parameters())
     if own is not None:
         try:

@@ -18,6 +18,7 @@ from mstore.adapters.inputs import Inputs
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ManifestId, TensorId
 from mstore.merge.planning.request import Request
+from mstore.merge.planning.stacked_config import unstackable
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Criteria, Plan, PlanExpert, Taken
 from mstore.objects.tensor import Tensor
@@ -113,7 +114,8 @@ def _member(
     catalog: Catalog, name: str, id: ManifestId, tensors: Mapping[str, TensorId]
 ) -> _Member:
     manifest = catalog.manifest(id)
-    counted = layers_of(config_of(catalog, manifest))
+    config = config_of(catalog, manifest)
+    counted = layers_of(config)
     layout = Layout.of(tensors, counted)
     stack = layout.main
     if stack is None:
@@ -126,6 +128,13 @@ def _member(
         # Layers that share weights.
         raise Incompatible(
             f"its config.json counts {counted} layers, and its tensors have {layout.stacks[stack]}",
+            where=name,
+        )
+    entry = unstackable(config)
+    if entry is not None:
+        raise Incompatible(
+            f"its config.json has {entry}, so tensors outside of its layers hold values of every "
+            "layer, and a stack takes tensors as they are",
             where=name,
         )
     layers: list[dict[str, str]] = [{} for _ in range(layout.stacks[stack])]

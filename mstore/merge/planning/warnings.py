@@ -15,6 +15,7 @@ from mstore.adapters.targets import is_adapter
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations, fishers_of
+from mstore.merge.planning.stacked_config import stacked_config
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.tied import (
     left_to_base,
@@ -28,6 +29,7 @@ from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Pl
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
 from mstore.store.plan_rows import Overflow, Source, Sources
 from mstore.store.tied import own_head, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers
@@ -46,6 +48,7 @@ OTHER_TENSORS = "other tensors"
 OWN_HEAD = "head of its own"
 OVERFLOW = "overflow"
 LICENCE_TERMS = "licences"
+CONFIG_LEFT = "config of a stack"
 _NAMED = 3
 
 
@@ -56,7 +59,7 @@ class MergeWarning:
     kind: str
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
     over budget, expert left out, expert trimmed away, adapter of another base, tokens in other
-    rows, other tensors, head of its own, overflow, or licences"""
+    rows, other tensors, head of its own, config of a stack, overflow, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -76,6 +79,18 @@ def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         MergeWarning(kind, sources.experts[k].name, text)
         for k in range(len(plan.experts) - fishers_of(plan))
         for kind, text in _of(plan, sources, k)
+    )
+
+
+def stack_warnings(catalog: Catalog, plan: Plan) -> tuple[MergeWarning, ...]:
+    """Return a warning for each thing that the config of a stack cannot say of its layers."""
+    if not plan.layers:
+        return ()
+    members = (plan.base_id(), *(expert.manifest_id() for expert in plan.experts))
+    configs = [config_of(catalog, catalog.manifest(member)) for member in members]
+    return tuple(
+        MergeWarning(CONFIG_LEFT, None, f"config.json: {one}; correct it before you use the model")
+        for one in stacked_config(configs, plan.layers).left
     )
 
 

@@ -37,7 +37,6 @@ from mstore.merge.running.ready import Ready
 from mstore.merge.running.records import Records, coverage
 from mstore.merge.running.sink import Sink
 from mstore.merge.running.slices import SLICE_BYTES, Slice
-from mstore.merge.running.stacking import EARLIER, LISTS
 from mstore.merge.running.work_list import WorkList
 from mstore.objects.coverage import Coverage
 from mstore.objects.manifest import Manifest
@@ -118,8 +117,7 @@ class Engine:
         ready = ready or Ready(catalog, plan)
         tasks = ready.tasks
         tasks.charge(self._expert_meter)
-        lists = EARLIER if papers is Form.STACKLESS else LISTS
-        layout = Layout(catalog, tasks, lists)
+        layout = Layout(catalog, tasks)
         limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
         self._base_meter = Meter("base")
         written: set[BlockId] = set()

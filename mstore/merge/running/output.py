@@ -19,7 +19,7 @@ from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
 from mstore.merge.planning.tied import left_to_base, own_head_of
-from mstore.merge.running.stacking import LISTS, Lists, Stack
+from mstore.merge.running.stacking import Stack
 from mstore.merge.running.task import Tasks
 from mstore.numeric.codes import CASTS, CODES
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
@@ -49,16 +49,14 @@ class Layout:
     Reads headers and the two small files if an output dtype was requested, and nothing else.
     """
 
-    def __init__(self, catalog: Catalog, tasks: Tasks, lists: Lists = LISTS) -> None:
+    def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
         self._tasks = tasks
         self._dtype = tasks.plan.dtype
         self._own_dtypes = {one.name: one.dtype for one in tasks.plan.tensors if one.dtype}
         self.base: Manifest = catalog.manifest(tasks.plan.base_id())
         self._stack = (
-            Stack(catalog, tasks.plan, tasks.inputs, self.base, lists)
-            if tasks.plan.layers
-            else None
+            Stack(catalog, tasks.plan, tasks.inputs, self.base) if tasks.plan.layers else None
         )
         own_head = own_head_of(catalog, tasks.plan, tasks.inputs, tasks.first)
         self._has_own_head = own_head is not None

@@ -40,7 +40,6 @@ from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
-from mstore.merge.running.stacking import has_earlier_config
 from mstore.objects.manifest import OPAQUE, File, Manifest
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.objects.snapshot import SnapshotRecord
@@ -122,8 +121,8 @@ class Form(IntEnum):
 
     EARLIER: the card gives, for a merge that leaves chunks out, only the command of the whole
     merge. EARLIER and CARD: there is no recipe, but the base's if it has one. STACKLESS: the recipe
-    does not tell how a parent was stacked, a parent that is a merge names the base, and the config
-    of a stack is `stacking.EARLIER`. They are made where such a merge is run again.
+    does not tell how a parent was stacked, and a parent that is a merge names the base. They are
+    made where such a merge is run again.
     """
 
     NONE = 0
@@ -418,11 +417,9 @@ def form_of(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> Form:
         current = Papers(catalog, plan, Form.CURRENT)
         is_current = base.file(MERGEKIT) is None and current.is_card_of(record.manifest_id())
         return Form.CURRENT if is_current else Form.CARD
-    is_earlier = has_earlier_config(catalog, plan, ours)
-    if is_earlier is None:
-        stackless = Papers(catalog, plan, Form.STACKLESS)
-        is_earlier = stackless.is_card_of(record.manifest_id())
-    return Form.STACKLESS if is_earlier else Form.CURRENT
+    stackless = Papers(catalog, plan, Form.STACKLESS)
+    is_stackless = stackless.is_card_of(record.manifest_id())
+    return Form.STACKLESS if is_stackless else Form.CURRENT
 
 
 def _has_own_recipe(ours: Manifest, base: Manifest) -> bool:

@@ -2,57 +2,32 @@
 
 A tensor of a name that the base has stands where the base's stood; a new one follows the tensors of
 the file that has its source's name in the base, else of the last file.  Makes new headers, the
-shard index and the config's number of layers.  Reads headers and these two files, no weights.
+shard index and the config.  Reads headers, the index and configs, no weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
-
-import msgspec
+from collections.abc import Sequence
+from typing import Any
 
 from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.merge.planning.stacked_config import stacked_config
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
-from mstore.recipes.layout import COUNTS, TEXT_CONFIGS
 from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
 from mstore.store.rebuilt import header_of, index_of, shards_of
-
-
-class Lists(msgspec.Struct, frozen=True):
-    """What configs say of single layers.
-
-    per_layer: lists with an entry for each layer. numbers: lists of the layers of one kind.  parts:
-    where a config has that of its text model.  EARLIER: as in stacks of earlier versions, where
-    they are made again.
-    """
-
-    per_layer: tuple[str, ...]
-    numbers: tuple[str, ...]
-    parts: tuple[str, ...]
-
-
-LISTS: Final = Lists(
-    ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "block_configs"),
-    ("moe_layers", "mlp_only_layers", "attn_layer_indices", "full_attn_idxs"),
-    TEXT_CONFIGS,
-)
-EARLIER: Final = Lists(("layer_types",), (), ("text_config", "llm_config"))
 
 
 class Stack:
     """The files of one plan with layers."""
 
-    def __init__(
-        self, catalog: Catalog, plan: Plan, inputs: Inputs, base: Manifest, lists: Lists = LISTS
-    ) -> None:
+    def __init__(self, catalog: Catalog, plan: Plan, inputs: Inputs, base: Manifest) -> None:
         self._catalog = catalog
-        self._lists = lists
         self._plan = plan
         ids = [inputs.members[one.member][one.source] for one in plan.taken]
         records = inputs.records(ids)
@@ -92,7 +67,9 @@ class Stack:
             return None
         if file.path == CONFIG:
             fields = json_object(self._catalog.read_parts(file.parts))
-            changed = _stacked_config(fields, self._plan, self._lists)
+            experts = [one.manifest_id() for one in self._plan.experts]
+            others = [config_of(self._catalog, self._catalog.manifest(one)) for one in experts]
+            changed = stacked_config([fields, *others], self._plan.layers).fields
             return None if changed == fields else json_bytes(changed)
         if file.path.endswith(INDEX_SUFFIX):
             return self._index(file.path, json_object(self._catalog.read_parts(file.parts)))
@@ -111,47 +88,3 @@ class Stack:
         return self._catalog.tensors(
             [part.tensor_id() for file in files for part in file.tensors()]
         )
-
-
-def has_earlier_config(catalog: Catalog, plan: Plan, made: Manifest) -> bool | None:
-    """Return whether a stack has the config that earlier versions gave it.
-
-    None if it is no stack, or if they gave it the same.
-    """
-    file = catalog.manifest(plan.base_id()).file(CONFIG)
-    own = made.file(CONFIG)
-    if not plan.layers or file is None or own is None or file.form != OPAQUE:
-        return None
-    fields = json_object(catalog.read_parts(file.parts))
-    new, earlier = (_stacked_config(fields, plan, lists) for lists in (LISTS, EARLIER))
-    if new == earlier:
-        return None
-    return json_object(catalog.read_parts(own.parts)) == earlier
-
-
-def _stacked_config(fields: Mapping[str, Any], plan: Plan, lists: Lists) -> dict[str, Any]:
-    """Return a config with the number of layers, also in parts of the model."""
-    changed = _counted(fields, plan, lists)
-    for key in lists.parts:
-        part = fields.get(key)
-        if isinstance(part, dict):
-            changed[key] = _counted(part, plan, lists)
-    return changed
-
-
-def _counted(fields: Mapping[str, Any], plan: Plan, lists: Lists) -> dict[str, Any]:
-    layers = plan.layers
-    changed = dict(fields)
-    for key in COUNTS:
-        count = fields.get(key)
-        if type(count) is int and count > 0:
-            changed[key] = len(layers)
-            for name in lists.per_layer:
-                own = fields.get(name)
-                if isinstance(own, list) and len(own) == count:
-                    changed[name] = [own[min(layer, count - 1)] for _, layer in layers]
-            for name in lists.numbers:
-                own = fields.get(name)
-                if isinstance(own, list):
-                    changed[name] = [n for n, (_, layer) in enumerate(layers) if layer in own]
-    return changed

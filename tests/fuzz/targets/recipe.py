@@ -34,7 +34,9 @@ def target(data: bytes) -> None:
                 method,
                 same=lambda one, other: one.text == other.text,
                 layers=lambda model: LAYERS if len(model.text) < 3 else None,
+                dtypes=lambda model: ("bfloat16",) if len(model.text) < 3 else (),
             )
+            method = known_method(registry.find(prepared.method.text))
             models = {one.text: one.text for one in prepared.named()}
             names = SEEING if is_seeing else NAMES
             found = resolve(prepared, names, method, models=models, layers=4)
