@@ -53,7 +53,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "informed": ("fisher", {}, {"budget": 0.6}),
     "floors": ("fisher", {"floor": 0.1}, {"dtype": "F32"}),
     "important": ("arcee_fusion", {}, {}),
-    "safe": ("safe", {"threshold": 0.02, "alpha": 0.3}, {}),
+    "guarded": ("guarded", {"threshold": 0.02, "alpha": 0.3}, {}),
     "stock": ("model_stock", {}, {}),
     "deltas": ("multislerp", {}, {"budget": 0.6}),
     "wholes": ("multislerp", {"around_base": False}, {}),
@@ -67,7 +67,7 @@ def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
     if WAYS[way][0] in ("slerp", "passthrough", "nearswap", "arcee_fusion"):
         return {"e1": 1.0}
-    if WAYS[way][0] == "safe":
+    if WAYS[way][0] == "guarded":
         return {"e0": 1.0, "e2": 1.0}
     if WAYS[way][0] in ("model_stock", "karcher", "ram", "ramplus_tl", "sce"):
         return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
@@ -167,7 +167,7 @@ def contributions(
             np.where(own, d.astype(np.float64) * np.where(many == 1, float(weight), 1 / many), 0.0)
             for d, own, weight in zip(deltas, kept, w, strict=True)
         ]
-    if method in ("slerp", "karcher", "passthrough", "safe") or "around_base" in given:
+    if method in ("slerp", "karcher", "passthrough", "guarded") or "around_base" in given:
         gaps = [reference.single(expert).astype(np.float64) - b for expert in experts]
         return (math.fsum([factor, *map(float, w)]) - 1) * b, [
             np.where(gone, 0.0, gap) * float(weight)

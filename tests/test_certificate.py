@@ -58,7 +58,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("multislerp", {}),
     ("multislerp", {"around_base": False, "normalize_weights": False}),
     ("karcher", {}),
-    ("safe", {"threshold": 0.1, "alpha": 0.3}),
+    ("guarded", {"threshold": 0.1, "alpha": 0.3}),
 ]
 ALONE = ("slerp", "passthrough", "nearswap")
 UNWEIGHTED = ("model_stock", "karcher")

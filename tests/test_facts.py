@@ -25,7 +25,7 @@ METHODS: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     ("multislerp", {"around_base": False}, 2, "its angles cannot be measured"),
     ("karcher", {}, 2, "its angles cannot be measured"),
     ("model_stock", {}, 2, "its angles cannot be measured"),
-    ("safe", {"threshold": 0.5}, 2, "its angles cannot be measured"),
+    ("guarded", {"threshold": 0.5}, 2, "its angles cannot be measured"),
     ("sce", {}, 2, "its experts cannot be weighed by squares of deltas"),
     ("sce", {"select_topk": 0.5}, 2, "its experts cannot be weighed by squares of deltas"),
     ("arcee_fusion", {}, 1, "importance has no quartiles"),

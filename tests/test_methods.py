@@ -245,7 +245,7 @@ def test_what_others_decide_has_no_coefficients(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [name for name in METHODS if name not in ("slerp", "karcher", "nearswap", "safe")]
+    "method", [name for name in METHODS if name not in ("slerp", "karcher", "nearswap", "guarded")]
 )
 def test_untouched_chunks_are_the_base(method: str) -> None:
     """Every method leaves a chunk that nobody touches as it is, but sums of whole experts: linear
