@@ -60,6 +60,12 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sphere": ("karcher", {}, {"budget": 0.5}),
     "slerp": ("slerp", {"t": 0.3}, {}),
     "turns": ("slerp", {"t": 0.8}, {"budget": 0.5, "dtype": "F32"}),
+    "half of a mean": ("linear", {"scale": 0.5}, {"budget": 0.6}),
+    "beyond a sum": ("linear", {"normalize": False, "scale": -2.0}, {}),
+    "half of ties": ("ties", {"density": 0.3, "scale": 0.5}, {}),
+    "beyond near": ("nearswap", {"t": 0.3, "scale": 2.0}, {}),
+    "half informed": ("fisher", {"scale": 0.5}, {"budget": 0.6}),
+    "half of stock": ("model_stock", {"scale": 0.5}, {}),
 }
 
 
@@ -292,6 +298,8 @@ def test_shares_are_those_of_the_definition(
             reference.row_length(family.base[planned.name].shape),
             0.0 if mixture is None else mixture.base,
         )
+        if method != "passthrough":
+            own, *parts = (parameters.get("scale", 1.0) * one for one in (own, *parts))
         m = own + sum(parts)
         square = float(m @ m)
         assert one.elements == base.size

@@ -59,6 +59,22 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("multislerp", {"around_base": False, "normalize_weights": False}),
     ("karcher", {}),
     ("guarded", {"threshold": 0.1, "alpha": 0.3}),
+    ("linear", {"scale": 0.3}),
+    ("linear", {"scale": -1e6}),
+    ("linear", {"scale": 2.5, "normalize": False}),
+    ("task_arithmetic", {"scale": -1.7, "lambda": 0.3, "normalize": True}),
+    ("dare_linear", {"scale": 1e-38, "density": 0.5, "seed": 1}),
+    ("breadcrumbs", {"scale": 3.0, "density": 0.5, "gamma": 0.3}),
+    ("slerp", {"scale": 0.37, "t": 0.3}),
+    ("slerp", {"scale": -40.0, "t": 0.999}),
+    ("nearswap", {"scale": 3.0, "t": 1e-3}),
+    ("nearswap", {"scale": -0.37, "t": 3.0}),
+    ("nearswap", {"scale": 1e-40, "t": 1e38}),
+    ("model_stock", {"scale": 1e3}),
+    ("nuslerp", {"scale": -0.1}),
+    ("multislerp", {"scale": 7.0}),
+    ("karcher", {"scale": 0.7}),
+    ("guarded", {"scale": 1.5, "threshold": 0.1, "alpha": 0.3}),
 ]
 ALONE = ("slerp", "passthrough", "nearswap")
 UNWEIGHTED = ("model_stock", "karcher")
