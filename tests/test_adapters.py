@@ -175,7 +175,7 @@ def test_an_adapter_is_merged_like_the_model_it_makes(
         ("model_stock", {}),
         ("multislerp", {}),
         ("nuslerp", {}),
-        ("safe", {"threshold": 0.1, "alpha": 0.5}),
+        ("guarded", {"threshold": 0.1, "alpha": 0.5}),
     ],
 )
 def test_adapters_are_compared_with_each_other(

@@ -53,13 +53,19 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "informed": ("fisher", {}, {"budget": 0.6}),
     "floors": ("fisher", {"floor": 0.1}, {"dtype": "F32"}),
     "important": ("arcee_fusion", {}, {}),
-    "safe": ("safe", {"threshold": 0.02, "alpha": 0.3}, {}),
+    "guarded": ("guarded", {"threshold": 0.02, "alpha": 0.3}, {}),
     "stock": ("model_stock", {}, {}),
     "deltas": ("multislerp", {}, {"budget": 0.6}),
     "wholes": ("multislerp", {"around_base": False}, {}),
     "sphere": ("karcher", {}, {"budget": 0.5}),
     "slerp": ("slerp", {"t": 0.3}, {}),
     "turns": ("slerp", {"t": 0.8}, {"budget": 0.5, "dtype": "F32"}),
+    "half of a mean": ("linear", {"scale": 0.5}, {"budget": 0.6}),
+    "beyond a sum": ("linear", {"normalize": False, "scale": -2.0}, {}),
+    "half of ties": ("ties", {"density": 0.3, "scale": 0.5}, {}),
+    "beyond near": ("nearswap", {"t": 0.3, "scale": 2.0}, {}),
+    "half informed": ("fisher", {"scale": 0.5}, {"budget": 0.6}),
+    "half of stock": ("model_stock", {"scale": 0.5}, {}),
 }
 
 
@@ -67,7 +73,7 @@ def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
     if WAYS[way][0] in ("slerp", "passthrough", "nearswap", "arcee_fusion"):
         return {"e1": 1.0}
-    if WAYS[way][0] == "safe":
+    if WAYS[way][0] == "guarded":
         return {"e0": 1.0, "e2": 1.0}
     if WAYS[way][0] in ("model_stock", "karcher", "ram", "ramplus_tl", "sce"):
         return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
@@ -167,7 +173,7 @@ def contributions(
             np.where(own, d.astype(np.float64) * np.where(many == 1, float(weight), 1 / many), 0.0)
             for d, own, weight in zip(deltas, kept, w, strict=True)
         ]
-    if method in ("slerp", "karcher", "passthrough", "safe") or "around_base" in given:
+    if method in ("slerp", "karcher", "passthrough", "guarded") or "around_base" in given:
         gaps = [reference.single(expert).astype(np.float64) - b for expert in experts]
         return (math.fsum([factor, *map(float, w)]) - 1) * b, [
             np.where(gone, 0.0, gap) * float(weight)
@@ -292,6 +298,8 @@ def test_shares_are_those_of_the_definition(
             reference.row_length(family.base[planned.name].shape),
             0.0 if mixture is None else mixture.base,
         )
+        if method != "passthrough":
+            own, *parts = (parameters.get("scale", 1.0) * one for one in (own, *parts))
         m = own + sum(parts)
         square = float(m @ m)
         assert one.elements == base.size

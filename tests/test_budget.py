@@ -43,7 +43,7 @@ ADDITIVE = {
     "passthrough": ({"scale": 1.25}, (1.0,)),
     "nearswap": ({"t": 0.02}, (1.0,)),
     "arcee_fusion": ({}, (1.0,)),
-    "safe": ({"threshold": 0.0, "alpha": 0.25}, (1.0, 1.0)),
+    "guarded": ({"threshold": 0.0, "alpha": 0.25}, (1.0, 1.0)),
 }
 CONSENSUS = {
     "sce": ({"select_topk": 0.4}, (1.0, 1.0, 1.0)),

@@ -644,6 +644,24 @@ def test_one_tied_tensor_under_two_names(family: Family, tmp_path: Path) -> None
     family.combine("cat", {"head": 1.0, "other": 0.5})
 
 
+@pytest.mark.parametrize("method", ["cat", "svd", "linear", "ties_svd"])
+def test_no_adapter_of_infinities(
+    family: Family, method: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Finite adapters whose combination float32 does not hold are refused by the name of a module,
+    without a warning of numpy."""
+    huge = adapter(51)
+    for module in (Q, UP):
+        huge.factors[module] = tuple(one * np.float32(1e30) for one in huge.factors[module])
+    family.add("huge", huge)
+    given = {"density": 0.5} if method == "ties_svd" else {}
+    asked: dict[str, Any] = {"experts": {"huge": 1e30}, "method": method, "parameters": given}
+    with pytest.raises(Incompatible, match=r"too large for F32|not finite") as refused:
+        family.store.combine_adapters(name="never", **asked)
+    assert refused.value.where in (Q, UP)
+    assert not [one for one in recwarn if one.category is RuntimeWarning]
+
+
 def test_on_the_command_line(tmp_path: Path) -> None:
     """It says what was combined and what is left out; a merge takes the result."""
     mstore = Program(tmp_path / "store")

@@ -103,7 +103,7 @@ def asked(method: Method, draw: random.Random) -> MergeRequest:
     choices = [1.0, 0.5, -0.25, 0.7] if balanced else [1.0, 0.5, 0.7]
     weights = [draw.choice(choices) if method.weighted else 1.0 for _ in experts]
     for _ in range(100):
-        given = {one.name: value(one, draw, count) for one in method.parameters}
+        given = {one.name: value(one, draw, count) for one in method.accepted}
         try:
             method.apply(given, weights)
         except BadRequest:

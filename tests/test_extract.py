@@ -242,6 +242,39 @@ def test_what_is_refused(store: Store, tmp_path: Path) -> None:
         store.extract_lora("expert", "base", name="expert")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", [f"{Q}.weight", f"{WIDE}.weight"])
+def test_no_adapter_of_infinities(
+    store: Store, tmp_path: Path, name: str, dtype: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A difference of finite elements that no finite factors can hold is refused by the name of its
+    tensor, without a warning of numpy: nothing is published."""
+    add(store, tmp_path, {name: np.full(base_tensors()[name].shape, np.float32(3e38))})
+    with pytest.raises(Incompatible, match="too large for factors of") as refused:
+        store.extract_lora("expert", "base", name="lora", rank=4, dtype=dtype)
+    assert refused.value.where == name
+    assert "lora" not in store
+    assert not [one for one in recwarn if one.category is RuntimeWarning]
+
+
+def test_the_error_is_finite_beside_a_huge_vector(store: Store, tmp_path: Path) -> None:
+    """A vector that is stored whole may differ by more than float32 holds; one with a NaN is
+    refused by its name."""
+    tensors = base_tensors()
+    tensors[f"{NORM}.weight"] = np.full(60, -3e38, np.float32)
+    store.add(save(tmp_path / "low", tensors), name="low")
+    tensors[f"{NORM}.weight"] = np.full(60, 3e38, np.float32)
+    tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"] + low_rank(3, SHAPES[Q], 1)
+    store.add(save(tmp_path / "high", tensors), name="high")
+    report = store.extract_lora("high", "low", name="lora", rank=2)
+    assert report.relative_error == 0 or report.relative_error < 1e-30
+    tensors[f"{NORM}.weight"][3] = np.nan
+    store.add(save(tmp_path / "nan", tensors), name="nan")
+    with pytest.raises(Incompatible, match="not finite") as refused:
+        store.extract_lora("nan", "low", name="other", rank=2)
+    assert refused.value.where == f"{NORM}.weight"
+
+
 def test_on_the_command_line(tmp_path: Path) -> None:
     """It says what is left out, and how to apply what there is."""
     mstore = Program(tmp_path / "store")

@@ -60,8 +60,9 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
     ],
 )
 def test_defaults_are_filled_in(method: str, defaults: dict[str, Value]) -> None:
-    """Without a word from the user, a method has exactly its documented parameters."""
+    """Without a word from the user, a method has exactly its documented parameters, and scale."""
     parsed = find(method).parse({})
+    defaults = defaults | {"scale": 1.0}
     assert parsed == defaults
     assert {name: type(value) for name, value in parsed.items()} == {
         name: type(value) for name, value in defaults.items()
@@ -245,7 +246,7 @@ def test_what_others_decide_has_no_coefficients(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [name for name in METHODS if name not in ("slerp", "karcher", "nearswap", "safe")]
+    "method", [name for name in METHODS if name not in ("slerp", "karcher", "nearswap", "guarded")]
 )
 def test_untouched_chunks_are_the_base(method: str) -> None:
     """Every method leaves a chunk that nobody touches as it is, but sums of whole experts: linear

@@ -6,6 +6,7 @@ published; the library sees sums of squares only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -418,6 +419,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], Sequence[float], str], ...] = (
     ("nuslerp", {}, [1.0], "2 experts, not 1"),
     ("karcher", {}, [1.0, 0.5], "has no weight"),
     ("karcher", {"max_iter": -1}, [1.0, 1.0], "max_iter"),
+    ("karcher", {"max_iter": 2**63}, [1.0, 1.0], "max_iter"),
     ("passthrough", {}, [1.0, 1.0], "one expert"),
     ("passthrough", {}, [0.5], "has no weight; its parameters: scale"),
     ("passthrough", {"scale": 1e39}, [1.0], "scale"),
@@ -524,3 +526,77 @@ def test_any_vectors_have_finite_factors_or_are_refused(
             found = np.sum([c * one for c, one in zip(made.weights, vectors, strict=True)], axis=0)
             wanted = math.fsum(w * norm for w, norm in zip(weights, norms, strict=True)) / total
             assert np.linalg.norm(found) == pytest.approx(wanted, rel=1e-4)
+
+
+def gram_of(vectors: Sequence[Double]) -> list[list[float]]:
+    """The inner products that a method gets of experts: the base is zero, or has no part."""
+    sides = [np.zeros_like(vectors[0]), *vectors]
+    return [[float(a @ b) for b in sides] for a in sides]
+
+
+ENDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(
+        ("karcher", {"tol": tol, "max_iter": n})
+        for tol in (0, 5e-324, 1)
+        for n in (0, 1, 2**63 - 1)
+    ),
+    *(("slerp", {"t": t}) for t in (0, 5e-324, 1)),
+    *(("nuslerp", {"around_base": around}) for around in (False, True)),
+    *(
+        ("multislerp", {"eps": eps, "normalize_weights": normalize})
+        for eps in (0, 5e-324, 1)
+        for normalize in (False, True)
+    ),
+    ("model_stock", {}),
+)
+WEIGHTED = ("nuslerp", "multislerp")
+
+
+@pytest.mark.parametrize(("method", "parameters"), ENDS)
+def test_parameters_at_the_ends_of_their_ranges(method: str, parameters: dict[str, Any]) -> None:
+    """At the ends of the ranges of their parameters, methods mix vectors that are equal, parallel,
+    opposite, tiny, huge or zero by finite factors, or refuse in their own words; and soon."""
+    rng = np.random.default_rng(4)
+    one, other = rng.standard_normal((2, 64))
+    scales = (1.0, 0.5, -1.0, 1e-44, 1e38, -1e38, 0.0, 3.0000001)
+    vectors = [np.zeros(64), other, one + 1e-9 * other, *(scale * one for scale in scales)]
+    sides: tuple[tuple[float, ...], ...] = ((1.0, 1.0),)
+    if method in WEIGHTED:
+        sides += ((1e-45, 3e38), (1.0, -0.99999), (1e38, -1e38), (0.0, 2.0))
+    count = 1 if method == "slerp" else 2
+    for first, second in itertools.product(vectors, repeat=2):
+        for weights in sides:
+            asked = operation(method, parameters, weights[:count])
+            gram = gram_of([first, second])
+            if method == "slerp":
+                gram = [row[1:] for row in gram[1:]]
+            with contextlib.suppress(BadRequest):
+                assert np.isfinite(asked.settle(gram).weights).all()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 3.0])
+def test_the_mean_of_parallel_vectors_without_a_tolerance(factor: float) -> None:
+    """Without a tolerance, the Karcher mean of parallel vectors has their direction and the mean of
+    their norms; of opposite ones it has the first's."""
+    one = np.random.default_rng(5).standard_normal(256)
+    for sign in (1, -1):
+        asked = operation("karcher", {"tol": 0, "max_iter": 2**63 - 1}, (1.0, 1.0))
+        a, b = asked.settle(gram_of([one, sign * factor * one])).weights
+        assert np.allclose(a * one + b * sign * factor * one, (1 + factor) / 2 * one, rtol=1e-6)
+
+
+def test_steps_of_karcher_end() -> None:
+    """However many steps are allowed, and without a tolerance, Karcher's steps end; a thousand are
+    always taken if asked for."""
+    rng = np.random.default_rng(6)
+    far = [*np.eye(64)[:3], *(-np.eye(64)[:3] + 1e-3 * rng.standard_normal((3, 64)))]
+    for vectors in (far, list(rng.standard_normal((5, 64)))):
+        gram = gram_of(vectors)
+        found = {}
+        for count in (999, 1000, 10_000, 2**63 - 1):
+            asked = operation("karcher", {"tol": 0, "max_iter": count}, (1.0,) * len(vectors))
+            found[count] = asked.settle(gram).weights
+            assert np.isfinite(found[count]).all()
+        # The first are near their mean after ten steps; no further step changes more than rounding.
+        if vectors is not far:
+            assert np.allclose(found[999], found[2**63 - 1], rtol=1e-6)

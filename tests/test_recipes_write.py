@@ -110,10 +110,10 @@ BY_OPTIONS = {
         parameters={"k": 1, "tall_mask_lambda": (0.25, 0.5)},
     ),
     "arcee_fusion": MergeRequest(base="base", experts=["code"], method="arcee_fusion"),
-    "safe": MergeRequest(
+    "guarded": MergeRequest(
         base="base",
         experts=["code", "math"],
-        method="safe",
+        method="guarded",
         parameters={"threshold": 0.25, "alpha": 0.5},
     ),
     "nearswap": MergeRequest(

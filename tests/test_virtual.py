@@ -71,8 +71,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "arcee_fusion": {"method": "arcee_fusion", "experts": ["e1"], "budget": 0.7},
     "nearswap": {"method": "nearswap", "parameters": {"t": 0.02}, "experts": ["e1"]},
     "model_stock": {"method": "model_stock", "experts": ["e0", "e1", "e2"]},
-    "safe": {
-        "method": "safe",
+    "guarded": {
+        "method": "guarded",
         "parameters": {"threshold": 0.02, "alpha": 0.5},
         "experts": ["e0", "e2"],
     },

@@ -140,7 +140,9 @@ def extract(
         )
     with Transaction(catalog, f"extract {name}") as transaction:
         run = _Run(catalog, transaction, rank, dtype, work, progress)
-        manifest = run.manifest(base[0])
+        # What is not finite is refused by name.
+        with np.errstate(over="ignore", invalid="ignore"):
+            manifest = run.manifest(base[0])
         snapshot, record, move = derived(
             catalog,
             transaction,
@@ -311,8 +313,10 @@ class _Run:
                 tensors[key] = put_factor(self._transaction, key, factor, self._dtype)
             self._tick(theirs)
         for name, ours, theirs in self._work.whole:
-            delta = self._delta(ours, theirs)
-            self.errors.add_whole(float(np.square(delta, dtype=np.float64).sum()))
+            squares = self._squares(ours, theirs)
+            if not math.isfinite(squares):
+                raise _not_finite("has elements that are not finite", name)
+            self.errors.add_whole(squares)
             tensors[self._whole_name(name)] = theirs
             self._tick(theirs)
         return put_files(self._transaction, tensors, self._config(base))
@@ -351,21 +355,24 @@ class _Run:
     def _factors(self, name: str, ours: Tensor, theirs: Tensor) -> tuple[Singles, Singles]:
         """Return (left, right) as they are stored, and take note of what they leave."""
         rows, columns = ours.shape
-        pieces = (panel.tobytes() for panel in self._panels(ours, theirs))
+        pieces = ((expert - base).tobytes() for base, expert in self._panels(ours, theirs))
         data = fs.unnamed(self._transaction.directory, pieces)
         delta = np.frombuffer(data, dtype=np.float32).reshape(rows, columns)
         if not np.isfinite(delta).all():
-            raise Incompatible("has elements that are not finite", where=name)
+            raise _not_finite("has elements, or differences, that are not finite", name)
         rank = min(self._rank, rows, columns)
         if rank < self._rank:
             self._ranks[name.removesuffix(_WEIGHT)] = rank
         found = truncated(delta, rank, seed=zlib.crc32(name.encode()))
         left, right = (one.astype(array_dtype(self._dtype)).astype(np.float32) for one in found)
-        self.errors.add(name, *squares_left(delta, left, right))
+        squares, rest = squares_left(delta, left, right)
+        if not math.isfinite(rest):
+            raise _not_finite(f"its difference is too large for factors of {self._dtype}", name)
+        self.errors.add(name, squares, rest)
         return left, right
 
-    def _panels(self, ours: Tensor, theirs: Tensor) -> Iterator[Singles]:
-        """Yield the difference, some blocks at a time."""
+    def _panels(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Singles, Singles]]:
+        """Yield the elements of both, some blocks at a time."""
         count = math.prod(ours.shape)
         # Both are powers of two, so a step is whole blocks of either type.
         step = max(_PANEL, self._catalog.block_size)
@@ -373,10 +380,14 @@ class _Run:
             base, expert = (
                 self._elements(one, start, min(step, count - start)) for one in (ours, theirs)
             )
-            yield expert - base
+            yield base, expert
 
-    def _delta(self, ours: Tensor, theirs: Tensor) -> Singles:
-        return np.concatenate([np.zeros(0, np.float32), *self._panels(ours, theirs)])
+    def _squares(self, ours: Tensor, theirs: Tensor) -> float:
+        """Return the squared norm of the difference."""
+        return math.fsum(
+            float(np.square(expert.astype(np.float64) - base).sum())
+            for base, expert in self._panels(ours, theirs)
+        )
 
     def _elements(self, record: Tensor, start: int, count: int) -> Singles:
         """Return elements from `start`, the first one of a block."""
@@ -384,6 +395,10 @@ class _Run:
         numbers = range(start // each, -(-(start + count) // each))
         data = self._catalog.read_blocks([record.block(number) for number in numbers])
         return singles(data, record.dtype, count)
+
+
+def _not_finite(what: str, name: str) -> Incompatible:
+    return Incompatible(what, where=name, hint=Option("skip", (name,)))
 
 
 def _is_embedding(module: str) -> bool:

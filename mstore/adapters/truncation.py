@@ -75,7 +75,7 @@ def truncated(matrix: Singles, rank: int, *, seed: int) -> tuple[Singles, Single
     """Return (left [rows, rank], right [rank, columns]) whose product is near the matrix.
 
     matrix: float32[rows, columns], finite, with at least `rank` of both.  Each has the root of the
-    singular values.
+    singular values.  Infinite or NaN as for `decomposed`.
     """
     u, values, v = decomposed(matrix, rank, seed=seed)
     roots = np.sqrt(values)
@@ -85,15 +85,21 @@ def truncated(matrix: Singles, rank: int, *, seed: int) -> tuple[Singles, Single
 def decomposed(matrix: Singles, rank: int, *, seed: int) -> tuple[Singles, Singles, Singles]:
     """Return the largest singular values and their vectors: (u [rows, rank], values, v [rank,
     columns]); arguments as of `truncated`.
+
+    Infinite or NaN where steps or values are beyond float32.
     """
     rows, columns = matrix.shape
     follow = min(rank + _MORE, rows, columns)
-    if min(rows, columns) <= max(_WHOLE, 2 * follow):
-        u, values, v = np.linalg.svd(matrix, full_matrices=False)
-    else:
-        basis = _range(matrix, follow, seed)
-        inner, values, v = np.linalg.svd(basis.T @ matrix, full_matrices=False)
-        u = basis @ inner
+    try:
+        if min(rows, columns) <= max(_WHOLE, 2 * follow):
+            u, values, v = np.linalg.svd(matrix, full_matrices=False)
+        else:
+            basis = _range(matrix, follow, seed)
+            inner, values, v = np.linalg.svd(basis.T @ matrix, full_matrices=False)
+            u = basis @ inner
+    except np.linalg.LinAlgError:
+        shapes = (rows, rank), (rank,), (rank, columns)
+        u, values, v = (np.full(shape, np.nan, dtype=np.float32) for shape in shapes)
     return u[:, :rank], values[:rank], v[:rank]
 
 

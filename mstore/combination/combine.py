@@ -315,7 +315,9 @@ class _Run:
         total = sum(self._size(module) for module in self._work.modules)
         done = 0
         for module in self._work.modules:
-            tensors |= self._combined(module)
+            # `_rounded` refuses what is not finite.
+            with np.errstate(over="ignore", invalid="ignore"):
+                tensors |= self._combined(module)
             done += self._size(module)
             if self._progress is not None:
                 self._progress(Progress("combine", done, total))
@@ -375,8 +377,7 @@ class _Run:
     def _rounded(self, module: str, *factors: Singles) -> tuple[Singles, Singles]:
         """Return lora_A and lora_B as they will be stored, as float32.  Raises Incompatible."""
         dtype = array_dtype(self._work.dtype)
-        with np.errstate(over="ignore"):
-            down, up = (one.astype(dtype).astype(np.float32) for one in factors)
+        down, up = (one.astype(dtype).astype(np.float32) for one in factors)
         if not (np.isfinite(down).all() and np.isfinite(up).all()):
             raise Incompatible(
                 f"the result has elements that are too large for {self._work.dtype}",

@@ -150,14 +150,26 @@ def truncated(
 
 def _product(read: Sequence[Read], module: str, setting: Setting, directory: Path) -> Singles:
     """Return the combined products as a matrix.  Raises Incompatible if they are too large."""
-    terms = [Term(one.runs, one.weight, one.position) for one in read]
+    terms = [Term(partial(_finite, one, module), one.weight, one.position) for one in read]
     size = math.prod(read[0].shape)
     runs = combined(terms, f"{module}.weight", size, setting)
     data = fs.unnamed(directory, (run.tobytes() for run in runs))
     matrix = np.frombuffer(data, dtype=np.float32).reshape(read[0].shape)
     if not np.isfinite(matrix).all():
-        raise Incompatible("its product has elements that are not finite", where=module)
+        raise _not_finite(module)
     return matrix
+
+
+def _finite(one: Read, module: str) -> Iterator[Singles]:
+    """Yield the runs of a product.  Raises Incompatible, as elections do not count a NaN."""
+    for run in one.runs():
+        if not np.isfinite(run).all():
+            raise _not_finite(module)
+        yield run
+
+
+def _not_finite(module: str) -> Incompatible:
+    return Incompatible("its product has elements that are not finite", where=module)
 
 
 def _left_of_product(

@@ -64,7 +64,8 @@ class KnownParameter(msgspec.Struct, frozen=True):
 
     default: mergekit's, as the method takes it; None if a recipe must set it. stated: whether the
     method's own default is another, so that requests state the value. each: whether models may have
-    values of their own. check: returns a recipe's
+    values of their own. of_base: whether mergekit has it not, and only its default has a meaning
+    without a base model. check: returns a recipe's
     value as the method takes it, or raises. write: the reverse.
     """
 
@@ -73,6 +74,7 @@ class KnownParameter(msgspec.Struct, frozen=True):
     check: Callable[[object], object]
     stated: bool = False
     each: bool = False
+    of_base: bool = False
     write: Callable[[object], object] = lambda value: value
 
 
@@ -399,6 +401,9 @@ class _Resolver:
                     self._refuse_missing_parameter(name, settings)
                 elif name in self._method.parameters and (not is_model or self._is_own(name)):
                     used.setdefault(name)
+                    if self._method.parameters[name].of_base:
+                        told = f"{name} with {self._method.name} is mstore's: mergekit ignores it"
+                        self._note(told, setting.line)
                 elif name in self._method.parameters:
                     self._note(f"{name} has no effect as a parameter of one model", setting.line)
                 elif name in self._known:
@@ -519,10 +524,19 @@ class _Resolver:
                 self._refuse_missing(name, tensor, model, scopes)
             return known.default
         try:
-            return known.check(value)
+            found = known.check(value)
         except MstoreError as error:
             what, _, _ = error.texts
             raise BadRequest(what, where=at(self._recipe.where, line)) from error
+        if known.of_base and found != known.default and not self._names_base:
+            self._refuse(
+                f"{name} says how far to go from the base, and the recipe has no base_model", line
+            )
+        return found
+
+    @property
+    def _names_base(self) -> bool:
+        return any((self._recipe.base, *(part.base for part in self._recipe.slices)))
 
     def _value(
         self, name: str, kind: Kind, tensor: _Tensor, scopes: Sequence[Settings], model: Text
@@ -606,7 +620,7 @@ class _Resolver:
             pad_to=asked.pad_to,
             # Rows after the tokens of a base whose tokens stay do no harm.
             keep_padding=source == BASE and asked.pad_to is None,
-            base_first=any((self._recipe.base, *(part.base for part in self._recipe.slices))),
+            base_first=self._names_base,
             chat_template=told,
         )
 

@@ -87,6 +87,12 @@ def _why_not(plan: Plan, method: KnownMethod) -> str | None:
         return "two experts are one model"
     if plan.base in experts and not method.takes_base:
         return "an expert is the base"
+    named = [name for name, one in method.parameters.items() if one.of_base]
+    operations = (plan.operation, *plan.operations)
+    if method.takes_base and plan.base not in experts:
+        for name in named:
+            if any(name in dict(one.parameters) for one in operations):
+                return f"{name} needs a base model, which a recipe of {plan.method} averages, too"
     if plan.dtype is not None and plan.dtype not in DTYPES:
         return f"no recipe has the type {plan.dtype}"
     return None

@@ -1,7 +1,7 @@
 """Attribution: how much each expert contributed to a chunk's merged delta, in float64.
 
-Owns the split of the merged delta m (what a merge adds to the base, after consensus and lambda,
-before rounding to the output) into contributions: m = m_0 + sum of m_k, with
+Owns the split of the merged delta m (what a merge adds to the base, after consensus, lambda and
+scale, before rounding to the output) into contributions: m = m_0 + sum of m_k, with
 
     m_k = lambda * w_k s_k / divisor              s_k the sparsified delta, 0 where expert k lost
                                                   the election of the sign
@@ -11,6 +11,8 @@ before rounding to the output) into contributions: m = m_0 + sum of m_k, with
     m_k = s_k / n, w_k s_k if n = 1               for means of the n experts that move an element
     m_k = w_k F_k d_k / sum of w F                for averages by Fishers, whose own m_k are 0
     m_0 = (sum of w - 1) b                        for whole experts without normalize, else 0
+
+times the parameter scale, if there is one.
 
 Sparsification, draws and elections are those of `merge.arithmetic`, in the same float32 and the
 same order of experts, so their results are bit-identical. From there on, products, quotients and

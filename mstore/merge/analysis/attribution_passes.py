@@ -168,9 +168,9 @@ def _informed(count: int, base: Any, tile: Any, fisher: Any, part: Any) -> None:
 
 
 @compiled
-def _invert(count: int, divisor: Any, factor: Any) -> None:
+def _invert(count: int, scale: Any, divisor: Any, factor: Any) -> None:
     for i in range(count):
-        factor[i] = 1.0 / divisor[i] if divisor[i] > 0.0 else 0.0
+        factor[i] = np.float64(scale) / divisor[i] if divisor[i] > 0.0 else 0.0
 
 
 @entry("ppppppp", floats, philox, stages, tiles, arguments)
@@ -301,7 +301,7 @@ def attribute(
         if kind == CONSENSUS:
             _side_factors(count, lam, normalize, late, votes, factor)
         elif kind == INFORMED:
-            _invert(count, numbers, factor)
+            _invert(count, factors[0], numbers, factor)
         else:
             factor[:count] = np.float64(lam) / np.float64(divisor)
         _begin(count, surplus, bases, own, total)

@@ -2,13 +2,14 @@
 
 For a base element b, and the experts k whose Fishers F_k are there, in their order and in float64:
 
-    output = b + sum of w_k F_k (e_k - b) / sum of w_k F_k
+    output = b + scale * sum of w_k F_k (e_k - b) / sum of w_k F_k
 
 F_k is at least the floor; an expert that is not there is equal to the base, and one whose bits are
 the base's adds nothing to the first sum.  Where either sum is 0, the output has the base's bits.
 The sum of base and quotient is rounded to float32, and that to the output's type.  In float64 no
 product of these underflows or overflows, so Fishers as small as float32 holds count in full, and an
-average of one expert is that expert, bit for bit, unless it is 2^26 times smaller than the base.
+average of one expert, with scale 1, is that expert, bit for bit, unless it is 2^26 times smaller
+than the base.
 
 A Fisher that is negative, infinite or NaN counts as 0, and is reported.
 """

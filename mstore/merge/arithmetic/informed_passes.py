@@ -65,9 +65,9 @@ def _add(experts: Any, bases: Any, factors: Any, sums: Any) -> None:
 
 
 @compiled
-def _finish(bases: Any, sums: Any, divisors: Any, out: Any) -> None:
+def _finish(bases: Any, sums: Any, divisors: Any, scale: Any, out: Any) -> None:
     for i in range(bases.size):
-        mixed = sums[i] / (divisors[i] if divisors[i] > 0.0 else 1.0)
+        mixed = sums[i] / (divisors[i] if divisors[i] > 0.0 else 1.0) * np.float64(scale)
         total = np.float32(np.float64(bits_float(bases[i])) + mixed)
         out[i] = bases[i] if mixed == 0.0 else quieten(float_bits(total))
 
@@ -86,7 +86,8 @@ def informed(arguments_at: Any) -> None:
     experts = both // 2
     base_code, out_code, n = given[a.BASE_CODE], given[a.OUT_CODE], given[a.LENGTH]
     weights = carray(pointer(given[a.WEIGHTS_AT]), (both,), np.float32)
-    floor = carray(pointer(given[a.FACTORS_AT]), (2,), np.float32)[1]
+    both_factors = carray(pointer(given[a.FACTORS_AT]), (2,), np.float32)
+    scale, floor = both_factors[0], both_factors[1]
     base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
     rows = carray(pointer(given[a.ROWS_AT]), (given[a.ROWS], given[a.STRIDE]), np.uint8)
     row_codes = carray(pointer(given[a.CODES_AT]), (given[a.CODES],), np.int64)
@@ -118,7 +119,7 @@ def informed(arguments_at: Any) -> None:
             load_bits(row_codes[expert], rows[expert], start, count, scratch, EXPERT)
             _add(scratch[EXPERT : EXPERT + count], bases, factors[:count], sums[:count])
         mixed = scratch[SUM : SUM + count]
-        _finish(bases, sums[:count], divisors[:count], mixed)
+        _finish(bases, sums[:count], divisors[:count], scale, mixed)
         if base_code != out_code:
             _quieten(mixed)
         store_bits(out_code, scratch, SUM, count, out, start)

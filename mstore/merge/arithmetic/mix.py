@@ -31,7 +31,8 @@ class Mix(msgspec.Struct, frozen=True, eq=False):
 
     `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself
     (`has_base`); INFORMED: K of experts and K of their Fishers, the same again; `factors` is
-    float32[2]: fixed divisor, lambda (NEAR: its reach; INFORMED: the floor); `flags` is
+    float32[2]: fixed divisor, lambda times scale (NEAR: divisor, its reach; INFORMED: scale, the
+    floor); `flags` is
     int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, masked (1: at random,
     or by variance, 2: by rank, 3: by what experts need, 4: by importance; 5 and 6: none, and the
     weights are those of `rows`).
@@ -67,16 +68,17 @@ class Mix(msgspec.Struct, frozen=True, eq=False):
             kind = INFORMED
         if operation.is_near:
             kind = NEAR
-        scale = operation.reach if operation.is_near else operation.scale
+        scale = operation.reach if operation.is_near else operation.factor
+        divisor = operation.divisor
         if operation.is_informed:
-            scale = operation.floor
+            divisor, scale = operation.factor, operation.floor
         keeps = operation.keeps_base if operation.is_whole else operation.normalizes
         cuts = operation.is_trimmed + operation.is_band + operation.is_above
         random = operation.is_drawn + operation.is_ranked + operation.is_varied
         random += _NEEDED * operation.is_agreed + _IMPORTANT * operation.is_important
         random = random if operation.rows is None else _TURNED[operation.rows]
         flags = (kind, keeps, cuts, random)
-        has_base = operation.is_whole and operation.mixture is not None
+        has_base = operation.has_base
         both = zip(operation.densities, operation.epsilons, strict=True)
         weights = (operation.base_weight, *operation.weights) if has_base else operation.weights
         rescales, limits = operation.rescales, operation.mask_limits
@@ -84,7 +86,7 @@ class Mix(msgspec.Struct, frozen=True, eq=False):
             weights, rescales, limits = weights * 2, rescales * 2, limits * 2
         return cls(
             weights=np.array(weights, dtype=np.float32),
-            factors=np.array((operation.divisor, scale), dtype=np.float32),
+            factors=np.array((divisor, scale), dtype=np.float32),
             flags=np.array(flags, dtype=np.int64),
             rescales=np.array((1.0,) * has_base + rescales, dtype=np.float32),
             mask_limits=(2**32,) * has_base + limits,

@@ -33,7 +33,7 @@ def coefficients(operation: Operation) -> list[float]:
             f"{operation.method.name} {does}, so its error has no bound",
             hint=phrase("{sweep} measures it", sweep=call("sweep", measure=True)),
         )
-    factor = abs(Fraction(operation.scale)) / abs(Fraction(operation.divisor))
+    factor = abs(Fraction(operation.factor)) / abs(Fraction(operation.divisor))
     return [
         _upper(abs(Fraction(weight)) * Fraction(rescale) * factor)
         for weight, rescale in zip(operation.weights, operation.rescales, strict=True)
@@ -46,12 +46,12 @@ class Rounding(msgspec.Struct, frozen=True):
     For one element with base b and float32 deltas d_k of the experts that are read (the others are
     zero), the kernel makes y, and exact arithmetic with the same float32 factors makes Y = [W] b +
     sum c_k d_k, where W is the sum of all factors for a sum of whole experts that does not keep
-    the base, else 1. Then
+    the base, else 1. Factors are those of `Operation`, which have the scale in them. Then
 
         |y - Y| <= of_deltas * sum |c_k| |d_k| + of_base * |b| + floor,
 
     as long as no step exceeds the largest float32. weights: w_k; base_weight: of the base, where
-    it is one of the summands; factors: |divisor|, |lambda| and the largest rescale factor;
+    it is one of the summands; factors: |divisor|, |lambda scale| and the largest rescale factor;
     is_whole: as for the operation.
 
     **Proof.** u = 2^-24 and h = 2^-150: a product, quotient or fused step is off by at most u of
@@ -75,7 +75,9 @@ class Rounding(msgspec.Struct, frozen=True):
       most the |d_k| above. Both terms take at most m = 3 steps: 1 - v, product, sum. They lose h
       each, and |v e| + |(1 - v) b| <= |b| + v |e - b|. In `planning.model` v |d| is at most q =
       t (1 + 2^-20) + 2^-149 |d|: the reciprocal r of x = max(|d|, 1e-6) and v = r t are off by u
-      or h, so v <= t / x (1 + u)^2 + h t (1 + u) + h, and x < 2^128.
+      or h, so v <= t / x (1 + u)^2 + h t (1 + u) + h, and x < 2^128.  With a scale s the kernel
+      makes s (v e + (1 - v) b) + w b by two fused steps, w = 1 - s rounded: m = 4, |s| times what
+      is lost above, and the difference |w + s - 1| |b| as for other sums that keep the base.
 
     The merge under a budget and the full one are each that far from their own Y, and the two Y
     differ by sum |c_k| |d_k| over what is left out.
@@ -97,11 +99,11 @@ _SUBNORMAL: Final = Fraction(1, 2**150)
 def rounding(operation: Operation) -> Rounding:
     """Return what float32 adds to the error of an additive method's merge; see `Rounding`."""
     weights = operation.weights
-    if operation.is_whole and operation.mixture is not None:
+    if operation.has_base:
         weights = (operation.base_weight, *weights)
     count = len(weights)
     divisor = abs(Fraction(operation.divisor))
-    lam = abs(Fraction(operation.scale))
+    lam = abs(Fraction(operation.factor))
     rescale = Fraction(max(operation.rescales))
     exact = [Fraction(weight) for weight in weights]
     if operation.is_whole:
@@ -112,6 +114,8 @@ def rounding(operation: Operation) -> Rounding:
             base += abs(sum(exact) / Fraction(operation.divisor) - 1)
         deltas = (grown + _UNIT) / (1 - _UNIT)
         floor = _SUBNORMAL * (count / divisor + 1)
+        if operation.is_near and operation.has_base:
+            floor += _SUBNORMAL * 2 * abs(exact[-1])
     else:
         grown = _grown(count + 3)
         lost = sum(1 + abs(weight) for weight in exact) / divisor + 1

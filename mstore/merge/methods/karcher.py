@@ -3,6 +3,10 @@
 The Karcher mean is the point of the sphere with the least sum of squared angles.  It is found by
 steps: the mean of the vectors as seen from the last point, and then as far along the sphere.  All
 points are sums of the experts, so inner products of experts are all that the steps need.
+
+The steps end where one is shorter than `tol`, or changes nothing, or after `max_iter`.  They also
+end once 1,000 steps have not halved the length of a step: rounding, or vectors without one mean,
+then decide what becomes of further ones.
 """
 
 from __future__ import annotations
@@ -17,6 +21,11 @@ from mstore.objects.plan import Mixture
 
 _Point = list[float]
 """A sum of unit vectors, by their factors."""
+_LOST: Final = 2.0**-24
+"""A sum of unit vectors that is shorter than this is their rounding error; so is an angle to the
+opposite point."""
+_PATIENCE: Final = 1000
+"""So many steps go on without halving their length."""
 
 
 def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float]) -> Mixture:
@@ -42,17 +51,26 @@ def _mean(cosines: Sequence[Sequence[float]], steps: int, tolerance: float) -> _
     mean = [1.0 / count] * count
     size = _size(cosines, mean)
     # Vectors that balance out have no mean: begin at the first.
-    mean = [1.0] + [0.0] * (count - 1) if size < tolerance else [one / size for one in mean]
-    for _ in range(steps):
+    balance = size < max(tolerance, _LOST)
+    mean = [1.0] + [0.0] * (count - 1) if balance else [one / size for one in mean]
+    shortest, since = math.inf, 0
+    for step in range(steps):
         tangent = _tangent(cosines, mean, tolerance)
         length = _size(cosines, tangent)
-        if length < tolerance:
+        if length == 0 or length < tolerance:
+            break
+        if length < shortest / 2:
+            shortest, since = length, step
+        elif step - since >= _PATIENCE:
             break
         turn, go = math.cos(length), math.sin(length) / length
+        last = mean
         mean = [turn * own + go * along for own, along in zip(mean, tangent, strict=True)]
         size = _size(cosines, mean)
         if size > tolerance:
             mean = [one / size for one in mean]
+        if mean == last:
+            break
     return mean
 
 
@@ -64,7 +82,7 @@ def _tangent(cosines: Sequence[Sequence[float]], mean: _Point, tolerance: float)
         cosine = math.fsum(a * b for a, b in zip(row, mean, strict=True))
         angle = math.acos(min(1.0, max(-1.0, cosine)))
         # All ways to the opposite point are equally long: none is taken.
-        if angle < tolerance or math.pi - angle < tolerance:
+        if angle == 0 or angle < tolerance or math.pi - angle < max(tolerance, _LOST):
             continue
         share = angle / math.sin(angle) / count
         tangent[k] += share
@@ -88,7 +106,7 @@ METHOD: Final = Method(
     formula="mean of the norms * Karcher mean of the directions",
     source="Karcher 1977, doi 10.1002/cpa.3160300502; as in arXiv 2603.04972",
     parameters=(
-        Parameter("max_iter", "int", 10, Range(0, 1000)),
+        Parameter("max_iter", "int", 10, Range(0, 2**63 - 1)),
         Parameter("tol", "float", 1e-5, Range(0.0, 1.0)),
     ),
     select=Select.WHOLE,

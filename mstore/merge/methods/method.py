@@ -38,6 +38,13 @@ expert, combines what it selected, and finishes:
               INFORMED  sum of the w_k F_k d_k, over the sum of the w_k F_k, in float64; F_k is the
                         element of expert k's Fisher, at least `floor`.  0 if that sum is 0
     finish    WHOLE, NEAR: the sum itself.  Others: b + lambda * sum
+    scale     b + scale * (what the method makes - b): the parameter of every method but those that
+              have one of their own of this name
+
+No element is scaled after it was rounded: results are linear in their last factors, so those are
+scaled.  Where b + lambda * sum is made, the factor is lambda * scale; where whole experts are
+summed, their factors are, and the base is one more summand, with the factor 1 - scale.  Each factor
+is rounded to float32 once.
 
 A method may compute the factor of each expert from facts about whole tensors: their inner products
 (`Method.mix`).  If the method adds deltas, the base is the origin: inner products are those of
@@ -64,7 +71,9 @@ import msgspec
 
 from mstore.errors import BadRequest, did_you_mean
 from mstore.merge.methods.parameters import (
+    AROUND_BASE,
     NORM,
+    SCALE,
     Parameter,
     Scalar,
     Value,
@@ -162,14 +171,24 @@ class Method(msgspec.Struct, frozen=True):
     refuses: tuple[tuple[str, bool, str], ...] = ()
     mind: str | None = None
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it has the parameter SCALE: it has none of its own of this name."""
+        return all(one.name != SCALE.name for one in self.parameters)
+
+    @property
+    def accepted(self) -> tuple[Parameter, ...]:
+        """Its parameters, and SCALE."""
+        return (*self.parameters, SCALE) if self.is_scaled else self.parameters
+
     def parse(self, given: Mapping[str, object]) -> dict[str, Value]:
-        """Return the complete parameters, with defaults, in the order of `parameters`.
+        """Return the complete parameters, with defaults, in the order of `accepted`.
 
         Values of `given` are text as typed, or Python values. Equal meanings give equal results
         ("1", 1 and 1.0 for a float). Raises BadRequest for an unknown parameter or an invalid
         value.
         """
-        known = {parameter.name: parameter for parameter in self.parameters}
+        known = {parameter.name: parameter for parameter in self.accepted}
         for name in given:
             if name == "weight":
                 raise BadRequest(
@@ -221,7 +240,7 @@ class Method(msgspec.Struct, frozen=True):
                 hint=Option("experts", "REF"),
             )
         if not self.weighted and any(weight != 1 for weight in weights):
-            named = ", ".join(parameter.name for parameter in self.parameters)
+            named = ", ".join(parameter.name for parameter in self.accepted)
             has = f"; its parameters: {named}" if named else ""
             raise BadRequest(f"an expert of {self.name} has no weight{has}")
         for name, value in parameters.items():
@@ -239,6 +258,8 @@ class Method(msgspec.Struct, frozen=True):
                 by_rows and parameters[parameter.name] != parameter.default
             ):
                 del parameters[parameter.name]
+        if self.is_scaled:
+            self._settle_scale(parameters)
         rounded, frozen = _rounded(weights), MappingProxyType(parameters)
         if self.fishers and min(rounded) < 0:
             raise BadRequest(
@@ -246,12 +267,25 @@ class Method(msgspec.Struct, frozen=True):
                 where=Option("experts"),
             )
         if self.weight is None:
-            return Operation(self, frozen, rounded)
+            made = Operation(self, frozen, rounded)
+            return made.scaled() if made.is_whole and made.outer != 1 else made
         own = parameters[self.weight]
         assert isinstance(own, float)
         return Operation(
             self, frozen, (finite_single(self.weight, own),) * len(rounded), given=rounded
         )
+
+    def _settle_scale(self, parameters: dict[str, Value]) -> None:
+        """Drop a scale of 1: plans are as they were without one.  Raises BadRequest."""
+        if parameters[SCALE.name] == SCALE.default:
+            del parameters[SCALE.name]
+        elif parameters.get(AROUND_BASE.name, True) is False:
+            raise BadRequest(
+                f"scale says how far to go from the base, and {AROUND_BASE.name}=false merges "
+                "without one",
+                where=self.name,
+                hint="leave out scale",
+            )
 
     @property
     def is_additive(self) -> bool:
@@ -266,7 +300,8 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     """A method with complete parameters and one weight per expert, float32, in plan order.
 
     mixture: of one tensor, once its facts are known; `weights` are then those of the mixture, and
-    `given` those that were asked for.  So they are if a parameter is the weight.
+    `given` those that were asked for.  So they are if a parameter is the weight.  If whole experts
+    are mixed, `weights` are times the scale.
 
     Raises BadRequest if a method that mixes whole experts would divide by weights that add up to
     zero, or if the sum of the weights is not a finite float32.
@@ -281,7 +316,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     def __post_init__(self) -> None:
         if not self.given:
             msgspec.structs.force_setattr(self, "given", self.weights)
-        if self.is_whole and self.normalizes and _sum(self.weights) == 0.0:
+        if self.is_whole and self.normalizes and _sum(self.given) == 0.0:
             raise BadRequest(
                 f"the weights of {self.method.name} add up to zero, and normalize divides by their "
                 "sum",
@@ -292,7 +327,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
             )
         if self.is_agreed:
             self._require_agreement()
-        if self.rows is Rows.SLERP and self.is_whole and not any(self.weights):
+        if self.rows is Rows.SLERP and self.is_whole and not any(self.given):
             raise BadRequest(
                 f"{self.method.name} of two experts of weight 0 is nothing",
                 hint="give one of them a weight",
@@ -487,7 +522,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         Raises BadRequest for vectors that the method cannot mix.
         """
         assert self.method.mix is not None
-        return self.settled(self.method.mix(gram, self._scalars, self.weights))
+        return self.settled(self.method.mix(gram, self._scalars, self.given))
 
     def counted(self, counts: Sequence[tuple[int, int]]) -> Operation:
         """Return the operation of a tensor with these counts of each expert's selected elements.
@@ -527,7 +562,18 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
             )
         own = (base, mixture.keeps_base) if self.is_whole else (1.0, True)
         rounded = Mixture(own[0], tuple(experts), own[1])
-        return msgspec.structs.replace(self, weights=rounded.experts, mixture=rounded)
+        made = msgspec.structs.replace(self, weights=rounded.experts, mixture=rounded)
+        return made.scaled() if self.is_whole and self.outer != 1 else made
+
+    def scaled(self) -> Operation:
+        """Return it with weights of whole experts times the scale.  Raises BadRequest."""
+        return msgspec.structs.replace(
+            self,
+            weights=tuple(
+                finite_single("a weight times scale", weight * self.outer)
+                for weight in self.weights
+            ),
+        )
 
     @property
     def is_elected(self) -> bool:
@@ -580,14 +626,30 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         return not any(isinstance(value, tuple) for value in self.parameters.values())
 
     @property
-    def scale_given(self) -> float:
-        """The parameter lambda: the factor of the combined delta."""
-        return float(self._one("lambda", 1.0))
+    def outer_given(self) -> float:
+        """The parameter SCALE: what the change of the base is multiplied by."""
+        return float(self._one(SCALE.name, 1.0)) if self.method.is_scaled else 1.0
+
+    @cached_property
+    def outer(self) -> float:
+        """The parameter SCALE as a float32."""
+        return single(self.outer_given)
 
     @property
-    def scale(self) -> float:
-        """The parameter lambda as a float32."""
-        return single(self.scale_given)
+    def factor_given(self) -> float:
+        """The factor of the combined delta: lambda times SCALE.  Whole experts' weights have it."""
+        return 1.0 if self.is_whole else float(self._one("lambda", 1.0)) * self.outer_given
+
+    @cached_property
+    def factor(self) -> float:
+        """The product of lambda and SCALE, both float32, as a float32.
+
+        1 for whole experts.  Raises BadRequest if it is not finite.
+        """
+        if self.is_whole:
+            return 1.0
+        lam = single(float(self._one("lambda", 1.0)))
+        return finite_single("lambda times scale", lam * self.outer)
 
     @property
     def seed(self) -> int:
@@ -600,11 +662,11 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
 
         False while that is not known.
         """
-        if not self.is_whole:
+        if not self.is_whole or self.outer == 0:
             return True
         if self.method.mix is not None:
             return self.mixture is not None and self.mixture.keeps_base
-        return self.normalizes or (self.is_alone and self.weights == (1.0,))
+        return self.normalizes or self.is_near or (self.is_alone and self.weights == (1.0,))
 
     @property
     def scales_equal(self) -> bool:
@@ -615,14 +677,26 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         return not self.keeps_base
 
     @property
+    def has_base(self) -> bool:
+        """Whether the base is a summand of whole experts, besides what it gets in their place."""
+        return self.is_whole and (self.mixture is not None or self.outer != 1)
+
+    @property
     def base_weight(self) -> float:
-        """The factor of the base in a sum of whole experts, besides what it gets in their place."""
-        return self.mixture.base if self.mixture is not None and self.is_whole else 0.0
+        """The factor of the base where it is such a summand, a float32; else 0."""
+        if not self.has_base:
+            return 0.0
+        own = 0.0 if self.mixture is None else self.mixture.base
+        if self.outer == 1:
+            return own
+        rest = (1.0 - self.outer) * self.divisor
+        return finite_single("the base's factor", rest + self.outer * own)
 
     @cached_property
     def weightless(self) -> tuple[bool, ...]:
         """For each expert, whether its deltas are multiplied by 0; such an expert is not read."""
-        nothing = self.parameters.get("lambda") == 0 or (self.is_near and self.reach == 0)
+        nothing = self.parameters.get("lambda") == 0 or self.outer == 0
+        nothing = nothing or (self.is_near and self.reach == 0)
         # Whoever counts in a variance is read, whatever its weight.
         return tuple(nothing or (weight == 0 and not self.is_varied) for weight in self.weights)
 
@@ -636,7 +710,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         """
         if self.is_elected or not self.normalizes:
             return 1.0
-        total = _sum(self.weights)
+        total = _sum(self.given)
         if not self.is_whole and abs(total) < single(SMALLEST_DIVISOR):
             return 1.0
         return total

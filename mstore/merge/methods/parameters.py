@@ -84,6 +84,8 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 LAMBDA: Final = Parameter("lambda", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE))
+SCALE: Final = Parameter("scale", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE))
+"""Of every method that has no parameter of this name: how far the result goes from the base."""
 TRIM_DENSITY: Final = Parameter("density", "float", 1.0, Range(0.0, 1.0, above_low=True), each=True)
 # A draw has 32 bits: a smaller share is indistinguishable from zero.
 MASK_DENSITY: Final = Parameter("density", "float", 1.0, Range(2.0**-32, 1.0), each=True)

@@ -73,7 +73,7 @@ def _described(method: Method) -> MethodReport:
         experts=method.experts,
         least_experts=method.least if method.experts is None else method.experts,
         weighted=method.weighted,
-        parameters=tuple(map(_parameter, method.parameters)),
+        parameters=tuple(map(_parameter, method.accepted)),
         facts=_facts(method),
         certified=method.is_additive,
     )

@@ -53,6 +53,17 @@ _FISHER: Final = b"fisher"
 _NORMS: Final = b"norms 2"
 """Names how norms are summed: another order may round otherwise."""
 
+_Lack = tuple[str, str]
+"""What is wrong where all elements are finite, and what a tensor lacks then."""
+_BEYOND: Final = "a difference of two inputs is beyond float32"
+_ANGLES: Final = (_BEYOND, "its angles cannot be measured")
+_NORM: Final = (_BEYOND, "the L1 norm of a delta cannot be restored")
+_WEIGHTS: Final = (_BEYOND, "its experts cannot be weighed by squares of deltas")
+_QUARTILES: Final = (
+    "the importance of an element is infinite or NaN",
+    "importance has no quartiles",
+)
+
 
 class Facts:
     """Measures facts, block by block, and keeps them.
@@ -93,11 +104,13 @@ class Facts:
                 gram[i][i] = self._squares(name, sides[i], pool, meter)
         else:
             for i in counted:
-                gram[i][i] = self._apart(name, base, sides[i], pool)
+                gram[i][i] = self._apart(name, base, sides[i], pool, _ANGLES)
                 gram[i][0] = gram[0][i] = 0.0
         between: dict[tuple[int, int], float] = {}
         if not operation.compares_deltas:
-            between = {(0, i): self._apart(name, base, sides[i], pool) for i in counted[1:]}
+            between = {
+                (0, i): self._apart(name, base, sides[i], pool, _ANGLES) for i in counted[1:]
+            }
         if operation.method.pairs:
             between |= self._between(name, sides, counted[1:], pool)
         for (j, i), apart in between.items():
@@ -129,7 +142,7 @@ class Facts:
                     raise _unknown(name)
                 found = self._ratio(operation, k, keys[k], base[1], expert[1], pool)
                 self._statistics.put_fact(base[0], expert[0], mask, found)
-            factors.append(_finite(name, found))
+            factors.append(self._finite(name, found, (base, expert), pool, _NORM))
         return operation.settled(Mixture(0.0, tuple(factors), keeps_base=True))
 
     def _ratio(
@@ -247,10 +260,10 @@ class Facts:
         base, *experts = sides
         cut = None
         if not operation.is_varied:
-            squares = [self._apart(name, base, expert, pool) for expert in experts]
+            squares = [self._apart(name, base, expert, pool, _WEIGHTS) for expert in experts]
         else:
             cut, squares = self._selection(name, operation.select_share, sides, pool)
-            squares = [_finite(name, one) for one in squares]
+            squares = [self._finite(name, one, sides, pool, _WEIGHTS) for one in squares]
         return operation.weighed(squares, math.prod(base[1].shape)), cut
 
     def _selection(
@@ -296,7 +309,7 @@ class Facts:
             least, kept = importance.select(self._catalog, base[1], expert[1], self._meter, pool)
             for key, number in zip(keys, (least, kept), strict=True):
                 self._statistics.put_fact(base[0], expert[0], key, number)
-        return Cut(_finite(name, least), -1), kept
+        return Cut(self._finite(name, least, (base, expert), pool, _QUARTILES), -1), kept
 
     def squares(self, side: Side, pool: ThreadPoolExecutor, meter: Meter | None = None) -> float:
         """Return the sum of squares of a tensor, measured if it is not known; meter: of reads."""
@@ -318,7 +331,7 @@ class Facts:
     ) -> float:
         if not self._analyze and self._statistics.squares(side[0]) is None:
             raise _unknown(name)
-        return _finite(name, self.squares(side, pool, meter))
+        return self._finite(name, self.squares(side, pool, meter), (side,), pool, _ANGLES)
 
     def _between(
         self, name: str, sides: Sequence[Side], experts: Sequence[int], pool: ThreadPoolExecutor
@@ -336,7 +349,11 @@ class Facts:
                 ids = sides[j][0], sides[i][0]
                 self._statistics.put_fact(min(ids), max(ids), _APART, square)
                 found[j, i] = square
-        return {pair: _finite(name, square) for pair, square in found.items() if square is not None}
+        return {
+            (j, i): self._finite(name, square, (sides[j], sides[i]), pool, _ANGLES)
+            for (j, i), square in found.items()
+            if square is not None
+        }
 
     def _known_apart(self, one: TensorId, other: TensorId) -> float | None:
         """Return the square of the distance of two tensors if it was measured."""
@@ -349,7 +366,9 @@ class Facts:
                 return _sum_of_squares(table)
         return self._statistics.fact(min(one, other), max(one, other), _APART)
 
-    def _apart(self, name: str, one: Side, other: Side, pool: ThreadPoolExecutor) -> float:
+    def _apart(
+        self, name: str, one: Side, other: Side, pool: ThreadPoolExecutor, lack: _Lack
+    ) -> float:
         """Return the square of the distance of an expert from the base.
 
         Planning needs the rest of the statistics of such a pair, too.
@@ -361,7 +380,36 @@ class Facts:
             table = self.measured(one, other, pool)
             assert table is not None
             found = _sum_of_squares(table)
-        return _finite(name, found)
+        return self._finite(name, found, (one, other), pool, lack)
+
+    def _finite(
+        self,
+        name: str,
+        value: float,
+        sides: Sequence[Side],
+        pool: ThreadPoolExecutor,
+        lack: _Lack,
+    ) -> float:
+        """Return a fact of these tensors.  Raises BadRequest, with the reason, if it is not finite.
+
+        Squares of elements are added up in float64, so their sum is finite if the elements are.
+        """
+        if math.isfinite(value):
+            return value
+        what, lacks = lack
+        known = [
+            self.squares(side, pool, self._meter)
+            if self._analyze
+            else self._statistics.squares(side[0])
+            for side in sides
+        ]
+        if any(one is not None and not math.isfinite(one) for one in known):
+            why = "the tensor has infinite or NaN elements"
+        elif None in known:
+            why = f"the tensor has infinite or NaN elements, or {what}"
+        else:
+            why = f"all elements of the tensor are finite, but {what}"
+        raise BadRequest(f"{why}, so {lacks}", where=name, hint=Option("skip", (name,)))
 
 
 def _sum_of_squares(table: DeltaTable) -> float:
@@ -381,13 +429,3 @@ def _unknown(name: str) -> BadRequest:
         where=name,
         hint=NEEDS_ANALYSIS,
     )
-
-
-def _finite(name: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise BadRequest(
-            "the tensor has infinite or NaN elements, so it has no direction",
-            where=name,
-            hint=Option("skip", (name,)),
-        )
-    return value

@@ -90,8 +90,8 @@ class InformedModel(Model):
         return added(np.where(known, own, 0.0))
 
     def _finite(self) -> Floats:
-        """Return ||d_k||^2 times the names of the tensor, 0 where it is not known."""
-        squares = self.squares * self._grid.copies
+        """Return ||scale d_k||^2 times the names of the tensor, 0 where it is not known."""
+        squares = self.squares * self._grid.copies * self.operation.factor_given**2
         return np.where(np.isfinite(squares), squares, 0.0)
 
     def _alone(self) -> Floats:
@@ -129,10 +129,10 @@ class InformedModel(Model):
     def overflow(
         self, dtype: str | None, squares: Mapping[str, float]
     ) -> list[tuple[float, str, int]]:
-        """As `Model.overflow`: an average is no larger than the largest expert."""
+        """As `Model.overflow`: an average moves no further than the expert that moves most."""
         grid = self._grid
         moved = np.where(grid.known, grid.column("max_abs"), 0.0).max(axis=0)
-        moved = np.maximum.reduceat(moved, grid.starts[:-1])
+        moved = np.maximum.reduceat(moved, grid.starts[:-1]) * abs(self.operation.factor_given)
         found = []
         for tensor, delta in zip(self._tensors, moved.tolist(), strict=True):
             own, out = tensor.record.dtype, tensor.dtype or dtype or tensor.record.dtype

@@ -122,8 +122,8 @@ class Model:
         return np.array(shares)[:, None]
 
     def _undivided(self) -> Floats:
-        """Return |lambda| times the scale factor of random sparsification: float64[K, 1]."""
-        scale = np.full_like(self._drawn, abs(self.operation.scale_given))
+        """Return |lambda scale| times the factor of random sparsification: float64[K, 1]."""
+        scale = np.full_like(self._drawn, abs(self.operation.factor_given))
         if self.operation.is_drawn and self.operation.parameters["rescale"]:
             # E[(m d / p)^2] = d^2 / p for a mask m that keeps with probability p.
             scale = scale / np.sqrt(self._drawn)
@@ -280,9 +280,10 @@ class Model:
         counts = (left_out | taken)[:, some] & np.isfinite(squares)
         squares = np.where(counts, squares, 0.0)
         kept = np.where(counts, self._kept[:, some], 0.0)
+        scale = abs(operation.factor_given)
         if operation.is_averaged:
             found[some] = averaged(squares, kept, operation.weights, left_out[:, some])
-            return found * self._grid.copies
+            return found * self._grid.copies * (scale * scale)
         found[some] = elected(
             squares,
             kept,
@@ -291,7 +292,6 @@ class Model:
             normalize=self._normalizes,
             votes=(1.0,) * len(operation.weights) if operation.is_fused else None,
         )
-        scale = abs(operation.scale_given)
         total: Floats = found * self._grid.copies * (float(factor[0, 0]) * scale * scale)
         return total
 

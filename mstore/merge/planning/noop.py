@@ -146,8 +146,9 @@ def _too_small(name: str, budget: int, *, reads: bool = False) -> BadRequest:
 def _why_base(plan: Plan) -> str:
     if plan.layers:
         return "these layers are all of the base's, in order"
-    if dict(plan.parameters).get("lambda") == 0:
-        return "lambda is 0"
+    for name in ("lambda", "scale"):
+        if dict(plan.parameters).get(name) == 0:
+            return f"{name} is 0"
     operations = Operations(plan)
     if all(not any(operation.given) for operation in operations.used(plan)):
         return "no expert has a weight other than 0"

@@ -13,7 +13,7 @@ from mstore.errors import BadRequest
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Combine, Method, Select
-from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
+from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
 from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
 from mstore.recipes.nodes import DEFAULT_LIMITS
@@ -70,8 +70,10 @@ def known_method(method: Method) -> KnownMethod:
         parameters={
             one.name: _rescaling(one)
             if NORM in dict(one.words)
-            else KnownParameter(one.kind, one.default, one.parse, each=one.each)
-            for one in method.parameters
+            else KnownParameter(
+                *(one.kind, one.default, one.parse), each=one.each, of_base=one is SCALE
+            )
+            for one in method.accepted
         },
         weighted=method.weighted,
         # An average has no base: mergekit counts one that is listed like any other model.

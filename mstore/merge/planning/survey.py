@@ -421,16 +421,7 @@ class Surveyor:
         elif operation.needs_counts:
             operation = self._facts.counted(name, operation, [(base_id, base), *pairs], pool)
         elif operation.needs_facts:
-            gram = self._facts.gram(name, (base_id, base), pairs, operation=operation, pool=pool)
-            try:
-                operation = operation.settle(gram)
-            except BadRequest as error:
-                what, _, hint = error.texts
-                raise BadRequest(what, where=name, hint=hint or Option("skip", name)) from error
-            if not (any(changed) or operation.keeps_base or operation.scales_equal):
-                # What is equal in all inputs stays, whatever rounding makes of its factors.
-                nothing = (0.0,) * len(pairs)
-                operation = operation.settled(Mixture(1.0, nothing, keeps_base=True))
+            operation = self._mixed(name, operation, (base_id, base), pairs, pool)
         chunk = tensor_chunk(
             self._catalog.block_size,
             base,
@@ -634,6 +625,31 @@ class Surveyor:
             size = ITEMSIZES[record.dtype]
             found.append(Fisher(mates[k], cost[k], sums, squares, size, is_there, twin[k]))
         return found, grouped((twin, mates))
+
+    def _mixed(
+        self,
+        name: str,
+        operation: Operation,
+        base: tuple[TensorId, Tensor],
+        pairs: Sequence[tuple[TensorId, Tensor]],
+        pool: ThreadPoolExecutor,
+    ) -> Operation:
+        """Return the operation of a tensor with its factors.  Raises BadRequest."""
+        nothing = operation.settled(Mixture(1.0, (0.0,) * len(pairs), keeps_base=True))
+        if operation.outer == 0:
+            # The result is the base, whatever the factors would be.
+            return nothing
+        gram = self._facts.gram(name, base, pairs, operation=operation, pool=pool)
+        try:
+            found = operation.settle(gram)
+        except BadRequest as error:
+            what, _, hint = error.texts
+            raise BadRequest(what, where=name, hint=hint or Option("skip", name)) from error
+        is_still = all(id == base[0] for id, _ in pairs)
+        if is_still and not (found.keeps_base or found.scales_equal):
+            # What is equal in all inputs stays, whatever rounding makes of its factors.
+            return nothing
+        return found
 
     def _product_rows(
         self,

@@ -1,7 +1,8 @@
-"""safe: the expert's weights, or the safe model's where the expert left the safe direction.
+"""guarded: the expert's weights, or a reference's in the tensors where the expert left its way.
 
-The safe direction of a tensor is that from the base to the safe model.  Layers are told apart by
-tensor: each is its own layer.
+The reference is a second model of the same base that behaves as the result should, such as an
+aligned one.  Its direction in a tensor is that from the base to it; each tensor is judged by
+itself.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from mstore.objects.plan import Mixture
 
 
 def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float]) -> Mixture:
-    expert, safe = math.sqrt(gram[1][1]), math.sqrt(gram[2][2])
-    # Where the safe model moves nothing there is no direction to leave.
-    cosine = 1.0 if safe == 0 else gram[1][2] / (expert * safe) if expert else 0.0
+    expert, reference = math.sqrt(gram[1][1]), math.sqrt(gram[2][2])
+    # Where the reference moves nothing there is no direction to leave.
+    cosine = 1.0 if reference == 0 else gram[1][2] / (expert * reference) if expert else 0.0
     share = 1.0 if cosine >= parameters["threshold"] else float(parameters["alpha"])
     return Mixture(0.0, (share, 1.0 - share), keeps_base=True)
 
 
 METHOD: Final = Method(
-    name="safe",
-    summary="the first expert, with the second's weights, a safe model's, where it leaves those",
+    name="guarded",
+    summary="the first expert, with the second's weights, a reference's, where it leaves its "
+    "direction",
     formula="expert_0 where cos(d_0, d_1) >= threshold, else alpha expert_0 + (1 - alpha) "
-    "expert_1, the safe model; each tensor by itself",
-    source="Djuhera et al. 2025, arXiv 2503.17239",
+    "expert_1, the reference; each tensor by itself",
+    source="mstore",
     parameters=(
         Parameter("threshold", "float", None, Range(-1.0, 1.0)),
         Parameter("alpha", "float", 0.0, Range(0.0, 1.0)),
@@ -40,5 +42,5 @@ METHOD: Final = Method(
     pairs=True,
     experts=2,
     weighted=False,
-    mind="what is left out is the base's, which is not the safe model's",
+    mind="what is left out is the base's, which is not the reference's",
 )
