@@ -11,10 +11,11 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from mstore_cli.output import is_terminal, printable
+from mstore_cli.output import NotPrinted, is_terminal, printable
 from mstore_cli.verbs import OF_NO_STORE, VERBS
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def rules() -> tuple[Rule, ...]:
         Rule(UsageError, USAGE, "mstore --help"),
         Rule(KeyboardInterrupt, INTERRUPTED),
         Rule(BrokenPipeError, BROKEN_PIPE),
+        Rule(NotPrinted, FAILURE),
         Rule(errors.BadName, FAILURE, "mstore refs"),
         Rule(errors.BadRequest, FAILURE),
         Rule(errors.BadCheckpoint, FAILURE),
@@ -122,13 +124,24 @@ def report(
     if document is not None:
         try:
             _tell_programs(document, error, rule, store)
+            document.flush()
         except BrokenPipeError:
             return BROKEN_PIPE
+        except OSError:
+            # Standard error still says what is wrong.
+            pass
+    # What cannot be told changes no status.
+    with suppress(OSError):
+        _tell_people(stream, error, rule, store)
+    return rule.status
+
+
+def _tell_people(stream: TextIO, error: BaseException, rule: Rule, store: Path | None) -> None:
     if rule.kind is KeyboardInterrupt:
         stream.write("interrupted\n")
         if isinstance(error, Interrupted):
             _say(stream, "hint", "36", with_store(error.hint, store))
-        return rule.status
+        return
     if rule.kind is Exception:
         import traceback
 
@@ -138,7 +151,6 @@ def report(
     if told.hint:
         _say(stream, "hint", "36", told.hint)
     stream.flush()
-    return rule.status
 
 
 def _tell_programs(document: TextIO, error: BaseException, rule: Rule, store: Path | None) -> None:
@@ -167,16 +179,18 @@ def _code(error: BaseException) -> str:
 
 def warn(text: str, hint: str | None = None) -> None:
     """Warn on standard error; the command continues."""
-    _say(sys.stderr, "warning", "33", text)
-    if hint is not None:
-        _say(sys.stderr, "hint", "36", hint)
-    sys.stderr.flush()
+    with suppress(OSError):
+        _say(sys.stderr, "warning", "33", text)
+        if hint is not None:
+            _say(sys.stderr, "hint", "36", hint)
+        sys.stderr.flush()
 
 
 def notes(lines: Iterable[str], stream: TextIO | None = None) -> None:
     """Report on standard error what succeeded only after a correction, and the correction."""
-    for line in lines:
-        _say(sys.stderr if stream is None else stream, "note", "33", line)
+    with suppress(OSError):
+        for line in lines:
+            _say(sys.stderr if stream is None else stream, "note", "33", line)
 
 
 def _told(error: BaseException, rule: Rule, store: Path | None) -> Told:
@@ -198,6 +212,8 @@ def _message(error: BaseException) -> str:
         return message[:1].lower() + message[1:]
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if isinstance(error, NotPrinted):
+        return str(error)
     if isinstance(error, OSError):
         words = os.strerror(error.errno).lower() if error.errno else str(error)
         return f"{os.fsdecode(error.filename)}: {words}" if _has_name(error) else words

@@ -8,7 +8,7 @@ from typing import Annotated
 from mstore_cli.command import command
 from mstore_cli.declared import Argument
 from mstore_cli.errors import UsageError
-from mstore_cli.output import Mode
+from mstore_cli.output import Mode, printing
 from mstore_cli.session import Session
 
 
@@ -34,5 +34,7 @@ def cat(
         raise UsageError(f"not REF:PATH: {target!r}", hint="mstore ls REF")
     with session.open() as store:
         for chunk in store.read_file(revision, path):
-            sys.stdout.buffer.write(chunk)
-    sys.stdout.buffer.flush()
+            with printing():
+                sys.stdout.buffer.write(chunk)
+    with printing():
+        sys.stdout.buffer.flush()
