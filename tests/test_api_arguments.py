@@ -193,7 +193,7 @@ def test_bytes_that_are_no_text(store: Store, model: Path) -> None:
     with pytest.raises(BadRequest, match=r"message must be text, not bytes that are not UTF-8: 'f"):
         store.add(model, name="tiny", message="f\udcfcr")
     asked = MergeRequest(base="tiny", experts=["tiny"], method="linear", only=["\udcfc*"])
-    with pytest.raises(BadRequest, match="only must be .*, not bytes that are not UTF-8: "):
+    with pytest.raises(BadRequest, match=r"only must be .*, not bytes that are not UTF-8: "):
         store.plan(asked)
     odd = model.parent / os.fsdecode(b"\xe9")
     store.backup(odd)

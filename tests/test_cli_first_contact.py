@@ -143,7 +143,7 @@ def test_a_plan_is_no_snapshot(mstore: Program) -> None:
 def test_the_nearest_block_size(size: str, nearest: str, tmp_path: Path) -> None:
     """A block size that cannot be is answered with the nearest that can."""
     done = Program(tmp_path / "new")("init", "--block-size", size)
-    assert done.status == 1
+    assert done.status == 2
     assert done.err.endswith(f" init --block-size {nearest}\n")
 
 

@@ -10,7 +10,7 @@ from mstore_cli import plots
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import By, Group, draw_groups
-from mstore_cli.options import Revision, Threads
+from mstore_cli.options import Revision, Threads, drawing
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size
@@ -23,7 +23,6 @@ COLUMNS = ("SHARE", "NORM", "MOVED")
 
 @command(
     example="mstore blame llama/merged --by layer",
-    failure="the snapshot was added, not merged, or another error",
 )
 def blame(
     session: Session,
@@ -37,12 +36,7 @@ def blame(
     ] = By.TENSOR,
     svg: Annotated[
         Path | None,
-        Option(
-            "--svg",
-            metavar="FILE",
-            help="Also draw the norms by layer and expert as a heat map, as SVG.",
-            show_default=False,
-        ),
+        drawing(help="Also draw the norms by layer and expert as a heat map, as SVG."),
     ] = None,
     threads: Threads = None,
 ) -> None:

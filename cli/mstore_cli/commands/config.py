@@ -14,7 +14,7 @@ from mstore_cli.session import Session
 
 @command(
     example="mstore config codec dense",
-    failure="no such setting or value, or another error; nothing was changed",
+    failure="an error; nothing was changed",
 )
 def config(
     session: Session,

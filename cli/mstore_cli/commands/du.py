@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import plots
 from mstore_cli.command import command
-from mstore_cli.declared import Option
-from mstore_cli.options import RefNames
+from mstore_cli.options import RefNames, drawing
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
@@ -47,7 +46,7 @@ def du(
     names: RefNames = None,
     svg: Annotated[
         Path | None,
-        Option("--svg", metavar="FILE", help="Draw a treemap of it (needs the extra `plot`)."),
+        drawing(help="Also draw a treemap, as SVG (needs the extra `plot`)."),
     ] = None,
 ) -> None:
     """Print the stored bytes of refs, what they share, and what gc would free without them.

@@ -36,10 +36,11 @@ from mstore_cli.merging import (
     make_request,
     plan_document,
 )
-from mstore_cli.options import Threads
+from mstore_cli.options import Threads, drawing
 from mstore_cli.output import Screen, short
 from mstore_cli.recipes import RecipeFile
 from mstore_cli.session import Session
+from mstore_cli.values import file_of
 from mstore_cli.vocabularies import Vocab
 
 if TYPE_CHECKING:
@@ -79,7 +80,12 @@ def plan(
     threads: Threads = None,
     output: Annotated[
         Path | None,
-        Option("--output", "-o", metavar="FILE", help="Also write the plan to FILE, as JSON."),
+        Option(
+            *("--output", "-o"),
+            metavar="FILE",
+            help="Also write the plan to FILE, as JSON.",
+            parser=file_of("json"),
+        ),
     ] = None,
     sweep: Annotated[
         bool,
@@ -95,7 +101,7 @@ def plan(
     ] = False,
     svg: Annotated[
         Path | None,
-        Option("--svg", metavar="FILE", help="With --sweep: also draw it to FILE, as SVG."),
+        drawing(help="With --sweep: also draw it to FILE, as SVG."),
     ] = None,
 ) -> None:
     """Choose which expert blocks a merge reads, and print its cost and error.

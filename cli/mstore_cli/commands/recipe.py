@@ -10,7 +10,6 @@ from mstore_cli.session import Session
 
 @command(
     example="mstore recipe llama/merged > recipe.yml",
-    failure="an error; the snapshot is no merge, or no recipe can state it",
 )
 def recipe(session: Session, revision: Revision) -> None:
     """Print how a snapshot was merged, as a recipe of mergekit (YAML).
