@@ -119,10 +119,14 @@ def test_a_command_imports_no_other(store: Program) -> None:
 
 
 def test_version() -> None:
-    """--version prints the version of the library, alone, among options and before a command."""
+    """--version, -V and `version` print the version of the library; --version also among options
+    and before a command."""
     from mstore.version import __version__
 
-    for words in (["--version"], ["--store", "s", "--version"], ["--version", "refs"]):
+    for words in (
+        *(["--version"], ["-V"], ["version"]),
+        *(["--store", "s", "--version"], ["--version", "refs"]),
+    ):
         done = subprocess.run(command(*words), check=True, capture_output=True, text=True)
         assert done.stdout == f"mstore {__version__}\n"
     assert "typer" not in imported("--store", "s", "--version")

@@ -45,7 +45,7 @@ def _declared(function: Callable[..., None]) -> list[inspect.Parameter]:
 
 
 def _version_option(
-    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, Option("--version", "-V", help="Print the version.")] = False,
 ) -> None:
     """Declares the option that runs a command of its own; only the signature is used."""
 

@@ -27,6 +27,7 @@ USAGE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 DISK_FULL_HINT = "free some space and run the command again; nothing was published"
+BUG_HINT = "this is a bug in mstore: please report the lines above, and what mstore doctor prints"
 # A command to type, anywhere in a sentence, but not "this mstore reads".
 _COMMAND = (
     rf"(?<![\w/.-])mstore (?=({'|'.join(v for v in VERBS if v not in OF_NO_STORE)})\b)"
@@ -90,7 +91,7 @@ def rules() -> tuple[Rule, ...]:
         Rule(errors.MstoreError, FAILURE),
         Rule(OSError, FAILURE),
         Rule(MemoryError, FAILURE, "try again with fewer --threads"),
-        Rule(Exception, FAILURE, "this is a bug in mstore: please report the lines above"),
+        Rule(Exception, FAILURE, BUG_HINT),
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from mstore.frozen import frozen
 from mstore_cli import method_names
-from mstore_cli.declared import Option
+from mstore_cli.declared import HOW_MUCH, RESULT, WHAT, WHICH, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
 from mstore_cli.recipes import RecipeText, documents, request_of_recipe
@@ -70,6 +70,7 @@ _BASE = Option(
     metavar="REF",
     help="The model to merge into.",
     completes="refs",
+    group=WHAT,
 )
 _EXPERT = Option(
     "--expert",
@@ -77,12 +78,14 @@ _EXPERT = Option(
     completes="refs",
     help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
     "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch.",
+    group=WHAT,
 )
 _METHOD = Option(
     "--method",
     metavar="NAME",
     help=f"How experts are combined: {method_names.listed()}.",
     completes="methods",
+    group=WHAT,
 )
 MaybeFishers = Annotated[
     list[str] | None,
@@ -92,6 +95,7 @@ MaybeFishers = Annotated[
         help="For `--method fisher`: the diagonal Fisher of an expert, as a checkpoint in the "
         "store. One for each expert, in their order.",
         completes="refs",
+        group=WHAT,
     ),
 ]
 Base = Annotated[str, _BASE]
@@ -105,6 +109,7 @@ Parameters = Annotated[
         "--param",
         metavar="KEY=VALUE",
         help="A parameter of the method; with commas, a value for each expert. Repeatable.",
+        group=WHAT,
     ),
 ]
 Budget = Annotated[
@@ -113,6 +118,7 @@ Budget = Annotated[
         "--budget",
         metavar="SIZE|SHARE",
         help="The most bytes to read from experts: 2GiB, 512MB, or 30% of the full cost.",
+        group=HOW_MUCH,
     ),
 ]
 MaxError = Annotated[
@@ -123,17 +129,24 @@ MaxError = Annotated[
         parser=_parse_error,
         help="Find the cheapest plan whose error (relative to the base's norm) is at most E: the "
         "bound, or the estimate for methods that have none.",
+        group=HOW_MUCH,
     ),
 ]
 Dtype = Annotated[
     str | None,
-    Option("--dtype", metavar="DTYPE", help="The dtype of the output [default: the base's]."),
+    Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="The dtype of the output [default: the base's].",
+        group=RESULT,
+    ),
 ]
 NoAnalyze = Annotated[
     bool,
     Option(
         "--no-analyze",
         help="Do not read experts to compute missing statistics; choose whole tensors instead.",
+        group=HOW_MUCH,
     ),
 ]
 
@@ -145,6 +158,7 @@ Score = Annotated[
         metavar="NAME",
         help="Rank blocks by norm, trimmed, conflict or random [default: the method's own].",
         completes="scores",
+        group=HOW_MUCH,
     ),
 ]
 Only = Annotated[
@@ -153,6 +167,7 @@ Only = Annotated[
         "--only",
         metavar="PATTERN",
         help="Merge only tensors whose names match; take the rest from the base. Repeatable.",
+        group=WHICH,
     ),
 ]
 Skip = Annotated[
@@ -161,6 +176,7 @@ Skip = Annotated[
         "--skip",
         metavar="PATTERN",
         help="Take tensors whose names match from the base. Repeatable.",
+        group=WHICH,
     ),
 ]
 AllowMissing = Annotated[
@@ -169,6 +185,7 @@ AllowMissing = Annotated[
         "--allow-missing",
         help="Let experts lack tensors of the base (the base's count for them), or have others "
         "(they are left out).",
+        group=WHICH,
     ),
 ]
 PerExpertBudget = Annotated[
@@ -177,6 +194,7 @@ PerExpertBudget = Annotated[
         "--per-expert-budget",
         metavar="SIZE|SHARE",
         help="The most bytes to read from any one expert: a size, or a share of the full cost.",
+        group=HOW_MUCH,
     ),
 ]
 TopP = Annotated[
@@ -185,6 +203,7 @@ TopP = Annotated[
         "--top-p",
         metavar="SHARE",
         help="Write only this share of the blocks that would change, the largest changes first.",
+        group=HOW_MUCH,
     ),
 ]
 AllowNoop = Annotated[
@@ -192,6 +211,7 @@ AllowNoop = Annotated[
     Option(
         "--allow-noop",
         help="Accept a plan that reads nothing, or whose result is the base itself.",
+        group=RESULT,
     ),
 ]
 

@@ -23,9 +23,10 @@ def cat(
         Argument(metavar="REF:PATH", help="A snapshot and a file in it.", show_default=False),
     ],
 ) -> None:
-    """Write one file of a snapshot to standard output, byte for byte.
+    """Write one file of a snapshot to standard output.
 
-    There is no JSON form. Every block is checked before it is written.
+    The bytes are those that were added. Every block is checked before it is written. There is no
+    JSON form.
     """
     if session.output.mode is Mode.JSON:
         raise UsageError("cat writes bytes and has no JSON form", hint="mstore ls REF --json")

@@ -86,11 +86,12 @@ def combine_adapters(
     ] = None,
     message: Message = "",
 ) -> None:
-    """Make one LoRA adapter of several of one base, as PEFT's add_weighted_adapter does.
+    """Make one LoRA adapter of several of one base.
 
-    The result is an adapter like any other: a merge takes it as an expert, and PEFT loads its
-    checkout. cat keeps the weighted sum of the products as it is, with the sum of the ranks; svd
-    truncates that sum to a rank, and the report says how much that leaves out.
+    It does what PEFT's add_weighted_adapter does. The result is an adapter like any other: a merge
+    takes it as an expert, and PEFT loads its checkout. cat keeps the weighted sum of the products
+    as it is, with the sum of the ranks; svd truncates that sum to a rank, and the report says how
+    much that leaves out.
     """
     with session.open() as store, session.progress() as tick:
         report = store.combine_adapters(

@@ -49,7 +49,7 @@ def du(
         drawing(help="Also draw a treemap, as SVG (needs the extra `plot`)."),
     ] = None,
 ) -> None:
-    """Print the stored bytes of refs, what they share, and what gc would free without them.
+    """Print the space that refs use, share, and would free.
 
     Sizes are of blocks as stored: those of the ref's snapshot and the bases of its deltas. FREED BY
     RM also counts the ref's history, but not what something else keeps: other refs, their

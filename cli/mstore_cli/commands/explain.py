@@ -59,7 +59,7 @@ def explain(
         drawing(help="Also draw layers and experts as a heat map, as SVG."),
     ] = None,
 ) -> None:
-    """Print which experts contributed to which blocks, what was left out and why.
+    """Print what a merge read of each expert, and left out.
 
     The table counts pairs of an expert and a chunk (a block, where all tensors have one dtype).
     READ: read and merged. SHARED: equal to a chunk of an earlier expert, so read once. = BASE:

@@ -50,11 +50,11 @@ def extract_lora(
     skip: Skip = None,
     message: Message = "",
 ) -> None:
-    """Make a LoRA adapter, in PEFT's form, of what a fine-tune changed.
+    """Make a LoRA adapter of what a fine-tune changed.
 
-    Each matrix that differs from the base becomes a product of two factors of this rank, the
-    nearest there is; norms and biases that differ are stored whole. The report says how much of
-    the difference is left out, in all and for the worst matrices.
+    The adapter has PEFT's form. Each matrix that differs from the base becomes a product of two
+    factors of this rank, the nearest there is; norms and biases that differ are stored whole. The
+    report says how much of the difference is left out, in all and for the worst matrices.
     """
     with session.open() as store, session.progress() as tick:
         report = store.extract_lora(

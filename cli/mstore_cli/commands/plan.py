@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import plots
 from mstore_cli.command import command
-from mstore_cli.declared import Option
+from mstore_cli.declared import RESULT, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
     MISTAKEN,
@@ -85,6 +85,7 @@ def plan(
             metavar="FILE",
             help="Also write the plan to FILE, as JSON.",
             parser=file_of("json"),
+            group=RESULT,
         ),
     ] = None,
     sweep: Annotated[
@@ -104,7 +105,7 @@ def plan(
         drawing(help="With --sweep: also draw it to FILE, as SVG."),
     ] = None,
 ) -> None:
-    """Choose which expert blocks a merge reads, and print its cost and error.
+    """Choose what a merge reads, and print its cost and error.
 
     Give the base, the experts and a method, or a recipe of mergekit with --recipe. The store keeps
     the plan. If you may only read the store, use -o to write the plan to a file.

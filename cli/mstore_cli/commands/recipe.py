@@ -12,11 +12,11 @@ from mstore_cli.session import Session
     example="mstore recipe llama/merged > recipe.yml",
 )
 def recipe(session: Session, revision: Revision) -> None:
-    """Print how a snapshot was merged, as a recipe of mergekit (YAML).
+    """Print how a snapshot was merged, as a mergekit recipe.
 
-    The recipe is made from the plan, for merges by options too, and is the file mergekit_config.yml
-    of the snapshot. It names models by the ids of their contents, which `mstore merge --recipe`
-    takes in any store that has them. A budget is not in it: give it again.
+    The recipe (YAML) is made from the plan, also for merges without a recipe. The snapshot holds it
+    as mergekit_config.yml. It names models by the ids of their contents, which `mstore merge
+    --recipe` takes in any store that has them. A budget is not in it: give it again.
     """
     with session.open() as store:
         text = store.recipe(revision)
