@@ -23,7 +23,13 @@ from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
 from mstore_cli.recipes import RecipeText, documents, request_of_recipe
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
+from mstore_cli.sizes import (
+    format_percent,
+    format_seconds,
+    format_share,
+    format_size,
+    parse_budget,
+)
 from mstore_cli.vocabularies import aligned
 
 if TYPE_CHECKING:
@@ -585,7 +591,7 @@ def draw_sweep(screen: Screen, report: SweepReport) -> None:
     rows = []
     for point in report.points:
         row = [
-            f"{point.share:.0%}",
+            format_percent(point.share, ".0f"),
             format_size(point.planned_expert_bytes),
             format_size(point.unread_expert_bytes),
             format_loss(point.error_share_estimate),
@@ -624,7 +630,7 @@ def format_loss(value: float | None) -> str:
     """Format a share of what the full merge changes; more than 100 % is worse than the base."""
     if value is None:
         return "not known"
-    return f"{100 * value:.3g} %"
+    return format_percent(value, ".3g")
 
 
 def format_bound(value: float | None) -> str:

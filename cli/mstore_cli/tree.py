@@ -262,11 +262,10 @@ class _Group(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except typer.TyperException as error:
-            if args[:1] and args[0] in OTHER_WORDS:
-                raise UsageError(
-                    f"no such command: {args[0]!r}", hint=OTHER_WORDS[args[0]]
-                ) from error
-            raise
+            if not args or args[0].startswith("-"):
+                raise
+            hint = OTHER_WORDS.get(args[0]) or _meant(args[0], VERBS, f"{PROGRAM} --help")
+            raise UsageError(f"no such command: {args[0]!r}", hint=hint) from error
 
 
 class _Command(TyperCommand):
@@ -300,10 +299,12 @@ class _Command(TyperCommand):
                     f"no such option: {name}; values that begin with - come after --",
                     hint=f"{ctx.command_path} -- {' '.join(map(shlex.quote, args))}",
                 ) from error
-            if name in self.verb.mistaken:
-                raise UsageError(
-                    f"no such option: {name}", hint=self.verb.mistaken[name]
-                ) from error
+            if name is not None and str(error).startswith("No such option"):
+                known = [one for parameter in self.get_params(ctx) for one in parameter.opts]
+                hint = self.verb.mistaken.get(name) or _meant(
+                    name, known, f"{ctx.command_path} --help"
+                )
+                raise UsageError(f"no such option: {name}", hint=hint) from error
             # Without it, the hint would be the help of the whole program.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__["ctx"] = ctx
@@ -348,6 +349,13 @@ def _help_of(command: Any, ctx: Any) -> str:
     formatter.write_dl = lambda pairs: rows([(name, whole(words)) for name, words in pairs])
     command.format_help(ctx, formatter)
     return str(formatter.getvalue()).replace(_NO_BREAK, "-").rstrip("\n")
+
+
+def _meant(given: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the name that was probably meant, as a question, and what to type to see all."""
+    from mstore.errors import did_you_mean
+
+    return str(did_you_mean(given, known, otherwise))
 
 
 def _plain(option: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,6 +39,9 @@ CODEC_COLUMNS = (
 )
 SHARED_SHOWN = 10
 UNIQUE, SHARED = "unique", "shared"
+DIFFERENCES = "differences"
+WORDS = {"raw": "as they are", "constant": "constant", "planes": "compressed"}
+"""How blocks are stored, in the words of the picture; the other codecs store differences."""
 
 
 @command(example="mstore du llama/old llama/older")
@@ -187,5 +191,8 @@ def treemap_of(report: UsageReport, title: str) -> plots.TreeMap:
 def _codecs(name: str, codecs: Sequence[CodecUsage], size: float) -> Node:
     """Scale codecs to `size`: shared bytes count as a portion, and so do their codecs."""
     whole = sum(one.stored_bytes for one in codecs)
-    parts = tuple(Node(one.codec, size * one.stored_bytes / whole) for one in codecs)
+    sizes: Counter[str] = Counter()
+    for one in codecs:
+        sizes[WORDS.get(one.codec, DIFFERENCES)] += one.stored_bytes
+    parts = tuple(Node(word, size * stored / whole) for word, stored in sizes.items())
     return Node(name, size, parts)

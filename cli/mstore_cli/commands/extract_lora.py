@@ -10,7 +10,7 @@ from mstore_cli.left_out import show_worst
 from mstore_cli.options import Message, Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_size
+from mstore_cli.sizes import format_percent, format_seconds, format_size
 
 Only = Annotated[
     list[str] | None,
@@ -79,7 +79,7 @@ def extract_lora(
                 ("products", f"{report.products} of rank {report.rank}"),
                 ("stored whole", report.whole),
                 ("size", format_size(report.plain_bytes)),
-                ("left out", f"{report.relative_error:.1%} of the difference"),
+                ("left out", f"{format_percent(report.relative_error)} of the difference"),
                 ("time", format_seconds(report.seconds)),
             ]
         )
