@@ -160,6 +160,8 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "reindex": ["reindex"],
         "migrate": ["migrate"],
         "stats": ["stats"],
+        "doctor": ["doctor"],
+        "version": ["version"],
         "du": ["du"],
     }
 

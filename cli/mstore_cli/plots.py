@@ -280,12 +280,13 @@ def tree_map(tree: TreeMap, path: Path) -> None:
     _write(draw, path, layout=None, titles=titles)
 
 
-def _fill(number: int) -> tuple[float, ...]:
+def _fill(number: int) -> str:
     """Return the colour of a part: those of FILLS, then the same lighter, three times in all."""
-    from matplotlib.colors import to_rgb
+    from matplotlib.colors import to_hex, to_rgb
 
     white = number // len(FILLS) % 3 / 3
-    return tuple(one + (1 - one) * white for one in to_rgb(FILLS[number % len(FILLS)]))
+    red, green, blue = (one + (1 - one) * white for one in to_rgb(FILLS[number % len(FILLS)]))
+    return to_hex((red, green, blue))
 
 
 def _told(one: Placed, tree: TreeMap) -> str:

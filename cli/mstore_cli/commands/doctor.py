@@ -61,8 +61,8 @@ class DoctorReport:
     """versions of the packages that are installed, by their names"""
     kernels: str | None
     """for which level of processors the compiled kernels are that run here; None: none do"""
-    fuse: bool
-    """whether this user can mount by FUSE"""
+    fuse: str
+    """works, or why this user cannot mount by FUSE"""
     store: StoreState | None
     """the store that commands use here; None: there is none, or it cannot be opened"""
     problems: tuple[str, ...]
@@ -84,7 +84,7 @@ def doctor(session: Session) -> None:
         processors=len(os.sched_getaffinity(0)),
         packages=_packages(),
         kernels=_kernels(problems),
-        fuse=_has_fuse(problems),
+        fuse=_fuse(),
         store=_store(session, problems),
         problems=tuple(problems),
     )
@@ -114,15 +114,15 @@ def _kernels(problems: list[str]) -> str | None:
         return None
 
 
-def _has_fuse(problems: list[str]) -> bool:
+def _fuse() -> str:
     from mstore_fuse.mounts import require_fuse
 
+    # No problem: it is an extra, and Python and checkouts need none.
     try:
         require_fuse()
     except MstoreError as error:
-        problems.append(_told(error))
-        return False
-    return True
+        return _told(error)
+    return "works"
 
 
 def _store(session: Session, problems: list[str]) -> StoreState | None:
@@ -165,7 +165,7 @@ def _draw(screen: Screen, report: DoctorReport) -> None:
         ("processors", report.processors),
         ("packages", ", ".join(f"{name} {one}" for name, one in report.packages.items())),
         ("kernels", report.kernels or "none that run here"),
-        ("fuse", "works" if report.fuse else "does not work"),
+        ("fuse", report.fuse),
         ("store", store.path if store is not None else "none that can be opened here"),
     ]
     if store is not None:
