@@ -58,10 +58,10 @@ def gc(
 ) -> None:
     """Remove what no ref reaches, and free its space.
 
-    Kept is what is reachable from refs, from their reflogs of the last 30 days (`mstore config
-    reflog_days`) and from running operations. Packs of which at least 30 % is dead are rewritten.
-    Other commands may run at the same time. A pack that the index does not know is not deleted: it
-    moves to lost+found/ in the store.
+    It keeps what refs, their reflogs of the last 30 days (`mstore config reflog_days`) and running
+    operations reach. Packs of which at least 30 % is dead are rewritten. Other commands may run at
+    the same time. A pack that the index does not know is not deleted: it moves to lost+found/ in
+    the store.
     """
     with session.open() as store, session.progress() as progress:
         report = store.gc(

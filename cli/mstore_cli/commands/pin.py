@@ -29,8 +29,8 @@ def pin(
     """Store the blocks of a snapshot raw, for fast reading.
 
     The blocks lie in file order then: mounts and Python map them, and checkout --reflink shares
-    them. Contents and ids stay the
-    same; the store grows. `mstore unpin` undoes it. A pin keeps nothing from gc.
+    them. Contents and ids stay the same; the store grows. `mstore unpin` undoes it. A pin does not
+    protect the snapshot from gc.
     """
     with session.open() as store, session.progress() as tick:
         report = store.pin(revision, raw=raw, threads=threads, progress=tick)
