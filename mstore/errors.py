@@ -182,12 +182,18 @@ _LONGEST_NAME = 500
 """Characters of what is compared with names: a pattern of many stars takes minutes to compile."""
 
 
+_NEAR = 0.66
+"""How alike a name must be to what was given (`difflib`): `lgo` is to `log`."""
+
+
 def did_you_mean(given: str, known: Iterable[str], hint: Text | None = None) -> Text | None:
     """Return a hint: the known name that was probably meant, if any, then `hint`, if given.
 
-    A name is a candidate if its last part alone was given, or if few letters differ. For a pattern,
-    up to three names that it matches are.
+    A name is a candidate if its last part alone was given, or if few letters and no digits differ:
+    `v2` and `layers.2` are no slips for `v1` and `layers.1`. For a pattern, up to three names that
+    it matches are.
     """
+    import re
     from difflib import get_close_matches
     from fnmatch import fnmatchcase
 
@@ -196,5 +202,6 @@ def did_you_mean(given: str, known: Iterable[str], hint: Text | None = None) -> 
     if any(character in given for character in "*?["):
         found = [name for name in names if fnmatchcase(name, given)][:3]
     else:
-        found = found[:1] if len(found) == 1 else get_close_matches(given, names, n=1)
+        alike = [name for name in names if re.findall(r"\d", name) == re.findall(r"\d", given)]
+        found = found[:1] if len(found) == 1 else get_close_matches(given, alike, 1, _NEAR)
     return joined(*(f"did you mean {name}?" for name in found), hint)

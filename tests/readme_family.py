@@ -16,10 +16,14 @@ SHAPES = {
     "model.norm.weight": (512,),
     "lm_head.weight": (4096, 512),
 }
-# Which tensors a fine-tune changed, and how far.
+# Which tensors a fine-tune changed, and how far: some layers far, others little.
 CHANGES = {
-    "code": {"model.layers.0.mlp.up_proj.weight": 2e-3, "model.layers.1.mlp.up_proj.weight": 1e-3},
-    "math": {"model.layers.1.mlp.up_proj.weight": 2e-3, "lm_head.weight": 2e-4},
+    "code": {
+        "model.embed_tokens.weight": 1e-4,
+        "model.layers.0.mlp.up_proj.weight": 4e-3,
+        "lm_head.weight": 1e-4,
+    },
+    "math": {"model.layers.1.mlp.up_proj.weight": 4e-3, "lm_head.weight": 1e-4},
 }
 
 

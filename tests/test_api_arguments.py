@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,3 +185,17 @@ def test_dtypes_of_numpy_and_torch() -> None:
     assert dtype_of("BF16") == "BF16"
     assert dtype_of(None) is None
     assert dtype_of(Path("float16")) == Path("float16")
+
+
+def test_bytes_that_are_no_text(store: Store, model: Path) -> None:
+    """Text of another encoding, as a program gets it from its arguments, is refused by its name
+    before anything is done; a path may have any bytes."""
+    with pytest.raises(BadRequest, match=r"message must be text, not bytes that are not UTF-8: 'f"):
+        store.add(model, name="tiny", message="f\udcfcr")
+    asked = MergeRequest(base="tiny", experts=["tiny"], method="linear", only=["\udcfc*"])
+    with pytest.raises(BadRequest, match=r"only must be .*, not bytes that are not UTF-8: "):
+        store.plan(asked)
+    odd = model.parent / os.fsdecode(b"\xe9")
+    store.backup(odd)
+    shutil.copytree(model, odd / "m")
+    store.add(odd / "m", name="tiny")

@@ -182,7 +182,7 @@ def test_names_that_do_not_fit(
 def test_every_name_is_checked_first(mstore: Program, family: Path) -> None:
     """A name that cannot be a ref is refused before the first checkpoint is stored."""
     done = mstore("add", family / "base", family / "e0", "--name", "fine", "--name", "not fine")
-    assert done.status == 1
+    assert done.status == 2
     assert refs(mstore) == []
 
 
@@ -263,7 +263,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert none.status == 1
     assert "all its weights are left out" in none.err
     assert "(without --exclude '*.safetensors')" in none.err
-    assert mstore("add", model, "--name", "z", "--exclude", "/").status == 1
+    assert mstore("add", model, "--name", "z", "--exclude", "/").status == 2
 
 
 def test_differences_are_added_to_their_base(mstore: Program, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_differences_are_added_to_their_base(mstore: Program, tmp_path: Path) ->
     line = ["add", tmp_path / "steps", "--name", "tuned", "--kind", "delta"]
     for more in ([], ["--base", "none"]):
         refused = mstore(*line, *more)
-        assert refused.status == 1
+        assert refused.status == 2
         assert "error: differences are added to a base, and none is named" in refused.err
         assert "--base REF" in refused.err
     done = mstore.succeed(*line, "--base", "base")

@@ -34,7 +34,7 @@ def test_no_directory_above(mstore: Program, tmp_path: Path) -> None:
     """A backup below a directory that is missing is refused, and makes nothing: the disk may not be
     mounted."""
     done = mstore("backup", tmp_path / "disk" / "backup")
-    assert done.status == 1
+    assert done.status == 2
     assert "the directory above it does not exist" in done.err
     assert f"mkdir -p {tmp_path / 'disk'}" in done.err
     assert not (tmp_path / "disk").exists()

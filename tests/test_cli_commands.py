@@ -160,6 +160,8 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "reindex": ["reindex"],
         "migrate": ["migrate"],
         "stats": ["stats"],
+        "doctor": ["doctor"],
+        "version": ["version"],
         "du": ["du"],
     }
 
@@ -310,11 +312,11 @@ def test_what_was_not_merged(verb: str, family: Program) -> None:
     next command to type; under --json too.
     """
     done = family(verb, "tiny/base")
-    assert (done.status, done.out) == (1, "")
+    assert (done.status, done.out) == (2, "")
     assert "was not made by a merge" in done.err
     assert f"mstore --store {family.store} show" in done.err
     told = family(verb, "tiny/base", "--json")
-    assert told.status == 1
+    assert told.status == 2
     assert told.document["error"]["code"] == "bad-request"
 
 
@@ -406,15 +408,24 @@ BAD_LINES = {
 }
 
 
+WRONG_USAGE = {
+    *("bad name", "unknown method", "unknown parameter", "parameter without value", "weight"),
+    *("parameter of another type", "budget of nothing", "share of nothing", "budget of nonsense"),
+    *("error below nothing", "unknown dtype", "not a plan", "binary plan"),
+    "replay of what was added",
+}
+"""What is wrong in itself, and not only in this store: exit 2."""
+
+
 @pytest.mark.parametrize("what", BAD_LINES)
 def test_bad_input(
     what: str, family: Program, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bad input: exit 1, a readable error, nothing on standard output, the store untouched."""
+    """Bad input: exit 1 or 2, a readable error, no standard output, the store untouched."""
     monkeypatch.chdir(models)
     before = family.succeed("log", "-q").out, family.succeed("refs", "--json").out
     done = family(*(word.format(models=models) for word in BAD_LINES[what]))
-    assert done.status == 1
+    assert done.status == (2 if what in WRONG_USAGE else 1)
     assert done.out == ""
     assert done.err.startswith("error: ")
     assert "Traceback" not in done.err
@@ -435,7 +446,7 @@ def test_bad_block_sizes(tmp_path: Path) -> None:
     """A block size that is no power of two, or outside the limits, makes no store."""
     for size in ("3MiB", "1KiB", "1GiB", "big"):
         done = Program(tmp_path / "store")("init", "--block-size", size)
-        assert done.status == 1, size
+        assert done.status == 2, size
         assert done.err.startswith("error: ")
         assert not (tmp_path / "store").exists()
     assert done.err.endswith("hint: a power of two, 64KiB to 16MiB, such as 1MiB\n")

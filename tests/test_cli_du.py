@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore_cli import plots
+from mstore_cli.commands.du import WORDS
 from mstore_cli.sizes import format_size
 from mstore_cli.treemap import Box, Node, place, squarified
 
@@ -122,10 +124,11 @@ def test_a_treemap_keeps_its_numbers(mstore: Program, tmp_path: Path) -> None:
         assert f"unique {unique}" in line
         for one in ref["unique"]:
             if one["stored_bytes"]:
-                told = f"{ref['name']}, unique, {one['codec']}: {format_size(one['stored_bytes'])} "
+                told = f"{ref['name']}, unique, {WORDS[one['codec']]}: "
+                told += f"{format_size(one['stored_bytes'])} "
                 assert any(title.startswith(told) for title in titles)
     # A leaf with room says its size, too.
-    assert any(text.startswith("raw  ") and text.endswith("KiB") for text in texts)
+    assert any(text.startswith("as they are  ") and text.endswith("KiB") for text in texts)
     together = sum(ref["portion_bytes"] for ref in document["refs"])
     assert f"all: {format_size(together)}" in texts
 
@@ -210,3 +213,20 @@ def test_parts_stand_in_their_whole() -> None:
         inner, outer = boxes[part], boxes[whole]
         assert overlap(inner, outer) == pytest.approx(inner.width * inner.height)
     assert [node.name for node in placed[2].path] == ["all", "a"]
+
+
+def test_labels_and_colours_of_a_treemap(tmp_path: Path) -> None:
+    """A leaf's name is whole or not there, and as many refs as the legend has differ in colour."""
+    leaves = ("compressed", "differences")
+    parts = tuple(
+        Node(f"team/model-{n}", 30, tuple(Node(leaf, 15) for leaf in leaves))
+        for n in range(plots.LEGEND_ROWS)
+    )
+    root = Node("all", 30 * len(parts), parts)
+    path = tmp_path / "many.svg"
+    plots.tree_map(plots.TreeMap("t", root, "bytes", lambda size: f"{size:.0f} B"), path)
+    texts = ["".join(one.itertext()) for one in ET.parse(path).iter(f"{SVG}text")]
+    cut = [text for text in texts if "…" in text]
+    assert not any(text.startswith(("c", "d")) for text in cut)
+    fills = re.findall(r'id="box-\d+">(?:(?!</g>).)*?fill: (#[0-9a-f]{6})', path.read_text(), re.S)
+    assert len(set(fills)) == plots.LEGEND_ROWS

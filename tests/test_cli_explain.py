@@ -200,7 +200,7 @@ def test_nothing_is_drawn_of_what_was_not_merged(
 ) -> None:
     """An added snapshot, and a missing library, are errors that leave no file."""
     for verb in ("explain", "blame"):
-        assert mstore(verb, "m/base", "--svg", tmp_path / "no.svg").status == 1
+        assert mstore(verb, "m/base", "--svg", tmp_path / "no.svg").status == 2
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     done = mstore("explain", "half", "--svg", tmp_path / "no.svg")
     assert done.status == 1

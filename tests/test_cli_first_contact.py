@@ -52,8 +52,25 @@ def test_near_names(line: list[str], meant: str, mstore: Program) -> None:
 
 
 def test_far_names(mstore: Program) -> None:
-    """Nothing is suggested where nothing is near."""
+    """Nothing is suggested where nothing is near; a name with another number is another name."""
     assert "did you mean" not in mstore("show", "zzzzz").err
+    assert "did you mean" not in mstore("show", "v2").err
+    assert "did you mean" not in mstore("log", "--nonsense").err
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        *((["lgo"], "log"), (["vrsion"], "version"), (["log", "--graf"], "--graph")),
+        *((["merge", "--bse", "x"], "--base"), (["refs", "--jsn"], "--json")),
+    ],
+    ids=str,
+)
+def test_near_words_of_the_command_line(line: list[str], meant: str, mstore: Program) -> None:
+    """For a slip in a command or an option, the one nearest is suggested, and no other."""
+    done = mstore(*line)
+    assert done.status == 2
+    assert f"hint: did you mean {meant}?\n  mstore " in done.err
 
 
 PAIR = ["--base", "v1", "--expert", "v1"]
@@ -143,7 +160,7 @@ def test_a_plan_is_no_snapshot(mstore: Program) -> None:
 def test_the_nearest_block_size(size: str, nearest: str, tmp_path: Path) -> None:
     """A block size that cannot be is answered with the nearest that can."""
     done = Program(tmp_path / "new")("init", "--block-size", size)
-    assert done.status == 1
+    assert done.status == 2
     assert done.err.endswith(f" init --block-size {nearest}\n")
 
 

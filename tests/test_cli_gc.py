@@ -91,7 +91,7 @@ def test_what_gc_does_not_give_back_is_explained(mstore: Program, tmp_path: Path
     would = mstore.succeed("gc", "-n").out
     assert "1 file that interrupted commands left would be removed: 3.0 MiB" in would
     assert "would free 0 B" in would
-    assert "dead stay in packs of which less than 30% is dead" in would
+    assert "dead stay in packs of which less than 30 % is dead" in would
     assert f"mstore --store {mstore.store} gc --all" in mstore.succeed("gc").out
     assert "1 rewritten" in mstore.succeed("gc", "--all").out
     assert "nothing to collect" in mstore.succeed("gc", "--all").out

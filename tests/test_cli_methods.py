@@ -35,7 +35,7 @@ def test_one_is_described(tmp_path: Path) -> None:
 def test_an_unknown_one_is_refused(tmp_path: Path) -> None:
     """A name that is no method's is refused with the names that are."""
     failed = Program(tmp_path / "no-store")("methods", "tie")
-    assert failed.status == 1
+    assert failed.status == 2
     assert "did you mean ties?" in failed.err
 
 

@@ -38,7 +38,7 @@ def test_a_pin_and_back(mstore: Program) -> None:
     assert "free" not in again.out
     assert mstore.succeed("unpin", "m/e0").lines[0].startswith("unpinned ")
     refused = mstore("unpin", "m/e0")
-    assert refused.status == 1
+    assert refused.status == 2
     assert "not pinned" in refused.err
     assert " refs says which" in refused.err
 
@@ -48,7 +48,7 @@ def test_a_merge_that_is_only_tried_is_not_compressed(mstore: Program) -> None:
     word is refused."""
     words = ("merge", "--base", "m/base", "--method", "task_arithmetic", "--expert")
     refused = mstore(*words, "m/e0=0.5", "--name", "m/try", "--codec", "zip")
-    assert refused.status == 1
+    assert refused.status == 2
     assert "auto" in refused.err
     loose = mstore.succeed(*words, "m/e0=0.5", "--name", "m/try", "--codec", "raw", "--json")
     packed = mstore.succeed(*words, "m/e0=0.25", "--name", "m/kept", "--json")
@@ -62,7 +62,7 @@ def test_a_merge_that_is_only_tried_is_not_compressed(mstore: Program) -> None:
 def test_raw_has_to_be_said(mstore: Program) -> None:
     """Without --raw, pin changes nothing, and its hint is the command with it."""
     refused = mstore("pin", "m/e0")
-    assert refused.status == 1
+    assert refused.status == 2
     assert "pin m/e0 --raw" in refused.err
     assert not mstore.succeed("show", "m/e0", "--json").document["pinned"]
 
@@ -71,7 +71,7 @@ def test_reflink_has_the_words_of_cp(mstore: Program, tmp_path: Path) -> None:
     """--reflink alone means always, which says what to do where blocks are not raw; others words
     come behind an equals sign."""
     refused = mstore("checkout", "m/e0", tmp_path / "out", "--reflink")
-    assert refused.status == 1
+    assert refused.status == 2
     assert "--raw" in refused.err
     assert "--reflink=auto" in refused.err
     wrong = mstore("checkout", "m/e0", tmp_path / "out", "--reflink=sometimes")

@@ -59,7 +59,7 @@ def test_a_heat_map_shows_layers_experts_and_numbers(tmp_path: Path) -> None:
     heat_map(TABLE, tmp_path / "map.svg")
     shown = texts(tmp_path / "map.svg")
     assert {"embed", "layer 0", "layer 1", "math", "share of blocks read"} <= {*shown}
-    assert {"25%", "100%", "0%", "not known"} <= {*shown}
+    assert {"25 %", "100 %", "0 %", "not known"} <= {*shown}
     assert any(text.startswith("a$b$<&\"'>\\x1b") and text.endswith("x_end") for text in shown)
     assert max(map(len, shown)) < 64
 
@@ -86,7 +86,7 @@ def test_large_maps_have_no_numbers_in_their_cells(tmp_path: Path) -> None:
     rows = tuple(f"layer {n}" for n in range(plots.CELL_NUMBERS + 1))
     table = HeatMap("m", rows, ("e",), tuple((0.37,) for _ in rows), "share", top=1.0)
     heat_map(table, tmp_path / "map.svg")
-    assert "37%" not in texts(tmp_path / "map.svg")
+    assert "37 %" not in texts(tmp_path / "map.svg")
 
 
 def test_without_matplotlib_it_says_what_to_install(

@@ -34,6 +34,19 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "mstore_cli", *(str(one) for one in arguments)]
 
 
+UNPRINTED = "error: standard output cannot be written: no space left on device\n"
+
+
+def in_shell(redirected: str, *arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
+    """A command whose standard streams a shell redirects or closes."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirected}', "sh", *command(*arguments)],
+        check=False,
+        capture_output=True,
+        timeout=300,
+    )
+
+
 def imported(*arguments: str | Path) -> set[str]:
     """The top-level modules that are loaded when the command ends."""
     script = (
@@ -106,10 +119,14 @@ def test_a_command_imports_no_other(store: Program) -> None:
 
 
 def test_version() -> None:
-    """--version prints the version of the library, alone, among options and before a command."""
+    """--version, -V and `version` print the version of the library; --version also among options
+    and before a command."""
     from mstore.version import __version__
 
-    for words in (["--version"], ["--store", "s", "--version"], ["--version", "refs"]):
+    for words in (
+        *(["--version"], ["-V"], ["version"]),
+        *(["--store", "s", "--version"], ["--version", "refs"]),
+    ):
         done = subprocess.run(command(*words), check=True, capture_output=True, text=True)
         assert done.stdout == f"mstore {__version__}\n"
     assert "typer" not in imported("--store", "s", "--version")
@@ -131,7 +148,7 @@ def test_a_failure_that_cannot_be_written(store: Program) -> None:
     assert store("verify", "tiny").status == 1
     done = unheard("--store", str(store.store), "verify", "tiny")
     assert done.returncode == 1
-    assert done.stderr.decode().startswith("error: no space left on device\n")
+    assert done.stderr.decode() == UNPRINTED
 
 
 def test_reader_that_leaves(store: Program) -> None:
@@ -147,7 +164,19 @@ def test_reader_that_leaves(store: Program) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("line", [["log"], ["cat", "tiny:model.safetensors"], ["--help"]])
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["log"],
+        ["log", "--json"],
+        ["cat", "tiny:model.safetensors"],
+        ["--help"],
+        ["--version"],
+        ["log", "--help"],
+        ["methods"],
+    ],
+    ids=" ".join,
+)
 def test_full_disk_behind_stdout(line: list[str], store: Program) -> None:
     """Output that cannot be written is an error with a readable line, not a silent success."""
     with Path("/dev/full").open("wb") as full:
@@ -155,7 +184,44 @@ def test_full_disk_behind_stdout(line: list[str], store: Program) -> None:
             command("--store", store.store, *line), check=False, stdout=full, stderr=subprocess.PIPE
         )
     assert done.returncode == 1
-    assert done.stderr.startswith(b"error: no space left on device\n")
+    assert done.stderr.decode() == UNPRINTED
+
+
+@pytest.mark.parametrize("line", [["show", "nosuch", "--json"], ["rm", "--wrong", "--json"]])
+def test_an_error_that_cannot_be_written_to_a_full_disk(store: Program, line: list[str]) -> None:
+    """An error whose document cannot be written keeps its status and its words."""
+    heard = store(*line)
+    done = unheard("--store", str(store.store), *line)
+    assert (done.returncode, done.stderr.decode()) == (heard.status, heard.err)
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [(["refs"], 0), (["show", "nosuch"], 1), (["--wrong"], 2), (["log", "-n", "x"], 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("closed", ["2>/dev/full", "2>&-"])
+def test_errors_that_nobody_hears(
+    store: Program, line: list[str], status: int, closed: str
+) -> None:
+    """Standard error that is closed or cannot be written does not change the exit status."""
+    assert in_shell(closed, "--store", store.store, *line).returncode == status
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path: Path, closed: str) -> None:
+    """A command whose standard streams are closed does its work, succeeds, and writes what is to be
+    printed into no other file."""
+    write_safetensors(tmp_path / "m" / "model.safetensors", [("t", "U8", (1000,), bytes(1000))])
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init")
+    where = ("--store", mstore.store)
+    for line in (["add", tmp_path / "m", "--name", "x"], ["refs"], ["refs", "--json"], ["--help"]):
+        done = in_shell(closed, *where, *line)
+        assert (done.returncode, done.stderr) == (0, b""), line
+        assert bool(done.stdout) == (">&-" not in closed.split())
+    assert mstore.succeed("refs", "-q").lines == ["x"]
+    mstore.succeed("fsck", "--read-data")
 
 
 def test_locale_without_letters(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_nothing_is_added_for_a_bad_recipe(
     places = {name: str(checkpoints / name) for name in ("base", "math", "code")}
     for change in (("ties", "arcee_fusion"), ("normalize", "normalise"), ("bfloat16", "int4")):
         recipe = write(tmp_path, TIES.replace(*change), **places)
-        assert mstore("merge", "--recipe", recipe, "--strict", "--name", "m").status == 1
+        assert mstore("merge", "--recipe", recipe, "--strict", "--name", "m").status == 2
     assert mstore.succeed("refs", "-q").lines == []
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from mstore import reports
 from mstore.merge.planning import warnings
-from mstore_cli import keys, page, reference
+from mstore_cli import commands, keys, page, reference
+from mstore_cli.command import find
 from mstore_cli.verbs import VERBS
 from mstore_fuse.mounts import MountInfo
 from mstore_serve.serving import ServeInfo
@@ -131,3 +132,36 @@ def test_page_without_marker() -> None:
     """A page without the marker is refused rather than overwritten."""
     with pytest.raises(ValueError, match="no line"):
         page.renewed("# hand-written only\n", reference.MARKER, "made\n")
+
+
+def test_every_command_is_in_one_group() -> None:
+    """The help lists each command in exactly one group, and each module of a command is one."""
+    own = Path(commands.__file__).parent.glob("*.py")
+    modules = {one.stem.replace("_", "-") for one in own} - {"--init--"}
+    assert sorted(modules) == sorted(VERBS)
+    assert len({*VERBS}) == len(VERBS)
+
+
+@pytest.mark.parametrize("path", [(), *((verb,) for verb in VERBS)], ids=" ".join)
+def test_help_fits(path: tuple[str, ...]) -> None:
+    """No line of help is wider than a terminal of 80 columns, no word is broken, and each command
+    takes one line of the list."""
+    text = reference._help(reference.build(), path)
+    example = find(path[0]).epilog.split("Exit status")[0] if path else ""
+    for line in text.splitlines():
+        assert len(line) <= 80 or line.strip() in example, line
+        assert not re.search(r"[a-z]-$", line), line
+    if not path:
+        for verb in VERBS:
+            assert re.search(rf"^  {verb} +\S.*\.$", text, re.MULTILINE), verb
+
+
+def test_options_of_a_merge_are_in_groups() -> None:
+    """The help of `merge` lists its options by what they are about, and the rest under Options."""
+    text = reference._help(reference.build(), ("merge",))
+    groups = [line for line in text.splitlines() if re.fullmatch(r"[A-Z][a-z ]+:", line)]
+    assert groups == [
+        *("What to merge:", "Which tensors:", "How much to read:", "The result:"),
+        *("Options:", "Global options:"),
+    ]
+    assert text.index("How much to read:") < text.index("--budget ") < text.index("The result:")

@@ -112,7 +112,7 @@ def test_contradiction_across_the_verb(line: list[str], capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("line", "words", "hint"),
     [
-        (["lgo"], "Did you mean 'log'?", "mstore --help"),
+        (["frobnicate"], "no such command: 'frobnicate'", "mstore --help"),
         (["log", "--nothing"], "--nothing", "mstore log --help"),
         (["log", "-n", "0"], "--limit takes at least 1, not 0", "mstore log --help"),
         (["log", "-n", "many"], "a whole number, not 'many'", "mstore log --help"),

@@ -82,12 +82,14 @@ def test_reset_says_that_a_branch_is_new(mstore: Program) -> None:
     assert mstore.succeed("reset", "bsae", "base").out.startswith("new branch bsae: ")
 
 
-@pytest.mark.parametrize("name", ["", "a b", "v1"])
-def test_a_name_is_checked_before_the_merge_is_planned(mstore: Program, name: str) -> None:
+@pytest.mark.parametrize(("name", "status"), [("", 2), ("a b", 2), ("v1", 1)])
+def test_a_name_is_checked_before_the_merge_is_planned(
+    mstore: Program, name: str, status: int
+) -> None:
     """A merge whose name cannot be a branch stores no plan."""
     mstore.succeed("tag", "v1", "expert")
     words = ("--base", "base", "--expert", "expert", "--method", "linear", "--name", name)
-    assert mstore("merge", *words).status == 1
+    assert mstore("merge", *words).status == status
     assert mstore.succeed("plans", "-q").lines == []
 
 
@@ -256,7 +258,7 @@ def test_weights_that_cancel(mstore: Program) -> None:
     """A sum of a model and its negative is refused as the base itself, unless that is meant."""
     line = [*MERGE[:-2], "--expert", "expert=-1", "--name", "m", "--method"]
     done = mstore(*line, "task_arithmetic")
-    assert done.status == 1
+    assert done.status == 2
     assert "their weights cancel: this merge would be the base itself" in done.err
     assert "--allow-noop" in done.err
     told = mstore.succeed(*line, "task_arithmetic", "--allow-noop").out
@@ -270,3 +272,72 @@ def test_a_merge_that_turned_out_to_be_the_base(mstore: Program) -> None:
     line = [*MERGE[:-2], "--name", "m", "--method", "dare_linear", "--param"]
     assert "equals the base's" in mstore.succeed(*line, "density=1e-9").out
     assert "equals the base's" not in mstore.succeed(*line, "density=50%").out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            ["du", "--svg", "x.png"],
+            ["du", "--svg", "x.PDF"],
+            ["explain", "base", "--svg", "x.json"],
+        ),
+        *(["blame", "base", "--svg", "x.jpg"], ["du", "--svg", "x.yml"]),
+        ["plan", *MERGE[1:], "--sweep", "--svg", "x.html"],
+        ["plan", *MERGE[1:], "-o", "x.yml"],
+        ["plan", *MERGE[1:], "-o", "x.svg"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_is_what_its_name_says(
+    mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: list[str]
+) -> None:
+    """A picture or a plan is not written to a file whose name promises another format: the hint
+    names one that fits."""
+    monkeypatch.chdir(tmp_path)
+    done = mstore(*line)
+    assert done.status == 2
+    assert f"error: {line[-1]} would hold " in done.err
+    assert f"hint: name it x.{'json' if '-o' in line else 'svg'}\n" in done.err
+    assert not list(tmp_path.glob("x.*"))
+
+
+def test_other_names_of_files(
+    mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose name promises no format may be called anything."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("plan", "plan.1", "plan.JSON"):
+        mstore.succeed("plan", *MERGE[1:], "-o", name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [*MERGE, "--name", "x", "--budget", "300%"],
+        [*MERGE, "--name", "x", "--budget", "lots"],
+        [*MERGE, "--name", "x", "--param", "nothing=1"],
+        [*MERGE, "--name", "x", "--threads", "1000"],
+        [*MERGE[:-1], "lineal", "--name", "x"],
+        ["merge", "--base", "base", "--expert", "expert=x", "--method", "linear", "--name", "x"],
+        [*MERGE, "--name", "a b"],
+        ["tag", "a b", "base"],
+        ["config", "codec", "zip"],
+        ["config", "nothing", "1"],
+        ["mount", "base", ".", "--cache", "much"],
+        ["cast", "base", "--dtype", "float12", "--name", "x"],
+        ["checkout", "base", "out", "--reflink=maybe"],
+        ["fsck", "--sample", "300%"],
+        ["init", "--block-size", "3MiB"],
+        ["serve", "--port", "99999"],
+        ["log", "-n", "0"],
+        ["methods", "nothing"],
+        ["extract-lora", "expert", "--base", "base", "--rank", "x", "--name", "x"],
+        ["prune", "--keep-last", "-1"],
+        ["diff", "base", "expert", "--tensor", ""],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_value_is_wrong_usage(mstore: Program, line: list[str]) -> None:
+    """A value that no store takes ends with the status of wrong usage, whoever refuses it."""
+    assert mstore(*line).status == 2

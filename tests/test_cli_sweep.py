@@ -87,7 +87,7 @@ def test_criteria_reach_the_plan(mstore: Program) -> None:
 def test_shares_that_are_none(text: str, mstore: Program) -> None:
     """--top-p takes 20% or 0.2."""
     done = mstore("plan", *SHAREABLE, "--top-p", text)
-    assert done.status == 1
+    assert done.status == 2
     assert "--top-p 20% or --top-p 0.2" in done.err
 
 

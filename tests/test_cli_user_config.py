@@ -90,7 +90,7 @@ def test_a_broken_file_is_an_error(text: str, place: str, why: str, settings: Pa
     settings.write_text(text, errors="surrogateescape")
     for words in ((), ("safe_stores", "/x")):
         done = NOWHERE("config", "--user", *words)
-        assert done.status == 1
+        assert done.status == 2
         [error, hint] = done.err.splitlines()
         assert error.startswith(f"error: {settings}{place}: not valid as your settings: ")
         assert why in error

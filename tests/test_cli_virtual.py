@@ -79,7 +79,7 @@ def test_what_is_refused(mstore: Program) -> None:
         ("replay", "m"),
     ):
         refused = mstore(*line)
-        assert (refused.status, refused.out) == (1, "")
+        assert (refused.status, refused.out) == (2, "")
         assert "materialize m\n" in refused.err
     refused = mstore("materialize", "v1")
     assert refused.status == 1

@@ -18,6 +18,7 @@ import pytest
 import readme_family
 import yaml
 
+from mstore import Store
 from mstore_cli import reference
 from mstore_cli.verbs import VERBS
 
@@ -293,3 +294,34 @@ def test_nightly_backup(tmp_path: Path) -> None:
     run(script)
     run(restore)
     assert run("mstore --store /srv/models/restored refs -q").split() == ["code", "llama"]
+
+
+def _programs(page: Path) -> list[str]:
+    """The blocks of Python of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def test_python_of_pages() -> None:
+    """Each block of Python parses, but for signatures; one that starts processes can be a file."""
+    for page in {*PAGES} - {DOCS / "api.md"}:
+        for block in _programs(page):
+            ast.parse(block)
+            if "ProcessPoolExecutor(" in block:
+                assert '\nif __name__ == "__main__":\n' in block, page
+
+
+def test_a_merge_in_other_processes_runs_as_a_file(tmp_path: Path) -> None:
+    """The first program of docs/howto/cluster.md, saved as a file, merges in its workers."""
+    program = tmp_path / "program.py"
+    program.write_text(_programs(DOCS / "howto" / "cluster.md")[0])
+    readme_family.write(tmp_path)
+    with Store.init(tmp_path / ".mstore") as store:
+        for name in ("llama", "code", "math"):
+            store.add(tmp_path / name, name=name)
+    line = [sys.executable, str(program)]
+    done = subprocess.run(
+        line, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with Store.open(tmp_path / ".mstore") as store:
+        assert store["merged"].tensor_names()

@@ -529,7 +529,7 @@ def test_what_people_type(place: Place) -> None:
     swept = mstore.succeed("plan", *words, "--sweep", "--json").document
     assert swept["fishers"] == list(FISHERS)
     refused = mstore("plan", *words, "--fisher", "f0")
-    assert refused.status == 1
+    assert refused.status == 2
     assert "in the order of the experts: 3, not 4" in refused.err
     assert "--fisher" in refused.err
     lost = mstore("plan", *words[:-1], str(place.root / "f2"))

@@ -427,6 +427,45 @@ def test_another_package_brings_a_method(tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 < error <= plan.error_bound
 
 
+def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans by a method whose package is not installed are listed with the method's name, beside
+    the others; what has to run or to read one says which method it lacks."""
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, "halves", HALVES)
+    base = np.arange(200_000, dtype=np.float32)
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name, values in (("base", base), ("e", base + 1)):
+            path = tmp_path / f"{name}.safetensors"
+            write_safetensors(path, [("w", "F32", base.shape, values.tobytes())])
+            store.add(path, name=name)
+        request = MergeRequest(
+            base="base", experts=["e"], method="halves", parameters={"density": 0.25}
+        )
+        with monkeypatch.context() as installed:
+            installed.syspath_prepend(site)
+            plan = store.plan(request)
+            store.merge(plan, name="m")
+        other = store.plan(dataclasses.replace(request, method="ties"))
+        assert {(one.plan, one.method) for one in store.plans()} == {
+            (plan.plan, "halves"),
+            (other.plan, "ties"),
+        }
+        told = f"plan {plan.plan.short} uses the method halves, of a package that is not installed"
+        [listed] = [one for one in store.plans() if one.method == "halves"]
+        assert listed.notes == (f"it cannot be run here: {told}",)
+        for call in (
+            *(store.explain, store.recipe, store.blame, store.replay),
+            lambda _: store.merge(plan.plan, name="again"),
+        ):
+            with pytest.raises(Unavailable) as caught:
+                call("m")
+            assert caught.value.what == told
+        assert store.show("m").plan == plan.plan
+        assert store.usage().refs
+    del sys.modules["halves_module"]
+
+
 PAIRED = """
 from mstore.merge.methods.method import Combine, Method, Select
 from mstore.objects.plan import Mixture

@@ -113,10 +113,10 @@ def test_the_command_line(tmp_path: Path) -> None:
     line = ["--base", "base", "--expert", "e0", "--method", "linear", "--budget", "30"]
     for command in (["plan"], ["merge", "--name", "m"]):
         done = mstore(*command, *line)
-        assert (done.status, done.out) == (1, "")
+        assert (done.status, done.out) == (2, "")
         assert "did you mean 30%?" in done.err
         mstore.succeed(*command, *line, "--allow-noop")
     [plan] = mstore.succeed("plans", "-q").lines
     done = mstore("merge", "--name", "n", "--plan", plan)
-    assert done.status == 1
+    assert done.status == 2
     mstore.succeed("merge", "--name", "n", "--plan", plan, "--allow-noop")

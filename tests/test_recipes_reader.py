@@ -116,7 +116,7 @@ def test_nothing_is_added_for_what_no_method_can_do(
     recipe = tmp_path / "r.yml"
     recipe.write_text("\n".join([*lines, rest]) + "\n")
     done = mstore("merge", "--recipe", recipe, "--name", "m")
-    assert done.status == 1
+    assert done.status == 2
     assert told in done.err
     assert "line 1" in done.err
     assert mstore.succeed("refs", "-q").lines == []

@@ -431,7 +431,7 @@ def test_passphrases(mstore: Program, tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "words").write_text(f"{PASSPHRASE}\n")
     mstore.succeed("sign", "a", "--key", key, "--passphrase-file", tmp_path / "words")
     (tmp_path / "words").write_text("wrong")
-    assert mstore("sign", "a", "--key", key, "--passphrase-file", tmp_path / "words").status == 1
+    assert mstore("sign", "a", "--key", key, "--passphrase-file", tmp_path / "words").status == 2
 
 
 # -- how long a signature lives ------------------------------------------------------------------

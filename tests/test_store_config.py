@@ -148,7 +148,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert mstore.succeed("config", "shared", "-q").out == "group\n"
     for words in (("nope",), ("nope", "1"), ("codec", "fast"), ("shared", "me")):
         result = mstore("config", *words)
-        assert result.status == 1
+        assert result.status == 2
         assert " config" in result.err
 
 
@@ -176,7 +176,7 @@ def test_init_shared_takes_a_directory_after_it(tmp_path: Path) -> None:
     with Store.open(store) as opened:
         assert opened.config["shared"] == "group"
     refused = Program(tmp_path / "other")("init", "--shared=some")
-    assert refused.status == 1
+    assert refused.status == 2
     assert "umask, group, all" in refused.err
     assert not (tmp_path / "other").exists()
 

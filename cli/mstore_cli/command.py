@@ -45,7 +45,7 @@ def _declared(function: Callable[..., None]) -> list[inspect.Parameter]:
 
 
 def _version_option(
-    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, Option("--version", "-V", help="Print the version.")] = False,
 ) -> None:
     """Declares the option that runs a command of its own; only the signature is used."""
 
@@ -138,9 +138,12 @@ def command(
     return decorate
 
 
+WRONG_USAGE = "2  wrong usage of the command line, or a value or request that is wrong"
+
+
 def _epilog(example: str, failure: str) -> str:
     # "\b" keeps the formatter from joining the lines of a paragraph.
     return (
         f"\b\nExample:\n  {example}\n\n"
-        f"\b\nExit status:\n  0  success\n  1  {failure}\n  2  wrong usage of the command line"
+        f"\b\nExit status:\n  0  success\n  1  {failure}\n  {WRONG_USAGE}"
     )

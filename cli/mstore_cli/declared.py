@@ -28,10 +28,26 @@ REQUIRED = Declaration.empty
 """The default of a parameter that has none."""
 
 
+WHAT, WHICH, HOW_MUCH, RESULT, OPTIONS = GROUPS = (
+    *("What to merge", "Which tensors", "How much to read", "The result"),
+    "Options",
+)
+"""The headings of options in help, in their order; OPTIONS is that of options without another."""
+
+
 class Shown:
     """What help, completion and conversion need of a parameter; see `Option` and `Argument`."""
 
-    __slots__ = ("completes", "help", "least", "metavar", "names", "parser", "show_default")
+    __slots__ = (
+        "completes",
+        "group",
+        "help",
+        "least",
+        "metavar",
+        "names",
+        "parser",
+        "show_default",
+    )
 
     def __init__(
         self,
@@ -42,6 +58,7 @@ class Shown:
         least: int | float | None = None,
         parser: Callable[[str], Any] | None = None,
         completes: Completed | None = None,
+        group: str = OPTIONS,
     ) -> None:
         self.names = names
         self.help = help
@@ -50,13 +67,14 @@ class Shown:
         self.least = least
         self.parser = parser
         self.completes = completes
+        self.group = group
 
 
 class Option(Shown):
     """An option by all its names: `--name`, `-n`, or `--name/--no-name` for a bool.
 
     least: the smallest number. parser: what converts its text; raises UsageError. completes: what
-    the shell completes.
+    the shell completes. group: the heading under which help lists it.
     """
 
 

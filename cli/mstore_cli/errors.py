@@ -11,10 +11,11 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from mstore_cli.output import is_terminal, printable
+from mstore_cli.output import NotPrinted, is_terminal, printable
 from mstore_cli.verbs import OF_NO_STORE, VERBS
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ USAGE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 DISK_FULL_HINT = "free some space and run the command again; nothing was published"
+BUG_HINT = "this is a bug in mstore: please report the lines above, and what mstore doctor prints"
 # A command to type, anywhere in a sentence, but not "this mstore reads".
 _COMMAND = (
     rf"(?<![\w/.-])mstore (?=({'|'.join(v for v in VERBS if v not in OF_NO_STORE)})\b)"
@@ -74,8 +76,9 @@ def rules() -> tuple[Rule, ...]:
         Rule(UsageError, USAGE, "mstore --help"),
         Rule(KeyboardInterrupt, INTERRUPTED),
         Rule(BrokenPipeError, BROKEN_PIPE),
-        Rule(errors.BadName, FAILURE, "mstore refs"),
-        Rule(errors.BadRequest, FAILURE),
+        Rule(NotPrinted, FAILURE),
+        Rule(errors.BadName, USAGE, "mstore refs"),
+        Rule(errors.BadRequest, USAGE),
         Rule(errors.BadCheckpoint, FAILURE),
         Rule(errors.NotFound, FAILURE, "mstore refs"),
         Rule(errors.Conflict, FAILURE, "mstore refs"),
@@ -88,7 +91,7 @@ def rules() -> tuple[Rule, ...]:
         Rule(errors.MstoreError, FAILURE),
         Rule(OSError, FAILURE),
         Rule(MemoryError, FAILURE, "try again with fewer --threads"),
-        Rule(Exception, FAILURE, "this is a bug in mstore: please report the lines above"),
+        Rule(Exception, FAILURE, BUG_HINT),
     )
 
 
@@ -122,13 +125,24 @@ def report(
     if document is not None:
         try:
             _tell_programs(document, error, rule, store)
+            document.flush()
         except BrokenPipeError:
             return BROKEN_PIPE
+        except OSError:
+            # Standard error still says what is wrong.
+            pass
+    # What cannot be told changes no status.
+    with suppress(OSError):
+        _tell_people(stream, error, rule, store)
+    return rule.status
+
+
+def _tell_people(stream: TextIO, error: BaseException, rule: Rule, store: Path | None) -> None:
     if rule.kind is KeyboardInterrupt:
         stream.write("interrupted\n")
         if isinstance(error, Interrupted):
             _say(stream, "hint", "36", with_store(error.hint, store))
-        return rule.status
+        return
     if rule.kind is Exception:
         import traceback
 
@@ -138,7 +152,6 @@ def report(
     if told.hint:
         _say(stream, "hint", "36", told.hint)
     stream.flush()
-    return rule.status
 
 
 def _tell_programs(document: TextIO, error: BaseException, rule: Rule, store: Path | None) -> None:
@@ -167,16 +180,18 @@ def _code(error: BaseException) -> str:
 
 def warn(text: str, hint: str | None = None) -> None:
     """Warn on standard error; the command continues."""
-    _say(sys.stderr, "warning", "33", text)
-    if hint is not None:
-        _say(sys.stderr, "hint", "36", hint)
-    sys.stderr.flush()
+    with suppress(OSError):
+        _say(sys.stderr, "warning", "33", text)
+        if hint is not None:
+            _say(sys.stderr, "hint", "36", hint)
+        sys.stderr.flush()
 
 
 def notes(lines: Iterable[str], stream: TextIO | None = None) -> None:
     """Report on standard error what succeeded only after a correction, and the correction."""
-    for line in lines:
-        _say(sys.stderr if stream is None else stream, "note", "33", line)
+    with suppress(OSError):
+        for line in lines:
+            _say(sys.stderr if stream is None else stream, "note", "33", line)
 
 
 def _told(error: BaseException, rule: Rule, store: Path | None) -> Told:
@@ -198,6 +213,8 @@ def _message(error: BaseException) -> str:
         return message[:1].lower() + message[1:]
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if isinstance(error, NotPrinted):
+        return str(error)
     if isinstance(error, OSError):
         words = os.strerror(error.errno).lower() if error.errno else str(error)
         return f"{os.fsdecode(error.filename)}: {words}" if _has_name(error) else words

@@ -21,6 +21,7 @@ from pathlib import Path
 from mstore import ids, reports
 from mstore.frozen import frozen
 from mstore.phrases import Phrase
+from mstore_cli.commands.doctor import DoctorReport, StoreState
 from mstore_cli.user_config import KEYS as USER_KEYS
 from mstore_fuse.mounts import MountInfo
 from mstore_serve import documents
@@ -72,6 +73,7 @@ OBJECTS: dict[str, type] = {
     "affected tensor": reports.Affected,
     "check": reports.CheckReport,
     "mount": MountInfo,
+    "store state": StoreState,
 }
 # The same, of documents that `mstore serve` gives, by their name in docs/serving.md.
 SERVED: dict[str, type] = {
@@ -233,6 +235,8 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "verify": (Key("snapshots", "list of verification", "in the order of the command line"),),
     "fsck": keys_of(reports.CheckReport),
     "fsck --repair": keys_of(reports.RepairReport),
+    "doctor": keys_of(DoctorReport),
+    "version": (Key("version", "text", "the version of mstore"),),
     "reindex": keys_of(reports.ReindexReport),
     "migrate": keys_of(reports.MigrateReport),
     "stats": keys_of(reports.StoreReport),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mstore_cli.output import Column, Screen
+from mstore_cli.sizes import format_percent
 
 if TYPE_CHECKING:
     from mstore.reports import TruncatedTensor
@@ -19,7 +20,7 @@ _LEAST = 0.001
 def show_worst(screen: Screen, tensors: Sequence[TruncatedTensor]) -> None:
     """Print those of which most is left out; tensors: those with the largest errors first."""
     worst = [
-        (one.tensor, f"{one.relative_error:.1%}")
+        (one.tensor, format_percent(one.relative_error))
         for one in tensors[:_SHOWN]
         if one.relative_error >= _LEAST
     ]

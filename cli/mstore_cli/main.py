@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mstore_cli import errors, lines
+from mstore_cli import errors, lines, output
 
 _COMPLETES = "_MSTORE_COMPLETE"
 """Set by the shell's script when it requests completions."""
@@ -35,32 +35,36 @@ def run(words: Sequence[str]) -> int:
                 line.run()
         except errors.Ended as end:
             status = end.status
-        sys.stdout.flush()
+        with output.printing():
+            sys.stdout.flush()
         return status
     except BaseException as error:  # noqa: BLE001 -- this is the boundary: report() knows them all
         # Errors in the command line itself occur before its options are parsed.
         document = sys.stdout if "--json" in words else None
         store = line.choices.store if line else lines.store_before_verb(words)
-        status = errors.report(error, store=store, document=document)
-        _discard_output()
-        return status
+        return errors.report(error, store=store, document=document)
+    finally:
+        _discard_rest()
 
 
 def _from_tree(words: Sequence[str]) -> lines.Line | None:
     from mstore_cli import tree
 
-    return tree.parse(words)
+    # Help is printed here.
+    with output.printing():
+        return tree.parse(words)
 
 
-def _discard_output() -> None:
-    """Discard the remaining buffer of standard output.
+def _discard_rest() -> None:
+    """Discard what is left in the buffers of streams that cannot be written.
 
-    The interpreter flushes it on exit, and would fail again on a closed pipe or a full disk.
+    The interpreter flushes them on exit, and would fail again on a closed pipe or a full disk.
     """
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main() -> None:

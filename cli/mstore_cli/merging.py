@@ -18,12 +18,18 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from mstore.frozen import frozen
 from mstore_cli import method_names
-from mstore_cli.declared import Option
+from mstore_cli.declared import HOW_MUCH, RESULT, WHAT, WHICH, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
 from mstore_cli.recipes import RecipeText, documents, request_of_recipe
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
+from mstore_cli.sizes import (
+    format_percent,
+    format_seconds,
+    format_share,
+    format_size,
+    parse_budget,
+)
 from mstore_cli.vocabularies import aligned
 
 if TYPE_CHECKING:
@@ -70,6 +76,7 @@ _BASE = Option(
     metavar="REF",
     help="The model to merge into.",
     completes="refs",
+    group=WHAT,
 )
 _EXPERT = Option(
     "--expert",
@@ -77,12 +84,14 @@ _EXPERT = Option(
     completes="refs",
     help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
     "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch.",
+    group=WHAT,
 )
 _METHOD = Option(
     "--method",
     metavar="NAME",
     help=f"How experts are combined: {method_names.listed()}.",
     completes="methods",
+    group=WHAT,
 )
 MaybeFishers = Annotated[
     list[str] | None,
@@ -92,6 +101,7 @@ MaybeFishers = Annotated[
         help="For `--method fisher`: the diagonal Fisher of an expert, as a checkpoint in the "
         "store. One for each expert, in their order.",
         completes="refs",
+        group=WHAT,
     ),
 ]
 Base = Annotated[str, _BASE]
@@ -105,6 +115,7 @@ Parameters = Annotated[
         "--param",
         metavar="KEY=VALUE",
         help="A parameter of the method; with commas, a value for each expert. Repeatable.",
+        group=WHAT,
     ),
 ]
 Budget = Annotated[
@@ -113,6 +124,7 @@ Budget = Annotated[
         "--budget",
         metavar="SIZE|SHARE",
         help="The most bytes to read from experts: 2GiB, 512MB, or 30% of the full cost.",
+        group=HOW_MUCH,
     ),
 ]
 MaxError = Annotated[
@@ -123,17 +135,24 @@ MaxError = Annotated[
         parser=_parse_error,
         help="Find the cheapest plan whose error (relative to the base's norm) is at most E: the "
         "bound, or the estimate for methods that have none.",
+        group=HOW_MUCH,
     ),
 ]
 Dtype = Annotated[
     str | None,
-    Option("--dtype", metavar="DTYPE", help="The dtype of the output [default: the base's]."),
+    Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="The dtype of the output [default: the base's].",
+        group=RESULT,
+    ),
 ]
 NoAnalyze = Annotated[
     bool,
     Option(
         "--no-analyze",
         help="Do not read experts to compute missing statistics; choose whole tensors instead.",
+        group=HOW_MUCH,
     ),
 ]
 
@@ -145,6 +164,7 @@ Score = Annotated[
         metavar="NAME",
         help="Rank blocks by norm, trimmed, conflict or random [default: the method's own].",
         completes="scores",
+        group=HOW_MUCH,
     ),
 ]
 Only = Annotated[
@@ -153,6 +173,7 @@ Only = Annotated[
         "--only",
         metavar="PATTERN",
         help="Merge only tensors whose names match; take the rest from the base. Repeatable.",
+        group=WHICH,
     ),
 ]
 Skip = Annotated[
@@ -161,6 +182,7 @@ Skip = Annotated[
         "--skip",
         metavar="PATTERN",
         help="Take tensors whose names match from the base. Repeatable.",
+        group=WHICH,
     ),
 ]
 AllowMissing = Annotated[
@@ -169,6 +191,7 @@ AllowMissing = Annotated[
         "--allow-missing",
         help="Let experts lack tensors of the base (the base's count for them), or have others "
         "(they are left out).",
+        group=WHICH,
     ),
 ]
 PerExpertBudget = Annotated[
@@ -177,6 +200,7 @@ PerExpertBudget = Annotated[
         "--per-expert-budget",
         metavar="SIZE|SHARE",
         help="The most bytes to read from any one expert: a size, or a share of the full cost.",
+        group=HOW_MUCH,
     ),
 ]
 TopP = Annotated[
@@ -185,6 +209,7 @@ TopP = Annotated[
         "--top-p",
         metavar="SHARE",
         help="Write only this share of the blocks that would change, the largest changes first.",
+        group=HOW_MUCH,
     ),
 ]
 AllowNoop = Annotated[
@@ -192,6 +217,7 @@ AllowNoop = Annotated[
     Option(
         "--allow-noop",
         help="Accept a plan that reads nothing, or whose result is the base itself.",
+        group=RESULT,
     ),
 ]
 
@@ -568,7 +594,7 @@ def draw_sweep(screen: Screen, report: SweepReport) -> None:
     rows = []
     for point in report.points:
         row = [
-            f"{point.share:.0%}",
+            format_percent(point.share, ".0f"),
             format_size(point.planned_expert_bytes),
             format_size(point.unread_expert_bytes),
             format_loss(point.error_share_estimate),
@@ -607,7 +633,7 @@ def format_loss(value: float | None) -> str:
     """Format a share of what the full merge changes; more than 100 % is worse than the base."""
     if value is None:
         return "not known"
-    return f"{100 * value:.3g} %"
+    return format_percent(value, ".3g")
 
 
 def format_bound(value: float | None) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
+from mstore_cli import values
 from mstore_cli.declared import Argument, Option
 
+drawing = partial(Option, "--svg", metavar="FILE", show_default=False, parser=values.file_of("svg"))
+"""Declares `--svg FILE`; the help says what is drawn."""
 _REVISION = Argument(
     metavar="REF",
     help="A branch, tag, snapshot id or its beginning (4 digits or more), REF~N, or REF@{N}.",

@@ -11,7 +11,8 @@ import enum
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
@@ -21,6 +22,22 @@ if TYPE_CHECKING:
 
     from mstore.phrases import Text
     from mstore_cli.tables import Line
+
+
+class NotPrinted(Exception):
+    """Standard output cannot be written; `__cause__` is the system's error."""
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Raise NotPrinted where standard output cannot be written, unless its reader is gone."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise NotPrinted(f"standard output cannot be written: {why.lower()}") from error
 
 
 class Mode(enum.Enum):
@@ -70,21 +87,22 @@ class Output:
         self, document: object, *, ids: Iterable[object], human: Callable[[Screen], None]
     ) -> None:
         """Print a result: `document` as JSON, or `ids` one per line, or what `human` draws."""
-        match self.mode:
-            case Mode.JSON:
-                # Imported here because other output must not pay for them.
-                import json
+        with printing():
+            match self.mode:
+                case Mode.JSON:
+                    # Imported here because other output must not pay for them.
+                    import json
 
-                from mstore.plain import plain
+                    from mstore.plain import plain
 
-                self.stream.write(
-                    json.dumps(plain(document, self._typed), indent=2, allow_nan=False) + "\n"
-                )
-            case Mode.QUIET:
-                self.stream.writelines(f"{printable(str(one))}\n" for one in ids)
-            case Mode.HUMAN:
-                human(Screen(self.stream, self._typed))
-        self.stream.flush()
+                    self.stream.write(
+                        json.dumps(plain(document, self._typed), indent=2, allow_nan=False) + "\n"
+                    )
+                case Mode.QUIET:
+                    self.stream.writelines(f"{printable(str(one))}\n" for one in ids)
+                case Mode.HUMAN:
+                    human(Screen(self.stream, self._typed))
+            self.stream.flush()
 
 
 class Screen:

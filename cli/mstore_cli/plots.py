@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mstore.frozen import frozen
 from mstore_cli.output import elided, printable
+from mstore_cli.sizes import format_percent
 from mstore_cli.treemap import Box, Node, Placed, place
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ STYLE: dict[str, Any] = {
 }
 LONGEST_LABEL = 28
 INCHES_A_LETTER = 0.085
-SHORTEST_NAME = 5
+SHORTEST_NAME = 12
 TREE_INCHES = (9.0, 5.6)
 INCHES_A_ROW = 0.155
 LEGEND_ROWS = 20
@@ -187,7 +188,9 @@ def heat_map(table: HeatMap, path: Path) -> None:
         axes.set_xlabel("expert")
         axes.set_ylabel("layer")
         figure.suptitle(f"{_label(table.title, 60)}\n{table.measure}", fontsize=10)
-        percent = (lambda value, _position: f"{100 * value:.0f}%") if table.top == 1.0 else None
+        percent = (
+            (lambda value, _position: format_percent(value, ".0f")) if table.top == 1.0 else None
+        )
         figure.colorbar(mesh, ax=axes, format=percent)
         if len(unknown):
             figure.legend(
@@ -225,11 +228,11 @@ def tree_map(tree: TreeMap, path: Path) -> None:
 
     width, height = TREE_INCHES
     placed = place(tree.root, Box(0, 0, width, height), margin=0.03)[1:]
-    colours = {id(part): FILLS[n % len(FILLS)] for n, part in enumerate(tree.root.parts)}
 
     def draw(figure: Figure) -> None:
         from matplotlib.patches import Patch, Rectangle
 
+        colours = {id(part): _fill(n) for n, part in enumerate(tree.root.parts)}
         labels = _legend(tree)
         below = INCHES_A_ROW * len(labels)
         whole = height + below + 0.8
@@ -277,10 +280,19 @@ def tree_map(tree: TreeMap, path: Path) -> None:
     _write(draw, path, layout=None, titles=titles)
 
 
+def _fill(number: int) -> str:
+    """Return the colour of a part: those of FILLS, then the same lighter, three times in all."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    white = number // len(FILLS) % 3 / 3
+    red, green, blue = (one + (1 - one) * white for one in to_rgb(FILLS[number % len(FILLS)]))
+    return to_hex((red, green, blue))
+
+
 def _told(one: Placed, tree: TreeMap) -> str:
     """Return a box's name and size in full: a browser shows it beside the pointer."""
     names = ", ".join(printable(node.name) for node in (*one.path[1:], one.node))
-    share = f" ({100 * one.node.size / tree.root.size:.1f} %)" if tree.root.size else ""
+    share = f" ({format_percent(one.node.size / tree.root.size)})" if tree.root.size else ""
     return f"{names}: {tree.describe(one.node.size)}{share}"
 
 
@@ -301,7 +313,10 @@ def _legend(tree: TreeMap) -> list[tuple[Node | None, str]]:
 
 
 def _name_box(axes: Axes, one: Placed, tree: TreeMap) -> None:
-    """Write name and size into a leaf and a part of the root, as far as there is room."""
+    """Write name and size into a leaf and a part of the root, if there is room.
+
+    Only the name of a part of the root is shortened: the legend has it in full.
+    """
     is_top = len(one.path) == 1
     if one.node.parts and not is_top:
         return
@@ -310,9 +325,9 @@ def _name_box(axes: Axes, one: Placed, tree: TreeMap) -> None:
     # A truncated size would be a wrong size.
     if len(name) + 2 + len(size) <= room:
         name = f"{name}  {size}"
-    elif is_top and SHORTEST_NAME + 2 + len(size) <= room:
-        name = f"{elided(name, room - 2 - len(size))}  {size}"
-    if room < SHORTEST_NAME or one.box.height < 0.4:
+    elif len(name) > room and (not is_top or room < SHORTEST_NAME):
+        return
+    if one.box.height < 0.4:
         return
     text = axes.text(
         one.box.x + 0.06,
@@ -396,7 +411,7 @@ def _unit(largest: int) -> tuple[int, str]:
 
 
 def _number(value: float, top: float | None) -> str:
-    return f"{100 * value:.0f}%" if top == 1.0 else f"{value:.2g}"
+    return format_percent(value, ".0f") if top == 1.0 else f"{value:.2g}"
 
 
 def _label(name: str, longest: int = LONGEST_LABEL) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore.frozen import frozen
-from mstore_cli.declared import Option
+from mstore_cli.declared import WHAT, Option
 from mstore_cli.errors import notes
 from mstore_cli.session import Session
 from mstore_cli.vocabularies import aligned
@@ -32,6 +32,7 @@ RecipeFile = Annotated[
         metavar="FILE",
         help="Merge as this recipe of mergekit (YAML) says, instead of --base, --expert, --method "
         "and --param; - reads standard input.",
+        group=WHAT,
     ),
 ]
 

@@ -40,7 +40,12 @@ def counted(number: int, noun: str) -> str:
 
 def format_share(part: int, whole: int) -> str:
     """Format `part` of `whole` as a percentage; `-` if the whole is zero."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+    return format_percent(part / whole) if whole else "-"
+
+
+def format_percent(share: float | None, form: str = ".1f") -> str:
+    """Format a share of 1 as a percentage: `5.4 %`; None: `-`.  form: of the number."""
+    return "-" if share is None else f"{100 * share:{form}} %"
 
 
 def format_seconds(seconds: float) -> str:

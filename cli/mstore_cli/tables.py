@@ -45,8 +45,8 @@ def lay_out(
 ) -> list[list[Line]]:
     """Return the lines of each row; the first row may be headings.
 
-    right: columns whose cells are aligned right; sentences: columns whose cells may wrap between
-    words. width: None for unlimited.
+    right: columns whose cells are aligned right; sentences: columns that may be made
+    narrower than their text, which wraps. width: None for unlimited.
     """
     columns = len(right)
     natural = [max((cell_len(row[n]) for row in rows), default=0) for n in range(columns)]
@@ -57,9 +57,7 @@ def lay_out(
         for n, own in enumerate(natural)
     ]
     bands = _bands(natural, least, width)
-    return [
-        [line for band in bands for line in _lines(row, band, right, sentences)] for row in rows
-    ]
+    return [[line for band in bands for line in _lines(row, band, right)] for row in rows]
 
 
 def lay_out_fields(pairs: Sequence[tuple[str, str]], width: int | None) -> list[list[Line]]:
@@ -77,7 +75,7 @@ def lay_out_fields(pairs: Sequence[tuple[str, str]], width: int | None) -> list[
             # A value that fits nowhere wraps in its normal place.
             and not beside < _longest_word(value) <= width - INDENT
         ):
-            texts = _folded(value, beside, at_words=True)
+            texts = _folded(value, beside)
             heads = [[*head, Piece(" " * (first - cell_len(name) + GAP))]]
             heads += [[Piece(" " * (first + GAP))]] * (len(texts) - 1)
         else:
@@ -132,13 +130,10 @@ def _bands(natural: Sequence[int], least: Sequence[int], width: int | None) -> l
     return bands
 
 
-def _lines(
-    row: Sequence[str], band: _Band, right: Sequence[bool], sentences: Sequence[bool]
-) -> Iterator[Line]:
+def _lines(row: Sequence[str], band: _Band, right: Sequence[bool]) -> Iterator[Line]:
     """Return the lines of one row in one band; none if only other bands have text."""
     cells = [
-        _folded(row[column], width, at_words=sentences[column])
-        for column, width in zip(band.columns, band.widths, strict=True)
+        _folded(row[column], width) for column, width in zip(band.columns, band.widths, strict=True)
     ]
     if band.indent and not any(row[column] for column in band.columns):
         return
@@ -153,11 +148,9 @@ def _lines(
         yield line
 
 
-def _folded(text: str, width: int, *, at_words: bool) -> list[str]:
-    """Split the text into lines of at most `width`, between words if possible."""
-    if cell_len(text) <= width:
-        return [text]
-    return wrapped(text, width) if at_words else _chopped(text, width)
+def _folded(text: str, width: int) -> list[str]:
+    """Return a text that fits as it is, blanks included; else wrap it."""
+    return [text] if cell_len(text) <= width else wrapped(text, width)
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -20,23 +20,32 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mstore_cli import completion, errors
-from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find
-from mstore_cli.declared import Parameter
+from mstore_cli.command import GLOBALS, VERSION, WRONG_USAGE, Verb, choices_of, find
+from mstore_cli.declared import GROUPS as OPTION_GROUPS
+from mstore_cli.declared import OPTIONS, Parameter
 from mstore_cli.errors import Ended, UsageError
 from mstore_cli.lines import Line, require_values, with_bare
 from mstore_cli.session import Choices
 from mstore_cli.values import what_is_wrong
-from mstore_cli.verbs import OTHER_WORDS, VERBS
+from mstore_cli.verbs import GROUPS, OTHER_WORDS, VERBS
 
 PROGRAM = "mstore"
 EPILOG = (
+    "\b\nExamples:\n"
+    "  mstore init\n"
+    "  mstore add llama --name llama\n"
+    "  mstore add code --name code\n"
+    "  mstore merge --base llama --expert code --method linear --name merged\n"
+    "  mstore mount merged mnt\n\n"
     "Global options stand before or after the command. A snapshot is named by branch, tag, id or "
     "the beginning of an id (4 digits or more), REF~N (N steps to the first parent) or REF@{N} "
     "(N moves ago). mstore help COMMAND prints what mstore COMMAND --help does.\n\n"
-    "\b\nExit status:\n  0  success\n  1  an error\n  2  wrong usage of the command line\n"
+    f"\b\nExit status:\n  0  success\n  1  an error\n  {WRONG_USAGE}\n"
     "  130  interrupted"
 )
 CONTEXT = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
+_NO_BREAK = "\u2011"
+"""A hyphen at which no line ends."""
 _GLOBAL_NAMES = frozenset(one.name for one in GLOBALS)
 
 
@@ -233,6 +242,9 @@ def _process_by(parameter: Any, process: Callable[..., object]) -> None:
 class _Group(TyperGroup):
     """The program: suggests a command for words that other programs have as commands."""
 
+    def get_help(self, ctx: Any) -> str:
+        return _help_of(self, ctx)
+
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))
 
@@ -240,21 +252,29 @@ class _Group(TyperGroup):
         require_values((VERSION, *GLOBALS), args, f"{PROGRAM} --help")
         return super().parse_args(ctx, args)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        longest = max(map(len, VERBS))
+        for title, verbs in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{verb:<{longest}}", find(verb).summary) for verb in verbs])
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
             return super().resolve_command(ctx, args)
         except typer.TyperException as error:
-            if args[:1] and args[0] in OTHER_WORDS:
-                raise UsageError(
-                    f"no such command: {args[0]!r}", hint=OTHER_WORDS[args[0]]
-                ) from error
-            raise
+            if not args or args[0].startswith("-"):
+                raise
+            hint = OTHER_WORDS.get(args[0]) or _meant(args[0], VERBS, f"{PROGRAM} --help")
+            raise UsageError(f"no such command: {args[0]!r}", hint=hint) from error
 
 
 class _Command(TyperCommand):
     """A command whose help lists the global options under their own heading."""
 
     verb: Verb
+
+    def get_help(self, ctx: Any) -> str:
+        return _help_of(self, ctx)
 
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))
@@ -279,10 +299,12 @@ class _Command(TyperCommand):
                     f"no such option: {name}; values that begin with - come after --",
                     hint=f"{ctx.command_path} -- {' '.join(map(shlex.quote, args))}",
                 ) from error
-            if name in self.verb.mistaken:
-                raise UsageError(
-                    f"no such option: {name}", hint=self.verb.mistaken[name]
-                ) from error
+            if name is not None and str(error).startswith("No such option"):
+                known = [one for parameter in self.get_params(ctx) for one in parameter.opts]
+                hint = self.verb.mistaken.get(name) or _meant(
+                    name, known, f"{ctx.command_path} --help"
+                )
+                raise UsageError(f"no such option: {name}", hint=hint) from error
             # Without it, the hint would be the help of the whole program.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__["ctx"] = ctx
@@ -293,23 +315,47 @@ class _Command(TyperCommand):
         return ["[OPTIONS]", *(_usage(parameter) for parameter in arguments)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        groups = {one.name: one.shown.group for one in self.verb.parameters}
+        sections: dict[str, list[tuple[str, str]]] = {
+            title: [] for title in ("Arguments", *OPTION_GROUPS, "Global options")
+        }
         for parameter in self.get_params(ctx):
             if parameter.name in _GLOBAL_NAMES:
                 title = "Global options"
             elif parameter.param_type_name == "argument":
                 title = "Arguments"
             else:
-                title = "Options"
+                title = groups.get(parameter.name, OPTIONS)
             record = parameter.get_help_record(ctx)
             if record is not None:
                 if parameter.param_type_name == "argument":
                     record = (_usage(parameter), record[1])
-                sections.setdefault(title, []).append(record)
-        for title in ("Arguments", "Options", "Global options"):
-            if title in sections:
+                sections[title].append(record)
+        for title, records in sections.items():
+            if records:
                 with formatter.section(title):
-                    formatter.write_dl(sections[title])
+                    formatter.write_dl(records)
+
+
+def _help_of(command: Any, ctx: Any) -> str:
+    """Return a help text whose lines end between words, and not after the hyphens in them."""
+    formatter = ctx.make_formatter()
+    text, rows = formatter.write_text, formatter.write_dl
+
+    def whole(words: str) -> str:
+        return re.sub(r"(?<=\w)-(?=\w)", _NO_BREAK, words)
+
+    formatter.write_text = lambda words: text(whole(words))
+    formatter.write_dl = lambda pairs: rows([(name, whole(words)) for name, words in pairs])
+    command.format_help(ctx, formatter)
+    return str(formatter.getvalue()).replace(_NO_BREAK, "-").rstrip("\n")
+
+
+def _meant(given: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the name that was probably meant, as a question, and what to type to see all."""
+    from mstore.errors import did_you_mean
+
+    return str(did_you_mean(given, known, otherwise))
 
 
 def _plain(option: Any) -> Any:

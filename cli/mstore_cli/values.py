@@ -18,6 +18,15 @@ from mstore_cli.errors import UsageError
 _PLAIN_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
+_FORMATS = frozenset(
+    {
+        *("bmp", "eps", "gif", "jpeg", "jpg", "pdf", "png", "ps", "svg", "svgz", "tif", "tiff"),
+        *("csv", "htm", "html", "json", "md", "safetensors", "toml", "webp", "yaml", "yml"),
+    }
+)
+"""Suffixes of file names that promise a format."""
+
+
 class NotPlain(Exception):
     """A value that only typer converts or refuses."""
 
@@ -65,6 +74,27 @@ def what_is_wrong(parameter: Parameter, word: str) -> str | None:
     if shown.least is not None and number < shown.least:
         return f"{name} takes at least {shown.least}, not {word}"
     return None
+
+
+def file_of(form: str) -> Callable[[str], Path]:
+    """Return the parser of a file that is written in this format: its suffix in small letters.
+
+    It raises UsageError for a name that promises another format.
+    """
+
+    def parse(word: str) -> Path:
+        if not word:
+            raise UsageError("empty value for a file")
+        path = Path(word)
+        promised = path.suffix[1:].lower()
+        if promised in _FORMATS - {form}:
+            raise UsageError(
+                f"{word} would hold {form.upper()}, not {promised.upper()}",
+                hint=f"name it {path.with_suffix(f'.{form}')}",
+            )
+        return path
+
+    return parse
 
 
 def _parsed(parser: Callable[[str], object], word: str) -> object:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-# In the order of the help: create and fill, merge, inspect, export, name, sign, maintain.
-VERBS = (
-    *("init", "config", "add", "analyze"),
-    *("check-merge", "align", "cast", "methods", "plan", "plans", "merge", "materialize"),
-    *("extract-lora", "combine-adapters"),
-    *("log", "show", "ls", "cat", "diff", "explain", "blame", "recipe", "replay"),
-    *("checkout", "mount", "mounts", "unmount", "serve"),
-    *("refs", "tag", "reset", "rename", "reflog", "rm"),
-    *("sign", "verify"),
-    *("prune", "gc", "pin", "unpin", "backup", "clone"),
-    *("fsck", "reindex", "migrate", "stats", "du"),
-)
+GROUPS = {
+    "Start": ("init", "add", "checkout", "mount", "mounts", "unmount", "config"),
+    "Merge": ("plan", "merge", "methods", "plans"),
+    "Prepare a merge": (
+        *("check-merge", "analyze", "align", "cast", "extract-lora", "combine-adapters"),
+    ),
+    "Look": ("log", "show", "ls", "cat", "diff", "explain", "blame", "recipe"),
+    "Names": ("refs", "tag", "reset", "rename", "reflog", "rm"),
+    "Share": ("backup", "clone", "serve", "sign", "verify"),
+    "Maintain": ("stats", "du", "prune", "gc", "pin", "unpin", "fsck", "doctor", "version"),
+    "Rarely needed": ("materialize", "replay", "reindex", "migrate"),
+}
+"""The commands by what they are for, in the order of the help."""
+VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
 # These act on no store, or on those given as arguments.
-OF_NO_STORE = frozenset({"methods", "mounts", "unmount", "clone"})
+OF_NO_STORE = frozenset({"methods", "mounts", "unmount", "clone", "version"})
 
 _ADD = "mstore add PATH --name REF (each add, merge and reset is a commit of its own)"
 _COPY = "mstore clone SRC DST copies a whole store, and mstore backup DEST brings a copy up to date"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli.declared import Option
+from mstore_cli.declared import WHAT, Option
 from mstore_cli.errors import notes
 from mstore_cli.session import Session
 
@@ -25,6 +25,7 @@ Vocab = Annotated[
         help="First align the models' vocabularies: union keeps the tokens of all, base those of "
         "the base, common those that all have, REF those of this model (see `mstore align`).",
         completes="refs",
+        group=WHAT,
     ),
 ]
 

@@ -59,10 +59,10 @@ class Adding(OpenStore):
 
     @staticmethod
     def vouch(path: str | Path, filesystem: str) -> Mapping[str, str | int]:
-        """Name the type of filesystem that the store in a directory may lie on besides known ones.
+        """Allow the store in a directory to lie on this type of filesystem, too.
 
-        So vouches its owner that this type behaves as a local filesystem: locks and shared maps
-        hold for all who use the store.  Also works for a store that `open` refuses where it lies.
+        The owner vouches that it behaves like a local one: locks and shared maps hold for all who
+        use the store.  Also works for a store that `open` refuses where it lies.
 
         filesystem: a type as in /proc/self/mountinfo, or "" for none.
 
@@ -245,7 +245,8 @@ class Adding(OpenStore):
         read.
         message: the reason, in words.
 
-        The factors follow from the models on one machine; another one may sum in another order.
+        On one machine the same models give the same factors; another machine may sum in another
+        order.
 
         Raises NotFound, BadRequest (a rank, a dtype, a virtual merge), Incompatible (different
         tensors or shapes, an adapter), Conflict, Corrupt, StorageFailed; then nothing is published.

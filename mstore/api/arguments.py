@@ -44,6 +44,14 @@ def _is(*types: type) -> Callable[[Any], bool]:
     return lambda one: isinstance(one, types)
 
 
+def _is_text(given: Any) -> bool:
+    """Return whether it is text that UTF-8 can spell: bytes of another encoding are not."""
+    try:
+        return isinstance(given, str) and bool(given.isascii() or given.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def _number(kind: type) -> Callable[[Any], bool]:
     """Return a test for numbers; a bool does not count as one."""
     return lambda one: isinstance(one, kind) and not isinstance(one, bool)
@@ -84,8 +92,8 @@ def _anything(_given: Any) -> bool:
     return True
 
 
-_TEXT = Kind(_is(str), "text")
-_TEXTS = Kind(_list(_is(str)), "a list of texts")
+_TEXT = Kind(_is_text, "text")
+_TEXTS = Kind(_list(_is_text), "a list of texts")
 _NUMBER = Kind(_number(Real), "a number")
 _COUNT = Kind(_number(Integral), "a whole number")
 _PATH = Kind(_is(str, os.PathLike), "a path (text or os.PathLike)")
@@ -159,10 +167,10 @@ KINDS: Final[Mapping[str, Kind]] = {
         'TensorRule(tensors="*.mlp.*", method="ties")',
     ),
     "str | Sequence[str]": Kind(
-        lambda one: _TEXT.fits(one) or _list(_is(str))(one), "text or a list of texts"
+        lambda one: _TEXT.fits(one) or _TEXTS.fits(one), "text or a list of texts"
     ),
     "Mapping[str, str | Sequence[str]]": Kind(
-        _mapping(_is(str), lambda one: isinstance(one, str) or _list(_is(str))(one)),
+        _mapping(_is_text, lambda one: _TEXT.fits(one) or _TEXTS.fits(one)),
         "the names of sources by the names of tensors",
     ),
     "Sequence[tuple[Revision, int, int]]": Kind(
@@ -246,4 +254,8 @@ def _refused(where: str, name: str, kind: Kind, value: object) -> BadRequest:
     told = repr(value) if value is None else type(value).__name__
     if isinstance(value, str | int | float):
         told = f"{repr(value)[:_SHOWN]} ({told})"
+    several = value if isinstance(value, Collection) and not isinstance(value, str) else [value]
+    for one in several:
+        if isinstance(one, str) and not _is_text(one):
+            told = f"bytes that are not UTF-8: {repr(one)[:_SHOWN]}"
     return BadRequest(f"{name} must be {kind.words}, not {told}", where=where, hint=kind.hint)

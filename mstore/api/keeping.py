@@ -139,7 +139,7 @@ class Keeping(OpenStore):
         grows; what is replaced becomes free with the next `gc`.  A pin keeps nothing from `gc`, and
         goes with the snapshot.  Others may read and write meanwhile; `gc` waits.
 
-        raw: must be True; it is how blocks are to lie, and there is no other form yet.
+        raw: must be True: there is no other form yet.
 
         Raises BadRequest (not raw, or a virtual merge), NotFound, Corrupt, StorageFailed (also if
         the disk lacks room for the copies); then nothing is changed.

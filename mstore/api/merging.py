@@ -140,7 +140,7 @@ class Merging(OpenStore):
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> tuple[PreparedModel, ...]:
-        """Make the models that a recipe is about and that are in no store: none for most recipes.
+        """Make the models that a recipe needs first.  Most recipes need none.
 
         Arguments as for `read_recipe`, which then finds them.  Two kinds are made, each by a merge
         of its own, on a branch below `prepared/`: stacks of layers, where slices with other layers
@@ -178,7 +178,7 @@ class Merging(OpenStore):
     ) -> AlignReport:
         """Store base and experts of a merge again with the same token in the same row of each.
 
-        request: names the models; the rest of it is only checked, as far as it can be without them.
+        request: names the models; its other fields are only checked, as far as possible.
 
         Reads the models' tokenizer.json.  A model with another vocabulary is stored on a branch
         below `aligned/`: its embeddings are rewritten, its other tensors are shared, and tokenizer

@@ -67,7 +67,7 @@ class Naming(OpenStore):
     def ref_ids(self) -> dict[str, SnapshotId]:
         """Return what each branch and tag points at, by name.
 
-        Reads the index only: no snapshot that is lost or cannot be read is in the way.
+        Reads only the index, so lost and unreadable snapshots do not matter.
         """
         return {name: ref.snapshot_id() for name, ref in self._catalog.refs().items()}
 

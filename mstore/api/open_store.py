@@ -214,7 +214,7 @@ class OpenStore:
     def generation(self) -> int:
         """Return a number that grows with every change of the store: each publishes one more.
 
-        As long as it stays, so do all refs and the set of snapshots.  Cheap, for programs that
+        While it is the same, so are all refs and the set of snapshots.  Cheap, for programs that
         follow a store.  If the store was put back from a backup meanwhile, this opens its new
         files, and the number may be smaller.
 

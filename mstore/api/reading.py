@@ -144,8 +144,9 @@ class Reading(OpenStore):
         """Report how snapshot b differs from snapshot a: files, tensors, blocks, relative distance.
 
         blocks: also list the numbers of the blocks that differ.
-        values: compute all distances from the blocks. Otherwise those of which there are statistics
-        come from these, as bounds and an estimate where both sides differ from their base.
+        values: compute all distances from the blocks. Otherwise, where there are statistics,
+        distances come from these: exact between a model and its base, bounds and an estimate
+        between two models of one base.
 
         Raises NotFound, BadName, Corrupt.
         """

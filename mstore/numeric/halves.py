@@ -27,6 +27,11 @@ Bits = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.int64]
 
 
+def level() -> str:
+    """Return for which level of processors the code is that runs here.  Raises Unavailable."""
+    return _upper.level()
+
+
 def no_counts() -> Counts:
     """Return counts of no numbers: int64[65536]."""
     return np.zeros(_BINS, dtype=np.int64)

@@ -99,6 +99,11 @@ class Pass:
                 self._function = self._loaded(self._found())
             return self._function
 
+    def level(self) -> str:
+        """Return the level of the code that runs here.  Raises as `load` does."""
+        self.load()
+        return self._found().parent.name
+
     def stamp(self) -> bytes:
         """Return the digest of the sources that its code depends on (32 bytes).
 

@@ -76,7 +76,9 @@ class Lease:
         try:
             fs.make_directory(self.directory, private=True)
             with index.env.write() as transaction:
-                row = msgspec.msgpack.encode(LeaseRow(os.getpid(), purpose))
+                # A path in it may be no text.
+                told = purpose.encode(errors="backslashreplace").decode()
+                row = msgspec.msgpack.encode(LeaseRow(os.getpid(), told))
                 transaction.put(self.name.encode(), row, db=index.db(_LEASES))
                 self.number = transaction.id()
                 """Of the transaction that wrote the row, and nothing else."""

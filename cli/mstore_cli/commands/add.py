@@ -34,7 +34,7 @@ NAMES_SHOWN = 4
 
 @command(
     example="mstore add ./llama-base ./llama-math --name-prefix llama/",
-    failure="an error; checkpoints before the failed one are stored, and the hint lists them",
+    failure="an error; checkpoints before the failed one are stored",
 )
 def add(
     session: Session,

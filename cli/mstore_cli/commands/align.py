@@ -53,9 +53,10 @@ def align(
         Option("--drop-padding", help="Keep no rows after those of tokens."),
     ] = False,
 ) -> None:
-    """Store models again with the same token in the same row of each, so that they merge.
+    """Give models with different tokens one vocabulary.
 
-    A model with another vocabulary is stored on a branch below aligned/: its embeddings are
+    Afterwards the same token is in the same row of each model, so that they merge. A model with
+    another vocabulary is stored on a branch below aligned/: its embeddings are
     rewritten, its other tensors are shared. A row for a token that a model lacks is that of the
     only model that has it, else the base's, else the mean of all that have it. Models that fit stay
     as they are. Reads tokenizer.json; `mstore merge --vocab union` does all this at once.

@@ -35,10 +35,11 @@ def analyze(
     skip: SkipCompared = None,
     threads: Threads = None,
 ) -> None:
-    """Measure how an expert differs from a base, so that merges can be planned.
+    """Measure how an expert differs from a base, for merges.
 
-    `add --base` of a model already does this; use `analyze` for other pairs and for adapters. It
-    measures only what is missing, and resumes after an interruption.
+    Plans under a budget need these statistics. `add --base` of a model already computes them; use
+    `analyze` for other pairs and for adapters. It measures only what is missing. After an
+    interruption the same command continues.
     """
     with session.open() as store, session.progress() as tick:
         report = store.analyze(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @command(
     decodes=True,
     example="mstore backup /backup/models",
-    failure="the store is damaged or lacks blocks (all else was copied), or another error",
+    failure="the store lacks blocks (all else was copied), or another error",
 )
 def backup(
     session: Session,

@@ -10,10 +10,10 @@ from mstore_cli import plots
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import By, Group, draw_groups
-from mstore_cli.options import Revision, Threads
+from mstore_cli.options import Revision, Threads, drawing
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_size
+from mstore_cli.sizes import format_percent, format_seconds, format_size
 
 if TYPE_CHECKING:
     from mstore.reports import BlameReport, ExpertBlame, LayerBlame, TensorBlame
@@ -23,7 +23,6 @@ COLUMNS = ("SHARE", "NORM", "MOVED")
 
 @command(
     example="mstore blame llama/merged --by layer",
-    failure="the snapshot was added, not merged, or another error",
 )
 def blame(
     session: Session,
@@ -37,12 +36,7 @@ def blame(
     ] = By.TENSOR,
     svg: Annotated[
         Path | None,
-        Option(
-            "--svg",
-            metavar="FILE",
-            help="Also draw the norms by layer and expert as a heat map, as SVG.",
-            show_default=False,
-        ),
+        drawing(help="Also draw the norms by layer and expert as a heat map, as SVG."),
     ] = None,
     threads: Threads = None,
 ) -> None:
@@ -109,13 +103,14 @@ def _note(one: TensorBlame | LayerBlame) -> str:
 
 def _rows(experts: Sequence[ExpertBlame], base_share: float | None) -> tuple[tuple[str, ...], ...]:
     rows = [
-        (f"{one.expert}={one.weight:g}", _percent(one.share), f"{one.norm:.3g}", str(one.moved))
+        (
+            f"{one.expert}={one.weight:g}",
+            format_percent(one.share),
+            f"{one.norm:.3g}",
+            str(one.moved),
+        )
         for one in experts
     ]
     if base_share:
-        rows.append(("(the base, scaled)", _percent(base_share), "", ""))
+        rows.append(("(the base, scaled)", format_percent(base_share), "", ""))
     return tuple(rows)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"

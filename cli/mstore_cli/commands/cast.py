@@ -48,7 +48,7 @@ def cast(
     message: Message = "",
     threads: Threads = None,
 ) -> None:
-    """Store a model again with its floating-point tensors in another dtype.
+    """Store a model again in another floating-point dtype.
 
     Merges compute with bfloat16, float16 and float32; models in float64 or float8 are cast first.
     Weights in float8 with scales, as in DeepSeek-V3 or of compressed-tensors, are multiplied by

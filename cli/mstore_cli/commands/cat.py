@@ -8,7 +8,7 @@ from typing import Annotated
 from mstore_cli.command import command
 from mstore_cli.declared import Argument
 from mstore_cli.errors import UsageError
-from mstore_cli.output import Mode
+from mstore_cli.output import Mode, printing
 from mstore_cli.session import Session
 
 
@@ -23,9 +23,10 @@ def cat(
         Argument(metavar="REF:PATH", help="A snapshot and a file in it.", show_default=False),
     ],
 ) -> None:
-    """Write one file of a snapshot to standard output, byte for byte.
+    """Write one file of a snapshot to standard output.
 
-    There is no JSON form. Every block is checked before it is written.
+    The bytes are those that were added. Every block is checked before it is written. There is no
+    JSON form.
     """
     if session.output.mode is Mode.JSON:
         raise UsageError("cat writes bytes and has no JSON form", hint="mstore ls REF --json")
@@ -34,5 +35,7 @@ def cat(
         raise UsageError(f"not REF:PATH: {target!r}", hint="mstore ls REF")
     with session.open() as store:
         for chunk in store.read_file(revision, path):
-            sys.stdout.buffer.write(chunk)
-    sys.stdout.buffer.flush()
+            with printing():
+                sys.stdout.buffer.write(chunk)
+    with printing():
+        sys.stdout.buffer.flush()

@@ -33,11 +33,12 @@ def check_merge(
     skip: Skip = None,
     allow_missing: AllowMissing = False,
 ) -> None:
-    """Compare models with a base before they are merged, without reading weights.
+    """Compare models with a base before you merge them.
 
     Compares names, shapes and element types of tensors, architectures and settings in configs,
-    vocabularies, tokenizers, chat templates, and licences. An error means that a merge is
-    impossible or meaningless, a warning that it is risky. Exit status 0 if there are no errors.
+    vocabularies, tokenizers, chat templates, and licences. Reads no weights. An error means that a
+    merge is impossible or meaningless, a warning that it is risky. Exit status 0 if there are no
+    errors.
     """
     from mstore import MergeRequest
 

@@ -52,7 +52,7 @@ def checkout(
     ] = "auto",
     threads: Threads = None,
 ) -> None:
-    """Write the files of a snapshot into a directory, byte for byte.
+    """Write the files of a snapshot into a directory.
 
     A PATTERN must match a whole path; `*` also matches `/`.
     """

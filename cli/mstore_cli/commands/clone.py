@@ -30,11 +30,11 @@ def clone(
     ],
     threads: Threads = None,
 ) -> None:
-    """Create an independent copy of a store: models, refs, reflogs and settings.
+    """Make an independent copy of a store.
 
-    The new store has its own UUID. Later changes to one store do not affect the other. Others may
-    use SRC meanwhile. Everything is copied, no file is linked, and every block is checked.
-    Statistics and the memo table are not copied.
+    The copy has models, refs, reflogs, settings, and its own UUID. Later changes to one store do
+    not affect the other. Others may use SRC meanwhile. Everything is copied, no file is linked, and
+    every block is checked. Statistics and the memo table are not copied.
     """
     given = session.given_store
     if given is not None and given.absolute() != source.absolute():

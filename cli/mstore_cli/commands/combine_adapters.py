@@ -11,7 +11,7 @@ from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters
 from mstore_cli.options import Message
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_size
+from mstore_cli.sizes import format_percent, format_seconds, format_size
 
 PEFT_WORDS = {
     "--weights": MISTAKEN["--weight"],
@@ -86,11 +86,12 @@ def combine_adapters(
     ] = None,
     message: Message = "",
 ) -> None:
-    """Make one LoRA adapter of several of one base, as PEFT's add_weighted_adapter does.
+    """Make one LoRA adapter of several of one base.
 
-    The result is an adapter like any other: a merge takes it as an expert, and PEFT loads its
-    checkout. cat keeps the weighted sum of the products as it is, with the sum of the ranks; svd
-    truncates that sum to a rank, and the report says how much that leaves out.
+    It does what PEFT's add_weighted_adapter does. The result is an adapter like any other: a merge
+    takes it as an expert, and PEFT loads its checkout. cat keeps the weighted sum of the products
+    as it is, with the sum of the ranks; svd truncates that sum to a rank, and the report says how
+    much that leaves out.
     """
     with session.open() as store, session.progress() as tick:
         report = store.combine_adapters(
@@ -120,7 +121,10 @@ def combine_adapters(
                 ("products", f"{report.products} of rank {report.rank}{some}"),
                 ("dtype", report.dtype),
                 ("size", format_size(report.plain_bytes)),
-                ("left out", None if left_out is None else f"{left_out:.1%} of the products"),
+                (
+                    "left out",
+                    None if left_out is None else f"{format_percent(left_out)} of the products",
+                ),
                 ("time", format_seconds(report.seconds)),
             ]
         )

@@ -14,7 +14,7 @@ from mstore_cli.session import Session
 
 @command(
     example="mstore config codec dense",
-    failure="no such setting or value, or another error; nothing was changed",
+    failure="an error; nothing was changed",
 )
 def config(
     session: Session,
@@ -53,8 +53,8 @@ def config(
     the store's group reads and writes. all: everybody else reads too. Existing files get the added
     permissions at once; permissions are never taken away.
 
-    filesystem: a type of filesystem that mstore does not know as local, and that the store may be
-    on. So you vouch that locks and shared maps hold there for all who use the store. '' is none.
+    filesystem: a type of filesystem that the store may be on, though mstore does not know it as
+    local. You vouch that locks and shared maps hold there for all who use the store. '' is none.
 
     With --user, the settings are yours, in config.toml of your mstore configuration directory, and
     only the command line reads them. A change writes the file anew, without comments.

@@ -71,13 +71,13 @@ def diff(
     no_default_excludes: NoDefaultExcludes = False,
     threads: Threads = None,
 ) -> None:
-    """Compare two snapshots, or a snapshot with a directory: files, tensors, blocks.
+    """Compare two snapshots, or a snapshot with a directory.
 
-    For two snapshots, the command prints how far each tensor moved: ||b - a|| / ||a|| over the
-    whole tensor. Statistics tell that where A is the base of B; no block is read. Where both were
-    added with one base, statistics give an estimate (~) and bounds (--json). Otherwise blocks are
-    read. Equal files and tensors are counted, not listed. The exit status does not depend on
-    whether they differ.
+    The command compares files, tensors and blocks. For two snapshots, it prints how far each tensor
+    moved: ||b - a|| / ||a|| over the whole tensor. Statistics tell that where A is the base of B;
+    no block is read. Where both were added with one base, statistics give an estimate (~) and
+    bounds (--json). Otherwise blocks are read. Equal files and tensors are counted, not listed. The
+    exit status does not depend on whether they differ.
 
     A directory is read as `mstore add` reads it, with the same exclude patterns. Every byte is
     hashed and nothing is written. "removed" marks what the directory lacks, "added" what only the

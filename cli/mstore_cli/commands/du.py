@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import plots
 from mstore_cli.command import command
-from mstore_cli.declared import Option
-from mstore_cli.options import RefNames
+from mstore_cli.options import RefNames, drawing
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
@@ -39,6 +39,9 @@ CODEC_COLUMNS = (
 )
 SHARED_SHOWN = 10
 UNIQUE, SHARED = "unique", "shared"
+DIFFERENCES = "differences"
+WORDS = {"raw": "as they are", "constant": "constant", "planes": "compressed"}
+"""How blocks are stored, in the words of the picture; the other codecs store differences."""
 
 
 @command(example="mstore du llama/old llama/older")
@@ -47,10 +50,10 @@ def du(
     names: RefNames = None,
     svg: Annotated[
         Path | None,
-        Option("--svg", metavar="FILE", help="Draw a treemap of it (needs the extra `plot`)."),
+        drawing(help="Also draw a treemap, as SVG (needs the extra `plot`)."),
     ] = None,
 ) -> None:
-    """Print the stored bytes of refs, what they share, and what gc would free without them.
+    """Print the space that refs use, share, and would free.
 
     Sizes are of blocks as stored: those of the ref's snapshot and the bases of its deltas. FREED BY
     RM also counts the ref's history, but not what something else keeps: other refs, their
@@ -188,5 +191,8 @@ def treemap_of(report: UsageReport, title: str) -> plots.TreeMap:
 def _codecs(name: str, codecs: Sequence[CodecUsage], size: float) -> Node:
     """Scale codecs to `size`: shared bytes count as a portion, and so do their codecs."""
     whole = sum(one.stored_bytes for one in codecs)
-    parts = tuple(Node(one.codec, size * one.stored_bytes / whole) for one in codecs)
+    sizes: Counter[str] = Counter()
+    for one in codecs:
+        sizes[WORDS.get(one.codec, DIFFERENCES)] += one.stored_bytes
+    parts = tuple(Node(word, size * stored / whole) for word, stored in sizes.items())
     return Node(name, size, parts)

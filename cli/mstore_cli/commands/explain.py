@@ -13,7 +13,7 @@ from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import WIDTH, By, Group, draw_groups
 from mstore_cli.merging import draw_plan
-from mstore_cli.options import Revision
+from mstore_cli.options import Revision, drawing
 from mstore_cli.output import Column, Screen, distinct, printable, short
 from mstore_cli.session import Session
 
@@ -43,7 +43,6 @@ LONGEST_NAME = 40
 
 @command(
     example="mstore explain llama/merged --svg merged.svg",
-    failure="the snapshot was added, not merged, or another error",
 )
 def explain(
     session: Session,
@@ -57,15 +56,10 @@ def explain(
     ] = By.LAYER,
     svg: Annotated[
         Path | None,
-        Option(
-            "--svg",
-            metavar="FILE",
-            help="Also draw layers and experts as a heat map, as SVG.",
-            show_default=False,
-        ),
+        drawing(help="Also draw layers and experts as a heat map, as SVG."),
     ] = None,
 ) -> None:
-    """Print which experts contributed to which blocks, what was left out and why.
+    """Print what a merge read of each expert, and left out.
 
     The table counts pairs of an expert and a chunk (a block, where all tensors have one dtype).
     READ: read and merged. SHARED: equal to a chunk of an earlier expert, so read once. = BASE:

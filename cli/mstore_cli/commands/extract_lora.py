@@ -10,7 +10,7 @@ from mstore_cli.left_out import show_worst
 from mstore_cli.options import Message, Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_size
+from mstore_cli.sizes import format_percent, format_seconds, format_size
 
 Only = Annotated[
     list[str] | None,
@@ -50,11 +50,11 @@ def extract_lora(
     skip: Skip = None,
     message: Message = "",
 ) -> None:
-    """Make a LoRA adapter, in PEFT's form, of what a fine-tune changed.
+    """Make a LoRA adapter of what a fine-tune changed.
 
-    Each matrix that differs from the base becomes a product of two factors of this rank, the
-    nearest there is; norms and biases that differ are stored whole. The report says how much of
-    the difference is left out, in all and for the worst matrices.
+    The adapter has PEFT's form. Each matrix that differs from the base becomes a product of two
+    factors of this rank, the nearest there is; norms and biases that differ are stored whole. The
+    report says how much of the difference is left out, in all and for the worst matrices.
     """
     with session.open() as store, session.progress() as tick:
         report = store.extract_lora(
@@ -79,7 +79,7 @@ def extract_lora(
                 ("products", f"{report.products} of rank {report.rank}"),
                 ("stored whole", report.whole),
                 ("size", format_size(report.plain_bytes)),
-                ("left out", f"{report.relative_error:.1%} of the difference"),
+                ("left out", f"{format_percent(report.relative_error)} of the difference"),
                 ("time", format_seconds(report.seconds)),
             ]
         )

@@ -77,9 +77,10 @@ def fsck(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Check the store: packs, index, records, refs; with --read-data every byte.
+    """Check the store; repair it with --repair.
 
-    Nothing changes without --repair. Garbage is what interrupted commands left behind; it does no
+    Checks packs, index, records and refs; with --read-data every byte. Nothing changes without
+    --repair. Garbage is what interrupted commands left behind; it does no
     harm. --repair takes good copies from the store's own packs and from each --from, checks every
     byte, and drops blocks without a good copy. It lists what that affects. Add the original files
     again to restore it.

@@ -58,10 +58,10 @@ def gc(
 ) -> None:
     """Remove what no ref reaches, and free its space.
 
-    Kept is what is reachable from refs, from their reflogs of the last 30 days (`mstore config
-    reflog_days`) and from running operations. Packs of which at least 30% is dead are rewritten.
-    Other commands may run at the same time. A pack that the index does not know is not deleted: it
-    moves to lost+found/ in the store.
+    It keeps what refs, their reflogs of the last 30 days (`mstore config reflog_days`) and running
+    operations reach. Packs of which at least 30 % is dead are rewritten. Other commands may run at
+    the same time. A pack that the index does not know is not deleted: it moves to lost+found/ in
+    the store.
     """
     with session.open() as store, session.progress() as progress:
         report = store.gc(
@@ -92,7 +92,7 @@ def _print(screen: Screen, report: GcReport) -> None:
         _print_work(screen, report)
     if report.dead_bytes:
         screen.command(
-            f"{format_size(report.dead_bytes)} dead stay in packs of which less than 30% is dead, "
+            f"{format_size(report.dead_bytes)} dead stay in packs of which less than 30 % is dead, "
             "until more is; to rewrite these now",
             "mstore gc --all",
         )

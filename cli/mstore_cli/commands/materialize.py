@@ -30,10 +30,10 @@ def materialize(
     message: Message = "",
     threads: Threads = None,
 ) -> None:
-    """Compute a virtual merge, store the result and move the branch to it.
+    """Compute a virtual merge and store the result.
 
-    The content equals that of a merge without --virtual. If the branch already holds stored bytes,
-    nothing changes.
+    The branch moves to the result. The content equals that of a merge without --virtual. If the
+    branch already holds stored bytes, nothing changes.
     """
     with session.open() as store, session.progress() as tick:
         report = store.materialize(branch, message=message, threads=threads, progress=tick)

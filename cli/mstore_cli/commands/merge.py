@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
+from mstore_cli.declared import RESULT, WHAT, Option
 from mstore_cli.errors import Interrupted, UsageError, notes
 from mstore_cli.merging import (
     MISTAKEN,
@@ -64,7 +64,13 @@ PLAN_HINT = "mstore plan --help"
 def merge(
     session: Session,
     name: Annotated[
-        str, Option("--name", metavar="REF", help="The branch that will point at the result.")
+        str,
+        Option(
+            "--name",
+            metavar="REF",
+            help="The branch that will point at the result.",
+            group=RESULT,
+        ),
     ],
     plan: Annotated[
         str | None,
@@ -73,6 +79,7 @@ def merge(
             metavar="ID|FILE|REF",
             help="Run this plan: its id, the beginning of the id, a file made by `plan -o`, or "
             "the plan of this merged snapshot.",
+            group=WHAT,
         ),
     ] = None,
     recipe: RecipeFile = None,
@@ -99,6 +106,7 @@ def merge(
         Option(
             "--virtual",
             help="Commit only the plan: read and write no blocks now, compute them when read.",
+            group=RESULT,
         ),
     ] = False,
     no_memo: Annotated[
@@ -121,9 +129,10 @@ def merge(
     message: Message = "",
     threads: Threads = None,
 ) -> None:
-    """Merge experts into a base: with a new plan, or with a plan made before.
+    """Merge experts into a base, by a new plan or a stored one.
 
-    Give --plan, or a recipe of mergekit with --recipe, or the options of `mstore plan`. A merge
+    An expert is a fine-tune of the base, or a LoRA adapter of it. Give --base, --expert and
+    --method, or a recipe of mergekit with --recipe, or --plan. A merge
     never reads more from experts than its plan says. Models of a recipe are refs of the store, or
     directories, which are added first. Of several recipes in one file, each but the last has a
     name, and is merged as REF.NAME.

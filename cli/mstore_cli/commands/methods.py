@@ -27,11 +27,12 @@ def methods(
         str | None, Argument(metavar="NAME", help="The method to describe.", completes="methods")
     ] = None,
 ) -> None:
-    """List the merge methods, or describe one: formula, parameters, facts, bound, source.
+    """List the merge methods, or describe one.
 
-    BOUND says what a plan under a budget tells of its error: certified (a proved bound) or
-    estimate. Facts are what a method must know of whole tensors; they are measured once, apart
-    from the budget. The common symbols are in docs/merge-methods.md.
+    The description has formula, parameters, facts, bound and source. BOUND says what a plan under a
+    budget tells of its error: certified (a proved bound) or estimate. Facts are what a method must
+    know of whole tensors; they are measured once, apart from the budget. The common symbols are in
+    docs/merge-methods.md.
     """
     from mstore import Store
 

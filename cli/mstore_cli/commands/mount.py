@@ -81,9 +81,10 @@ def mount(
         ),
     ] = Verify.ONCE,
 ) -> None:
-    """Show a snapshot as a read-only directory, or the whole store with --all.
+    """Show a snapshot, or the whole store, as a directory.
 
-    The command returns when the mount works. The mount stays after you close the shell.
+    The directory is read-only. The command returns when the mount works. The mount stays after you
+    close the shell.
     """
     if len(target) != (1 if everything else 2):
         wanted = "--all takes only DIR" if everything else "give REF and DIR, or --all and DIR"

@@ -26,10 +26,11 @@ def pin(
     ] = False,
     threads: Threads = None,
 ) -> None:
-    """Rewrite the blocks of a snapshot raw and in file order, for serving.
+    """Store the blocks of a snapshot raw, for fast reading.
 
-    Mounts and Python then map them, and checkout --reflink shares them. Contents and ids stay the
-    same; the store grows. `mstore unpin` undoes it. A pin keeps nothing from gc.
+    The blocks lie in file order then: mounts and Python map them, and checkout --reflink shares
+    them. Contents and ids stay the same; the store grows. `mstore unpin` undoes it. A pin does not
+    protect the snapshot from gc.
     """
     with session.open() as store, session.progress() as tick:
         report = store.pin(revision, raw=raw, threads=threads, progress=tick)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import plots
 from mstore_cli.command import command
-from mstore_cli.declared import Option
+from mstore_cli.declared import RESULT, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
     MISTAKEN,
@@ -36,10 +36,11 @@ from mstore_cli.merging import (
     make_request,
     plan_document,
 )
-from mstore_cli.options import Threads
+from mstore_cli.options import Threads, drawing
 from mstore_cli.output import Screen, short
 from mstore_cli.recipes import RecipeFile, Strict
 from mstore_cli.session import Session
+from mstore_cli.values import file_of
 from mstore_cli.vocabularies import Vocab
 
 if TYPE_CHECKING:
@@ -80,7 +81,13 @@ def plan(
     threads: Threads = None,
     output: Annotated[
         Path | None,
-        Option("--output", "-o", metavar="FILE", help="Also write the plan to FILE, as JSON."),
+        Option(
+            *("--output", "-o"),
+            metavar="FILE",
+            help="Also write the plan to FILE, as JSON.",
+            parser=file_of("json"),
+            group=RESULT,
+        ),
     ] = None,
     sweep: Annotated[
         bool,
@@ -96,10 +103,10 @@ def plan(
     ] = False,
     svg: Annotated[
         Path | None,
-        Option("--svg", metavar="FILE", help="With --sweep: also draw it to FILE, as SVG."),
+        drawing(help="With --sweep: also draw it to FILE, as SVG."),
     ] = None,
 ) -> None:
-    """Choose which expert blocks a merge reads, and print its cost and error.
+    """Choose what a merge reads, and print its cost and error.
 
     Give the base, the experts and a method, or a recipe of mergekit with --recipe. The store keeps
     the plan. If you may only read the store, use -o to write the plan to a file.

@@ -27,10 +27,11 @@ COLUMNS = (
 
 @command(example="mstore plans --json")
 def plans(session: Session) -> None:
-    """List the plans that the store keeps, by base, method and cost.
+    """List the plans that the store keeps.
 
-    To run one: `mstore merge --plan ID`. LOST estimates which share of the full merge's change is
-    lost. BOUND is the certified bound on the error, relative to the base's norm.
+    They are sorted by base, method and cost. To run one: `mstore merge --plan ID`. LOST estimates
+    which share of the full merge's change is lost. BOUND is the certified bound on the error,
+    relative to the base's norm.
     """
     with session.open() as store:
         found = store.plans()

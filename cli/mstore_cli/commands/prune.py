@@ -83,11 +83,11 @@ def prune(
         bool, Option("--dry-run", "-n", help="Only print what would be pruned.")
     ] = False,
 ) -> None:
-    """Drop the contents of old snapshots: on each branch, those that no --keep-... keeps.
+    """Drop the contents of old snapshots; keep their lineage.
 
-    The tip of a branch always stays. Days are those of this machine's time zone. Pruned snapshots
-    stay in the log, with their plans and parents. `mstore gc` frees their space when they are older
-    than the reflog keeps (reflog_days).
+    On each branch, what no --keep-... keeps is dropped. The tip of a branch always stays. Days are
+    those of this machine's time zone. Pruned snapshots stay in the log, with their plans and
+    parents. `mstore gc` frees their space when they are older than the reflog keeps (reflog_days).
     """
     if not any((keep_last, keep_daily, keep_weekly, keep_monthly, keep_yearly)):
         raise UsageError(

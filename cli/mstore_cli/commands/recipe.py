@@ -10,14 +10,14 @@ from mstore_cli.session import Session
 
 @command(
     example="mstore recipe llama/merged > recipe.yml",
-    failure="an error; the snapshot is no merge, or no recipe can state it",
 )
 def recipe(session: Session, revision: Revision) -> None:
-    """Print how a snapshot was merged, as a recipe of mergekit (YAML).
+    """Print how a snapshot was merged, as a mergekit recipe.
 
-    The recipe is made from the plan, for merges by options too. It names models by their refs, with
-    the ids of their contents as comments. The file mergekit_config.yml of the snapshot has ids
-    alone: `mstore merge --recipe` takes these in any store. A budget is not in it: give it again.
+    The recipe (YAML) is made from the plan, also for merges without a recipe. It names models by
+    their refs, with the ids of their contents as comments. The file mergekit_config.yml of the
+    snapshot has ids alone: `mstore merge --recipe` takes these in any store. A budget is not in it:
+    give it again.
     """
     with session.open() as store:
         text = store.recipe(revision)

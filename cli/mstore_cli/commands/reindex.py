@@ -26,11 +26,11 @@ def reindex(
         ),
     ] = False,
 ) -> None:
-    """Rebuild the index from the packs and the text mirror of the refs.
+    """Rebuild the index from the packs.
 
-    Reflogs and the names of plans' inputs come from the old index, if it is readable. If mirror,
-    reflog and old index disagree about a ref, the newest wins, and a warning says so. The store
-    must not be in use: stop other commands and unmount it first.
+    The refs come from their text mirror. Reflogs and the names of plans' inputs come from the old
+    index, if it is readable. If mirror, reflog and old index disagree about a ref, the newest wins,
+    and a warning says so. The store must not be in use: stop other commands and unmount it first.
     """
     from mstore import Store
 

@@ -15,7 +15,7 @@ from mstore_cli.sizes import format_seconds
     failure="the content differs, or another error",
 )
 def replay(session: Session, revision: Revision, threads: Threads = None) -> None:
-    """Run the plan of a merged snapshot again and compare the content.
+    """Run the plan of a merge again and compare the content.
 
     Nothing is published.
     """

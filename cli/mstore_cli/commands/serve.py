@@ -63,10 +63,10 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve refs, snapshots and their files over HTTP, read-only, until Ctrl-C.
+    """Serve refs, snapshots and their files over HTTP.
 
-    There is no authentication. Each request is logged; with --quiet only errors are, unless --log
-    names a file.
+    The server only reads, and runs until Ctrl-C. There is no authentication. Each request is
+    logged; with --quiet only errors are, unless --log names a file.
     """
     from mstore_serve.serving import serve as run_server
 

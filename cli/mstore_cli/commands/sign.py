@@ -43,7 +43,7 @@ def sign(
         ),
     ] = None,
 ) -> None:
-    """Sign a snapshot with a key: every byte, its lineage and its plan.
+    """Sign a snapshot: every byte, its lineage and its plan.
 
     The store keeps the signature. Signing again with the same key changes nothing.
     """

@@ -15,7 +15,7 @@ from mstore_cli.sizes import format_seconds, format_size
     failure="an error; blocks lie as before",
 )
 def unpin(session: Session, revision: Revision, threads: Threads = None) -> None:
-    """Undo `mstore pin`: code the blocks of a snapshot again, as add would.
+    """Undo `mstore pin`: code the blocks as `add` would.
 
     Blocks that another pinned snapshot has, too, stay raw.
     """

@@ -46,7 +46,7 @@ def verify(
         bool, Option("--read-data", help="Also read every byte that was signed.")
     ] = False,
 ) -> None:
-    """Check the signatures of snapshots against the keys that you trust.
+    """Check signatures against the keys that you trust.
 
     FILE has the form of OpenSSH's allowed_signers: a name, ssh-ed25519 and the public key, one a
     line; a namespaces option has to include mstore.

@@ -1,4 +1,4 @@
-"""`mstore --version`: the version.  No word of its own runs it, so it is not among the verbs."""
+"""`mstore version`, `mstore --version` and `mstore -V`: the version."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from mstore_cli.command import command
 from mstore_cli.session import Session
 
 
-@command(example="mstore --version")
+@command(example="mstore version")
 def version(session: Session) -> None:
-    """Print the version."""
+    """Print the version, as --version and -V do."""
     from mstore.version import __version__
 
     session.output.emit(

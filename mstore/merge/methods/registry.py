@@ -98,11 +98,11 @@ def operation(method: str, parameters: Mapping[str, object], weights: Sequence[f
 class Operations:
     """The operations of one plan's tensors; `main` is the plan's own.
 
-    Raises as `operation` does.
+    Raises as `_made` does.
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._all = [_made(one) for one in _operations(plan)]
+        self._all = [_made(plan, one) for one in _operations(plan)]
         self.main = self._all[0]
 
     def of(self, tensor: PlanTensor) -> Operation:
@@ -130,9 +130,10 @@ class Operations:
 def fishers_of(plan: Plan) -> int:
     """Return how many of a plan's experts are Fishers of the others: none, or the last half.
 
-    Raises as `find`, and BadRequest if there is not one for each expert.
+    Raises Unavailable for a method that is not installed, and BadRequest if there is not one for
+    each expert.
     """
-    if not find(plan.method).fishers:
+    if not _of_plan(plan, plan.method).fishers:
         return 0
     if len(plan.experts) % 2:
         raise BadRequest("not a sound plan: an expert has no Fisher")
@@ -147,8 +148,20 @@ def _operations(plan: Plan) -> tuple[PlanOperation, ...]:
     return (own, *plan.operations)
 
 
-def _made(one: PlanOperation) -> Operation:
-    method, weights = find(one.method), one.weights
+def _of_plan(plan: Plan, name: str) -> Method:
+    """Return a method of a plan.  Raises Unavailable if it is not installed or cannot load."""
+    if name not in METHODS and name not in _elsewhere():
+        raise Unavailable(
+            f"plan {plan.id().short} uses the method {name[:_SHOWN]}, of a package that is not "
+            "installed",
+            hint="install the package that brings it, where mstore is installed",
+        )
+    return find(name)
+
+
+def _made(plan: Plan, one: PlanOperation) -> Operation:
+    """Return an operation of a plan.  Raises as `_of_plan` and `Method.apply`."""
+    method, weights = _of_plan(plan, one.method), one.weights
     if method.fishers:
         weights = weights[: len(weights) // 2]
     return method.apply(dict(one.parameters), weights)

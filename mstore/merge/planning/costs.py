@@ -15,7 +15,7 @@ import numpy as np
 
 from mstore.adapters.inputs import Inputs
 from mstore.adapters.low_rank import stored_bytes
-from mstore.errors import Corrupt, NotFound
+from mstore.errors import BadRequest, Corrupt, NotFound, Unavailable
 from mstore.ids import ID_BYTES
 from mstore.merge.methods import registry
 from mstore.merge.planning.compared import Words, batched, chunk_ids, twins
@@ -163,10 +163,10 @@ _MATTERS = (READ, SHARED, OMITTED, DROPPED)
 
 
 def told_costs(catalog: Catalog, plan: Plan) -> Costs:
-    """Return `costs_of`, or plain bytes if an input is no longer stored."""
+    """Return `costs_of`, or plain bytes if an input is not stored or the method cannot be used."""
     try:
         return costs_of(catalog, plan)
-    except (NotFound, Corrupt):
+    except (NotFound, Corrupt, Unavailable, BadRequest):
         return Costs(plan.full_expert_bytes, plan.planned_expert_bytes)
 
 

@@ -34,7 +34,7 @@ def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> s
     if not is_retyped(catalog, plan):
         # Whether the type was asked for does not change the merge, so it must not change its files.
         plan = structs.replace(plan, dtype=None)
-    method = known_method(registry.find(plan.method))
+    method = known_method(registry.Operations(plan).main.method)
     if method.baseless is not None and not dict(plan.parameters)[method.baseless]:
         method = method.without_base()
     adapters = frozenset(

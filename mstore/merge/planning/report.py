@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mstore.errors import BadRequest, Unavailable
 from mstore.frozen import frozen
 from mstore.ids import PlanId
 from mstore.merge.methods.registry import Operations, fishers_of
@@ -139,33 +140,20 @@ def plan_report(
             "the plan was made where its blocks lie otherwise: here they take "
             f"{exact_size(costs.planned)}, more than its budget of {exact_size(plan.budget)}"
         )
-    used = Operations(plan).used(plan)
-    leaves_out = counts[OMITTED] + counts[DROPPED] > 0
-    estimated = any(not operation.is_additive for operation in used)
-    if estimated and plan.error_estimate and leaves_out:
-        # Figures of bench/estimates.py.
-        why = (
-            "real errors were 0.1 to 4.3 times it where experts were trained or random, and can be "
-            "far larger where heavy ones cancel"
-        )
-        if any(operation.is_agreed for operation in used):
-            why = (
-                "it counts every element as one that enough experts need, and of what is left out "
-                "the others' elements may drop, too"
-            )
-        sweep = call("sweep", measure=True)
-        notes.append(phrase(f"the estimate is no bound: {why}; {{sweep}} tells", sweep=sweep))
-    if _divides_by_only_weight(plan):
-        notes.append(
-            f"the weight of {sources.experts[0].name} has no effect: it is the only one, and "
-            f"{'the method' if used[0].is_informed else 'normalize'} divides by the sum of all"
-        )
-    if leaves_out:
-        notes += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
+    fishers = 0
+    try:
+        fishers = fishers_of(plan)
+        leaves_out = counts[OMITTED] + counts[DROPPED] > 0
+        notes += _method_notes(plan, sources, leaves_out=leaves_out)
+        likely = (*idle_experts(plan, sources), *overflow_warnings(plan, sources.overflow))
+    except (Unavailable, BadRequest) as error:
+        # A method of another package that is not installed, or is another version.
+        notes.append(f"it cannot be run here: {error}")
+        likely = ()
     notes += _without_part(plan, sources)
     notes += _rule_notes(plan)
     notes += _copied_notes(plan)
-    models = len(plan.experts) - fishers_of(plan)
+    models = len(plan.experts) - fishers
     return PlanReport(
         plan=id,
         method=plan.method,
@@ -199,15 +187,39 @@ def plan_report(
         error_estimate=plan.error_estimate,
         error_share_estimate=share_of(plan.error_estimate, sources.change),
         overflow=reported(sources.overflow),
-        warnings=(
-            *idle_experts(plan, sources),
-            *overflow_warnings(plan, sources.overflow),
-            *warnings,
-        ),
+        warnings=(*likely, *warnings),
         notes=tuple(notes),
         kept=kept,
         seconds=seconds,
     )
+
+
+def _method_notes(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[str]:
+    """Return what the methods of a plan say of its errors and weights."""
+    notes: list[str] = []
+    used = Operations(plan).used(plan)
+    estimated = any(not operation.is_additive for operation in used)
+    if estimated and plan.error_estimate and leaves_out:
+        # Figures of bench/estimates.py.
+        why = (
+            "real errors were 0.1 to 4.3 times it where experts were trained or random, and can be "
+            "far larger where heavy ones cancel"
+        )
+        if any(operation.is_agreed for operation in used):
+            why = (
+                "it counts every element as one that enough experts need, and of what is left out "
+                "the others' elements may drop, too"
+            )
+        sweep = call("sweep", measure=True)
+        notes.append(phrase(f"the estimate is no bound: {why}; {{sweep}} tells", sweep=sweep))
+    if _divides_by_only_weight(plan):
+        notes.append(
+            f"the weight of {sources.experts[0].name} has no effect: it is the only one, and "
+            f"{'the method' if used[0].is_informed else 'normalize'} divides by the sum of all"
+        )
+    if leaves_out:
+        notes += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
+    return notes
 
 
 def _divides_by_only_weight(plan: Plan) -> bool:
