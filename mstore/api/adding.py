@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadRequest
-from mstore.ids import SnapshotId
+from mstore.ids import Revision
 from mstore.phrases import Option, phrase
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Adding(OpenStore):
         path: str | Path,
         *,
         name: str,
-        base: str | SnapshotId | None = None,
+        base: Revision | None = None,
         detect_base: bool = False,
         kind: str = "full",
         only: Sequence[str] = (),
@@ -207,7 +207,7 @@ class Adding(OpenStore):
         finally:
             lease.release()
 
-    def _base(self, checkpoint: Checkpoint, base: str | SnapshotId | None, *, detect: bool) -> Base:
+    def _base(self, checkpoint: Checkpoint, base: Revision | None, *, detect: bool) -> Base:
         """Return the base to compare a checkpoint with: named, detected, or none."""
         from mstore.add import NO_BASE, Base
 
@@ -222,8 +222,8 @@ class Adding(OpenStore):
 
     def extract_lora(
         self,
-        expert: str | SnapshotId,
-        base: str | SnapshotId,
+        expert: Revision,
+        base: Revision,
         *,
         name: str,
         rank: int = 32,
@@ -270,7 +270,7 @@ class Adding(OpenStore):
 
     def cast(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         *,
         dtype: str,
         name: str | None = None,
@@ -379,8 +379,8 @@ class Adding(OpenStore):
 
     def analyze(
         self,
-        expert: str | SnapshotId,
-        base: str | SnapshotId,
+        expert: Revision,
+        base: Revision,
         *,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
-from mstore.ids import PlanId, SnapshotId
+from mstore.ids import PlanId, Revision, SnapshotId
 from mstore.phrases import Option, Phrase, call, phrase
 from mstore.store import damage
 from mstore.store import layout as layouts
@@ -242,7 +242,7 @@ class Merging(OpenStore):
         with damage.placed(self._catalog, _inputs(resolved)):
             return check_merge(self._catalog, resolved)
 
-    def recipe(self, revision: str | SnapshotId) -> str:
+    def recipe(self, revision: Revision) -> str:
         """Return the recipe of a merged snapshot, in mergekit's YAML, from its plan.
 
         Models are named by their contents' ids, which `read_recipe` takes.  With the same budget
@@ -366,7 +366,7 @@ class Merging(OpenStore):
         self._ready = ready if ready.keeps else None
         return memo_expert_bytes(self._catalog, self._memo, ready, costs.planned)
 
-    def _input(self, revision: str | SnapshotId) -> Input:
+    def _input(self, revision: Revision) -> Input:
         from mstore.merge.planning.request import Input
 
         return Input(self._real(revision), str(revision))
@@ -561,7 +561,7 @@ class Merging(OpenStore):
             progress=progress,
         )
 
-    def explain(self, revision: str | SnapshotId, tensor: str | None = None) -> Explanation:
+    def explain(self, revision: Revision, tensor: str | None = None) -> Explanation:
         """Report which experts made a merge, block by block, and what was left out and why.
 
         Reads no block.
@@ -576,7 +576,7 @@ class Merging(OpenStore):
 
     def blame(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         tensor: str | None = None,
         *,
         threads: int | None = None,
@@ -600,7 +600,7 @@ class Merging(OpenStore):
 
     def replay(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         *,
         threads: int | None = None,
         progress: ProgressCallback | None = None,

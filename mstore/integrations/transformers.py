@@ -9,7 +9,7 @@ import msgspec
 
 from mstore.api import Store
 from mstore.errors import BadRequest, Unavailable
-from mstore.ids import SnapshotId
+from mstore.ids import Revision
 from mstore.phrases import call, phrase
 
 _CONFIG: Final = "config.json"
@@ -19,7 +19,7 @@ _GENERATION: Final = "generation_config.json"
 def from_pretrained(
     kind: Any,
     store: Store,
-    revision: str | SnapshotId,
+    revision: Revision,
     *,
     threads: int | None = None,
     **options: Any,
