@@ -404,7 +404,7 @@ def array_form(
     for_torch: the array only carries bytes to torch, which has a type for pairs of F4
     (float4_e2m1fn_x2): they are bytes here, half as many as the last dimension says.
 
-    Raises Incompatible, which names the tensor, for a type that numpy lacks (sub-byte).
+    Raises Incompatible, which names the tensor, for a type that numpy, or torch, lacks (sub-byte).
     """
     shape = record.shape
     if for_torch and record.dtype == _PAIRS and shape and shape[-1] % 2 == 0:
@@ -412,7 +412,8 @@ def array_form(
     try:
         return array_dtype(record.dtype), shape
     except Incompatible as error:
-        raise Incompatible(error.what, where=f"tensor {name}", hint=error.texts[2]) from None
+        what = f"torch has no type for {record.dtype} {list(shape)}" if for_torch else error.what
+        raise Incompatible(what, where=f"tensor {name}", hint=error.texts[2]) from None
 
 
 def array_dtype(dtype: str) -> np.dtype[Any]:
