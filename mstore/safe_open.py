@@ -20,6 +20,8 @@ import numpy as np
 
 from mstore.errors import BadRequest
 from mstore.frameworks import to_torch
+from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
 from mstore.view import SnapshotView, array_form
 
 _NUMPY: Final = ("np", "numpy")
@@ -32,15 +34,10 @@ _LEAST_LOADED: Final = 1 << 20
 class Source(Protocol):
     """The snapshot that it reads: a `Snapshot`."""
 
-    def _view(self) -> SnapshotView: ...
+    def _view(self, file: str | None) -> SnapshotView: ...
 
     def _load(
-        self,
-        names: Sequence[str] | None,
-        threads: int | None = None,
-        progress: None = None,
-        *,
-        for_torch: bool,
+        self, view: SnapshotView, names: Sequence[str], *, for_torch: bool
     ) -> dict[str, np.ndarray[Any, Any]]: ...
 
 
@@ -60,16 +57,22 @@ class SafeOpen:
         self._device = device if framework in _TORCH else None
         self._is_torch = framework in _TORCH
         self._file = file
-        self._header: tuple[list[str], dict[str, str] | None] | None = None
+        self._kept: tuple[SnapshotView, list[str], dict[str, str] | None] | None = None
 
-    def _known(self) -> tuple[list[str], dict[str, str] | None]:
-        """Return the names of the tensors and the metadata.  Raises NotFound (no such file)."""
-        if self._header is None:
-            view, file = self._snapshot._view(), self._file
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_kept": None}
+
+    def _opened(self) -> tuple[SnapshotView, list[str], dict[str, str] | None]:
+        """Return the view, the names of the tensors and the metadata.
+
+        Raises NotFound (no such file).
+        """
+        if self._kept is None:
+            view, file = self._snapshot._view(self._file), self._file
             if file is None and len(files := view.tensor_files()) == 1:
                 (file,) = files
-            self._header = (list(view.tensors), None) if file is None else view.header(file)
-        return self._header
+            self._kept = view, *((list(view.tensors), None) if file is None else view.header(file))
+        return self._kept
 
     def __enter__(self) -> Self:
         return self
@@ -84,29 +87,29 @@ class SafeOpen:
 
     def keys(self) -> list[str]:
         """Return the names of the tensors."""
-        return list(self._known()[0])
+        return list(self._opened()[1])
 
     def offset_keys(self) -> list[str]:
         """Return the names in the order in which the tensors lie."""
-        return list(self._known()[0])
+        return list(self._opened()[1])
 
     def metadata(self) -> dict[str, str] | None:
         """Return the header's metadata, None if there is none."""
-        metadata = self._known()[1]
+        metadata = self._opened()[2]
         return None if metadata is None else dict(metadata)
 
     def get_tensor(self, name: str) -> Any:
         """Return a tensor.  Raises NotFound, Corrupt, Incompatible, Unavailable (no torch)."""
-        view = self._snapshot._view()
+        view = self._opened()[0]
         record = view.record(name)
         if record.nbytes < _LEAST_LOADED:
             return self._given(name, view.tensor(name, for_torch=self._is_torch), record.dtype)
-        array = self._snapshot._load([name], for_torch=self._is_torch)[name]
+        array = self._snapshot._load(view, [name], for_torch=self._is_torch)[name]
         return to_torch(name, array, record.dtype, self._device) if self._is_torch else array
 
     def get_slice(self, name: str) -> TensorSlice:
         """Return a tensor that is read when it is indexed.  Raises NotFound."""
-        return TensorSlice(self, self._snapshot._view(), name)
+        return TensorSlice(self, self._opened()[0].record(name), name)
 
     def _given(self, name: str, array: np.ndarray[Any, Any], dtype: str) -> Any:
         return to_torch(name, array.copy(), dtype, self._device) if self._is_torch else array
@@ -115,10 +118,10 @@ class SafeOpen:
 class TensorSlice:
     """A tensor that is read when it is indexed, and only the rows that the index names."""
 
-    def __init__(self, opened: SafeOpen, view: SnapshotView, name: str) -> None:
-        self._opened = opened
+    def __init__(self, file: SafeOpen, record: Tensor | VirtualTensor, name: str) -> None:
+        self._file = file
         self._name = name
-        self._record = view.record(name)
+        self._record = record
 
     def get_shape(self) -> list[int]:
         """Return the shape."""
@@ -135,19 +138,21 @@ class TensorSlice:
 
         Raises IndexError for a row that is not there, Corrupt, Incompatible, Unavailable.
         """
-        view, kind = self._opened._snapshot._view(), self._record.dtype
-        for_torch = self._opened._is_torch
+        if index is Ellipsis:
+            return self._file.get_tensor(self._name)
+        view, kind = self._file._opened()[0], self._record.dtype
+        for_torch = self._file._is_torch
         dtype, shape = array_form(self._name, self._record, for_torch=for_torch)
         whole = index if isinstance(index, tuple) else (index,)
         if not shape or not whole or whole[0] is Ellipsis:
             array = view.tensor(self._name, for_torch=for_torch)
-            return self._opened._given(self._name, array[index], kind)
+            return self._file._given(self._name, array[index], kind)
         first, rest = whole[0], whole[1:]
         start, stop, own = _rows(first, shape[0])
         row = math.prod(shape[1:]) * dtype.itemsize
         data = view.tensor_bytes(self._name, start * row, stop * row)
         rows = np.frombuffer(data, dtype=dtype).reshape(stop - start, *shape[1:])
-        return self._opened._given(self._name, rows[(own, *rest)], kind)
+        return self._file._given(self._name, rows[(own, *rest)], kind)
 
 
 def _rows(index: Any, count: int) -> tuple[int, int, Any]:

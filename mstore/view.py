@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -299,6 +300,18 @@ class SnapshotView:
     def tensor_files(self) -> list[str]:
         """Return the paths of the safetensors files."""
         return [file.path for file in self.manifest.files if file.form == SAFETENSORS]
+
+    def of_file(self, path: str) -> SnapshotView:
+        """Return this view with the tensors of one file only.
+
+        Raises NotFound if there is no such file, or if it is of another form.
+        """
+        file = self._opened(path).file
+        if file.form != SAFETENSORS:
+            raise NotFound("not a safetensors file", where=path)
+        view = copy(self)
+        view._tensors = {str(part.name): part.tensor_id() for part in file.tensors()}
+        return view
 
     def header(self, path: str) -> tuple[list[str], dict[str, str] | None]:
         """Return the tensors of a safetensors file, and the metadata of its header.

@@ -481,7 +481,7 @@ def test_they_travel(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert of_store.tensor(name).tobytes() == file.get_tensor(name).tobytes() == want
     assert part[...].tobytes() == want
     assert of_store._store._statistics is not None
-    for one in (came, of_store._store, file._snapshot._store, part._opened._snapshot._store):
+    for one in (came, of_store._store, file._snapshot._store, part._file._snapshot._store):
         one.close()
         with pytest.raises(Unavailable):
             one.refs()

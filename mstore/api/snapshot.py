@@ -73,8 +73,10 @@ class Snapshot:
     def _record(self) -> SnapshotRecord:
         return self._store._catalog.snapshot(self.id)
 
-    def _view(self) -> SnapshotView:
-        return self._store.view(self.id)
+    def _view(self, file: str | None = None) -> SnapshotView:
+        """Return the view; with only the tensors of one file, if one is given."""
+        view = self._store.view(self.id)
+        return view if file is None else view.of_file(file)
 
     @property
     def manifest(self) -> ManifestId:
@@ -129,7 +131,7 @@ class Snapshot:
         Raises NotFound, Corrupt, Conflict (collected meanwhile), StorageFailed, Incompatible (an
         element type that numpy cannot hold; the other tensors can be loaded by their names).
         """
-        return self._load(names, threads, progress, for_torch=False)
+        return self._load(self._view(), names, threads, progress, for_torch=False)
 
     def load_torch(
         self,
@@ -151,8 +153,8 @@ class Snapshot:
         from mstore.frameworks import to_torch, torch_module
 
         torch_module()
-        found = self._load(names, threads, progress, for_torch=True)
         view = self._view()
+        found = self._load(view, names, threads, progress, for_torch=True)
         # One after the other, so that what went to another device is no longer needed here.
         return {
             name: to_torch(name, found.pop(name), view.record(name).dtype, device)
@@ -161,6 +163,7 @@ class Snapshot:
 
     def _load(
         self,
+        view: SnapshotView,
         names: Sequence[str] | None,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
@@ -169,7 +172,6 @@ class Snapshot:
     ) -> dict[str, np.ndarray[Any, Any]]:
         from mstore.load import load
 
-        view = self._view()
         return load(
             self._store._catalog,
             view,
