@@ -34,7 +34,7 @@ from mstore.objects.manifest import SAFETENSORS, File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call, phrase
-from mstore.store import contents
+from mstore.store import contents, indexed
 from mstore.store.catalog import Catalog
 
 
@@ -146,7 +146,7 @@ class SnapshotView:
         self._catalog = catalog
         self._cache = cache or BlockCache(catalog)
         self._files = {file.path: _OpenFile(file) for file in self.manifest.files}
-        self._tensors = self.manifest.tensors()
+        self._tensors = indexed.tensors(catalog, self.manifest)
 
     @property
     def files(self) -> Mapping[str, int]:

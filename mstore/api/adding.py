@@ -145,6 +145,8 @@ class Adding(OpenStore):
             chosen = self._base(checkpoint, base, detect=detect_base)._replace(
                 only=tuple(only), skip=tuple(skip)
             )
+            if kind == "delta" and base is not None:
+                self._clear(base)
             held = [] if chosen.snapshot is None else [chosen.snapshot]
             with contents.held(self._catalog, held):
                 one_add = partial(
@@ -254,7 +256,7 @@ class Adding(OpenStore):
         from mstore.numeric.codes import output_dtype
         from mstore.store import contents
 
-        sides = [(str(one), self._real(one)) for one in (expert, base)]
+        sides = [(str(one), self._clear(one)) for one in (expert, base)]
         with contents.held(self._catalog, [id for _, id in sides]):
             return extract(
                 self._catalog,
@@ -307,7 +309,7 @@ class Adding(OpenStore):
         from mstore.store import contents
 
         wanted = cast_dtype(dtype)
-        model = str(revision), self._real(revision)
+        model = str(revision), self._clear(revision)
         with contents.held(self._catalog, [model[1]]):
             return cast(
                 self._catalog,
@@ -364,7 +366,7 @@ class Adding(OpenStore):
         adapters = []
         for revision, weight in weighted(experts):
             finite_single(f"the weight of {revision}", weight)
-            adapters.append((str(revision), self._real(revision), float(weight)))
+            adapters.append((str(revision), self._clear(revision), float(weight)))
         with contents.held(self._catalog, [id for _, id, _ in adapters]):
             return combine(
                 self._catalog,
@@ -401,7 +403,7 @@ class Adding(OpenStore):
         from mstore.stats.analysis import Side, analyze
         from mstore.store import damage
 
-        sides = [Side(self._real(one), str(one)) for one in (expert, base)]
+        sides = [Side(self._clear(one), str(one)) for one in (expert, base)]
         with damage.placed(self._catalog, (side.snapshot for side in sides)):
             return analyze(
                 self._catalog,

@@ -204,14 +204,14 @@ class Merging(OpenStore):
         wishes = {}
         for token, row in vocabulary.tokens.items():
             check_fields("TokenRow", row)
-            model = None if row.model is None else self._real(row.model)
+            model = None if row.model is None else self._clear(row.model)
             wishes[token] = (model, row.token, row.force)
         source: SnapshotId | None = models[0][1]
         if vocabulary.source == UNION:
             source = None
         elif vocabulary.source not in (BASE, COMMON):
             try:
-                source = self._real(vocabulary.source)
+                source = self._clear(vocabulary.source)
             except (NotFound, BadName) as error:
                 raise BadRequest(
                     f"{vocabulary.source} is neither the base nor an expert",
@@ -369,7 +369,7 @@ class Merging(OpenStore):
     def _input(self, revision: Revision) -> Input:
         from mstore.merge.planning.request import Input
 
-        return Input(self._real(revision), str(revision))
+        return Input(self._clear(revision), str(revision))
 
     def export_plan(self, plan: str) -> str:
         """Return a plan (id or prefix) as JSON text, also one of this object that is not stored.

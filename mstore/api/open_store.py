@@ -14,7 +14,7 @@ from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import Revision, SnapshotId
 from mstore.phrases import Option
-from mstore.store import contents
+from mstore.store import contents, indexed
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
@@ -286,6 +286,16 @@ class OpenStore:
         """Resolve to a snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
         id = self._whole(revision)
         self._catalog.require_real(id, str(revision))
+        return id
+
+    def _clear(self, revision: Revision) -> SnapshotId:
+        """Resolve to a snapshot to compute with: stored, and no tensor in two files of one model.
+
+        Raises as `_real`, and Incompatible.
+        """
+        id = self._real(revision)
+        manifest = self._catalog.manifest(self._catalog.snapshot(id).manifest_id())
+        indexed.require_one_each(self._catalog, manifest, str(revision))
         return id
 
     def _whole(self, revision: Revision) -> SnapshotId:
