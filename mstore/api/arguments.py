@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import pwd
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -93,6 +92,8 @@ def _at_home(path: Any) -> Any:
     text = os.fspath(path)
     if text != "~" and not text.startswith("~/"):
         return path
+    import pwd  # late: few paths begin so
+
     try:
         return Path(pwd.getpwuid(os.getuid()).pw_dir, text[2:])
     except KeyError as error:

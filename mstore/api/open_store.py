@@ -14,7 +14,7 @@ from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import Revision, SnapshotId
 from mstore.phrases import Option
-from mstore.store import contents, indexed
+from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
@@ -293,6 +293,8 @@ class OpenStore:
 
         Raises as `_real`, and Incompatible.
         """
+        from mstore.store import indexed
+
         id = self._real(revision)
         manifest = self._catalog.manifest(self._catalog.snapshot(id).manifest_id())
         indexed.require_one_each(self._catalog, manifest, str(revision))
