@@ -715,7 +715,7 @@ def add(
         elif transaction.has_news:
             # A repair had dropped some of its blocks or records: store them again.
             transaction.commit()
-    notes = _notes(adder, base, told, message, is_new=is_new)
+    notes = (*checkpoint.notes, *_notes(adder, base, told, message, is_new=is_new))
     if differences is not None:
         notes = (*notes, *_told_differences(differences, manifest, told_size))
     is_told = told is not None and told.snapshot == base.snapshot

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from mstore import fs
 from mstore.block_cache import BlockCache, Computing
-from mstore.checkpoint.directory import DEFAULT_LIMITS, SAFETENSORS_SUFFIX, CheckpointLimits
+from mstore.checkpoint.directory import DEFAULT_LIMITS, CheckpointLimits
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.header import Header, TensorSlot, read_header
 from mstore.checkpoint.partition import partition
+from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
 from mstore.checkpoint.tree import Found, Tree, walk
 from mstore.diff import FileDiff, TensorDiff
@@ -292,7 +293,8 @@ class _Comparison:
     def _tensors(self) -> tuple[Sequence[TensorDiff], int, int, int]:
         """Return the differing tensors, and counts: equal tensors, all blocks, differing blocks."""
         ours = self._manifest.tensors()
-        stored = {part.name: file.path for file in self._manifest.files for part in file.tensors()}
+        files = reversed(self._manifest.files)
+        stored = {part.name: file.path for file in files for part in file.tensors()}
         homes: dict[str, str] = {}
         for path, slots in sorted(self._side.slots.items()):
             for name in slots:

@@ -28,6 +28,7 @@ from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.stats.store import StatsStore
+from mstore.store import indexed
 from mstore.store.catalog import Catalog
 from mstore.view import array_dtype, tensor_blocks
 
@@ -234,7 +235,7 @@ def diff(
     """
     left = catalog.manifest(catalog.snapshot(a).manifest_id())
     right = catalog.manifest(catalog.snapshot(b).manifest_id())
-    ours, theirs = left.tensors(), right.tensors()
+    ours, theirs = indexed.tensors(catalog, left), indexed.tensors(catalog, right)
     found: list[TensorDiff] = []
     same: set[tuple[bytes, bytes]] = set()
     equal = total = changed = 0

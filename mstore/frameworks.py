@@ -19,16 +19,17 @@ def torch_module() -> Any:
         raise Unavailable("torch is not installed", hint="pip install torch") from error
 
 
-def to_torch(name: str, array: np.ndarray[Any, Any], device: Any = None) -> Any:
+def to_torch(name: str, array: np.ndarray[Any, Any], dtype: str, device: Any = None) -> Any:
     """Return a writable array as a torch tensor that shares its memory; moved to `device`, if any.
 
-    Keeps bfloat16 and float8.  name: for errors.  Raises BadRequest for an element type that torch
-    lacks, Unavailable.
+    Keeps bfloat16 and float8; an array of bytes whose dtype (as safetensors names it) is F4 becomes
+    pairs.  name: for errors.  Raises BadRequest for an element type that torch lacks, Unavailable.
     """
     torch = torch_module()
-    kind = getattr(torch, array.dtype.name, None)
+    known = "float4_e2m1fn_x2" if dtype == "F4" else array.dtype.name
+    kind = getattr(torch, known, None)
     if not isinstance(kind, torch.dtype):
-        raise BadRequest(f"torch has no {array.dtype.name}", where=f"tensor {name}")
+        raise BadRequest(f"torch has no {known}", where=f"tensor {name}")
     if not array.size:
         tensor = torch.empty(array.shape, dtype=kind)
     else:

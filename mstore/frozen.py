@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from html import escape
 from typing import Any, TypeVar, dataclass_transform
 
 _Class = TypeVar("_Class", bound=type)
@@ -31,8 +32,32 @@ def frozen(cls: _Class) -> _Class:
     made.__getstate__ = _get_state
     made.__setstate__ = _set_state
     made.__signature__ = _Signature()
+    made._repr_html_ = html
     done: _Class = made
     return done
+
+
+def html(value: object, rows: int = 100) -> str:
+    """Return a value as HTML, for notebooks: fields and lists as tables of at most `rows` rows."""
+    if isinstance(value, list | tuple) and value and all(map(dataclasses.is_dataclass, value)):
+        heads = "".join(f"<th>{one.name}</th>" for one in _fields(value[0]))
+        lines = [
+            "".join(f"<td>{html(getattr(one, field.name))}</td>" for field in _fields(one))
+            for one in value[:rows]
+        ]
+        more = [f"<td>and {len(value) - rows} more</td>"] if len(value) > rows else []
+        return f"<table><tr>{heads}</tr><tr>{'</tr><tr>'.join([*lines, *more])}</tr></table>"
+    if dataclasses.is_dataclass(value):
+        parts = [(one.name, getattr(value, one.name)) for one in _fields(value)]
+        lines = [f"<tr><th>{name}</th><td>{html(part)}</td></tr>" for name, part in parts]
+        return f"<table>{''.join(lines)}</table>"
+    if isinstance(value, list | tuple):
+        return ", ".join(html(one) for one in value[:rows]) + (", ..." if len(value) > rows else "")
+    return escape("" if value is None else str(value))
+
+
+def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(value)
 
 
 def _compiling(made: Any, name: str) -> Callable[..., Any]:

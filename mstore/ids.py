@@ -7,7 +7,7 @@ contexts are part of the format (docs/format.md) and never change.
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from blake3 import blake3
 
@@ -120,3 +120,16 @@ class PackId(Id):
 
     __slots__ = ()
     context = "mstore 1 pack"
+
+
+@runtime_checkable
+class Identified(Protocol):
+    """What a SnapshotId names: a `Snapshot`."""
+
+    @property
+    def id(self) -> SnapshotId:
+        """The id of the snapshot."""
+
+
+Revision = str | SnapshotId | Identified
+"""What names a snapshot: text (a ref, `REF~1`, the beginning of an id), its id, or itself."""

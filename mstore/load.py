@@ -23,13 +23,14 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PackGone
 from mstore.blocks.reader import verify
+from mstore.checkpoint.dtypes import DTYPES
 from mstore.ids import BlockId, PackId, TensorId
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents
 from mstore.store.catalog import Catalog
-from mstore.view import SnapshotView, array_dtype
+from mstore.view import SnapshotView, array_form
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -45,39 +46,43 @@ def load(
     names: Sequence[str],
     *,
     threads: int,
-    is_writable: bool,
+    for_torch: bool,
     progress: ProgressCallback | None = None,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return tensors by name, each an array of its shape.
 
-    is_writable: the arrays may be changed, each by itself: nothing of the store changes.  Otherwise
-    they are read-only, and tensors of equal bytes may be one array.
+    for_torch: arrays to make tensors of torch of (`view.array_form`), which may be changed, each by
+    itself: nothing of the store changes.  Otherwise they are read-only, and tensors of equal bytes
+    may be one array.
 
     Raises NotFound, Corrupt, Conflict (collected meanwhile), StorageFailed, and Incompatible for an
-    element type that numpy cannot hold; then nothing is kept.
+    element type that numpy or torch cannot hold; then nothing is kept.
     """
     with contents.held(catalog, [view.id]):
-        return _Load(catalog, view, is_writable, progress).run(names, threads)
+        return _Load(catalog, view, for_torch, progress).run(names, threads)
 
 
 @dataclass(slots=True)
 class _Load:
     catalog: Catalog
     view: SnapshotView
-    is_writable: bool
+    for_torch: bool
     progress: ProgressCallback | None
     maps: dict[PackId, mmap.mmap] = field(default_factory=dict)
     mapped: set[BlockId] = field(default_factory=set)
 
     def run(self, names: Sequence[str], threads: int) -> dict[str, npt.NDArray[Any]]:
         records = {name: self.view.record(name) for name in names}
-        types = {name: array_dtype(record.dtype) for name, record in records.items()}
+        forms = {
+            name: array_form(name, record, for_torch=self.for_torch)
+            for name, record in records.items()
+        }
         found: dict[str, Bytes] = {}
         known: dict[TensorId, Bytes] = {}
         work: list[Callable[[], int]] = []
         for name, record in records.items():
             id = self.view.tensors[name]
-            if not self.is_writable and id in known:
+            if not self.for_torch and id in known:
                 found[name] = known[id]
                 continue
             if isinstance(record, VirtualTensor):
@@ -88,9 +93,7 @@ class _Load:
                 work += more
             found[name] = known[id] = raw
         self._do(work, sum(record.nbytes for record in records.values()), threads)
-        return {
-            name: self._shaped(raw, types[name], records[name].shape) for name, raw in found.items()
-        }
+        return {name: self._shaped(raw, *forms[name]) for name, raw in found.items()}
 
     def _do(self, work: Sequence[Callable[[], int]], total: int, threads: int) -> None:
         done = 0
@@ -102,7 +105,7 @@ class _Load:
 
     def _shaped(self, raw: Bytes, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
         array: npt.NDArray[Any] = raw.view(dtype).reshape(shape)
-        array.flags.writeable = self.is_writable
+        array.flags.writeable = self.for_torch
         return array
 
     # -- stored tensors ------------------------------------------------------------------------
@@ -135,7 +138,7 @@ class _Load:
         ):
             return None
         # What may be changed must not be part of another tensor, too.
-        if self.is_writable and not self.mapped.isdisjoint(blocks):
+        if self.for_torch and not self.mapped.isdisjoint(blocks):
             return None
         first = places[0]
         pack = self._map(first.pack)
@@ -148,7 +151,7 @@ class _Load:
         found = self.maps.get(pack)
         if found is None:
             try:
-                found = self.maps[pack] = self.catalog.packs.mapped(pack, self.is_writable)
+                found = self.maps[pack] = self.catalog.packs.mapped(pack, self.for_torch)
             except (PackGone, OSError):
                 # Reading looks up where the blocks went, and says what is wrong with a file.
                 return None
@@ -184,7 +187,7 @@ def _is_one_run(record: Tensor, places: Sequence[Location], block_size: int) -> 
     """Return whether a tensor's bytes are a part of one pack, at a place that fits its elements."""
     first = places[0]
     offset = first.offset
-    if offset % array_dtype(record.dtype).itemsize:
+    if offset % max(1, DTYPES[record.dtype].bits // 8):
         return False
     for number, place in enumerate(places):
         length = record.block_length(number, block_size)

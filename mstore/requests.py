@@ -13,10 +13,9 @@ from typing import Any, cast
 
 from mstore.errors import BadRequest
 from mstore.frozen import frozen
-from mstore.ids import SnapshotId
+from mstore.ids import Identified, Revision
 from mstore.sizes import Budget
 
-Revision = str | SnapshotId
 Experts = Sequence[Revision | tuple[Revision, float]] | Mapping[Revision, float]
 """Revisions, with or without a weight."""
 
@@ -119,7 +118,8 @@ def weighted(experts: Any) -> list[tuple[Revision, float]]:
 
     Raises BadRequest for anything else.
     """
-    if isinstance(experts, str | bytes) or not isinstance(experts, Iterable):
+    is_one = isinstance(experts, str | bytes | Identified)
+    if is_one or not isinstance(experts, Iterable):
         raise BadRequest(
             f"experts are a list of revisions, not {type(experts).__name__}",
             hint='experts=["code", ("math", 0.5)]',

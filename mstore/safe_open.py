@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
 from mstore.errors import BadRequest
 from mstore.frameworks import to_torch
-from mstore.view import SnapshotView, array_dtype
+from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
+from mstore.view import SnapshotView, array_form
 
 _NUMPY: Final = ("np", "numpy")
 _TORCH: Final = ("pt", "torch", "pytorch")
@@ -29,31 +31,48 @@ _LEAST_LOADED: Final = 1 << 20
 """Smaller tensors are read by the caller's thread: starting others would take longer."""
 
 
+class Source(Protocol):
+    """The snapshot that it reads: a `Snapshot`."""
+
+    def _view(self, file: str | None) -> SnapshotView: ...
+
+    def _load(
+        self, view: SnapshotView, names: Sequence[str], *, for_torch: bool
+    ) -> dict[str, np.ndarray[Any, Any]]: ...
+
+
 class SafeOpen:
     """The tensors of a snapshot, read when they are asked for.
 
     framework: "np" or "numpy" for read-only arrays, "pt", "torch" or "pytorch" for torch tensors.
-    device: where torch puts them.  names: which tensors, in this order.  load: reads a tensor with
-    several threads, as an array that may be changed if it is told so.
+    device: where torch puts them.  file: whose tensors and metadata; None: those of all files.
+
+    It may travel to other processes, as its snapshot may.
     """
 
-    def __init__(
-        self,
-        view: SnapshotView,
-        names: Sequence[str],
-        metadata: Mapping[str, str] | None,
-        framework: str,
-        device: Any,
-        load: Callable[[str, bool], np.ndarray[Any, Any]],
-    ) -> None:
+    def __init__(self, snapshot: Source, framework: str, device: Any, file: str | None) -> None:
         if framework not in (*_NUMPY, *_TORCH):
             raise BadRequest(f"framework is np or pt, not {framework!r}")
-        self._view = view
-        self._names = tuple(names)
-        self._metadata = metadata
+        self._snapshot = snapshot
         self._device = device if framework in _TORCH else None
         self._is_torch = framework in _TORCH
-        self._load = load
+        self._file = file
+        self._kept: tuple[SnapshotView, list[str], dict[str, str] | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_kept": None}
+
+    def _opened(self) -> tuple[SnapshotView, list[str], dict[str, str] | None]:
+        """Return the view, the names of the tensors and the metadata.
+
+        Raises NotFound (no such file).
+        """
+        if self._kept is None:
+            view, file = self._snapshot._view(self._file), self._file
+            if file is None and len(files := view.tensor_files()) == 1:
+                (file,) = files
+            self._kept = view, *((list(view.tensors), None) if file is None else view.header(file))
+        return self._kept
 
     def __enter__(self) -> Self:
         return self
@@ -68,39 +87,41 @@ class SafeOpen:
 
     def keys(self) -> list[str]:
         """Return the names of the tensors."""
-        return list(self._names)
+        return list(self._opened()[1])
 
     def offset_keys(self) -> list[str]:
         """Return the names in the order in which the tensors lie."""
-        return list(self._names)
+        return list(self._opened()[1])
 
     def metadata(self) -> dict[str, str] | None:
         """Return the header's metadata, None if there is none."""
-        return None if self._metadata is None else dict(self._metadata)
+        metadata = self._opened()[2]
+        return None if metadata is None else dict(metadata)
 
     def get_tensor(self, name: str) -> Any:
         """Return a tensor.  Raises NotFound, Corrupt, Incompatible, Unavailable (no torch)."""
-        if self._view.record(name).nbytes < _LEAST_LOADED:
-            return self._given(name, self._view.tensor(name))
-        array = self._load(name, self._is_torch)
-        return to_torch(name, array, self._device) if self._is_torch else array
+        view = self._opened()[0]
+        record = view.record(name)
+        if record.nbytes < _LEAST_LOADED:
+            return self._given(name, view.tensor(name, for_torch=self._is_torch), record.dtype)
+        array = self._snapshot._load(view, [name], for_torch=self._is_torch)[name]
+        return to_torch(name, array, record.dtype, self._device) if self._is_torch else array
 
     def get_slice(self, name: str) -> TensorSlice:
         """Return a tensor that is read when it is indexed.  Raises NotFound."""
-        return TensorSlice(self, self._view, name)
+        return TensorSlice(self, self._opened()[0].record(name), name)
 
-    def _given(self, name: str, array: np.ndarray[Any, Any]) -> Any:
-        return to_torch(name, array.copy(), self._device) if self._is_torch else array
+    def _given(self, name: str, array: np.ndarray[Any, Any], dtype: str) -> Any:
+        return to_torch(name, array.copy(), dtype, self._device) if self._is_torch else array
 
 
 class TensorSlice:
     """A tensor that is read when it is indexed, and only the rows that the index names."""
 
-    def __init__(self, opened: SafeOpen, view: SnapshotView, name: str) -> None:
-        self._opened = opened
-        self._view = view
+    def __init__(self, file: SafeOpen, record: Tensor | VirtualTensor, name: str) -> None:
+        self._file = file
         self._name = name
-        self._record = view.record(name)
+        self._record = record
 
     def get_shape(self) -> list[int]:
         """Return the shape."""
@@ -113,20 +134,25 @@ class TensorSlice:
     def __getitem__(self, index: Any) -> Any:
         """Return what the index names, as numpy would: whole numbers, slices, `...`.
 
+        Of pairs of F4 in torch it names pairs.
+
         Raises IndexError for a row that is not there, Corrupt, Incompatible, Unavailable.
         """
-        record = self._record
-        dtype = array_dtype(record.dtype)
+        if index is Ellipsis:
+            return self._file.get_tensor(self._name)
+        view, kind = self._file._opened()[0], self._record.dtype
+        for_torch = self._file._is_torch
+        dtype, shape = array_form(self._name, self._record, for_torch=for_torch)
         whole = index if isinstance(index, tuple) else (index,)
-        if not record.shape or not whole or whole[0] is Ellipsis:
-            array = self._view.tensor(self._name)
-            return self._opened._given(self._name, array[index])
+        if not shape or not whole or whole[0] is Ellipsis:
+            array = view.tensor(self._name, for_torch=for_torch)
+            return self._file._given(self._name, array[index], kind)
         first, rest = whole[0], whole[1:]
-        start, stop, own = _rows(first, record.shape[0])
-        row = math.prod(record.shape[1:]) * dtype.itemsize
-        data = self._view.tensor_bytes(self._name, start * row, stop * row)
-        rows = np.frombuffer(data, dtype=dtype).reshape(stop - start, *record.shape[1:])
-        return self._opened._given(self._name, rows[(own, *rest)])
+        start, stop, own = _rows(first, shape[0])
+        row = math.prod(shape[1:]) * dtype.itemsize
+        data = view.tensor_bytes(self._name, start * row, stop * row)
+        rows = np.frombuffer(data, dtype=dtype).reshape(stop - start, *shape[1:])
+        return self._file._given(self._name, rows[(own, *rest)], kind)
 
 
 def _rows(index: Any, count: int) -> tuple[int, int, Any]:

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from mstore.objects.manifest import SAFETENSORS, File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call, phrase
-from mstore.store import contents
+from mstore.store import contents, indexed
 from mstore.store.catalog import Catalog
 
 
@@ -145,7 +146,7 @@ class SnapshotView:
         self._catalog = catalog
         self._cache = cache or BlockCache(catalog)
         self._files = {file.path: _OpenFile(file) for file in self.manifest.files}
-        self._tensors = self.manifest.tensors()
+        self._tensors = indexed.tensors(catalog, self.manifest)
 
     @property
     def files(self) -> Mapping[str, int]:
@@ -300,6 +301,18 @@ class SnapshotView:
         """Return the paths of the safetensors files."""
         return [file.path for file in self.manifest.files if file.form == SAFETENSORS]
 
+    def of_file(self, path: str) -> SnapshotView:
+        """Return this view with the tensors of one file only.
+
+        Raises NotFound if there is no such file, or if it is of another form.
+        """
+        file = self._opened(path).file
+        if file.form != SAFETENSORS:
+            raise NotFound("not a safetensors file", where=path)
+        view = copy(self)
+        view._tensors = {str(part.name): part.tensor_id() for part in file.tensors()}
+        return view
+
     def header(self, path: str) -> tuple[list[str], dict[str, str] | None]:
         """Return the tensors of a safetensors file, and the metadata of its header.
 
@@ -323,16 +336,16 @@ class SnapshotView:
             raise NotFound("no such tensor", where=name, hint=call("tensors", self.id.short))
         return id
 
-    def tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a tensor as a read-only array of its shape; bfloat16 and float8 through ml_dtypes.
+    def tensor(self, name: str, *, for_torch: bool = False) -> np.ndarray[Any, Any]:
+        """Return a tensor as a read-only array, in the form that `array_form` says.
 
-        Raises NotFound, Corrupt, and Incompatible for dtypes that numpy lacks (sub-byte).
+        Raises NotFound, Corrupt, and Incompatible as `array_form`.
         """
         tensor = self.record(name)
-        dtype = array_dtype(tensor.dtype)
+        dtype, shape = array_form(name, tensor, for_torch=for_torch)
         data = bytearray(tensor.nbytes)
         self.fill(name, memoryview(data))
-        array = np.frombuffer(data, dtype=dtype).reshape(tensor.shape)
+        array = np.frombuffer(data, dtype=dtype).reshape(shape)
         array.flags.writeable = False
         return array
 
@@ -389,10 +402,31 @@ _NUMPY = {
     "U32": "uint32", "I32": "int32", "F32": "float32", "U64": "uint64", "I64": "int64",
     "F64": "float64", "C64": "complex64",
 }  # fmt: skip
+_PAIRS = "F4"
 _ML_DTYPES = {
     "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
+
+
+def array_form(
+    name: str, record: Tensor | VirtualTensor, *, for_torch: bool = False
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return dtype and shape of the array of a tensor; bfloat16 and float8 are those of ml_dtypes.
+
+    for_torch: the array only carries bytes to torch, which has a type for pairs of F4
+    (float4_e2m1fn_x2): they are bytes here, half as many as the last dimension says.
+
+    Raises Incompatible, which names the tensor, for a type that numpy, or torch, lacks (sub-byte).
+    """
+    shape = record.shape
+    if for_torch and record.dtype == _PAIRS and shape and shape[-1] % 2 == 0:
+        return np.dtype(np.uint8), (*shape[:-1], shape[-1] // 2)
+    try:
+        return array_dtype(record.dtype), shape
+    except Incompatible as error:
+        what = f"torch has no type for {record.dtype} {list(shape)}" if for_torch else error.what
+        raise Incompatible(what, where=f"tensor {name}", hint=error.texts[2]) from None
 
 
 def array_dtype(dtype: str) -> np.dtype[Any]:
@@ -406,5 +440,8 @@ def array_dtype(dtype: str) -> np.dtype[Any]:
         return found
     raise Incompatible(
         f"numpy has no dtype for {dtype}",
-        hint=phrase("{read} gives the bytes", read=call("read_file", "REF", "PATH")),
+        hint=phrase(
+            "load the other tensors by their names; {read} gives the bytes of this one",
+            read=call("read_file", "REF", "PATH"),
+        ),
     )

@@ -335,7 +335,7 @@ def _endless(path: Path) -> None:
 
 
 def _missing_shard(path: Path) -> None:
-    write_index(path / "model.safetensors.index.json", {"a": "gone.safetensors"})
+    write_index(path / "unet.safetensors.index.json", {"a": "gone.safetensors"})
 
 
 def _index_up(path: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
+import pwd
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -29,6 +32,7 @@ from mstore.errors import (
     NotFound,
     Unavailable,
 )
+from mstore.frozen import html
 
 FAMILY = families.layered(rows=40)
 
@@ -417,6 +421,160 @@ def test_a_snapshot_is_named_by_its_id_too(store: Store) -> None:
         store[SnapshotId(bytes(32))]
 
 
+def test_a_snapshot_is_a_revision(store: Store, tmp_path: Path) -> None:
+    """A Snapshot is taken wherever a revision is, and is no list of its tensors' names."""
+    base, expert = store["llama/base"], store["llama/e0"]
+    named = store.plan(MergeRequest(base=base.id, experts={expert.id: 0.5}, method="linear"))
+    ways: list[Any] = [{expert: 0.5}, [(expert, 0.5)]]
+    for experts in ways:
+        plan = store.plan(MergeRequest(base=base, experts=experts, method="linear"))
+        assert plan.plan == named.plan
+    assert store.diff(base, expert).tensors == store.diff("llama/base", "llama/e0").tensors
+    assert store.tag("v1", expert).snapshot == store[expert].id == expert.id
+    assert store.view(expert).id == expert.id
+    assert expert in store
+    assert store.checkout(expert, tmp_path / "out").files == len(expert.files())
+    assert str(expert) == str(expert.id)
+    one: Any = expert
+    with pytest.raises(BadRequest, match="experts are a list"):
+        store.plan(MergeRequest(base=base, experts=one, method="linear"))
+    with pytest.raises(BadRequest, match="names must be a list"):
+        base.load(one)
+
+
+def test_stores_and_snapshots_are_collections(store: Store, tmp_path: Path) -> None:
+    """A store is one of its branches and tags, a snapshot of its tensors; snapshots are equal by
+    store and id; and none is false for being empty."""
+    assert list(store) == [ref.name for ref in store.refs()]
+    assert len(store) == len(store.refs())
+    assert "llama/e0" in store
+    assert "llama/e9" not in store
+    snapshot = store["llama/e0"]
+    assert list(snapshot) == snapshot.tensor_names()
+    assert len(snapshot) == len(snapshot.tensor_names())
+    assert next(iter(snapshot)) in snapshot
+    assert "nothing" not in snapshot
+    assert {snapshot, store[snapshot.id], store["llama/e1"]} == {snapshot, store["llama/e1"]}
+    assert snapshot != snapshot.id
+    with Store.open(shutil.copytree(store.path, tmp_path / "copy")) as other:
+        assert other[snapshot.id] != snapshot
+    with Store.init(tmp_path / "empty") as empty:
+        assert (bool(empty), len(empty), list(empty)) == (True, 0, [])
+
+
+def test_they_travel(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores, snapshots and what safe_open gives are pickled as place and id, and opened when they
+    are first used, wherever that is; a place that is gone by then is NotFound."""
+    monkeypatch.chdir(store.path.parent)
+    with Store.open(store.path.name, verify="always", cache_bytes=1 << 20) as near:
+        snapshot = near["llama/e0"]
+        name = next(iter(snapshot))
+        opened = snapshot.safe_open()
+        bytes_ = [pickle.dumps(one) for one in (near, snapshot, opened, opened.get_slice(name))]
+        want = snapshot.tensor(name).tobytes()
+        given = snapshot.id
+    monkeypatch.chdir("/")
+    came, of_store, file, part = (pickle.loads(one) for one in bytes_)
+    assert (came["llama/e0"].id, of_store.id) == (given, given)
+    assert (came._verify, came._cache_bytes) == ("always", 1 << 20)
+    assert of_store == came[given]
+    assert of_store.tensor(name).tobytes() == file.get_tensor(name).tobytes() == want
+    assert part[...].tobytes() == want
+    assert of_store._store._statistics is not None
+    for one in (came, of_store._store, file._snapshot._store, part._file._snapshot._store):
+        one.close()
+        with pytest.raises(Unavailable):
+            one.refs()
+    late = pickle.loads(bytes_[0])
+    store.close()
+    shutil.rmtree(store.path)
+    with pytest.raises(NotFound):
+        late.refs()
+    late.close()
+
+
+FORKING = """
+import os, sys
+from mstore import MstoreError, Store
+from mstore.integrations.fsspec import MstoreFileSystem
+
+path = sys.argv[1]
+store = Store.open(path)
+Store.open(path)["llama/e0"].load()
+files = MstoreFileSystem(store=path)
+snapshot = store["llama/e0"]
+opened = snapshot.safe_open()
+name = next(iter(snapshot))
+want = [snapshot.tensor(name).tobytes()]
+handle = files.open("llama/e0/config.json")
+
+def told(call):
+    try:
+        return call()
+    except MstoreError as error:
+        return str(error.hint)
+
+def child():
+    yield told(lambda: Store.open(path)["llama/e0"].tensor(name).tobytes() in want)
+    yield told(lambda: Store.open(path).tag("of-child", snapshot).name)
+    yield told(lambda: files.cat_file("llama/e0/config.json") == handle.read() != b"")
+    yield told(lambda: store.refs())
+    yield told(lambda: snapshot.load())
+    yield told(lambda: opened.get_tensor(name))
+    yield told(lambda: store.close())
+
+if os.fork() == 0:
+    for line in child():
+        print(line, flush=True)
+    sys.exit(0)
+os.wait()
+print("of-child" in store, snapshot.tensor(name).tobytes() in want)
+"""
+
+
+def test_forked_children(store: Store) -> None:
+    """A forked child opens its own store, whatever the parent has open, closed or not, and so does
+    a filesystem of fsspec; objects of the parent say so; and the parent goes on."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, store.path], capture_output=True, text=True, check=False
+    )
+    refused = ["open the store in the child"] * 3
+    said = ["True", "of-child", "True", *refused, "None", "True True"]
+    assert done.stdout.splitlines() == said, done.stderr
+
+
+def test_the_home_directory(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that begins with ~ is in the home directory of the account, in every call that takes
+    one; a file of a snapshot is not."""
+    account = SimpleNamespace(pw_dir=str(tmp_path))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: account)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "~").write_text("odd")
+    shutil.copy(root / "e0" / "model.safetensors", tmp_path / "model")
+    Store.init(Path("~/store"), block_size=BLOCK).close()
+    with Store.open("~/store") as store:
+        assert store.path == tmp_path / "store"
+        store.add("~/model", name="m")
+        assert store["m"].read("~") == b"odd"
+        store.checkout("m", directory="~/out")
+        assert (tmp_path / "out" / "~").read_text() == "odd"
+        store.repair(sources=["~/model"])
+
+
+def test_notebooks(store: Store) -> None:
+    """Stores, snapshots and reports show themselves as tables, with what users wrote escaped."""
+    store.tag(
+        "v1",
+        "llama/e0",
+    )
+    snapshot = store["llama/e0"]
+    for one in (store, snapshot, store.show(snapshot), store.refs()[0]):
+        shown: str = one._repr_html_()  # type: ignore[attr-defined]
+        assert shown.startswith("<table>")
+        assert snapshot.id.hex() in shown or str(store.refs()[0].snapshot) in shown
+    assert html([1, "<b>"]) == "1, &lt;b&gt;"
+
+
 def test_one_text_is_no_list(store: Store, root: Path, tmp_path: Path) -> None:
     """A text where a list is due is refused, not read letter by letter; nothing is made of it."""
     before = store.snapshot_ids()
@@ -440,13 +598,13 @@ def test_one_text_is_no_list(store: Store, root: Path, tmp_path: Path) -> None:
 def test_other_types_are_refused(store: Store) -> None:
     """What is of no type that a call takes is BadRequest, as every error is an MstoreError."""
     made: Any = store["llama/base"]
-    wrong: list[Any] = [made, None, 7, store["llama/base"].manifest]
+    wrong: list[Any] = [None, 7, made.manifest]
     for one in wrong:
-        with pytest.raises(BadRequest, match="named by text or a SnapshotId"):
+        with pytest.raises(BadRequest, match="text, a SnapshotId or a Snapshot"):
             store[one]
-        with pytest.raises(BadRequest, match="named by text or a SnapshotId"):
+        with pytest.raises(BadRequest, match="text, a SnapshotId or a Snapshot"):
             store.plan(MergeRequest(base=one, experts=["llama/e0"], method="linear"))
-        with pytest.raises(BadRequest, match="named by text or a SnapshotId"):
+        with pytest.raises(BadRequest, match="text, a SnapshotId or a Snapshot"):
             store.plan(MergeRequest(base="llama/base", experts=[one], method="linear"))
     pairs: list[Any] = [("llama/e0",), ("llama/e0", "x"), ("llama/e0", 1.0, 2.0), (("a", 1), 1)]
     for pair in pairs:

@@ -25,7 +25,7 @@ FOREIGN = {
     "Any", "Callable", "Executor", "Iterator", "Mapping", "None", "Path", "PathLike", "Self",
     "Sequence",
 }  # fmt: skip
-ALIASES = {"Buffer", "Experts", "ProgressCallback", "Text", "Trusted"}
+ALIASES = {"Buffer", "Experts", "ProgressCallback", "Revision", "Text", "Trusted"}
 
 
 def _functions() -> Iterator[tuple[str, object]]:

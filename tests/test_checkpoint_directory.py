@@ -269,8 +269,6 @@ def test_an_index_without_any_shard_names_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "problem"),
     [
-        ({"a": "two.safetensors"}, "tensor 'a' is not in the shard 'two.safetensors'"),
-        ({"zz": "one.safetensors"}, "tensor 'zz' is not in the shard 'one.safetensors'"),
         ({"a": "../model/one.safetensors"}, "has a '..' component"),
         ({"a": "/one.safetensors"}, "is absolute"),
         ({"a": "one.safetensors\0"}, "control character"),
@@ -285,7 +283,7 @@ def test_an_index_without_any_shard_names_them(tmp_path: Path) -> None:
     ],
 )
 def test_a_false_index_is_refused(model: Path, weight_map: object, problem: str) -> None:
-    """Wrong tensors, bad or opaque shard names and maps of other types are refused at the index."""
+    """Bad or opaque shard names and maps of other types are refused at the index."""
     (model / "sub").mkdir()
     (model / "sub" / "x").write_text("")
     index = model / "model.safetensors.index.json"
@@ -315,12 +313,88 @@ def test_an_index_that_is_no_index_is_refused(model: Path, text: bytes, problem:
     assert problem in refusal_of(model).what
 
 
-def test_one_tensor_in_two_shards_of_an_index_is_refused(model: Path) -> None:
-    """A tensor in two shards of one index is refused, even where the index chooses one."""
+@pytest.mark.parametrize(
+    ("weight_map", "note"),
+    [
+        ({"a": "two.safetensors"}, "tensor 'a' is not in the shard 'two.safetensors'"),
+        ({"zz": "one.safetensors"}, "tensor 'zz' is not in the shard 'one.safetensors'"),
+        (
+            {"y": "one.safetensors", "x": "one.safetensors", "z": "two.safetensors"},
+            "tensor 'x' is not in the shard 'one.safetensors', and so 2 more",
+        ),
+    ],
+)
+def test_an_index_may_name_tensors_that_are_not_there(
+    model: Path, weight_map: dict[str, str], note: str
+) -> None:
+    """No loader needs them: the files are kept, with a note that names the first one."""
+    write_index(model / "model.safetensors.index.json", weight_map)
+    assert scan(model).notes == (f"'model.safetensors.index.json': {note}",)
+
+
+def test_one_tensor_in_two_shards_of_an_index(model: Path) -> None:
+    """The files are kept; a note says which shard counts, and what transformers does."""
     write_safetensors(model / "two.safetensors", [B, A])
-    assert "tensor 'a' is in two shards, 'one.safetensors' and 'two.safetensors'" in (
-        refusal_of(model).what
+    (note,) = scan(model).notes
+    assert "'a' is in 'one.safetensors' and in 'two.safetensors', of which 'one.s" in note
+    assert "transformers reads 'two.safetensors'" in note
+    write_index(
+        model / "model.safetensors.index.json", {"a": "two.safetensors", "b": "two.safetensors"}
     )
+    assert scan(model).notes == ()
+    index = {"a": "two.safetensors", "b": "two.safetensors", "c": "one.safetensors"}
+    write_safetensors(model / "one.safetensors", [A, ("c", "U8", (1,), b"c")])
+    write_index(model / "model.safetensors.index.json", index)
+    (note,) = scan(model).notes
+    assert "of which 'two.safetensors' counts; the model" in note
+
+
+def test_an_old_index_beside_the_whole_model(model: Path) -> None:
+    """Beside model.safetensors an index may name shards that are gone, or that repeat it."""
+    write_safetensors(model / "model.safetensors", [A, B])
+    (note,) = scan(model).notes
+    assert "'a' is in 'one.safetensors' and in 'model.safetensors', of which 'model.s" in note
+    (model / "two.safetensors").unlink()
+    (note,) = scan(model).notes
+    assert "the index names a missing shard: 'two.safetensors'; loaders read 'model.s" in note
+
+
+SHARD = "model-00002-of-00003.safetensors"
+
+
+def test_some_of_several_shards_are_refused(tmp_path: Path) -> None:
+    """One shard of three without an index is refused: in a directory, in one of a pipeline's, and
+    alone; beside an index that names others, or the whole model, it may stay."""
+    for place in ("m", "pipeline/unet"):
+        write_safetensors(tmp_path / place / SHARD, [A])
+        top = tmp_path / place.split("/")[0]
+        for path in (top, tmp_path / place / SHARD):
+            refusal = refusal_of(path)
+            assert "is not whole: it has 1 of 3 shards, and no index" in refusal.what
+            assert SHARD in refusal.what
+            assert refusal.where == str(path)
+    write_safetensors(tmp_path / "m" / "model.safetensors", [A])
+    (note,) = scan(tmp_path / "m").notes
+    assert "1 of 3 shards" in note
+    (tmp_path / "m" / "model.safetensors").unlink()
+    write_safetensors(tmp_path / "m" / "x.safetensors", [A])
+    write_index(tmp_path / "m" / "model.safetensors.index.json", {"a": "x.safetensors"})
+    assert scan(tmp_path / "m").notes == ()
+    (tmp_path / "m" / "model.safetensors.index.json").unlink()
+    for number in (1, 3):
+        write_safetensors(tmp_path / "m" / SHARD.replace("2", str(number), 1), [A])
+    assert scan(tmp_path / "m").notes == ()
+
+
+def test_pointers_of_git_lfs_are_noted(model: Path) -> None:
+    """A file that Git LFS has not downloaded is kept, with a note; others have none."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (model / "tokenizer.json").write_text(pointer)
+    (model / "notes.txt").write_text("version 1")
+    (model / "long.txt").write_text(pointer + 1024 * " ")
+    (note,) = scan(model).notes
+    assert note.startswith("'tokenizer.json' is a Git LFS pointer")
+    assert note.endswith("git lfs pull")
 
 
 def test_files_outside_an_index_may_repeat_its_tensors(model: Path) -> None:

@@ -294,9 +294,17 @@ def test_data_must_be_covered_once(entries: object, data: bytes, problem: str) -
         parse(file_of(entries, data))
 
 
+def test_metadata_may_be_null() -> None:
+    """Null is no metadata, as for safetensors; the header's bytes stay."""
+    raw = file_of({"__metadata__": None})
+    header = parse(raw)
+    assert header.metadata == {}
+    assert raw.startswith(header.raw)
+
+
 @pytest.mark.parametrize(
     "metadata",
-    [None, [], "text", {"a": 1}, {"a": None}, {"a": {}}, {"a": "\ud800"}, {"\udfff": ""}],
+    [[], "text", {"a": 1}, {"a": None}, {"a": {}}, {"a": "\ud800"}, {"\udfff": ""}],
 )
 def test_metadata_maps_text_to_text(metadata: object) -> None:
     """Metadata that is not an object of valid strings is refused."""

@@ -300,28 +300,37 @@ def test_a_killed_reader_is_forgotten(tmp_path: Path, index: Index) -> None:
     assert str(reader.pid) not in index.env._env.readers()
 
 
-def test_a_forked_child_is_refused(tmp_path: Path, index: Index) -> None:
-    """In a forked child neither the inherited index nor a newly opened one of its path works; the
-    error says so, and the parent reads on."""
+def test_a_forked_child_opens_its_own(tmp_path: Path, index: Index) -> None:
+    """In a forked child the inherited index is refused, and the error says what to do; one that the
+    child opens reads and writes, also if another thread of the parent was opening one; and the
+    parent reads on, with its place among the readers."""
     put(index.env, b"a", b"old")
     forking = (
+        "import threading; from mstore.blocks import lmdb_env\n"
+        "lmdb_env._environments_lock.acquire()\n"
+        "threading.Timer(0.2, lmdb_env._environments_lock.release).start()\n"
         "with env.read() as rows:\n"
         "    if os.fork() == 0:\n"
-        "        for call in (lambda: get(env, b'a'), lambda: put(env, b'a'),\n"
-        "                     lambda: Environment.acquire(path, DATABASES)):\n"
+        "        for call in (lambda: get(env, b'a'), lambda: put(env, b'a')):\n"
         "            try:\n"
         "                call()\n"
         "                print('it worked', flush=True)\n"
         "            except Unavailable as error:\n"
         "                print(error.hint is not None, flush=True)\n"
-        "        sys.exit(0)\n"
+        "        own = Environment.acquire(path, DATABASES)\n"
+        "        put(own, b'a', b'new')\n"
+        "        print(get(own, b'a'), flush=True)\n"
+        "        own.release()\n"
+        "        os._exit(0)\n"
         "    os.wait()\n"
+        "    print(str(os.getpid()) in env._env.readers(), flush=True)\n"
         "    print(rows.get(b'a', db=env.databases['refs']), flush=True)\n"
         "print(get(env, b'a'), flush=True)\n"
     )
     index.close()
     with program(forking, tmp_path / "index") as parent:
-        assert [answer(parent) for _ in range(5)] == [*["True"] * 3, "b'old'", "b'old'"]
+        said = [answer(parent) for _ in range(6)]
+        assert said == ["True", "True", "b'new'", "True", "b'old'", "b'new'"]
     index.env = Environment.acquire(tmp_path / "index", DATABASES)
 
 

@@ -320,3 +320,41 @@ def test_one_collects_at_a_time(catalog: Catalog) -> None:
     assert second.acquire(blocking=False)
     second.release()
     assert in_tmp(catalog) == []
+
+
+FORKING = """
+import os, signal, sys
+from pathlib import Path
+from mstore import fs
+from mstore.ids import SnapshotId
+from mstore.store import leases
+from mstore.store.catalog import Catalog
+
+catalog = Catalog.open(Path(sys.argv[1]))
+lease = leases.Lease(catalog.layout, catalog.index, "test")
+hold = leases.Hold(catalog.layout, SnapshotId(bytes(32)))
+lock = fs.LockFile(catalog.layout.lock)
+lock.acquire()
+before = sorted(os.listdir(catalog.layout.tmp))
+if os.fork() == 0:
+    lease.release(); hold.release(); lock.release()
+    os._exit(0)
+os.wait()
+print(len(before) == 3 and sorted(os.listdir(catalog.layout.tmp)) == before)
+other = fs.LockFile(catalog.layout.lock)
+print(other.acquire(blocking=False))
+child = os.fork()
+if child == 0:
+    signal.pause()
+lock.release()
+print(other.acquire(blocking=False))
+os.kill(child, signal.SIGKILL); os.wait()
+"""
+
+
+def test_forked_children(catalog: Catalog) -> None:
+    """A child that lets go of what it inherited takes nothing from the parent; what the parent
+    releases is free, though a child that was forked meanwhile lives."""
+    line = [sys.executable, "-c", FORKING, catalog.layout.root]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["True", "False", "True"], done.stderr

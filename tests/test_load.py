@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import BITS, Tensor, write_safetensors
 from families import Arrays, cast, layered, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from later import Later
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest, Corrupt, NotFound
+from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound
 
 safetensors = Later("safetensors")
 torch = Later("torch")
@@ -254,3 +255,70 @@ def test_a_slice_reads_its_rows_only(root: Path, monkeypatch: pytest.MonkeyPatch
         # Now the block is known to be right, and only these rows are read.
         assert rows[33:43].any()
         assert len(read) == 1
+
+
+# -- types that numpy or torch lacks --------------------------------------------------------------
+
+NARROW = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A model with a large and a small tensor of each narrow type beside one in F32."""
+    root = tmp_path_factory.mktemp("narrow")
+    draw = np.random.default_rng(0)
+    tensors: list[Tensor] = [("plain", "F32", (4, 4), draw.bytes(64))]
+    for dtype in NARROW:
+        for name, shape in (("small", (8, 8)), ("large", (4096, 1024))):
+            size = BITS[dtype] * shape[0] * shape[1] // 8
+            tensors.append((f"{dtype}.{name}", dtype, shape, draw.bytes(size)))
+    write_safetensors(root / "m" / "model.safetensors", [*tensors, ("odd", "F4", (2, 1), b"x")])
+    with Store.init(root / "store", block_size=BLOCK, codec="raw") as store:
+        store.add(root / "m", name="m")
+        yield store
+
+
+def test_types_that_numpy_lacks(narrow: Store) -> None:
+    """A tensor whose type numpy lacks is refused by its name, alone or among others; without it,
+    the others are loaded."""
+    snapshot = narrow["m"]
+    fit = [name for name in snapshot if name.split(".")[0] in ("plain", "F8_E8M0")]
+    assert list(snapshot.load(fit)) == fit
+    for name in set(snapshot) - set(fit):
+        lacking: list[Callable[[], object]] = [
+            lambda name=name: snapshot.load([*fit, name]),
+            lambda name=name: snapshot.tensor(name),
+            lambda name=name: snapshot.safe_open().get_tensor(name),
+            lambda name=name: snapshot.safe_open().get_slice(name)[:1],
+        ]
+        for act in lacking:
+            with pytest.raises(Incompatible, match=f"tensor {name}: numpy has no dtype for"):
+                act()
+    assert snapshot.safe_open().get_tensor("plain").shape == (4, 4)
+
+
+def test_types_that_torch_has(narrow: Store, tmp_path: Path) -> None:
+    """Torch gets what safetensors gives it, pairs of F4 too, whole or in slices of rows; a tensor
+    that has no type there is refused by its name."""
+    snapshot = narrow["m"]
+    narrow.checkout("m", tmp_path / "out")
+    fit = [name for name in snapshot if name.split(".")[0] in ("plain", "F4", "F8_E8M0")]
+    loaded, ours = snapshot.load_torch(fit), snapshot.safe_open("pt")
+    with safetensors.safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as theirs:
+        for name in fit:
+            wanted = theirs.get_tensor(name)
+            rows = ours.get_slice(name)[1:3]
+            for found, want in (
+                (loaded[name], wanted),
+                (ours.get_tensor(name), wanted),
+                (rows, wanted.view(torch.uint8)[1:3].view(wanted.dtype)),
+            ):
+                assert (found.dtype, found.shape) == (want.dtype, want.shape)
+                assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
+    for name in set(snapshot) - set(fit):
+        for act in (
+            lambda name=name: snapshot.load_torch([name]),
+            lambda name=name: ours.get_tensor(name),
+        ):
+            with pytest.raises(Incompatible, match=f"tensor {name}: torch has no type for"):
+                act()

@@ -61,7 +61,7 @@ def _sections() -> Iterator[str]:
         yield from _members(part, "Store", "store")
     yield "### Store: snapshots by name\n"
     yield _entry(
-        "store[revision]", "store[revision: str | SnapshotId] -> Snapshot", mstore.Store.__getitem__
+        "store[revision]", "store[revision: Revision] -> Snapshot", mstore.Store.__getitem__
     )
     yield f"## mstore.Snapshot\n\n{_text(mstore.Snapshot)}"
     yield from _members(mstore.Snapshot, "Snapshot", "snapshot")

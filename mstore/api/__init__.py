@@ -10,6 +10,8 @@ the spawn method and open the store there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mstore.api.adding import Adding
 from mstore.api.arguments import checked
 from mstore.api.keeping import Keeping
@@ -18,26 +20,45 @@ from mstore.api.naming import Naming
 from mstore.api.reading import Reading
 from mstore.api.snapshot import Snapshot
 from mstore.errors import BadName, NotFound
-from mstore.ids import SnapshotId
+from mstore.frozen import html
+from mstore.ids import Revision
 
 __all__ = ["Snapshot", "Store"]
 
 
 @checked("Store")
 class Store(Reading, Adding, Merging, Naming, Keeping):
-    """An open store.  Use it as a context manager, or call `close`."""
+    """An open store.  Use it as a context manager, or call `close`.
 
-    def __getitem__(self, revision: str | SnapshotId) -> Snapshot:
+    Iterating gives the names of its branches and tags.
+    """
+
+    def __getitem__(self, revision: Revision) -> Snapshot:
         """Return the snapshot that a ref, tag, id prefix, REV~N, NAME@{N} or SnapshotId names.
 
         Raises NotFound, BadName.
         """
         return Snapshot(self, self._catalog.resolve(revision))
 
-    def __contains__(self, revision: str | SnapshotId) -> bool:
+    def __contains__(self, revision: Revision) -> bool:
         """Return whether `store[revision]` finds a snapshot."""
         try:
             self._catalog.resolve(revision)
         except (NotFound, BadName):
             return False
         return True
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of its branches and tags."""
+        return iter(self.ref_ids())
+
+    def __len__(self) -> int:
+        """How many branches and tags it has."""
+        return len(self.ref_ids())
+
+    def __bool__(self) -> bool:
+        """True, also of an empty store."""
+        return True
+
+    def _repr_html_(self) -> str:
+        return html(self.refs())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadRequest
-from mstore.ids import SnapshotId
+from mstore.ids import Revision
 from mstore.phrases import Option, phrase
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Adding(OpenStore):
         path: str | Path,
         *,
         name: str,
-        base: str | SnapshotId | None = None,
+        base: Revision | None = None,
         detect_base: bool = False,
         kind: str = "full",
         only: Sequence[str] = (),
@@ -145,6 +145,8 @@ class Adding(OpenStore):
             chosen = self._base(checkpoint, base, detect=detect_base)._replace(
                 only=tuple(only), skip=tuple(skip)
             )
+            if kind == "delta" and base is not None:
+                self._clear(base)
             held = [] if chosen.snapshot is None else [chosen.snapshot]
             with contents.held(self._catalog, held):
                 one_add = partial(
@@ -207,7 +209,7 @@ class Adding(OpenStore):
         finally:
             lease.release()
 
-    def _base(self, checkpoint: Checkpoint, base: str | SnapshotId | None, *, detect: bool) -> Base:
+    def _base(self, checkpoint: Checkpoint, base: Revision | None, *, detect: bool) -> Base:
         """Return the base to compare a checkpoint with: named, detected, or none."""
         from mstore.add import NO_BASE, Base
 
@@ -222,8 +224,8 @@ class Adding(OpenStore):
 
     def extract_lora(
         self,
-        expert: str | SnapshotId,
-        base: str | SnapshotId,
+        expert: Revision,
+        base: Revision,
         *,
         name: str,
         rank: int = 32,
@@ -255,7 +257,7 @@ class Adding(OpenStore):
         from mstore.numeric.codes import output_dtype
         from mstore.store import contents
 
-        sides = [(str(one), self._real(one)) for one in (expert, base)]
+        sides = [(str(one), self._clear(one)) for one in (expert, base)]
         with contents.held(self._catalog, [id for _, id in sides]):
             return extract(
                 self._catalog,
@@ -271,7 +273,7 @@ class Adding(OpenStore):
 
     def cast(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         *,
         dtype: str,
         name: str | None = None,
@@ -308,7 +310,7 @@ class Adding(OpenStore):
         from mstore.store import contents
 
         wanted = cast_dtype(dtype)
-        model = str(revision), self._real(revision)
+        model = str(revision), self._clear(revision)
         with contents.held(self._catalog, [model[1]]):
             return cast(
                 self._catalog,
@@ -365,7 +367,7 @@ class Adding(OpenStore):
         adapters = []
         for revision, weight in weighted(experts):
             finite_single(f"the weight of {revision}", weight)
-            adapters.append((str(revision), self._real(revision), float(weight)))
+            adapters.append((str(revision), self._clear(revision), float(weight)))
         with contents.held(self._catalog, [id for _, id, _ in adapters]):
             return combine(
                 self._catalog,
@@ -380,8 +382,8 @@ class Adding(OpenStore):
 
     def analyze(
         self,
-        expert: str | SnapshotId,
-        base: str | SnapshotId,
+        expert: Revision,
+        base: Revision,
         *,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
@@ -402,7 +404,7 @@ class Adding(OpenStore):
         from mstore.stats.analysis import Side, analyze
         from mstore.store import damage
 
-        sides = [Side(self._real(one), str(one)) for one in (expert, base)]
+        sides = [Side(self._clear(one), str(one)) for one in (expert, base)]
         with damage.placed(self._catalog, (side.snapshot for side in sides)):
             return analyze(
                 self._catalog,

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -34,6 +35,8 @@ class Kind(msgspec.Struct, frozen=True):
     fits: Callable[[Any], bool]
     words: str
     hint: str | None = None
+    taken: Callable[[Any], Any] = lambda one: one
+    """What the call gets in place of such a value."""
 
     def optional(self) -> Kind:
         """Return this kind extended by None."""
@@ -61,7 +64,7 @@ def _list(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Return a test for collections that can be iterated repeatedly; a str is one item."""
 
     def fits(given: Any) -> bool:
-        if isinstance(given, str | bytes | bytearray | Mapping):
+        if isinstance(given, str | bytes | bytearray | Mapping) or _SNAPSHOT(given):
             return False
         return isinstance(given, Collection) and all(item(one) for one in given)
 
@@ -92,15 +95,29 @@ def _anything(_given: Any) -> bool:
     return True
 
 
+def _at_home(path: Any) -> Any:
+    """Return a path whose ~ stands for the home directory of this user's account."""
+    text = os.fspath(path)
+    if text != "~" and not text.startswith("~/"):
+        return path
+    import pwd  # late: few paths begin so
+
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir, text[2:])
+    except KeyError as error:
+        raise BadRequest("this user has no home directory", where=text) from error
+
+
 _TEXT = Kind(_is_text, "text")
 _TEXTS = Kind(_list(_is_text), "a list of texts")
 _NUMBER = Kind(_number(Real), "a number")
 _COUNT = Kind(_number(Integral), "a whole number")
-_PATH = Kind(_is(str, os.PathLike), "a path (text or os.PathLike)")
+_INSIDE = Kind(_is(str, os.PathLike), "a path (text or os.PathLike)")
+_PATH = Kind(_INSIDE.fits, _INSIDE.words, taken=_at_home)
+_SNAPSHOT = _named("mstore.api.snapshot", "Snapshot")
 _REVISION = Kind(
-    _is(str, SnapshotId),
-    "a revision, named by text or a SnapshotId",
-    "the SnapshotId of a Snapshot is its attribute id",
+    lambda one: isinstance(one, str | SnapshotId) or _SNAPSHOT(one),
+    "a revision: text, a SnapshotId or a Snapshot",
 )
 _SIGNERS = Kind(
     _mapping(_is(bytes), _is(str)),
@@ -120,10 +137,10 @@ KINDS: Final[Mapping[str, Kind]] = {
     "float": _NUMBER,
     "float | None": _NUMBER.optional(),
     "str | Path": _PATH,
-    "str | os.PathLike[str]": _PATH,
-    "str | SnapshotId": _REVISION,
-    "str | SnapshotId | None": _REVISION.optional(),
-    "SnapshotId": Kind(_is(SnapshotId), "a SnapshotId", _REVISION.hint),
+    "str | os.PathLike[str]": _INSIDE,
+    "SnapshotId": Kind(
+        _is(SnapshotId), "a SnapshotId", "the SnapshotId of a Snapshot is its attribute id"
+    ),
     "PlanReport | PlanId | str": Kind(
         lambda one: _PLAN_REPORT(one) or isinstance(one, PlanId | str),
         "a plan: what Store.plan gave, its PlanId, or that as text",
@@ -132,7 +149,9 @@ KINDS: Final[Mapping[str, Kind]] = {
     "Sequence[str] | None": _TEXTS.optional(),
     # Of another library, which knows what it takes.
     "Any": _CHECKED_BY_THE_CALL,
-    "Sequence[str | Path]": Kind(_list(_PATH.fits), "a list of paths"),
+    "Sequence[str | Path]": Kind(
+        _list(_PATH.fits), "a list of paths", taken=lambda paths: [_at_home(one) for one in paths]
+    ),
     "Sequence[float] | None": Kind(_list(_NUMBER.fits), "a list of numbers").optional(),
     "Mapping[str, str] | None": Kind(
         _mapping(_is(str), _is(str)), "texts by the names of models"
@@ -225,19 +244,22 @@ def _checking(owner: str, function: Callable[..., Any]) -> Callable[..., Any]:
     ]
     several = next((one.name for one in parameters if one.kind == one.VAR_POSITIONAL), None)
 
+    def taken(name: str, kind: Kind | None, value: Any) -> Any:
+        if kind is None:
+            return value
+        if not kind.fits(value):
+            raise _refused(where, name, kind, value)
+        return kind.taken(value)
+
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
+        positional = list(given)
         for at, value in enumerate(given):
             # Python itself rejects too many arguments.
             if at < len(in_order) or several is not None:
-                name, kind = in_order[min(at, len(in_order) - 1)]
-                if kind is not None and not kind.fits(value):
-                    raise _refused(where, name, kind, value)
-        for name, value in named.items():
-            kind = kinds.get(name)
-            if kind is not None and not kind.fits(value):
-                raise _refused(where, name, kind, value)
-        return function(*given, **named)
+                positional[at] = taken(*in_order[min(at, len(in_order) - 1)], value)
+        named = {name: taken(name, kinds.get(name), value) for name, value in named.items()}
+        return function(*positional, **named)
 
     return call
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mstore.disk_usage import UsageReport
     from mstore.gc.collect import GcReport
     from mstore.gc.prune import PruneReport
-    from mstore.ids import SnapshotId
+    from mstore.ids import Revision
     from mstore.pins.pin import PinReport
     from mstore.pins.unpin import UnpinReport
     from mstore.progress import ProgressCallback
@@ -125,7 +125,7 @@ class Keeping(OpenStore):
 
     def pin(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         *,
         raw: bool,
         threads: int | None = None,
@@ -157,7 +157,7 @@ class Keeping(OpenStore):
 
     def unpin(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         *,
         threads: int | None = None,
         progress: ProgressCallback | None = None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
-from mstore.ids import PlanId, SnapshotId
+from mstore.ids import PlanId, Revision, SnapshotId
 from mstore.phrases import Option, Phrase, call, phrase
 from mstore.store import damage
 from mstore.store import layout as layouts
@@ -210,14 +210,14 @@ class Merging(OpenStore):
         wishes = {}
         for token, row in vocabulary.tokens.items():
             check_fields("TokenRow", row)
-            model = None if row.model is None else self._real(row.model)
+            model = None if row.model is None else self._clear(row.model)
             wishes[token] = (model, row.token, row.force)
         source: SnapshotId | None = models[0][1]
         if vocabulary.source == UNION:
             source = None
         elif vocabulary.source not in (BASE, COMMON):
             try:
-                source = self._real(vocabulary.source)
+                source = self._clear(vocabulary.source)
             except (NotFound, BadName) as error:
                 raise BadRequest(
                     f"{vocabulary.source} is neither the base nor an expert",
@@ -248,7 +248,7 @@ class Merging(OpenStore):
         with damage.placed(self._catalog, _inputs(resolved)):
             return check_merge(self._catalog, resolved)
 
-    def recipe(self, revision: str | SnapshotId) -> str:
+    def recipe(self, revision: Revision) -> str:
         """Return the recipe of a merged snapshot, in mergekit's YAML, from its plan.
 
         Models are named by refs of this store, with the ids of their contents as comments; by
@@ -378,10 +378,10 @@ class Merging(OpenStore):
         self._ready = ready if ready.keeps else None
         return memo_expert_bytes(self._catalog, self._memo, ready, costs.planned)
 
-    def _input(self, revision: str | SnapshotId) -> Input:
+    def _input(self, revision: Revision) -> Input:
         from mstore.merge.planning.request import Input
 
-        return Input(self._real(revision), str(revision))
+        return Input(self._clear(revision), str(revision))
 
     def export_plan(self, plan: str) -> str:
         """Return a plan (id or prefix) as JSON text, also one of this object that is not stored.
@@ -573,7 +573,7 @@ class Merging(OpenStore):
             progress=progress,
         )
 
-    def explain(self, revision: str | SnapshotId, tensor: str | None = None) -> Explanation:
+    def explain(self, revision: Revision, tensor: str | None = None) -> Explanation:
         """Report which experts made a merge, block by block, and what was left out and why.
 
         Reads no block.
@@ -588,7 +588,7 @@ class Merging(OpenStore):
 
     def blame(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         tensor: str | None = None,
         *,
         threads: int | None = None,
@@ -612,7 +612,7 @@ class Merging(OpenStore):
 
     def replay(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         *,
         threads: int | None = None,
         progress: ProgressCallback | None = None,

@@ -14,7 +14,7 @@ from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict
 from mstore.frozen import frozen
-from mstore.ids import SnapshotId
+from mstore.ids import Revision, SnapshotId
 from mstore.phrases import call, phrase
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
@@ -75,7 +75,7 @@ class Naming(OpenStore):
         """Return one branch or tag, by its name in full.  Raises NotFound."""
         return lineage.ref(self._catalog, name)
 
-    def tag(self, name: str, revision: str | SnapshotId) -> RefReport:
+    def tag(self, name: str, revision: Revision) -> RefReport:
         """Create a tag: a name for a snapshot that does not move.
 
         Raises NotFound, BadName, Conflict (the name is taken).
@@ -108,7 +108,7 @@ class Naming(OpenStore):
 
         branch_to_move(self._catalog, name)
 
-    def reset(self, name: str, revision: str | SnapshotId) -> RefReport:
+    def reset(self, name: str, revision: Revision) -> RefReport:
         """Point a branch at another snapshot; the reflog keeps the old position.
 
         A name that is no ref becomes a branch.  A tag that was removed, and is reset to what it
@@ -202,7 +202,7 @@ class Naming(OpenStore):
         return lineage.ref(self._catalog, new)
 
     def sign(
-        self, revision: str | SnapshotId, key: SigningKey, *, signer: str | None = None
+        self, revision: Revision, key: SigningKey, *, signer: str | None = None
     ) -> SignatureReport:
         """Sign a snapshot: every byte, its lineage and its plan.
 
@@ -217,7 +217,7 @@ class Naming(OpenStore):
 
     def verify(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         signers: Mapping[bytes, str],
         *,
         read_data: bool = False,

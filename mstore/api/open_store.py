@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mstore.api.arguments import checked
 from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
-from mstore.ids import SnapshotId
+from mstore.ids import Revision, SnapshotId
 from mstore.phrases import Option
 from mstore.store import contents
 from mstore.store.catalog import Catalog
@@ -50,9 +50,20 @@ class OpenStore:
             raise BadRequest(
                 "a store is opened with Store.open(PATH), and made with Store.init(PATH)"
             )
+        self._begin(catalog.layout.root, catalog)
+
+    def _begin(
+        self,
+        path: Path,
+        catalog: Catalog | None,
+        cache_bytes: int | None = None,
+        verify: str = ONCE,
+    ) -> None:
+        """Set the fields.  catalog: None opens it when it is first used."""
+        self._path = path
         self._opened = catalog
         # Guards what is opened lazily, and the change to closed.
-        self._lock = Lock()
+        self._lock = RLock()
         self._closing = Lock()
         self._is_closed = False
         self._pid = os.getpid()
@@ -65,15 +76,20 @@ class OpenStore:
         self._about_parents: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
         self._ready: Ready | None = None
         self._cache: BlockCache | None = None
-        self._cache_bytes: int | None = None
-        self._verify = ONCE
+        self._cache_bytes = cache_bytes
+        self._verify = verify
         self._views: dict[SnapshotId, SnapshotView] = {}
         self._views_lock = Lock()
         self._virtual: VirtualBlocks | None = None
         self._virtual_lock = Lock()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._opened.layout.root)!r})"
+        return f"{type(self).__name__}({str(self._path)!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel as path and settings: another process opens the store when it first uses it."""
+        settings = (self._path.absolute(), None, self._cache_bytes, self._verify)
+        return _store_later, (type(self), settings)
 
     @classmethod
     def init(
@@ -117,8 +133,8 @@ class OpenStore:
             raise BadRequest(f"verify is once or always, not {verify!r}", where=Option("verify"))
         if cache_bytes is not None and cache_bytes < 0:
             raise BadRequest("a cache has at least 0 bytes", where=Option("cache_bytes"))
-        store = cls(Catalog.open(Path(path)))
-        store._cache_bytes, store._verify = cache_bytes, verify
+        store = cls.__new__(cls)
+        store._begin(Path(path), Catalog.open(Path(path)), cache_bytes, verify)
         return store
 
     def _policy(self, codec: str | None) -> Policy:
@@ -148,18 +164,23 @@ class OpenStore:
         Raises Unavailable, and closes nothing, when called inside another call of the same thread
         that holds the index.
         """
+        opened = self._opened
         if self._pid != os.getpid():
             # In a forked child, only the pack descriptors are its own.
-            self._opened.packs.close()
+            if opened is not None:
+                opened.packs.close()
             return
         with self._lock:
-            for one in (self._opened.index.env, self._stats, self._remembered):
+            opened = self._opened
+            index = None if opened is None else opened.index.env
+            for one in (index, self._stats, self._remembered):
                 if one is not None:
                     one.require_outside()
             self._is_closed = True
         # A second call waits for the first.
         with self._closing, ExitStack() as parts:
-            parts.callback(self._opened.close)
+            if opened is not None:
+                parts.callback(opened.close)
             for part in (self._remembered, self._stats, self._virtual):
                 if part is not None:
                     parts.callback(part.close)
@@ -184,19 +205,29 @@ class OpenStore:
     @property
     def _catalog(self) -> Catalog:
         """The open catalog.  Raises Unavailable once the store is closed."""
+        opened = self._opened
         if self._is_closed:
-            raise closed(self._opened.layout.root)
-        return self._opened
+            raise closed(self._path)
+        return self._open_now() if opened is None else opened
+
+    def _open_now(self) -> Catalog:
+        """Open a store that came from another process, unless another thread did."""
+        with self._lock:
+            if self._is_closed:
+                raise closed(self._path)
+            if self._opened is None:
+                self._opened, self._pid = Catalog.open(self._path), os.getpid()
+            return self._opened
 
     @property
     def path(self) -> Path:
         """The store's directory."""
-        return self._opened.layout.root
+        return self._path
 
     @property
     def block_size(self) -> int:
         """The size of a full block in bytes."""
-        return self._opened.block_size
+        return self._catalog.block_size
 
     def doubt(self) -> str | None:
         """Why this store is readable but not writable; None if it is writable.
@@ -209,7 +240,7 @@ class OpenStore:
     @property
     def uuid(self) -> str:
         """The store's UUID as text."""
-        return str(self._opened.layout.uuid)
+        return str(self._catalog.layout.uuid)
 
     def generation(self) -> int:
         """Return a number that grows with every change of the store: each publishes one more.
@@ -251,13 +282,25 @@ class OpenStore:
                 self._remembered = Memo(layout.memo, self._notes.append)
             return self._remembered
 
-    def _real(self, revision: str | SnapshotId) -> SnapshotId:
+    def _real(self, revision: Revision) -> SnapshotId:
         """Resolve to a snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
         id = self._whole(revision)
         self._catalog.require_real(id, str(revision))
         return id
 
-    def _whole(self, revision: str | SnapshotId) -> SnapshotId:
+    def _clear(self, revision: Revision) -> SnapshotId:
+        """Resolve to a snapshot to compute with: stored, and no tensor in two files of one model.
+
+        Raises as `_real`, and Incompatible.
+        """
+        from mstore.store import indexed
+
+        id = self._real(revision)
+        manifest = self._catalog.manifest(self._catalog.snapshot(id).manifest_id())
+        indexed.require_one_each(self._catalog, manifest, str(revision))
+        return id
+
+    def _whole(self, revision: Revision) -> SnapshotId:
         """Resolve to a snapshot whose contents were not pruned.  Raises NotFound, BadName."""
         id = self._catalog.resolve(revision)
         contents.require(self._catalog, id, str(revision))
@@ -267,6 +310,13 @@ class OpenStore:
         if days is None:
             return self._catalog.config.reflog_days
         return self._catalog.config.changed({"reflog_days": days}).reflog_days
+
+
+def _store_later(kind: type[OpenStore], settings: tuple[Any, ...]) -> OpenStore:
+    """Return a store that is opened when it is first used."""
+    store = kind.__new__(kind)
+    store._begin(*settings)
+    return store
 
 
 def thread_count(threads: int | None) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mstore import lineage
 from mstore.api.arguments import checked
 from mstore.api.open_store import ALWAYS, OpenStore, thread_count
-from mstore.ids import Buffer, SnapshotId
+from mstore.ids import Buffer, Revision, SnapshotId
 from mstore.store import contents, leases
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ VIEWS_KEPT = 8
 class Reading(OpenStore):
     """Calls that read: views, logs, files, differences, checkouts."""
 
-    def view(self, revision: str | SnapshotId) -> SnapshotView:
+    def view(self, revision: Revision) -> SnapshotView:
         """Return a snapshot as read-only files, as a mount shows it.
 
         Raises NotFound (also if its contents were pruned), BadName.
@@ -66,7 +66,7 @@ class Reading(OpenStore):
 
     def log(
         self,
-        revision: str | SnapshotId | None = None,
+        revision: Revision | None = None,
         limit: int | None = None,
         *,
         every: bool = False,
@@ -88,7 +88,7 @@ class Reading(OpenStore):
         return self._signed(lineage.log(self._catalog, starts, limit), signers or {})
 
     def show(
-        self, revision: str | SnapshotId, *, signers: Mapping[bytes, str] | None = None
+        self, revision: Revision, *, signers: Mapping[bytes, str] | None = None
     ) -> SnapshotReport:
         """Return one snapshot: content, parents, origin, message.
 
@@ -114,15 +114,15 @@ class Reading(OpenStore):
             for one in snapshots
         ]
 
-    def files(self, revision: str | SnapshotId) -> list[FileReport]:
+    def files(self, revision: Revision) -> list[FileReport]:
         """Return the files of a snapshot, by path.  Raises NotFound, BadName."""
         return lineage.files(self._catalog, self._catalog.resolve(revision))
 
-    def tensors(self, revision: str | SnapshotId) -> list[TensorReport]:
+    def tensors(self, revision: Revision) -> list[TensorReport]:
         """Return the tensors of a snapshot, in file and data order.  Raises NotFound, BadName."""
         return lineage.tensors(self._catalog, self._whole(revision))
 
-    def read_file(self, revision: str | SnapshotId, path: str) -> Iterator[Buffer]:
+    def read_file(self, revision: Revision, path: str) -> Iterator[Buffer]:
         """Yield the bytes of one file, block by block.
 
         Raises NotFound before the first piece.  Raises Corrupt, naming the block, instead of
@@ -134,8 +134,8 @@ class Reading(OpenStore):
 
     def diff(
         self,
-        a: str | SnapshotId,
-        b: str | SnapshotId,
+        a: Revision,
+        b: Revision,
         *,
         blocks: bool = False,
         values: bool = False,
@@ -166,7 +166,7 @@ class Reading(OpenStore):
 
     def diff_directory(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         directory: str | Path,
         *,
         exclude: Sequence[str] = (),
@@ -200,7 +200,7 @@ class Reading(OpenStore):
 
     def checkout(
         self,
-        revision: str | SnapshotId,
+        revision: Revision,
         directory: str | Path,
         *,
         threads: int | None = None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
 from mstore.api.arguments import checked
 from mstore.api.open_store import thread_count
 from mstore.api.reading import Reading
+from mstore.frozen import html
 from mstore.ids import ManifestId, SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 
@@ -19,22 +20,63 @@ if TYPE_CHECKING:
     from mstore.lineage import FileReport, ParentReport, SnapshotReport
     from mstore.progress import ProgressCallback
     from mstore.safe_open import SafeOpen
+    from mstore.view import SnapshotView
 
 
 @checked("Snapshot")
 class Snapshot:
     """One immutable snapshot of an open store; `id` is its SnapshotId.
 
-    It reads through its store and is usable only while that is open.
+    It reads through its store and is usable only while that is open.  Iterating gives the names of
+    its tensors.  Two are equal if store and id are.  Every call that takes a revision takes it.  It
+    may travel to other processes (pickle), which open the store when they first use it.
     """
 
     def __init__(self, store: Reading, id: SnapshotId) -> None:
         self._store = store
-        self._record: SnapshotRecord = store._catalog.snapshot(id)
         self.id = id
 
     def __repr__(self) -> str:
         return f"Snapshot({self.id.short})"
+
+    def __str__(self) -> str:
+        return str(self.id)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Snapshot):
+            return NotImplemented
+        return (self._store.path, self.id) == (other._store.path, other.id)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __bool__(self) -> bool:
+        """True, also of a snapshot without tensors."""
+        return True
+
+    def __len__(self) -> int:
+        """How many tensors it has, by name."""
+        return len(self._view().tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of its tensors, in file and data order."""
+        return iter(self._view().tensors)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether it has a tensor of this name."""
+        return name in self._view().tensors
+
+    def _repr_html_(self) -> str:
+        return html(self._store.show(self.id))
+
+    @property
+    def _record(self) -> SnapshotRecord:
+        return self._store._catalog.snapshot(self.id)
+
+    def _view(self, file: str | None = None) -> SnapshotView:
+        """Return the view; with only the tensors of one file, if one is given."""
+        view = self._store.view(self.id)
+        return view if file is None else view.of_file(file)
 
     @property
     def manifest(self) -> ManifestId:
@@ -62,14 +104,14 @@ class Snapshot:
 
     def tensor_names(self) -> list[str]:
         """The names of its tensors, in file and data order."""
-        return list(self._store.view(self.id).tensors)
+        return list(self._view().tensors)
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
         """Return a tensor as a read-only array of its shape; bfloat16 and float8 use ml_dtypes.
 
         Raises NotFound, Corrupt, Incompatible (an element type that numpy cannot hold).
         """
-        return self._store.view(self.id).tensor(name)
+        return self._view().tensor(name)
 
     def load(
         self,
@@ -83,13 +125,13 @@ class Snapshot:
         Several threads read and decode.  A tensor that lies raw and in one piece is not copied: its
         array is a map of the pack, which stays valid whatever happens to the store.  Every block is
         checked first.  (If the disk fails later, touching a mapped array ends the process with
-        SIGBUS, as with any mapped file.)  If several files have a tensor of the same name, as parts
-        of a pipeline may, the first counts.
+        SIGBUS, as with any mapped file.)  If several files have a tensor of the same name, the
+        shard counts that the index names; else the first, as in parts of a pipeline.
 
         Raises NotFound, Corrupt, Conflict (collected meanwhile), StorageFailed, Incompatible (an
-        element type that numpy cannot hold).
+        element type that numpy cannot hold; the other tensors can be loaded by their names).
         """
-        return self._load(names, threads, progress, is_writable=False)
+        return self._load(self._view(), names, threads, progress, for_torch=False)
 
     def load_torch(
         self,
@@ -101,36 +143,41 @@ class Snapshot:
     ) -> dict[str, Any]:
         """Return tensors by name as torch tensors, for `load_state_dict`; see `load`.
 
-        Keeps bfloat16 and float8.  Each tensor may be changed, which changes no other one and
-        nothing of the store.  device: where torch puts them; None keeps them in this memory.
+        Keeps bfloat16 and float8; F4 becomes pairs (float4_e2m1fn_x2), as safetensors gives it.
+        Each tensor may be changed, which changes no other one and nothing of the store.  device:
+        where torch puts them; None keeps them in this memory.
 
-        Raises Unavailable (torch is not installed), BadRequest (an element type that torch lacks),
-        and as `load`.
+        Raises Unavailable (torch is not installed), BadRequest or Incompatible (an element type
+        that torch lacks; the other tensors can be loaded by their names), and as `load`.
         """
         from mstore.frameworks import to_torch, torch_module
 
         torch_module()
-        found = self._load(names, threads, progress, is_writable=True)
+        view = self._view()
+        found = self._load(view, names, threads, progress, for_torch=True)
         # One after the other, so that what went to another device is no longer needed here.
-        return {name: to_torch(name, found.pop(name), device) for name in list(found)}
+        return {
+            name: to_torch(name, found.pop(name), view.record(name).dtype, device)
+            for name in list(found)
+        }
 
     def _load(
         self,
+        view: SnapshotView,
         names: Sequence[str] | None,
-        threads: int | None,
-        progress: ProgressCallback | None,
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
         *,
-        is_writable: bool,
+        for_torch: bool,
     ) -> dict[str, np.ndarray[Any, Any]]:
         from mstore.load import load
 
-        view = self._store.view(self.id)
         return load(
             self._store._catalog,
             view,
             list(view.tensors) if names is None else list(dict.fromkeys(names)),
             threads=thread_count(threads),
-            is_writable=is_writable,
+            for_torch=for_torch,
             progress=progress,
         )
 
@@ -151,19 +198,14 @@ class Snapshot:
         """
         from mstore.safe_open import SafeOpen
 
-        view = self._store.view(self.id)
-        if file is None and len(files := view.tensor_files()) == 1:
-            (file,) = files
-        names, metadata = (list(view.tensors), None) if file is None else view.header(file)
-
-        def load(name: str, is_writable: bool) -> np.ndarray[Any, Any]:
-            return self._load([name], None, None, is_writable=is_writable)[name]
-
-        return SafeOpen(view, names, metadata, framework, device, load)
+        opened = SafeOpen(self, framework, device, file)
+        # Whatever is wrong with the file is told here.
+        opened.keys()
+        return opened
 
     def read(self, path: str | os.PathLike[str]) -> bytes:
         """Return the bytes of one file.  Raises NotFound, Corrupt."""
-        return b"".join(self._store.view(self.id).stream(os.fspath(path)))
+        return b"".join(self._view().stream(os.fspath(path)))
 
     def lineage(self) -> list[SnapshotReport]:
         """Return this snapshot and all its ancestors, children before parents."""

@@ -1,4 +1,4 @@
-"""LMDB environments: one per path and process, guarded against fork, closed by the last user.
+"""LMDB environments: one per path and process, closed by the last user.
 
 Owns opening, map size and transactions; `index` and `stats` own what the rows mean. Always full
 sync, never `writemap`: data that the disk has no room for is then an error and not a SIGBUS.
@@ -17,6 +17,9 @@ no room for what LMDB writes there (`lmdb_table`). Such a reader reads a private
 the disk became full is abandoned, and closed when there is room again; reading then goes on as
 before. Writers get an error.
 
+A forked child may not use what it inherits: transactions and readers are the parent's. It opens
+environments of its own beside those.
+
 The last user's `release` waits until no thread is inside a transaction. Later requests are refused.
 """
 
@@ -31,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from threading import Condition, Lock, get_ident
 from typing import Any, Final, TypeVar
@@ -441,7 +445,7 @@ class Environment:
             raise Unavailable(
                 "this store was open when the process forked, and cannot be used in the child",
                 where=str(self.path),
-                hint="close the store before the fork, or start the child with 'spawn'",
+                hint="open the store in the child",
             )
 
     def require_in_place(self) -> None:
@@ -815,6 +819,32 @@ def _keep_if_full() -> None:
 
 
 atexit.register(_keep_if_full)
+
+
+def _begin_anew() -> None:
+    """In a forked child: forget what is the parent's.
+
+    What is forgotten stays open: to close the parent's lock file drops the child's own fcntl locks
+    on it, by which LMDB knows that the child lives.
+    """
+    # py-lmdb refuses files that are open in this process, and counts those that the parent opened.
+    guard: Any = import_module("lmdb._envid")
+    keys = guard.env_keys
+    guard.env_keys = lambda path, subdir: tuple((os.getpid(), key) for key in keys(path, subdir))
+    for env in _environments.values():
+        if env._is_open:
+            lmdb_table.keep_for_ever(env._env)
+    _environments.clear()
+    _abandoned.clear()
+    _environments_lock.release()
+
+
+# No environment is half opened in a child: a fork waits until other threads have opened theirs.
+os.register_at_fork(
+    before=_environments_lock.acquire,
+    after_in_parent=_environments_lock.release,
+    after_in_child=_begin_anew,
+)
 
 
 def _translated(error: Any, path: Path, hint: Text) -> StorageFailed | Corrupt:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from mstore.checkpoint.exclusion import (
 from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
 from mstore.checkpoint.paths import (
     INDEX_SUFFIX,
+    SAFETENSORS_SUFFIX,
     check_case_twins,
     check_relative,
     name_for,
@@ -43,8 +44,6 @@ from mstore.frozen import frozen
 from mstore.phrases import Phrase, call, joined, phrase
 from mstore.sizes import format_size
 
-SAFETENSORS_SUFFIX = ".safetensors"
-
 # Files that mark the top of one model; a directory of several models has none of them.
 _TOP_OF_ONE = frozenset(
     {"config.json", "model_index.json", "modular_model_index.json", "modules.json"}
@@ -54,6 +53,9 @@ _TOP_OF_A_PIPELINE = frozenset({"model_index.json", "modular_model_index.json"})
 _NUMBERED = re.compile(r"checkpoint-[0-9]+")
 # The names that transformers and peft use for pickled weights.
 _PICKLED_WEIGHTS = re.compile(r"(pytorch_model|adapter_model)[^/]*\.bin")
+_SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<of>[0-9]{1,6})\.safetensors")
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_POINTER = 1024
 _CONFIGS = ("config.json", "adapter_config.json")
 
 # Keeps an error that lists file names to one readable line.
@@ -101,12 +103,14 @@ class SourceFile:
 class Checkpoint:
     """The files below `root`, sorted by path; at least one has a header.
 
-    excluded: what the directory holds and the patterns left out.
+    excluded: what the directory holds and the patterns left out. notes: what loaders may stumble
+    over.
     """
 
     root: Path
     files: tuple[SourceFile, ...]
     excluded: tuple[Excluded, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @frozen
@@ -137,8 +141,9 @@ def scan(
 
     Raises NotFound if `path` does not exist, StorageFailed on I/O errors, and BadCheckpoint for
     what `tree.walk` refuses, a header that `read_header` refuses, an index that names a missing
-    shard or tensor or has one name in two shards, more tensors than the limits allow, a directory
-    of several models, and a checkpoint without any .safetensors file.
+    shard, some of several numbered shards without an index, more tensors than the limits allow, a
+    directory of several models, and a checkpoint without any .safetensors file.  What loaders read
+    all the same is kept as it is, and noted.
     """
     tree = walk(
         path,
@@ -152,11 +157,14 @@ def scan(
     files = _sources(tree, replacement, limits)
     _refuse_several(tree, files)
     by_path = {file.path: file for file in files}
-    for file in files:
-        if file.path.endswith(INDEX_SUFFIX):
-            with _excluded_told(tree):
-                _check_index(file, by_path, str(tree.shown / file.path), limits)
-    return Checkpoint(root=tree.root, files=files, excluded=tree.excluded)
+    notes: list[str] = []
+    with _excluded_told(tree):
+        for file in files:
+            if file.path.endswith(INDEX_SUFFIX):
+                notes += _index_notes(file, by_path, str(tree.shown / file.path), limits)
+        notes += _require_all_shards(by_path, str(path))
+    notes += filter(None, map(_pointer_note, files))
+    return Checkpoint(tree.root, files, tree.excluded, tuple(notes))
 
 
 @contextmanager
@@ -348,26 +356,83 @@ def _leaving_out(directories: list[str]) -> list[str]:
     return [f"{escaped(each)}/" for each in directories]
 
 
-def _check_index(
+def _index_notes(
     index: SourceFile, by_path: dict[str, SourceFile], where: str, limits: HeaderLimits
-) -> None:
+) -> Iterator[str]:
+    """Yield what is odd about an index.  Raises BadCheckpoint for one that is of no use."""
     weight_map = read_weight_map(index.absolute, where=where, limits=limits, stamp=index.stamp)
-    shards = _shards(index, weight_map, by_path, where)
-    names = {shard: {slot.name for slot in header.tensors} for shard, header in shards.items()}
-    for name, shard in weight_map.items():
-        if name not in names[shard]:
-            raise BadCheckpoint(
-                f"tensor {quoted(name)} is not in the shard {quoted(shard)}", where=where
-            )
+    single = f"{index.path.removesuffix(INDEX_SUFFIX)}{SAFETENSORS_SUFFIX}"
+    shards, missing = _shards(index, weight_map, by_path, where)
+    if missing:
+        what = f"the index names a missing shard: {_listed(missing)}"
+        if single not in by_path:
+            raise BadCheckpoint(what, where=where)
+        yield f"{quoted(index.path)}: {what}; loaders read {quoted(single)}"
+        return
+    held = {shard: {slot.name for slot in header.tensors} for shard, header in shards.items()}
+    absent = sorted(
+        (name for name, shard in weight_map.items() if name not in held[shard]), key=_sortable
+    )
+    if absent:
+        first = f"tensor {quoted(absent[0])} is not in the shard {quoted(weight_map[absent[0]])}"
+        yield f"{quoted(index.path)}: {first}{_and_more(absent)}"
+    alone = by_path.get(single)
+    if alone is not None and alone.header is not None:
+        held[posixpath.basename(single)] = {slot.name for slot in alone.header.tensors}
     owner: dict[str, str] = {}
-    for shard, held in names.items():
-        for name in held:
-            if owner.setdefault(name, shard) != shard:
-                raise BadCheckpoint(
-                    f"tensor {quoted(name)} is in two shards, {quoted(owner[name])} and "
-                    f"{quoted(shard)}",
-                    where=where,
-                )
+    twice: dict[str, str] = {}
+    for file, names in held.items():
+        for name in names:
+            if owner.setdefault(name, file) != file:
+                twice[name] = file
+    if twice:
+        name = min(twice, key=_sortable)
+        first, last = owner[name], twice[name]
+        counts = last if alone is not None else weight_map.get(name, last)
+        but = "" if counts == last else f"; transformers reads {quoted(last)}"
+        yield (
+            f"{quoted(index.path)}: tensor {quoted(name)} is in {quoted(first)} and in "
+            f"{quoted(last)}, of which {quoted(counts)} counts{_and_more(twice)}{but}; the model "
+            "cannot be merged"
+        )
+
+
+def _and_more(names: Collection[str]) -> str:
+    return f", and so {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _require_all_shards(by_path: Mapping[str, SourceFile], where: str) -> Iterator[str]:
+    """Raise BadCheckpoint for some of several numbered shards, if nothing else says what to load.
+
+    Yield a note where something does.
+    """
+    parts: dict[tuple[str, int], list[str]] = {}
+    for path in by_path:
+        found = _SHARD.fullmatch(path)
+        if found is not None:
+            parts.setdefault((found["stem"], int(found["of"])), []).append(path)
+    for (stem, count), paths in parts.items():
+        if len(paths) >= count or f"{stem}{INDEX_SUFFIX}" in by_path:
+            continue
+        what = f"{len(paths)} of {count} shards, and no index: {_listed(paths)}"
+        single = f"{stem}{SAFETENSORS_SUFFIX}"
+        if single not in by_path:
+            raise BadCheckpoint(
+                f"is not whole: it has {what}",
+                where=where,
+                hint="download the other shards and the index, and add the directory",
+            )
+        yield f"{what}; loaders read {quoted(single)}"
+
+
+def _pointer_note(file: SourceFile) -> str | None:
+    """Return a note about a file that Git LFS has not downloaded."""
+    if file.header is not None or file.size > _MAX_POINTER:
+        return None
+    with open_regular(file.absolute, file.stamp) as (descriptor, _):
+        is_pointer = read_range(descriptor, 0, len(_POINTER)) == _POINTER
+    what, hint = strangers.LFS_POINTER.what, strangers.LFS_POINTER.hint
+    return f"{quoted(file.path)} {what}: {hint}" if is_pointer else None
 
 
 def read_weight_map(
@@ -399,8 +464,11 @@ def read_weight_map(
 
 def _shards(
     index: SourceFile, weight_map: dict[str, str], by_path: dict[str, SourceFile], where: str
-) -> dict[str, Header]:
-    """Return the header of every shard that the index names, by the name it uses."""
+) -> tuple[dict[str, Header], list[str]]:
+    """Return the header of every shard that the index names, by the name it uses; and the missing.
+
+    Raises BadCheckpoint for a shard that is no safetensors file.
+    """
     shards: dict[str, Header] = {}
     missing: list[str] = []
     for shard in sorted(set(weight_map.values()), key=_sortable):
@@ -414,9 +482,7 @@ def _shards(
             )
         else:
             shards[shard] = file.header
-    if missing:
-        raise BadCheckpoint(f"the index names a missing shard: {_listed(missing)}", where=where)
-    return shards
+    return shards, missing
 
 
 def _sortable(text: str) -> bytes:

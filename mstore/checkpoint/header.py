@@ -3,7 +3,7 @@
     offset 0         N, the length of the JSON: unsigned 64 bits, little endian
     offset 8         N bytes: a UTF-8 JSON object, padded with any number of spaces
                        name -> {"dtype": str, "shape": [int...], "data_offsets": [begin, end]}
-                       "__metadata__" -> {str: str}, optional
+                       "__metadata__" -> {str: str} or null, optional
     offset 8 + N     data: the tensors, one after another without holes, overlaps or a remainder
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format. safetensors 0.8
@@ -180,6 +180,8 @@ def _json_length(prefix: bytes, file_size: int, where: str, limits: HeaderLimits
 
 def _metadata(entry: object, where: str) -> dict[str, str]:
     metadata: dict[str, str] = {}
+    if entry is None:
+        return metadata
     if not isinstance(entry, dict):
         raise BadCheckpoint(f"{METADATA_KEY} is not an object of strings", where=where)
     for key, value in entry.items():

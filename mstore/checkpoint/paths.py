@@ -15,6 +15,7 @@ from mstore.errors import BadCheckpoint
 
 INDEX_SUFFIX = ".safetensors.index.json"
 """How the file that says which tensors are in which shard ends."""
+SAFETENSORS_SUFFIX = ".safetensors"
 MAX_PATH_BYTES = 4096
 MAX_COMPONENT_BYTES = 255
 MAX_DEPTH = 64

@@ -26,7 +26,6 @@ import msgspec
 from mstore import fs
 from mstore.checkpoint.directory import (
     DEFAULT_LIMITS,
-    SAFETENSORS_SUFFIX,
     CheckpointLimits,
     Replacement,
     read_weight_map,
@@ -37,7 +36,7 @@ from mstore.checkpoint.exclusion import (
     Exclusion,
     is_of_training,
 )
-from mstore.checkpoint.paths import CONTROL, INDEX_SUFFIX, quoted
+from mstore.checkpoint.paths import CONTROL, INDEX_SUFFIX, SAFETENSORS_SUFFIX, quoted
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.tree import Found, Tree, walk
 from mstore.errors import BadCheckpoint, Unavailable

@@ -21,6 +21,7 @@ class LockFile:
         Raises StorageFailed; Conflict if something else is there.
         """
         self.path = path
+        self._pid = os.getpid()
         if create:
             # Every writer takes a lock first, so this refuses before anything is written.
             require_giving(path)
@@ -41,6 +42,11 @@ class LockFile:
             with directory(self.path) as descriptor:
                 return os.dup(descriptor)
         return open_file(self.path, os.O_RDWR if create else os.O_RDONLY)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process opened it; a forked child only inherits it."""
+        return self._pid == os.getpid()
 
     def acquire(self, *, blocking: bool = True) -> bool:
         """Acquire the lock; return False if it is held elsewhere and `blocking` is off.
@@ -70,12 +76,16 @@ class LockFile:
     def remove(self) -> None:
         """Remove the name while holding the lock, then unlock: no one takes it in between."""
         try:
-            unlink(self.path, missing_ok=True)
+            if self.is_own:
+                unlink(self.path, missing_ok=True)
         finally:
             self.release()
 
     def release(self) -> None:
-        """Unlock and close; idempotent."""
+        """Unlock and close; idempotent.  In a forked child: close what it inherited."""
         if self._fd >= 0:
+            if self.is_own:
+                # A child that was forked meanwhile has the file open too: closing would not unlock.
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1

@@ -44,7 +44,8 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """The refs and snapshots of one store.
 
     store: its directory; .mstore of the current one if none is given, which must then be this
-    user's.  It does not survive a fork, as no `Store` does: start workers with the spawn method.
+    user's.  It may travel to other processes, and forked children may use it: each opens the store
+    for itself.
     """
 
     protocol = _PROTOCOL
@@ -54,8 +55,9 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._is_named = store is not None
         self._path = _DEFAULT if store is None else os.fspath(store)
         super().__init__(store=self._path, **options)
-        self._lock = Lock()
-        self._opened: Store | None = None
+        # By process: a forked child leaves alone what it inherits, locked or not.
+        self._locks: dict[int, Lock] = {}
+        self._opened: dict[int, Store] = {}
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -83,12 +85,13 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
         Raises as `Store.open`, and Conflict for a store of another user that was not named.
         """
-        with self._lock:
-            if self._opened is None:
+        process = os.getpid()
+        with self._locks.setdefault(process, Lock()):
+            if process not in self._opened:
                 if not self._is_named:
                     _require_own(Path(self._path))
-                self._opened = Store.open(self._path)
-            return self._opened
+                self._opened[process] = Store.open(self._path)
+            return self._opened[process]
 
     # -- where a path leads --------------------------------------------------------------------
 
@@ -231,17 +234,18 @@ class MstoreFile(AbstractBufferedFile):  # type: ignore[misc]
     def __init__(
         self, fs: MstoreFileSystem, path: str, view: SnapshotView, inner: str, **options: Any
     ) -> None:
-        self._view = view
+        self._snapshot = view.id
         self._inner = inner
         super().__init__(fs, path, "rb", size=view.files[inner], **options)
 
     @property
     def snapshot(self) -> SnapshotId:
         """The snapshot that it is a file of."""
-        return self._view.id
+        return self._snapshot
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        return self._view.read(self._inner, start, end - start)
+        store: Store = self.fs.store
+        return store.view(self._snapshot).read(self._inner, start, end - start)
 
 
 def _missing(what: str, path: str) -> OSError:

@@ -35,8 +35,10 @@ from mstore.ids import (
     BlockId,
     Buffer,
     Id,
+    Identified,
     ManifestId,
     PackId,
+    Revision,
     SnapshotId,
     TensorId,
     VirtualId,
@@ -574,12 +576,13 @@ class Catalog:
 
     # -- names -------------------------------------------------------------------------------
 
-    def resolve(self, revision: str | SnapshotId) -> SnapshotId:
+    def resolve(self, revision: Revision) -> SnapshotId:
         """Return the snapshot of a revision.  Raises NotFound, BadName, BadRequest (no text)."""
-        if isinstance(revision, SnapshotId):
-            self.snapshot(revision)
-            return revision
-        parsed = revisions.parse(revision)
+        given = revision.id if isinstance(revision, Identified) else revision
+        if isinstance(given, SnapshotId):
+            self.snapshot(given)
+            return given
+        parsed = revisions.parse(given)
         try:
             with self.index.env.read() as transaction:
                 snapshot = revisions.start(self.index, transaction, parsed)
@@ -589,7 +592,7 @@ class Catalog:
             if found is None:
                 raise
             snapshot = found
-        return revisions.walk_back(snapshot, parsed.steps, self.snapshot, revision)
+        return revisions.walk_back(snapshot, parsed.steps, self.snapshot, given)
 
     def _of_content(self, revision: revisions.Revision) -> SnapshotId | None:
         """Return the newest snapshot of a ManifestId in full."""

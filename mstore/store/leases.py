@@ -97,8 +97,9 @@ class Lease:
 
     def release(self) -> None:
         """Remove directory and lock. `sweep` removes the row, and what remains after an error."""
-        with suppress(StorageFailed):
-            fs.remove_tree(self.directory)
+        if self._lock.is_own:
+            with suppress(StorageFailed):
+                fs.remove_tree(self.directory)
         with suppress(StorageFailed):
             self._lock.remove()
 

@@ -45,8 +45,7 @@ def parse(text: str) -> Revision:
     """Split a revision into its parts. Raises BadName, and BadRequest if it is not text."""
     if not isinstance(text, str):
         raise BadRequest(
-            f"a snapshot is named by text or a SnapshotId, not {type(text).__name__}",
-            hint="the SnapshotId of a Snapshot is its attribute id",
+            f"a revision is text, a SnapshotId or a Snapshot, not {type(text).__name__}"
         )
     found = _SUFFIX.fullmatch(text) if len(text) <= MAX_LENGTH else None
     if found is None:

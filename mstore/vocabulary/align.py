@@ -18,13 +18,13 @@ from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
-from mstore.ids import SnapshotId, TensorId
+from mstore.ids import Revision, SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.progress import ProgressCallback
-from mstore.requests import MergeRequest, Revision, Vocabulary
+from mstore.requests import MergeRequest, Vocabulary
 from mstore.store.catalog import Catalog
 from mstore.store.derived import branch_below, derived
 from mstore.store.rebuilt import header_of, index_of, shards_of
