@@ -79,6 +79,8 @@ def request_of_recipe(
     recipe: RecipeText,
     document: int,
     earlier: Mapping[str, str],
+    *,
+    allow_nonfinite: bool,
 ) -> MergeRequest:
     """Return the request of one recipe of a file.
 
@@ -98,7 +100,12 @@ def request_of_recipe(
     revisions = models.found(every[document])
     with session.progress() as tick:
         made = store.prepare_recipe(
-            recipe.text, where=recipe.where, models=revisions, document=document, progress=tick
+            recipe.text,
+            where=recipe.where,
+            models=revisions,
+            document=document,
+            allow_nonfinite=allow_nonfinite,
+            progress=tick,
         )
     notes([f"stored {one.ref}: {one.name}" for one in made if one.new_snapshot])
     found = store.read_recipe(recipe.text, where=recipe.where, models=revisions, document=document)
