@@ -37,7 +37,7 @@ from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Risk
 
-PLANNER = 7
+PLANNER = 8
 """Increment whenever the same request leads to a different plan."""
 
 
