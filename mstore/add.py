@@ -64,6 +64,7 @@ Kind = Literal["full", "delta"]
 """What the tensors of a checkpoint are: weights, or differences to those of the base."""
 
 GROUP_BYTES = 4 << 20
+_NAMED = 3
 
 
 @frozen
@@ -414,6 +415,7 @@ class _Adder:
         self.blocks_total = 0
         self.blocks_equal_base = 0
         self.lost: set[BlockId] = set()
+        self.not_finite: list[str] = []
         self.lost_tensors = 0
 
     def parts(self, source: SourceFile) -> list[_PartPlan]:
@@ -541,6 +543,8 @@ class _Adder:
         ):
             stored.append(Part(part.name, id, part.nbytes))
             if measure is not None and part.base_id is not None:
+                if not measure.is_finite():
+                    self.not_finite.append(part.name or "")
                 self.statistics.put_pair(measure.finish(part.base_id, TensorId(id)))
         return stored
 
@@ -818,6 +822,13 @@ def _notes(
         notes.append("the message was not kept: a snapshot is not made again for its words")
     if told is not None and not is_new and base.given and base.snapshot is None:
         notes.append("the snapshot is kept as it is, with its base; another name makes one without")
+    if adder.not_finite:
+        named = ", ".join(adder.not_finite[:_NAMED])
+        more = len(adder.not_finite) - _NAMED
+        notes.append(
+            f"infinite or NaN elements, or differences from the base, in {named}"
+            + (f" and {more} more" if more > 0 else "")
+        )
     if adder.lost or adder.lost_tensors:
         blocks, tensors = len(adder.lost), adder.lost_tensors
         notes.append(

@@ -69,6 +69,8 @@ class TensorDiff:
     """the least and the most that relative_l2 can be; None unless statistics give only bounds"""
     relative_l2_estimate: float | None = None
     """an estimate between these bounds, from sketches; None without bounds"""
+    not_finite: bool = False
+    """whether relative_l2 is None because an element of a or b is infinite or NaN"""
 
 
 @frozen
@@ -149,6 +151,8 @@ class _Differ:
         else:
             numbers, distance = self._blocks(name, before, after)
             status = "changed" if numbers or not _same_form(before, after) else "equal"
+        is_finite = distance is None or not math.isnan(distance.low)
+        distance = distance if is_finite else None
         told = None if distance is None or distance.is_known else distance
         return TensorDiff(
             name=name,
@@ -163,6 +167,7 @@ class _Differ:
             changed_blocks=tuple(numbers) if list_blocks else None,
             relative_l2_bounds=None if told is None else (told.low, told.high),
             relative_l2_estimate=None if told is None else told.estimate,
+            not_finite=not is_finite,
         )
 
     def _blocks(self, name: str, before: _Side, after: _Side) -> tuple[list[int], Distance | None]:
@@ -324,18 +329,26 @@ def _values_of(side: _Side) -> np.dtype[Any] | None:
 
 
 def _sums(old: Buffer, new: Buffer, dtype: np.dtype[Any]) -> tuple[float, float]:
-    """Return ||old||^2 and ||new - old||^2 of one block."""
+    """Return ||old||^2 and ||new - old||^2 of one block; NaN if an element is not finite."""
     with np.errstate(all="ignore"):
         before = np.frombuffer(old, dtype=dtype).astype(np.float64)
-        if new is old:
-            return float(before @ before), 0.0
-        delta = np.frombuffer(new, dtype=dtype).astype(np.float64) - before
-        return float(before @ before), float(delta @ delta)
+        after = before if new is old else np.frombuffer(new, dtype=dtype).astype(np.float64)
+        norm, moved = float(before @ before), 0.0
+        if new is not old:
+            delta = after - before
+            moved = float(delta @ delta)
+        # Squares of float64 may overflow although all elements are finite.
+        is_finite = math.isfinite(norm + moved)
+        is_finite = is_finite or bool(np.isfinite(before).all() and np.isfinite(after).all())
+        return (norm, moved) if is_finite else (math.nan, math.nan)
 
 
 def _ratio(pairs: list[tuple[float, float]]) -> Distance | None:
+    """Return the distance, NaN if an element is not finite; None if the norm is 0 or unknown."""
     norm = math.fsum(pair[0] for pair in pairs)
     moved = math.fsum(pair[1] for pair in pairs)
+    if math.isnan(norm):
+        return Distance.known(norm)
     if not (math.isfinite(norm) and math.isfinite(moved)) or norm == 0:
         return None
     return Distance.known(math.sqrt(moved / norm))

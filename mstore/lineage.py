@@ -11,12 +11,13 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import pin_rows, pruned_rows, snapshot_rows
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
-from mstore.store.overflow import TensorOverflow, overflow_of
+from mstore.store.not_finite import NotFiniteTensor, of_snapshot
 from mstore.store.signature_report import SignatureReport
 
 
@@ -98,8 +99,9 @@ class SnapshotReport:
     """whether its record or manifest is lost; then what is unknown is empty or None"""
     pinned: bool = False
     """whether its blocks were rewritten raw and in file order"""
-    overflow: tuple[TensorOverflow, ...] = ()
-    """tensors with elements that became, or may become, infinite, worst first"""
+    not_finite: tuple[NotFiniteTensor, ...] = ()
+    """tensors with elements that are, or may be, infinite or NaN, and are finite in the base of
+    the merge, worst first"""
 
 
 @frozen
@@ -198,7 +200,7 @@ def _described(
         tensors=len(manifest.tensors()),
         pruned=id in pruned,
         pinned=id in pinned,
-        overflow=() if plan_id is None else _overflow(catalog, plan_id),
+        not_finite=_not_finite(catalog, record, manifest),
     )
 
 
@@ -224,9 +226,11 @@ def _missing(
     )
 
 
-def _overflow(catalog: Catalog, plan: PlanId) -> tuple[TensorOverflow, ...]:
-    with suppress(Corrupt):
-        return overflow_of(catalog, plan)
+def _not_finite(
+    catalog: Catalog, record: SnapshotRecord, manifest: Manifest
+) -> tuple[NotFiniteTensor, ...]:
+    with suppress(NotFound, Corrupt):
+        return of_snapshot(catalog, record, manifest.tensors())
     return ()
 
 

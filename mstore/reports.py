@@ -59,7 +59,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.signing import VerifyReport
 from mstore.stats.analysis import AnalyzeReport
 from mstore.store.migrations import MigrateReport
-from mstore.store.overflow import TensorOverflow
+from mstore.store.not_finite import NotFiniteTensor
 from mstore.store.signature_report import (
     BAD_SIGNATURE,
     GOOD_SIGNATURE,
@@ -107,6 +107,7 @@ __all__ = [
     "MergeWarning",
     "MethodReport",
     "MigrateReport",
+    "NotFiniteTensor",
     "ParameterReport",
     "ParentReport",
     "PinReport",
@@ -132,7 +133,6 @@ __all__ = [
     "TensorBlame",
     "TensorDiff",
     "TensorExplanation",
-    "TensorOverflow",
     "TensorReport",
     "TruncatedTensor",
     "UnpinReport",

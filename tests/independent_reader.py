@@ -297,6 +297,7 @@ class CoveredTensor:
 class Coverage:
     plan: str
     tensors: list[CoveredTensor]
+    not_finite: dict[str, int]
 
 
 def _typed(value: Any, kind: type, what: str) -> Any:
@@ -550,14 +551,20 @@ def _read_rest(experts: int, *rest: Any) -> Iterator[Any]:
 
 
 def _read_coverage(data: bytes) -> Coverage:
-    plan, rows = _fields(data, "coverage/1", 3)
+    has_counts = len(_items(decode(data), "coverage/1")) > 3
+    plan, rows, *rest = _fields(data, "coverage/1", 3 + has_counts)
     tensors = []
     for row in _items(rows, "tensors"):
         name, blocks, reused, contributed = _items(row, "tensor", 4)
         _count(blocks, "blocks")
         bits = [_bits(bitmap, blocks) for bitmap in _items(contributed, "contributed")]
         tensors.append(CoveredTensor(_text(name, "name"), blocks, _bits(reused, blocks), bits))
-    return Coverage(_hex(plan, "PlanId"), tensors)
+    pairs = [_items(pair, "count", 2) for one in rest for pair in _items(one, "counts")]
+    odd = {_text(name, "name"): _count(count, "count") for name, count in pairs}
+    require(bool(pairs) == has_counts and all(odd.values()), "a list of counts without any")
+    named = [one.name for one in tensors if one.name in odd]
+    require(named == [name for name, _ in pairs], "counts of no tensor, or out of order")
+    return Coverage(_hex(plan, "PlanId"), tensors, odd)
 
 
 def _bits(bitmap: bytes, count: int) -> list[bool]:

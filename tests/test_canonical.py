@@ -147,6 +147,12 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
         + "94a17709c4020100" + "92c402fe01c4020000",
         "mstore 1 coverage",
     ),
+    "newer coverage": (
+        Coverage(A, (TensorCoverage("w", 1, b"\x01", ()),), (("w", 300),)),
+        "94aa636f7665726167652f31" + "c420" + "aa" * 32 + "91" + "94a17701c4010190"
+        + "91" + "92a177cd012c",
+        "mstore 1 coverage",
+    ),
     "virtual": (
         VirtualTensor("BF16", (2, 3), 12, A, "w"),
         "96a97669727475616c2f31" + "a442463136" + "920203" + "0c" + "c420" + "aa" * 32 + "a177",
@@ -507,6 +513,8 @@ UNSOUND: dict[str, Record] = {
     "many parameters": _plan(parameters=tuple((f"p{n}", n) for n in range(257))),
     "a short bitmap": Coverage(A, (TensorCoverage("w", 9, b"\0", ()),)),
     "a long bitmap": Coverage(A, (TensorCoverage("w", 9, b"\0\0", (bytes(3),)),)),
+    "a count of another tensor": Coverage(A, (), (("w", 1),)),
+    "a count of nothing": Coverage(A, (TensorCoverage("w", 1, b"\0", ()),), (("w", 0),)),
     "a spare bit": Coverage(A, (TensorCoverage("w", 9, b"\0\2", ()),)),
     "an unknown algorithm": Signature(A, "rsa", B, C * 2, None, 5),
     "a short key": Signature(A, "ed25519", B[:31], C * 2, None, 5),

@@ -553,13 +553,21 @@ def test_patterns_leave_tensors(store: Store, tmp_path: Path) -> None:
 def test_what_overflows_is_counted(
     store: Store, tmp_path: Path, dtype: str, values: list[float], count: int, told: str
 ) -> None:
-    """A note says how many elements the type could not hold, what they became, and where."""
+    """A warning says how many elements the type could not hold, what they became, and where; if
+    they became infinite, nothing is published unless that is allowed.
+    """
     tensors = {"fits": np.ones(3), "large": np.array([1.0, *values])}
     store.add(save(tmp_path / "m", tensors), name="m")
-    report = store.cast("m", dtype=dtype)
-    (note,) = report.notes
-    assert told in note
-    assert note.endswith(f": large {count}")
+    if "infinite" in told:
+        with pytest.raises(Incompatible, match=told) as refused:
+            store.cast("m", dtype=dtype, name="out")
+        assert refused.value.hint == "allow_nonfinite=True publishes it as it is"
+        assert "out" not in store
+    report = store.cast("m", dtype=dtype, allow_nonfinite="infinite" in told)
+    (warning,) = report.warnings
+    assert told in warning
+    assert warning.endswith(f": large {count}")
+    assert report.notes == ()
     assert report.overflowed == count
 
 
@@ -576,9 +584,12 @@ def test_a_product_that_overflows_is_counted(
         "a.weight_scale": np.array([1e37], np.float32),
     }
     store.add(save(tmp_path / "m", tensors), name="m")
-    report = store.cast("m", dtype=dtype, name="out")
+    if became == "infinite":
+        with pytest.raises(Incompatible, match=r"became infinite: a\.weight 2"):
+            store.cast("m", dtype=dtype, name="out")
+    report = store.cast("m", dtype=dtype, name="out", allow_nonfinite=became == "infinite")
     told = f"2 products are too large for float32 and became {became}: a.weight 2"
-    assert report.notes == (told,)
+    assert report.warnings == (told,)
     assert report.overflowed == 2
     found = store["out"].tensor("a.weight").astype(np.float64)
     assert found.tolist() == [[0, value, -value]]
@@ -590,7 +601,7 @@ def test_an_infinite_weight_is_no_overflow(store: Store, tmp_path: Path) -> None
     scale = np.array([[0.0], [3e38]], dtype=np.float32)
     path = save(tmp_path / "m", {"a.weight": weight, "a.weight_scale": scale}, {})
     store.add(path, name="m")
-    report = store.cast("m", dtype="float32", name="out")
+    report = store.cast("m", dtype="float32", name="out", allow_nonfinite=True)
     assert report.overflowed == 1
     found = stored(store, "out")["a.weight"]
     assert np.isnan(found[0]).all()
@@ -914,10 +925,14 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     mstore.succeed("add", save(tmp_path / "base", base), "--name", "base")
     merge = ("plan", "--base", "base", "--expert", "f8", "--method", "linear")
     assert "cast f8 --dtype bfloat16 multiplies its weights by their scales" in mstore(*merge).err
-    told = mstore.succeed("cast", "f8", "--dtype", "float16").out
+    cast = ("cast", "f8", "--dtype", "float16", "--allow-nonfinite")
+    refused = mstore(*cast[:-1]).err
+    assert "24 elements are too large for float16 and became infinite: a.weight 24" in refused
+    assert "hint: --allow-nonfinite publishes it as it is" in refused
+    told = mstore.succeed(*cast).out
     assert "cast to cast/f8-float16" in told
     assert "1 tensors, 1 with scales" in told
-    assert "note: 24 elements are too large for float16 and became infinite: a.weight 24" in told
-    document = mstore.succeed("cast", "f8", "--dtype", "float16", "--json").document
+    assert "warning: 24 elements are too large for float16 and became infinite: a.weight 24" in told
+    document = mstore.succeed(*cast, "--json").document
     assert (document["new_snapshot"], document["overflowed"]) == (False, 24)
-    assert "nothing new: " in mstore.succeed("cast", "f8", "--dtype", "float16").out
+    assert "nothing new: " in mstore.succeed(*cast).out

@@ -23,9 +23,9 @@ MODULES = {
     ),
     "mstore.checkpoint": "dtypes paths",
     "mstore.fs": "disks files locks maps rights roots trees",
-    "mstore.objects": "canonical limits manifest plan snapshot tensor virtual",
+    "mstore.objects": "canonical coverage limits manifest plan snapshot tensor virtual",
     "mstore.store": (
-        "backup_row catalog config contents damage generation layout leases mirror overflow "
+        "backup_row catalog config contents damage generation layout leases mirror not_finite "
         "pin_rows plan_rows pruned_rows record_cache refs revisions signature_report "
         "snapshot_rows stored_lengths unseen"
     ),

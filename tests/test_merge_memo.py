@@ -281,7 +281,7 @@ def test_a_row_that_lies_is_found_out(place: Place) -> None:
     place.merge(plan, "one")
     row = Remembered.decode(place.store._memo.outputs([key])[0] or b"")
     assert row is not None
-    lie = Remembered((BlockId(bytes(32)),), row.taken)
+    lie = Remembered((BlockId(bytes(32)),), row.taken, row.not_finite)
     place.store._memo.put_outputs([(key, lie.encode())])
     with pytest.raises(Corrupt, match="differs from the memo table"):
         place.store.merge(plan, name="two")
@@ -363,7 +363,11 @@ def test_a_failed_merge_teaches_nothing(place: Place, monkeypatch: pytest.Monkey
 def test_rows_read_as_they_were_written() -> None:
     """A row decodes to what was encoded, and bytes that are no row decode to None."""
     ids = tuple(BlockId(bytes([n]) * 32) for n in range(3))
-    for row in (Remembered(ids, ()), Remembered(ids, tuple(range(9))), Remembered(ids[:1], (5,))):
+    for row in (
+        Remembered(ids, (), 0),
+        Remembered(ids, tuple(range(9)), 7),
+        Remembered(ids[:1], (5,), (1 << 32) - 1),
+    ):
         assert Remembered.decode(row.encode()) == row
         assert Remembered.decode(row.encode()[:-1]) != row
     for bad in (b"", b"\0", b"\0\0", b"\xff\xff", bytes(31) + b"\0\0", bytes(40)):

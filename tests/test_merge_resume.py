@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import families
 import numpy as np
@@ -16,6 +17,7 @@ from families import BLOCK, Family
 
 from mstore import MergeRequest
 from mstore.api import Store
+from mstore.errors import Incompatible
 from mstore.merge.running import resume
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.objects.plan import Plan
@@ -130,6 +132,28 @@ def test_a_merge_goes_on_where_it_was_interrupted(how: str, method: str, store: 
     assert list((store.path / "tmp").iterdir()) == []
     assert store.fsck(read_data=True).problems == ()
     assert merge(store, plan, "later").outcome.resumed_expert_bytes == 0
+
+
+def test_elements_that_are_not_finite_are_known_of_what_was_finished(
+    store: Store, tmp_path: Path
+) -> None:
+    """A merge that goes on counts those of chunks that it takes over, and refuses them alike."""
+    read = families.read_checkpoint(tmp_path / "e1")
+    sick = {name: tensor.copy() for name, tensor in read.items()}
+    for name in ("a", "c"):
+        sick[name][:3] = np.nan
+    families.write_checkpoint(tmp_path / "sick", sick)
+    store.add(tmp_path / "sick", name="e1", base="base")
+    plan = plan_of(store)
+    assert len(interrupt(store, plan, "SIGKILL")) >= 2
+    catalog = store._catalog
+    sources = sources_of(catalog, plan.id(), plan)
+    given: dict[str, Any] = {"message": "", "threads": 1, "slice_bytes": SMALL}
+    merged = run_merge(catalog, plan, sources, name="m", allow_nonfinite=True, **given)
+    assert merged.outcome.resumed_expert_bytes > 0
+    assert [(one.tensor, one.elements) for one in merged.not_finite] == [("a", 3), ("c", 3)]
+    with pytest.raises(Incompatible, match="6 of"):
+        run_merge(catalog, plan, sources, name="other", **given)
 
 
 def test_an_add_leaves_them_and_a_merge_takes_them(store: Store, tmp_path: Path) -> None:

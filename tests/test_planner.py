@@ -615,13 +615,15 @@ def test_one_planner_cuts_any_budget() -> None:
 
 
 def test_notes_say_the_cause() -> None:
-    """Statistics that are missing or not finite are named with what was done about it."""
+    """Statistics that are missing are named with what was done about it, and tensors of the base
+    that are not finite.
+    """
     bad = survey(tensor("t", expert([1, math.nan], [10, 10])))
     bad = structs.replace(
         bad,
         missing=tuple((f"e0: t{k}", "no statistics") for k in range(5)),
-        unreliable=("e0: t",),
+        base_not_finite=("t",),
     )
     notes = select(bad, budget=10).notes
     assert "no statistics, chosen by whole tensors: e0: t0, e0: t1, e0: t2 and 2 more" in notes
-    assert any("infinite or NaN" in note and note.endswith(": e0: t") for note in notes)
+    assert any("infinite or NaN" in note and note.endswith(": t") for note in notes)

@@ -20,6 +20,7 @@ from small_models import BLOCK
 from mstore import MergeRequest, Store, TokenRow, Vocabulary
 from mstore.errors import BadRequest, Incompatible, NotFound
 from mstore.vocabulary import tokenizer as tokenizers
+from mstore.vocabulary.rows import MEAN, MISSING, Places, gathered
 
 WIDTH = 24
 Rows = npt.NDArray[Any]
@@ -478,3 +479,18 @@ def test_unigram_vocabularies_are_lists() -> None:
     both = tokenizers.union(one, [other])
     assert both.ids == {"a": 0, "b": 1, "c": 2}
     assert json.loads(both.encode())["model"] == json.loads(raw)["model"]
+
+
+def test_rows_that_another_type_cannot_hold_are_refused() -> None:
+    """A finite row of a model in bfloat16 never becomes infinite in one in float16."""
+    dtype = np.dtype(np.float16)
+    large = np.array([[1.0, 7e4]], dtype=ml_dtypes.bfloat16)
+    given = [np.array([MISSING]), np.array([0])]
+    own = np.zeros((0, 2), dtype=np.float16)
+    for member in (1, MEAN):
+        places = Places(np.array([member]), np.array([0]))
+        with pytest.raises(Incompatible, match="too large for float16"):
+            gathered(places, slice(0, 1), [own, large], given, dtype, None)
+    odd = np.array([[1.0, np.inf]], dtype=ml_dtypes.bfloat16)
+    places = Places(np.array([1]), np.array([0]))
+    assert np.isinf(gathered(places, slice(0, 1), [own, odd], given, dtype, None)).any()

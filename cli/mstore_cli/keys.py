@@ -55,7 +55,7 @@ OBJECTS: dict[str, type] = {
     "parameter": reports.ParameterReport,
     "plan": reports.PlanReport,
     "merge warning": reports.MergeWarning,
-    "tensor overflow": reports.TensorOverflow,
+    "tensor not finite": reports.NotFiniteTensor,
     "sweep point": reports.SweepPoint,
     "tensor explanation": reports.TensorExplanation,
     "layer explanation": reports.LayerExplanation,

@@ -71,6 +71,14 @@ def _parse_error(text: str) -> float:
         ) from None
 
 
+AllowNonfinite = Annotated[
+    bool,
+    Option(
+        "--allow-nonfinite",
+        help="Also publish a result with elements that are infinite or NaN, and are finite in the "
+        "input.",
+    ),
+]
 _BASE = Option(
     "--base",
     metavar="REF",
@@ -407,6 +415,7 @@ class Wanted:
         *,
         step: int = 0,
         earlier: Mapping[str, str] = MappingProxyType({}),
+        allow_nonfinite: bool = False,
     ) -> MergeRequest:
         """Return the request: `limits` with what to merge.
 
@@ -422,7 +431,10 @@ class Wanted:
 
             with directories_told(limits):
                 return aligned(session, store, limits, Vocabulary(source=self.vocab))
-        found = request_of_recipe(session, store, self._text(self.recipe), step, earlier)
+        found = request_of_recipe(
+            *(session, store, self._text(self.recipe), step, earlier),
+            allow_nonfinite=allow_nonfinite,
+        )
         return dataclasses.replace(
             limits,
             base=found.base,

@@ -94,6 +94,8 @@ def request_of_recipe(
     recipe: RecipeText,
     document: int,
     earlier: Mapping[str, str],
+    *,
+    allow_nonfinite: bool,
 ) -> MergeRequest:
     """Return the request of one recipe of a file.
 
@@ -118,6 +120,7 @@ def request_of_recipe(
             models=revisions,
             document=document,
             strict=recipe.strict,
+            allow_nonfinite=allow_nonfinite,
             progress=tick,
         )
     notes([f"stored {one.ref}: {one.name}" for one in made if one.new_snapshot])

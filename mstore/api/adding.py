@@ -280,6 +280,7 @@ class Adding(OpenStore):
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
         message: str = "",
+        allow_nonfinite: bool = False,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> CastReport:
@@ -296,13 +297,15 @@ class Adding(OpenStore):
         name: the ref; None means `cast/MODEL-DTYPE`.
         only, skip: patterns of tensor names; tensors that they leave out stay as they are.
         message: the reason, in words.
+        allow_nonfinite: also publish a model in which elements became infinite.
         threads: the most threads to use; None means one per processor.
 
         Elements that are too large become infinite, in float8_e4m3fn 448, as in torch; the report
         counts them.
 
         Raises NotFound, BadRequest (a dtype, a virtual merge, no such pattern), Incompatible
-        (scales that are missing or of another form, another quantization), BadName, Conflict,
+        (scales that are missing or of another form, another quantization, elements that became
+        infinite), BadName, Conflict,
         Corrupt, StorageFailed; then nothing is published.
         """
         from mstore.casting.cast import cast
@@ -320,6 +323,7 @@ class Adding(OpenStore):
                 only=tuple(only),
                 skip=tuple(skip),
                 message=message,
+                allow_nonfinite=allow_nonfinite,
                 threads=thread_count(threads),
                 progress=progress,
             )

@@ -137,6 +137,7 @@ class Merging(OpenStore):
         models: Mapping[str, str] | None = None,
         document: int | None = None,
         strict: bool = False,
+        allow_nonfinite: bool = False,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> tuple[PreparedModel, ...]:
@@ -146,6 +147,7 @@ class Merging(OpenStore):
         of its own, on a branch below `prepared/`: stacks of layers, where slices with other layers
         are merged or scaled (headers are all that is stored), and models with an adapter
         applied, where that adapter is not one of the base.  What is there already stays.
+        allow_nonfinite: as for `merge`.
 
         Raises what `read_recipe`, `plan` and `merge` raise.
         """
@@ -161,6 +163,7 @@ class Merging(OpenStore):
                 plan,
                 name=one.ref,
                 message=one.name,
+                allow_nonfinite=allow_nonfinite,
                 threads=threads,
                 progress=progress,
             )
@@ -238,7 +241,8 @@ class Merging(OpenStore):
         """Report whether base and experts of a request can be merged, and what is risky about it.
 
         Compares names, shapes, element types, architectures and settings in configs, vocabularies,
-        tokenizers, chat templates, and the licences that model cards state.  Reads no weights.
+        tokenizers, chat templates, and the licences that model cards state.  Reads no weights, but
+        warns of infinite or NaN elements that statistics know of.
 
         Raises BadRequest, NotFound, Incompatible (a tokenizer.json that is none), Corrupt.
         """
@@ -246,7 +250,7 @@ class Merging(OpenStore):
 
         resolved = self._resolved(request)
         with damage.placed(self._catalog, _inputs(resolved)):
-            return check_merge(self._catalog, resolved)
+            return check_merge(self._catalog, self._statistics, resolved)
 
     def recipe(self, revision: Revision) -> str:
         """Return the recipe of a merged snapshot, in mergekit's YAML, from its plan.
@@ -412,6 +416,7 @@ class Merging(OpenStore):
         message: str = "",
         virtual: bool = False,
         allow_noop: bool = False,
+        allow_nonfinite: bool = False,
         threads: int | None = None,
         memo: bool = True,
         memory: int | None = None,
@@ -427,6 +432,8 @@ class Merging(OpenStore):
         computes all of them.
         allow_noop: also run a plan, named by its id, that reads nothing or whose result is the
         base; a plan that `plan` returned was already allowed there.
+        allow_nonfinite: also publish a result with elements that are infinite or NaN, and are
+        finite in the base.  Of a virtual merge nobody knows yet: `materialize` asks.
         threads: the most threads to use; None means one per processor, or one per slice with an
         executor.  The result is the same for any number.
         memo: reuse outputs of earlier merges from the memo table, and add to it.
@@ -437,12 +444,10 @@ class Merging(OpenStore):
         index.  `threads` and `memory` then hold for each slice: a worker that computes several at
         a time may take as much for each.
 
-        Raises NotFound, BadRequest, BadName, Conflict (the ref moved meanwhile), Corrupt,
-        BudgetExceeded (a read outside the plan), Interrupted (the executor lost a slice),
-        StorageFailed.
+        Raises NotFound, BadRequest, BadName, Incompatible (elements that are not finite), Conflict
+        (the ref moved meanwhile), Corrupt, BudgetExceeded (a read outside the plan), Interrupted
+        (the executor lost a slice), StorageFailed.
         """
-        from msgspec import structs
-
         from mstore.merge.planning.costs import Costs, told_costs
         from mstore.merge.planning.noop import require_effect
         from mstore.merge.planning.report import PlanReport, plan_report
@@ -498,6 +503,7 @@ class Merging(OpenStore):
             sources,
             name=name,
             message=message,
+            allow_nonfinite=allow_nonfinite,
             threads=1 if executor is not None and threads is None else thread_count(threads),
             progress=progress,
             memo=self._memo if memo else None,
@@ -506,11 +512,14 @@ class Merging(OpenStore):
             policy=policy,
             ready=self._taken(id),
         )
-        sources = structs.replace(sources, overflow=merged.overflow)
         outcome = merged.outcome
         base, made = (self._catalog.manifest(one) for one in (record.base_id(), merged.manifest))
         equal = ("every tensor of the result equals the base's",)
-        planned = plan_report(record, id, sources, outcome.costs, warnings=licences)
+        planned = plan_report(
+            *(record, id, sources, outcome.costs),
+            not_finite=merged.not_finite,
+            warnings=licences,
+        )
         if made.tensors() == base.tensors():
             planned = replace(planned, notes=planned.notes + equal)
         if codec == "raw":
@@ -552,6 +561,7 @@ class Merging(OpenStore):
         name: str,
         *,
         message: str = "",
+        allow_nonfinite: bool = False,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> MaterializeReport:
@@ -560,7 +570,10 @@ class Merging(OpenStore):
         The content equals that of an ordinary merge of the same plan.  The message stays unless a
         new one is given.
 
-        Raises NotFound, BadRequest (not a branch), Conflict (a tag, or it moved).
+        allow_nonfinite: as for `merge`.
+
+        Raises NotFound, BadRequest (not a branch), Incompatible (elements that are not finite),
+        Conflict (a tag, or it moved).
         """
         from mstore.merge.virtual.deferred import materialize
 
@@ -569,6 +582,7 @@ class Merging(OpenStore):
             self._memo,
             name,
             message=message,
+            allow_nonfinite=allow_nonfinite,
             threads=thread_count(threads),
             progress=progress,
         )

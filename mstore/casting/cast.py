@@ -28,7 +28,7 @@ from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import chosen, require_matches
 from mstore.objects.snapshot import BASE, EXPERT, Parent
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option
+from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
@@ -41,6 +41,9 @@ BRANCHES: Final = "cast"
 
 STATED_ELSEWHERE: Final = "hf_quant_config.json"
 """A file in which ModelOpt states a quantization."""
+
+SATURATING: Final = frozenset({"F8_E4M3"})
+"""Types without infinities: what is too large becomes the largest element."""
 
 _NAMED: Final = 3
 
@@ -67,8 +70,10 @@ class CastReport:
     """scales and what goes with them, which the model has no more"""
     overflowed: int
     """elements that were too large for the type, or for float32 when multiplied by their scales"""
+    warnings: tuple[str, ...]
+    """what the type could not hold, as text"""
     notes: tuple[str, ...]
-    """what the type could not hold, and what changed beside tensors, as text"""
+    """what changed beside tensors, as text"""
     plain_bytes: int
     """size of the model"""
     bytes_written: int
@@ -86,15 +91,18 @@ def cast(
     only: Sequence[str],
     skip: Sequence[str],
     message: str,
+    allow_nonfinite: bool,
     threads: int,
     progress: ProgressCallback | None = None,
 ) -> CastReport:
     """Store the model with another element type under a ref.
 
-    dtype: of `CASTS`. name: None for one below `cast/`.
+    dtype: of `CASTS`. name: None for one below `cast/`. allow_nonfinite: also publish a model in
+    which elements became infinite.
 
     Raises BadRequest (patterns), Incompatible (scales that are missing or of another form, types
-    that cannot be cast), BadName, Conflict, Corrupt, StorageFailed; then nothing is published.
+    that cannot be cast, elements that became infinite), BadName, Conflict, Corrupt, StorageFailed;
+    then nothing is published.
     """
     began = time.monotonic()
     told = CASTS[dtype]
@@ -107,6 +115,13 @@ def cast(
             caster = Caster(catalog, transaction, dtype, pool)
             run = _Run(catalog, transaction, caster, plan, 2 * threads, progress)
             made = run.manifest()
+        warnings = tuple(_overflow(run.overflowed, run.products, dtype))
+        if warnings and dtype not in SATURATING and not allow_nonfinite:
+            raise Incompatible(
+                "; ".join(warnings),
+                where=model[0],
+                hint=phrase("{allow} publishes it as it is", allow=Option("allow_nonfinite", True)),
+            )
         snapshot, record, move = derived(
             catalog,
             transaction,
@@ -133,7 +148,8 @@ def cast(
         shared=plan.shared,
         scales_dropped=plan.dropped,
         overflowed=sum(run.overflowed.values()) + sum(run.products.values()),
-        notes=(*_idle(plan, told), *_overflow(run.overflowed, run.products, dtype), *run.notes),
+        warnings=warnings,
+        notes=(*_idle(plan, told), *run.notes),
         plain_bytes=made.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
@@ -157,9 +173,7 @@ def _overflow(
     overflowed: Mapping[str, int], products: Mapping[str, int], dtype: str
 ) -> Iterator[str]:
     """Yield what became of elements that were too large, and of products with scales."""
-    became = "infinite"
-    if dtype == "F8_E4M3":
-        became = "448 or -448, the largest there is"
+    became = "448 or -448, the largest there is" if dtype in SATURATING else "infinite"
     if overflowed:
         yield _too_large("element", f"{CASTS[dtype]} and became {became}", overflowed)
     if products:

@@ -1,4 +1,4 @@
-"""The coverage record: per output block, which experts contributed."""
+"""The coverage record: which experts contributed to which block, and what is not finite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.ids import CoverageId
-from mstore.objects.canonical import Count, IdBytes, Record
+from mstore.objects.canonical import Count, IdBytes, Record, encode_struct
 from mstore.objects.limits import RecordLimits, too_long, too_many
 
 
@@ -35,13 +35,24 @@ class TensorCoverage(
 
 
 class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
-    """The outcome of one plan; tensors as in the plan, all others are the base's own."""
+    """The outcome of one plan; tensors as in the plan, all others are the base's own.
+
+    not_finite: tensors with elements that are infinite or NaN, and are finite in the base, and how
+    many, in the order of `tensors`.
+    """
 
     kind: ClassVar[Kind] = Kind.COVERAGE
     id_type: ClassVar[type[CoverageId]] = CoverageId
 
     plan: IdBytes
     tensors: tuple[TensorCoverage, ...]
+    not_finite: tuple[tuple[str, Count], ...] = ()
+
+    def encode(self) -> bytes:
+        """Return the canonical bytes; without elements that are not finite they have no list."""
+        if self.not_finite:
+            return super().encode()
+        return encode_struct(_Finite(self.plan, self.tensors))
 
     def id(self) -> CoverageId:
         return CoverageId.of(self.encode())
@@ -49,10 +60,21 @@ class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
     def problem(self, limits: RecordLimits) -> str | None:
         if len({len(tensor.contributed) for tensor in self.tensors}) > 1:
             return "tensors with different numbers of experts"
+        odd = dict(self.not_finite)
+        named = tuple((t.name, odd[t.name]) for t in self.tensors if odd.get(t.name))
+        if named != self.not_finite:
+            return "counts of elements that are not finite, and not of its tensors"
         problems = (tensor.problem(limits) for tensor in self.tensors)
         return too_many("tensors", len(self.tensors), limits.tensors) or next(
             filter(None, problems), None
         )
+
+
+class _Finite(msgspec.Struct, frozen=True, array_like=True, tag="coverage/1"):
+    """A record without elements that are not finite."""
+
+    plan: bytes
+    tensors: tuple[TensorCoverage, ...]
 
 
 def bitmap(flags: list[bool]) -> bytes:

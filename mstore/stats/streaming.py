@@ -164,6 +164,11 @@ class PairMeasure:
         """Sum of squares of the base tensor."""
         return math.fsum(self._rows["base_squares"].tolist())
 
+    def is_finite(self) -> bool:
+        """Return whether every difference is; unknown, and so true, where the base is not."""
+        known = math.isfinite(self.base_squares())
+        return not known or bool(np.isfinite(self._rows["max_abs"]).all())
+
     def finish(self, base: TensorId, expert: TensorId) -> MeasuredPair:
         """Return the finished statistics; every chunk must have been added."""
         assert not self._left, "a chunk of this tensor was not taken"

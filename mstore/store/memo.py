@@ -1,6 +1,7 @@
 """The memo table at rest: outputs of earlier merges, for reuse.
 
-    outputs      memo key (32 bytes)     -> BlockIds of a chunk's output, the ties it took, check
+    outputs      memo key (32 bytes)     -> BlockIds of a chunk's output, the ties it took, the
+                                            elements of it that are not finite, check
     requests     request key (32 bytes)  -> PlanId, check
 
 Has its own LMDB environment, because all of it can be discarded: a row that is missing, or does not
@@ -26,7 +27,7 @@ from mstore.ids import ID_BYTES, PlanId
 
 DATABASES = ("outputs", "requests")
 _BATCH = 4096
-_TIES = struct.Struct("<H")
+_END = struct.Struct("<IH")
 OUTPUTS, REQUESTS = DATABASES
 
 
@@ -199,9 +200,9 @@ def _dead_outputs(
 
 def _blocks(value: bytes | None) -> list[bytes]:
     """Return the blocks that a row of `outputs` names; none for an invalid row."""
-    if value is None or len(value) < _TIES.size:
+    if value is None or len(value) < _END.size:
         return []
-    end = len(value) - _TIES.size - 4 * _TIES.unpack_from(value, len(value) - _TIES.size)[0]
+    end = len(value) - _END.size - 4 * _END.unpack_from(value, len(value) - _END.size)[1]
     if end <= 0 or end % ID_BYTES:
         return []
     return [value[at : at + ID_BYTES] for at in range(0, end, ID_BYTES)]

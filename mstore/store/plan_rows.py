@@ -1,6 +1,6 @@
 """Rows that name the inputs of plans: the table `plans`.
 
-    plans    PlanId -> [[base snapshot, name], [[expert snapshot, name], ...], change?, overflow?]
+    plans    PlanId -> [[base snapshot, name], [[expert snapshot, name], ...], change?, risks?]
 
 The only module that knows these bytes.  The row of a plan may be missing (a rebuilt index, an
 imported plan).
@@ -34,35 +34,29 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
         return SnapshotId(self.snapshot)
 
 
-class Overflow(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of a plan's output whose type cannot hold all results.
+class Risk(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of a plan's output that may get elements that are infinite or NaN.
 
-    elements: how many became infinite; None if it is only known that some may. of: the number of
-    elements.
+    of: its number of elements. experts: the numbers, from 0, of experts whose differences from the
+    base are not finite; none: the output's type may not hold all results.
     """
 
     tensor: str
-    elements: int | None
     of: int
+    experts: tuple[int, ...]
 
 
 class Sources(msgspec.Struct, frozen=True, array_like=True):
     """The inputs of a plan, experts in plan order.
 
     change: the planner's estimate of what the full merge changes, ||full - base|| / ||base||; None
-    if unknown, and in rows of earlier versions. overflow: what became infinite when the plan was
-    run, otherwise what may, worst first; None if not checked.
+    if unknown, and in rows of earlier versions. risks: worst first.
     """
 
     base: Source
     experts: tuple[Source, ...]
     change: float | None = None
-    overflow: tuple[Overflow, ...] | None = None
-
-    @property
-    def has_counts(self) -> bool:
-        """Whether the plan was run, so that `overflow` holds actual counts."""
-        return self.overflow is not None and all(one.elements is not None for one in self.overflow)
+    risks: tuple[Risk, ...] = ()
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode
@@ -93,7 +87,7 @@ def get(index: Index, transaction: IndexTransaction, id: PlanId) -> Sources | No
 def put(index: Index, transaction: IndexTransaction, id: PlanId, sources: Sources) -> None:
     """Write the row of a plan."""
     told = (sources.base, sources.experts, sources.change)
-    value = _encode(told if sources.overflow is None else (*told, sources.overflow))
+    value = _encode((*told, sources.risks) if sources.risks else told)
     index.put(transaction, _PLANS, id, value)
 
 

@@ -176,7 +176,12 @@ class Embeddings:
         dtype = array_dtype(record.dtype)
         pieces = self._pieces(places, sources, self._given(name), dtype, _width(record))
         shape = (len(places.row), *record.shape[1:])
-        return transaction.put_tensor(record.dtype, shape, self._told(pieces), f"{number}/{name}")
+        file = f"{number}/{name}"
+        try:
+            return transaction.put_tensor(record.dtype, shape, self._told(pieces), file)
+        except Incompatible as error:
+            error.locate(f"{self._members[number].name}: {name}")
+            raise
 
     def _told(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         for piece in pieces:

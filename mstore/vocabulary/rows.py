@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from mstore.errors import Incompatible
 from mstore.frozen import frozen
 
 Numbers = npt.NDArray[np.int64]
@@ -114,6 +115,8 @@ def gathered(
 
     tensors: of each member, [rows, row length], None if it is not needed.  Means are sums in the
     order of members, in float32, over their number, rounded once.
+
+    Raises Incompatible if an element is finite and `dtype` cannot hold it.
     """
     member, row = places.member[span], places.row[span]
     width = next(one.shape[1] for one in tensors if one is not None)
@@ -123,13 +126,21 @@ def gathered(
         if number >= 0:
             source = tensors[number]
             assert source is not None
-            out[at] = source[row[at]].astype(dtype)
+            out[at] = _rounded(source[row[at]], dtype)
         elif number == PADDING:
             assert padding is not None
             out[at] = padding.astype(dtype)
         elif number == MEAN:
-            out[at] = _mean(at + (span.start or 0), tensors, given, width).astype(dtype)
+            out[at] = _rounded(_mean(at + (span.start or 0), tensors, given, width), dtype)
     return out
+
+
+def _rounded(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    with np.errstate(over="ignore"):
+        found = values.astype(dtype)
+    if found.dtype != values.dtype and (np.isfinite(values) & ~np.isfinite(found)).any():
+        raise Incompatible(f"rows of another model have elements that are too large for {dtype}")
+    return found
 
 
 def _mean(

@@ -92,11 +92,11 @@ def _draw(screen: Screen, report: BlameReport, by: By) -> None:
     # With a single tensor, the total repeats it.
     if len(report.tensors) != 1 or by is By.EXPERT:
         whole = _rows(report.experts, report.base_share)
-        groups.append(Group("all", f"norm {report.norm:.3g}", whole))
+        groups.append(Group("all", _note(report), whole))
     draw_groups(screen, "" if by is By.EXPERT else by.name, COLUMNS, groups)
 
 
-def _note(one: TensorBlame | LayerBlame) -> str:
+def _note(one: TensorBlame | LayerBlame | BlameReport) -> str:
     odd = f", {one.not_finite} not finite" if one.not_finite else ""
     return f"norm {one.norm:.3g}, {one.changed} of {one.elements} elements changed{odd}"
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from mstore_cli.command import command
 from mstore_cli.declared import Option
+from mstore_cli.merging import AllowNonfinite
 from mstore_cli.options import Message, Revision, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session, replaced
@@ -45,6 +46,7 @@ def cast(
         list[str] | None,
         Option("--skip", metavar="PATTERN", help="Leave tensors whose names match. Repeatable."),
     ] = None,
+    allow_nonfinite: AllowNonfinite = False,
     message: Message = "",
     threads: Threads = None,
 ) -> None:
@@ -64,6 +66,7 @@ def cast(
             only=tuple(only or ()),
             skip=tuple(skip or ()),
             message=message,
+            allow_nonfinite=allow_nonfinite,
             threads=threads,
             progress=tick,
         )
@@ -87,7 +90,10 @@ def cast(
                 ("time", format_seconds(report.seconds)),
             ]
         )
+        for text in report.warnings:
+            screen.line(f"warning: {text}", style="yellow")
         for note in report.notes:
             screen.line(f"note: {screen.typed(note)}")
 
     session.output.emit(report, ids=[report.snapshot], human=human)
+    session.warn_if_quiet(report.warnings)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mstore import Store
     from mstore.reports import DiffReport, DirectoryDiffReport, FileDiff, TensorDiff
 
+SHOWN = 3
 FILE_COLUMNS = (
     Column("FILE"),
     Column("STATUS"),
@@ -119,6 +120,11 @@ def diff(
 
     def human(screen: Screen) -> None:
         _draw(screen, report, blocks=blocks)
+        odd = [one.name for one in report.tensors if one.not_finite]
+        if odd:
+            more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+            screen.line()
+            screen.line(f"note: infinite or NaN elements in {', '.join(odd[:SHOWN])}{more}")
         if any(one.relative_l2_bounds is not None for one in report.tensors):
             screen.line()
             again = shlex.join(["mstore", "diff", a, b, "--values"])

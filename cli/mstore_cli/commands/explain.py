@@ -210,6 +210,8 @@ def _fate(one: TensorExplanation, plan: PlanReport) -> str:
         own = f", by {' '.join((one.method or '', *values))}"
     if one.sources:
         own += f", made of {', '.join(dict.fromkeys(one.sources))}"
+    if one.not_finite:
+        own += f", {_count(one.not_finite, 'element')} infinite or NaN"
     return f"{_count(one.blocks_total, 'block')}, {one.blocks_reused} the base's own{tied}{own}"
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from mstore_cli.command import command
 from mstore_cli.declared import Argument
+from mstore_cli.merging import AllowNonfinite
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -27,6 +28,7 @@ def materialize(
             completes="refs",
         ),
     ],
+    allow_nonfinite: AllowNonfinite = False,
     message: Message = "",
     threads: Threads = None,
 ) -> None:
@@ -35,9 +37,19 @@ def materialize(
     The branch moves to the result. The content equals that of a merge without --virtual. If the
     branch already holds stored bytes, nothing changes.
     """
+    from mstore.merge.planning.warnings import told_counts
+
     with session.open() as store, session.progress() as tick:
-        report = store.materialize(branch, message=message, threads=threads, progress=tick)
+        report = store.materialize(
+            branch,
+            message=message,
+            allow_nonfinite=allow_nonfinite,
+            threads=threads,
+            progress=tick,
+        )
         session.settled()
+
+    odd = [told_counts(report.not_finite)] if report.not_finite else []
 
     def human(screen: Screen) -> None:
         if not report.new_snapshot:
@@ -55,5 +67,8 @@ def materialize(
                 ("time", format_seconds(report.seconds)),
             ]
         )
+        for text in odd:
+            screen.line(f"warning: {text}", style="yellow")
 
     session.output.emit(report, ids=[report.snapshot], human=human)
+    session.warn_if_quiet(odd)

@@ -14,6 +14,7 @@ from mstore_cli.merging import (
     RECIPE_HINT,
     RECIPES,
     AllowMissing,
+    AllowNonfinite,
     AllowNoop,
     Budget,
     Dtype,
@@ -101,6 +102,7 @@ def merge(
     top_p: TopP = None,
     vocab: Vocab = None,
     allow_noop: AllowNoop = False,
+    allow_nonfinite: AllowNonfinite = False,
     virtual: Annotated[
         bool,
         Option(
@@ -172,13 +174,19 @@ def merge(
             steps = wanted.steps()
             earlier: dict[str, str] = {}
             for number, step in enumerate(steps[:-1]):
-                own = wanted.request(session, store, request, step=number, earlier=earlier)
+                own = wanted.request(
+                    *(session, store, request),
+                    step=number,
+                    earlier=earlier,
+                    allow_nonfinite=allow_nonfinite,
+                )
                 with session.progress() as tick:
                     made = store.plan(own, keep=True, threads=threads, progress=tick)
                     earlier[str(step)] = f"{name}.{step}"
                     store.merge(
                         made,
                         name=earlier[str(step)],
+                        allow_nonfinite=allow_nonfinite,
                         threads=threads,
                         memo=not no_memo,
                         memory=bound,
@@ -187,7 +195,12 @@ def merge(
                     )
                 notes([f"merged {step} as {earlier[str(step)]}"])
             # What it adds has a progress bar of its own.
-            request = wanted.request(session, store, request, step=len(steps) - 1, earlier=earlier)
+            request = wanted.request(
+                *(session, store, request),
+                step=len(steps) - 1,
+                earlier=earlier,
+                allow_nonfinite=allow_nonfinite,
+            )
         planned = None
         with session.progress() as tick:
             if request is not None:
@@ -202,6 +215,7 @@ def merge(
                     message=message,
                     virtual=virtual,
                     allow_noop=allow_noop,
+                    allow_nonfinite=allow_nonfinite,
                     threads=threads,
                     memo=not no_memo,
                     memory=bound,

@@ -41,7 +41,7 @@ def show(session: Session, revision: Revision) -> None:
                 ("size", format_size(report.plain_bytes)),
                 ("pinned", "raw" if report.pinned else None),
                 *((parent.role, _named(parent)) for parent in report.parents),
-                ("overflow", _overflowed(report)),
+                ("not finite", _not_finite(report)),
                 ("signatures", states_of(report.signatures)),
                 ("message", report.message or None),
             ]
@@ -52,19 +52,22 @@ def show(session: Session, revision: Revision) -> None:
     session.output.emit(report, ids=[report.snapshot], human=human)
 
 
-def _overflowed(report: SnapshotReport) -> str | None:
-    """Return what became infinite in the merge, worst first."""
-    if not report.overflow:
+def _not_finite(report: SnapshotReport) -> str | None:
+    """Return which tensors have elements that are infinite or NaN, worst first."""
+    if not report.not_finite:
         return None
-    shown = ", ".join(
-        one.tensor
-        if one.elements is None
-        else f"{one.tensor} {one.elements} of {one.elements_total}"
-        for one in report.overflow[:SHOWN]
-    )
-    more = len(report.overflow) - SHOWN
-    became = "may become" if report.overflow[0].elements is None else "became"
-    return f"{became} infinite: {shown}" + (f" and {more} more" if more > 0 else "")
+    if report.not_finite[0].elements is None:
+        shown = ", ".join(one.tensor for one in report.not_finite[:SHOWN])
+        told = f"some elements may be infinite or NaN: {shown}"
+    else:
+        total = sum(one.elements or 0 for one in report.not_finite)
+        shown = ", ".join(
+            f"{one.tensor} {one.elements} of {one.elements_total}"
+            for one in report.not_finite[:SHOWN]
+        )
+        told = f"{counted(total, 'element')}, infinite or NaN: {shown}"
+    more = len(report.not_finite) - SHOWN
+    return told + (f" and {more} more" if more > 0 else "")
 
 
 def _named(parent: ParentReport) -> str:

@@ -121,6 +121,12 @@ class BlameReport:
     """shares by tensor; tensors equal to the base's only on request"""
     layers: tuple[LayerBlame, ...]
     """the same, summed by layer; a tied tensor counts once"""
+    elements: int
+    """number of elements, over all requested tensors"""
+    changed: int
+    """elements where the merged delta is not 0"""
+    not_finite: int
+    """elements where it is NaN or infinite, counted nowhere else"""
     norm: float
     """norm of the merged delta, over all requested tensors"""
     base_share: float | None
@@ -190,6 +196,9 @@ def blame(
         method=plan.method,
         tensors=tuple(tensors),
         layers=tuple(_layer(layer, counts[layer], sums[layer], who) for layer in order),
+        elements=total.elements,
+        changed=total.sums.changed,
+        not_finite=total.sums.not_finite,
         norm=math.sqrt(total.sums.square),
         base_share=_share(total.sums.base, total.sums),
         experts=_experts(total.sums, who),

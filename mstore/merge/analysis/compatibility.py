@@ -1,11 +1,13 @@
 """Compatibility: whether models can be merged, and what is risky about it, before a byte is read.
 
 Compares what headers, configs, tokenizers and cards say of each expert with what they say of the
-base.  Reads no weights.  An error makes the merge impossible or meaningless, a warning risky.
+base.  Reads no weights, but the statistics that there are.  An error makes the merge impossible or
+meaningless, a warning risky.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, joined, phrase
+from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.tied import own_head, ties, ties_embeddings
 from mstore.vocabulary.members import chat_template, rows_of
@@ -66,7 +69,7 @@ class CompatibilityFinding:
     """the expert, as it was named; None: several models"""
     aspect: str
     """names, shapes, vocabulary, dtypes, architecture, settings, tokenizer, chat template,
-    licences, or adapter"""
+    values, licences, or adapter"""
     severity: str
     """error: the merge is impossible or meaningless; warning: it is risky"""
     text: str
@@ -105,7 +108,7 @@ class _Model:
     licence: str | None
 
 
-def check_merge(catalog: Catalog, request: Request) -> CompatibilityReport:
+def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> CompatibilityReport:
     """Compare the experts of a request with its base; see `Store.check_merge`."""
     began = time.monotonic()
     # Fishers are no models: whether they fit, planning says.
@@ -117,7 +120,8 @@ def check_merge(catalog: Catalog, request: Request) -> CompatibilityReport:
     found = list(_head(base, base.name, base.manifest.tensors(), request))
     for other in others:
         found += sorted(
-            _differences(catalog, base, other, request), key=lambda one: one.severity != ERROR
+            _differences(catalog, statistics, base, other, request),
+            key=lambda one: one.severity != ERROR,
         )
     licences = [one.licence for one in models]
     for who, text in conflicts(licences):
@@ -149,7 +153,7 @@ def _model(catalog: Catalog, one: Input) -> _Model:
 
 
 def _differences(
-    catalog: Catalog, base: _Model, other: _Model, request: Request
+    catalog: Catalog, statistics: StatsStore, base: _Model, other: _Model, request: Request
 ) -> Iterator[CompatibilityFinding]:
     tensors = base.manifest.tensors()
     has_config = other.manifest.file(ADAPTER_CONFIG) is not None
@@ -165,6 +169,7 @@ def _differences(
         return
     yield from _head(base, other.name, own_tensors, request)
     yield from _tensors(catalog, base, other, request)
+    yield from _values(catalog, statistics, base, other, request)
     yield from _configs(base, other)
     yield from _tokenizers(base, other)
     if base.template != other.template:
@@ -288,6 +293,39 @@ def _tensors(
             WARNING,
             f"another type than the base's: {counts}; the result has the base's",
         )
+
+
+def _values(
+    catalog: Catalog, statistics: StatsStore, base: _Model, other: _Model, request: Request
+) -> Iterator[CompatibilityFinding]:
+    """Yield a warning if statistics, as far as there are any, have differences that are not finite.
+
+    A base that is not finite itself says nothing of an expert.
+    """
+    ours, theirs = (one.manifest.tensors() for one in (base, other))
+    names = [
+        name
+        for name in chosen(dict.fromkeys(ours, ()), request.only, request.skip)
+        if theirs.get(name, ours[name]) != ours[name]
+    ]
+    pairs = [(ours[name], theirs[name]) for name in names]
+    squares = statistics.squares_of([one for one, _ in pairs])
+    # Tables of one row have no digest.
+    known = statistics.digests(pairs)
+    alone = [pair for pair, found in zip(pairs, known, strict=True) if found is None]
+    tables = dict(zip(alone, statistics.pairs(alone), strict=True))
+    odd = []
+    for name, pair, whole, digest in zip(names, pairs, squares, known, strict=True):
+        table = tables.get(pair)
+        is_finite = digest.is_finite if digest is not None else True
+        if table is not None:
+            is_finite = table.combined().reliable
+        if not is_finite and whole is not None and math.isfinite(whole):
+            odd.append(name)
+    if odd:
+        told = f"infinite or NaN elements, or differences from the base, in {_told(odd)}"
+        so = "merge refuses a result that has them"
+        yield _finding(other, "values", WARNING, f"{told}; {so}", None)
 
 
 def _records(

@@ -38,6 +38,7 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
+from mstore.store.not_finite import of_merge
 from mstore.store.plan_rows import Sources
 from mstore.store.plans import plan_of, sources_of_merge
 from mstore.store.refs import is_pattern
@@ -105,6 +106,8 @@ class TensorExplanation:
     """blocks in all"""
     blocks_reused: int
     """blocks reused from the base"""
+    not_finite: int
+    """elements that are infinite or NaN, and are finite in the base"""
     experts: tuple[ExpertShare, ...]
     """what each expert contributed"""
 
@@ -216,9 +219,11 @@ class _Explainer:
         coverage = record.coverage_id()
         # A virtual merge has no coverage: its plan is the only source.
         self._coverage: dict[str, TensorCoverage] = {}
+        self._not_finite: dict[str, int] = {}
         if coverage is not None:
-            found = catalog.record(Coverage, coverage).tensors
-            self._coverage = {item.name: item for item in found}
+            found = catalog.record(Coverage, coverage)
+            self._coverage = {item.name: item for item in found.tensors}
+            self._not_finite = dict(found.not_finite)
         self._planned = {item.name: item for item in plan.tensors}
         self._taken = {item.name: item for item in plan.taken}
         self._operations = Operations(plan)
@@ -269,6 +274,7 @@ class _Explainer:
             dtype=content.dtype,
             blocks_total=blocks,
             blocks_reused=reused,
+            not_finite=0 if planned is None else self._not_finite.get(planned.name, 0),
             experts=tuple(shares),
         )
 
@@ -364,7 +370,10 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     layers, experts = explainer.sums(tensors)
     return Explanation(
         snapshot=snapshot,
-        plan=plan_report(plan, plan_id, sources, told_costs(catalog, plan)),
+        plan=plan_report(
+            *(plan, plan_id, sources, told_costs(catalog, plan)),
+            not_finite=of_merge(catalog, record, names),
+        ),
         tensors=tuple(tensors),
         layers=layers,
         experts=experts,

@@ -12,8 +12,9 @@ so
 
 That, over ||base||, is the certified `error_bound`, for any ranking of the units.  It includes what
 float32 arithmetic may add on either side (`bounds.Rounding` has the proof), and does not exist if a
-step of it might overflow.  Methods that elect signs have no such bound; `error_estimate` assumes
-that the sparsified deltas of different experts are orthogonal.
+step of it might overflow, or if the base or a difference from it is infinite or NaN anywhere.
+Methods that elect signs have no such bound; `error_estimate` assumes that the sparsified deltas of
+different experts are orthogonal.
 
 With top_p, chunks are dropped first: those with the smallest error of the kind above, if left out
 whole.  The budget is spent only on the remaining chunks.
@@ -168,7 +169,7 @@ class Planner:
         chosen = np.zeros(len(self._units), dtype=bool)
         chosen[taken] = True
         states = self._apply(chosen)
-        bound, estimate = self._errors(states)
+        bound, estimate = self._told(*self._errors(states))
         left_out = (states == OMITTED) | (states == DROPPED)
         return Selection(
             states=tuple(self._grid.split(self._listed(states))),
@@ -421,6 +422,17 @@ class Planner:
         bound = (math.sqrt(worst) + self._rounding) / norm * (1 + _FLOAT64_ERROR)
         return math.nextafter(bound, math.inf), estimate
 
+    def _told(
+        self, bound: float | None, estimate: float | None
+    ) -> tuple[float | None, float | None]:
+        """Return what a plan tells of these: nothing beside elements that are not finite.
+
+        A sum of NaN is NaN; where signs are elected, a NaN takes no part.
+        """
+        if self._survey.base_not_finite or (self._survey.unreliable and self._is_additive):
+            return None, None
+        return bound, estimate
+
     def _likely(self, left_out: Bools, taken: Bools) -> Floats:
         """Return the mean squared error of leaving these out, per chunk: float64[C]."""
         return self._row(
@@ -506,13 +518,6 @@ class Planner:
             f"no tensor follows the rule for {one}: earlier rules or patterns take all it names"
             for one in survey.idle_rules
         ]
-        elects = any(part.model.operation.is_elected for part in self._parts)
-        signs = " (a NaN has no sign and takes no part)" if elects else ""
-        if survey.unreliable:
-            notes.append(
-                f"infinite or NaN differences{signs}, their blocks are read first, and leave no "
-                "bound: " + few(survey.unreliable, _NAMED)
-            )
         if survey.base_not_finite:
             notes.append(
                 "infinite or NaN elements in the base, so errors have nothing to be relative to: "

@@ -11,11 +11,11 @@ from mstore.ids import PlanId
 from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.stored_texts import few, phrased
-from mstore.merge.planning.warnings import MergeWarning, idle_experts, overflow_warnings
+from mstore.merge.planning.warnings import MergeWarning, idle_experts, not_finite_warnings
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 from mstore.phrases import call, phrase
 from mstore.sizes import exact_size, format_size
-from mstore.store.overflow import TensorOverflow, reported
+from mstore.store.not_finite import NotFiniteTensor, may_be
 from mstore.store.plan_rows import Sources
 
 
@@ -85,10 +85,12 @@ class PlanReport:
     error_share_estimate: float | None
     """estimate of the norm of (merged - full-read merge) / norm of (full-read merge - base), the
     share of the change that is lost; None if unknown"""
-    overflow: tuple[TensorOverflow, ...]
-    """tensors with elements that became, or may become, infinite, worst first"""
+    not_finite: tuple[NotFiniteTensor, ...]
+    """tensors with elements that are, or may be, infinite or NaN, and are finite in the base, worst
+    first"""
     warnings: tuple[MergeWarning, ...]
-    """likely mistakes: idle experts, overflow, licences that differ or forbid merging"""
+    """likely mistakes: idle experts, elements that are not finite, licences that differ or forbid
+    merging"""
     notes: tuple[str, ...]
     """notes of the planner, as text"""
     kept: bool
@@ -106,13 +108,15 @@ def plan_report(
     analyzed: int = 0,
     factors: int = 0,
     memo: int | None = None,
+    not_finite: tuple[NotFiniteTensor, ...] | None = None,
     warnings: tuple[MergeWarning, ...] = (),
     kept: bool = True,
     seconds: float = 0.0,
 ) -> PlanReport:
     """Return the report of a plan; counts are (expert, chunk) pairs, `costs` those in this store.
 
-    warnings: additional warnings about experts that the plan itself shows to be idle. factors: what
+    not_finite: what a merge of the plan has; None if it was not run: what it may have. Beside such
+    elements no error is told. warnings: more than those that the plan itself shows. factors: what
     of `analyzed` are adapters, for the norms of their products.
     """
     counts: Counter[int] = Counter()
@@ -145,7 +149,10 @@ def plan_report(
         fishers = fishers_of(plan)
         leaves_out = counts[OMITTED] + counts[DROPPED] > 0
         notes += _method_notes(plan, sources, leaves_out=leaves_out)
-        likely = (*idle_experts(plan, sources), *overflow_warnings(plan, sources.overflow))
+        likely = (
+            *idle_experts(plan, sources),
+            *not_finite_warnings(plan, sources, not_finite),
+        )
     except (Unavailable, BadRequest) as error:
         # A method of another package that is not installed, or is another version.
         notes.append(f"it cannot be run here: {error}")
@@ -154,6 +161,7 @@ def plan_report(
     notes += _rule_notes(plan)
     notes += _copied_notes(plan)
     models = len(plan.experts) - fishers
+    estimate = None if not_finite else plan.error_estimate
     return PlanReport(
         plan=id,
         method=plan.method,
@@ -183,10 +191,10 @@ def plan_report(
         chunks_selected=counts[READ] + counts[SHARED],
         chunks_omitted=counts[OMITTED],
         chunks_outside_top_p=counts[DROPPED],
-        error_bound=plan.error_bound,
-        error_estimate=plan.error_estimate,
-        error_share_estimate=share_of(plan.error_estimate, sources.change),
-        overflow=reported(sources.overflow),
+        error_bound=None if not_finite else plan.error_bound,
+        error_estimate=estimate,
+        error_share_estimate=share_of(estimate, sources.change),
+        not_finite=may_be(sources.risks) if not_finite is None else not_finite,
         warnings=(*likely, *warnings),
         notes=tuple(notes),
         kept=kept,

@@ -35,9 +35,9 @@ from mstore.objects.plan import (
 from mstore.progress import ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Overflow
+from mstore.store.plan_rows import Risk
 
-PLANNER = 7
+PLANNER = 8
 """Increment whenever the same request leads to a different plan."""
 
 
@@ -149,10 +149,16 @@ class Planning:
         return self._planner.change
 
     @property
-    def overflow(self) -> tuple[Overflow, ...] | None:
-        """Return tensors whose output type the full merge may overflow; None if there are none."""
-        found = self._planner.overflow()
-        return tuple(Overflow(name, None, elements) for name, elements in found) or None
+    def risks(self) -> tuple[Risk, ...]:
+        """Tensors of which some elements of the full merge may not be finite, worst first."""
+        experts: dict[str, list[int]] = {}
+        for number, name in self._survey.unreliable:
+            experts.setdefault(name, []).append(number)
+        elements = {one.name: one.elements for one in self._survey.tensors}
+        return (
+            *(Risk(name, elements[name], tuple(own)) for name, own in experts.items()),
+            *(Risk(name, of, ()) for name, of in self._planner.overflow() if name not in experts),
+        )
 
     def plan_within(self, budget: int) -> Planned:
         """Return the plan of the same request with this budget, in bytes, and no error limit."""

@@ -69,7 +69,7 @@ def plan_of_request(
             if not allow_noop:
                 require_effect(catalog, plan)
             kept = sources_of(catalog, known, plan)
-            sources = Sources(base, experts, kept.change, kept.overflow)
+            sources = Sources(base, experts, kept.change, kept.risks)
             if may_write:
                 store_plan(catalog, plan, sources)
             return StoredPlan(plan, sources, costs_of(catalog, plan), 0, is_stored=True)
@@ -79,7 +79,7 @@ def plan_of_request(
         plan = stacked(catalog, request)
         if not allow_noop:
             require_effect(catalog, plan)
-        sources = Sources(base, experts, None, None)
+        sources = Sources(base, experts)
         if may_write:
             store_plan(catalog, plan, sources)
         is_stored = may_write or _is_stored(catalog, plan)
@@ -92,9 +92,7 @@ def plan_of_request(
     catalog.lengths.keep_sums(plan.id(), (planned.costs.full, planned.costs.planned), since)
     if not allow_noop:
         require_effect(catalog, plan)
-    kept = sources_of(catalog, plan.id(), plan)
-    overflow = kept.overflow if kept.has_counts else planning.overflow
-    sources = Sources(base, experts, planning.change, overflow)
+    sources = Sources(base, experts, planning.change, planning.risks)
     if may_write:
         id = store_plan(catalog, plan, sources)
         if request.analyze:

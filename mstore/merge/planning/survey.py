@@ -98,7 +98,7 @@ class Surveyor:
         self.analyzed = Meter("analyzed")
         self.factors = Meter("factors")
         self._missing: list[tuple[str, str]] = []
-        self._unreliable: list[str] = []
+        self._unreliable: list[tuple[int, str]] = []
         self._base_not_finite: list[str] = []
         self._squares_of: dict[str, float] = {}
         self._copied: list[tuple[str, str]] = []
@@ -490,8 +490,9 @@ class Surveyor:
             if operation.is_important:
                 band = kept
             is_finite = bound is None and known is not None and known[2]
+            is_finite |= (sources[0] if sources else name) in self._base_not_finite
             if not (is_finite or rows is None or (finite(rows) | equal[number]).all()):
-                self._unreliable.append(f"{self._request.experts[number].name}: {name}")
+                self._unreliable.append((number, name))
             experts.append(
                 ExpertTensor(
                     (base_id, id),

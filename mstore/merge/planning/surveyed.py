@@ -100,11 +100,12 @@ class Survey(msgspec.Struct, frozen=True):
 
     base_squares: sum of squares of all floating-point tensors of the base, None if unknown. copied:
     (tensor, why) of tensors that are taken from the base although experts differ there. missing:
-    (expert and tensor, why) of statistics that could not be computed. unreliable: expert and tensor
-    of statistics with rows that are not finite. base_not_finite: tensors of the base with elements
-    that are infinite or NaN. squares: sum of squares of each tensor of the base. idle_rules:
-    patterns of rules that no tensor follows. has_missing: an expert lacks tensors of the base, or
-    has others. fishers: how many of the experts, the last ones, are Fishers of the others.
+    (expert and tensor, why) of statistics that could not be computed. unreliable: number of the
+    expert, and tensor, of statistics with rows that are not finite although the base's tensor is.
+    base_not_finite: tensors of the base with elements that are infinite or NaN. squares: sum of
+    squares of each tensor of the base. idle_rules: patterns of rules that no tensor follows.
+    has_missing: an expert lacks tensors of the base, or has others. fishers: how many of the
+    experts, the last ones, are Fishers of the others.
     """
 
     base: ManifestId
@@ -114,7 +115,7 @@ class Survey(msgspec.Struct, frozen=True):
     base_squares: float | None
     copied: tuple[tuple[str, str], ...]
     missing: tuple[tuple[str, str], ...]
-    unreliable: tuple[str, ...]
+    unreliable: tuple[tuple[int, str], ...]
     base_not_finite: tuple[str, ...] = ()
     idle_rules: tuple[str, ...] = ()
     squares: Mapping[str, float] = msgspec.field(default_factory=dict)

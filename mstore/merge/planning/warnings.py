@@ -1,4 +1,4 @@
-"""Warnings about a plan: experts that contribute nothing of their own, and overflow.
+"""Warnings about a plan: experts that contribute nothing of their own, elements not finite.
 
 Computed from the plan and what is recorded beside it, so that a stored plan, a merge and an
 explanation agree.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mstore.adapters.inputs import Inputs, stand_ins
 from mstore.adapters.targets import is_adapter
@@ -30,7 +30,8 @@ from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
-from mstore.store.plan_rows import Overflow, Source, Sources
+from mstore.store.not_finite import NotFiniteTensor
+from mstore.store.plan_rows import Source, Sources
 from mstore.store.tied import own_head, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
@@ -47,9 +48,12 @@ OTHER_TOKENS = "tokens in other rows"
 OTHER_TENSORS = "other tensors"
 OWN_HEAD = "head of its own"
 OVERFLOW = "overflow"
+NOT_FINITE = "not finite"
 LICENCE_TERMS = "licences"
 CONFIG_LEFT = "config of a stack"
 _NAMED = 3
+# Tensors with numbers that are not finite are damaged weights, so more of them are named.
+_MANY = 20
 
 
 @frozen
@@ -59,7 +63,7 @@ class MergeWarning:
     kind: str
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
     over budget, expert left out, expert trimmed away, adapter of another base, tokens in other
-    rows, other tensors, head of its own, config of a stack, overflow, or licences"""
+    rows, other tensors, head of its own, config of a stack, overflow, not finite, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -282,25 +286,38 @@ def _diluting(plan: Plan) -> str:
     return ""
 
 
-def overflow_warnings(
-    plan: Plan, overflow: tuple[Overflow, ...] | None
+def not_finite_warnings(
+    plan: Plan, sources: Sources, counts: Sequence[NotFiniteTensor] | None
 ) -> tuple[MergeWarning, ...]:
-    """Return the warning for people: counts after a merge, else that overflow may occur."""
-    if not overflow:
-        return ()
-    what = "the output's type" if plan.dtype is None else plan.dtype
-    holds = "" if plan.dtype is None else f", which holds {LARGEST[plan.dtype]:g} at most"
-    shown = ", ".join(map(_told, overflow[:_NAMED]))
-    more = f" and {len(overflow) - _NAMED} more tensors" if len(overflow) > _NAMED else ""
-    known = [one for one in overflow if one.elements is not None]
-    if known:
-        total, of = sum(one.elements or 0 for one in known), sum(one.of for one in known)
-        text = f"{total} of {of} elements became infinite in {what}{holds}: {shown}{more}"
-    else:
-        text = f"elements may become infinite in {what}{holds}: {shown}{more}; merge counts them"
-    return (MergeWarning(OVERFLOW, None, text),)
+    """Return warnings of elements that are infinite or NaN, and are finite in the base.
+
+    counts: what a merge of the plan has; None if it was not run.
+    """
+    if counts is not None:
+        return (MergeWarning(NOT_FINITE, None, told_counts(counts)),) if counts else ()
+    found = []
+    for k, expert in enumerate(sources.experts):
+        names = [risk.tensor for risk in sources.risks if k in risk.experts]
+        if names:
+            what = f"{expert.name}: infinite or NaN elements, or differences from the base, in"
+            so = "merge refuses a result that has them"
+            if any(operation.is_elected for operation in Operations(plan).used(plan)):
+                so = f"a NaN has no sign and takes no part; {so}"
+            text = f"{what} {few(names, _MANY)}; {so}"
+            found.append(MergeWarning(NOT_FINITE, expert.name, text))
+    wide = [risk.tensor for risk in sources.risks if not risk.experts]
+    if wide:
+        what = "the output's type" if plan.dtype is None else plan.dtype
+        holds = "" if plan.dtype is None else f", which holds {LARGEST[plan.dtype]:g} at most"
+        so = "merge refuses a result that has them"
+        text = f"elements may become infinite in {what}{holds}: {few(wide, _NAMED)}; {so}"
+        found.append(MergeWarning(OVERFLOW, None, text))
+    return tuple(found)
 
 
-def _told(one: Overflow) -> str:
-    """Format a tensor with its counts, if known."""
-    return one.tensor if one.elements is None else f"{one.tensor} {one.elements} of {one.of}"
+def told_counts(counts: Sequence[NotFiniteTensor]) -> str:
+    """Return how many elements are infinite or NaN, and of which tensors, as text."""
+    total, of = sum(one.elements or 0 for one in counts), sum(one.elements_total for one in counts)
+    names = few([f"{one.tensor} {one.elements} of {one.elements_total}" for one in counts], _NAMED)
+    are = "is" if total == 1 else "are"
+    return f"{total} of {of} elements {are} infinite or NaN, and finite in the base: {names}"

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 
 import msgspec
-from msgspec import structs
 
 from mstore.blocks.codecs import Policy
-from mstore.errors import StorageFailed
+from mstore.errors import Incompatible, StorageFailed
 from mstore.ids import ManifestId, SnapshotId
+from mstore.merge.planning.warnings import told_counts
 from mstore.merge.running.engine import Engine, Outcome, Resources
 from mstore.merge.running.memory import MEMORY
-from mstore.merge.running.overflow import counted
 from mstore.merge.running.papers import Form
 from mstore.merge.running.ready import Ready
 from mstore.merge.running.slices import SLICE_BYTES
-from mstore.objects.plan import Plan
+from mstore.objects.plan import READ, SHARED, Plan
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
+from mstore.phrases import Option, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
-from mstore.store.plan_rows import Overflow, Sources
-from mstore.store.plans import sources_of, store_plan
+from mstore.store.not_finite import NotFiniteTensor, counted
+from mstore.store.plan_rows import Sources
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 
@@ -33,7 +33,7 @@ from mstore.version import TOOL
 class Merged(msgspec.Struct, frozen=True):
     """A published merge. `is_new` is False if the ref already was exactly that.
 
-    overflow: tensors with elements that became infinite, worst first.
+    not_finite: tensors with elements that are infinite or NaN, and are finite in the base.
     """
 
     snapshot: SnapshotId
@@ -41,7 +41,7 @@ class Merged(msgspec.Struct, frozen=True):
     is_new: bool
     outcome: Outcome
     bytes_written: int
-    overflow: tuple[Overflow, ...]
+    not_finite: tuple[NotFiniteTensor, ...]
 
 
 def run_merge(
@@ -52,6 +52,7 @@ def run_merge(
     name: str,
     message: str,
     threads: int,
+    allow_nonfinite: bool = False,
     progress: ProgressCallback | None = None,
     memo: Memo | None = None,
     memory: int | None = None,
@@ -64,14 +65,16 @@ def run_merge(
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 
+    allow_nonfinite: also publish a result with elements that are infinite or NaN, and are finite in
+    the base.
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
     engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
     moved, nothing is published. papers, ready: as in engine.Engine.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
-    memory), NotFound (an input was pruned), BudgetExceeded, Corrupt, StorageFailed; then nothing is
-    published.
+    memory), NotFound (an input was pruned), Incompatible (elements that are not finite),
+    BudgetExceeded, Corrupt, StorageFailed; then nothing is published.
     """
     resources = Resources(threads, MEMORY if memory is None else memory, executor, slice_bytes)
     inputs = (sources.base, *sources.experts)
@@ -93,6 +96,9 @@ def run_merge(
             progress=progress,
             ready=ready,
         ).run()
+        found = counted(outcome.coverage, outcome.tensors.__getitem__)
+        if found and not allow_nonfinite:
+            raise _not_finite(found, plan, sources)
         transaction.rely_on_manifest(outcome.manifest)
         transaction.put_record(outcome.manifest)
         record, is_new = _snapshot(catalog, current, outcome, plan, sources, message, transaction)
@@ -104,24 +110,34 @@ def run_merge(
         elif transaction.has_news:
             # A repair had dropped some of its blocks or records: they are stored again.
             transaction.commit()
-        overflow = _told_of_overflow(catalog, plan, outcome)
     if memo is not None:
         # Only now are the blocks published. Outputs that cannot be remembered are computed again.
         with suppress(StorageFailed):
             memo.put_outputs(outcome.memo_rows)
             memo.flush()
     return Merged(
-        record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written, overflow
+        record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written, found
     )
 
 
-def _told_of_overflow(catalog: Catalog, plan: Plan, outcome: Outcome) -> tuple[Overflow, ...]:
-    """Return what became infinite, and store it beside the plan: each run gives the same."""
-    overflow = counted(catalog, outcome.overflow)
-    kept = sources_of(catalog, plan.id(), plan)
-    if overflow != (kept.overflow or ()):
-        store_plan(catalog, plan, structs.replace(kept, overflow=overflow))
-    return overflow
+def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) -> Incompatible:
+    """Return the error of a merge with such elements: which tensors, and whose they may be."""
+    names = {one.tensor for one in found}
+    # Statistics know which experts have them; otherwise all that take part may.
+    risky = {k for risk in sources.risks if risk.tensor in names for k in risk.experts}
+    takes = {
+        k
+        for tensor in plan.tensors
+        if tensor.name in names
+        for k, states in enumerate(tensor.states)
+        if READ in states or SHARED in states
+    }
+    experts = [sources.experts[k].name for k in sorted(risky or takes)]
+    return Incompatible(
+        told_counts(found),
+        where=", ".join(experts) or sources.base.name,
+        hint=phrase("{allow} publishes it as it is", allow=Option("allow_nonfinite", True)),
+    )
 
 
 def parents_of(sources: Sources) -> tuple[Parent, ...]:

@@ -25,9 +25,8 @@ from mstore.merge.running.batches import Batch, Part
 from mstore.merge.running.compute import blend
 from mstore.merge.running.loading import Loaded, Moved, Scratch, load, will_need
 from mstore.merge.running.memo_keys import Remembered
-from mstore.merge.running.overflow import became_infinite
+from mstore.merge.running.not_finite import count_new
 from mstore.merge.running.slices import Result, Slice
-from mstore.merge.running.task import item_size
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):
@@ -114,15 +113,16 @@ class Computer:
                 taken = self._blend(one, part, out)
                 draft = _draft(one, out.data, batch.slice.block_size)
                 drafts.append(draft)
+                odd = count_new(one, out)
                 results.append(
                     Result(
                         tensor=one.task.tensor.name,
                         number=one.task.number,
                         blocks=draft.ids,
                         key=key,
-                        value=Remembered.of(one.task, draft.ids, taken).encode(),
+                        value=Remembered.of(one.task, draft.ids, taken, odd).encode(),
                         expert_bytes=one.task.expert_bytes,
-                        infinite=became_infinite(one.task.tensor, _base_of(one), out),
+                        not_finite=odd,
                     )
                 )
         outputs = self._outputs(drafts, batch.slice.policy)
@@ -180,13 +180,6 @@ class Computer:
         """Take back the buffer of a result that is no longer used."""
         with self._lock:
             self._free.append(computed.buffer)
-
-
-def _base_of(loaded: Loaded) -> npt.NDArray[np.uint8]:
-    """The base's bytes of a chunk."""
-    task = loaded.task
-    base: npt.NDArray[np.uint8] = loaded.sides[0]
-    return base[: task.n * item_size(task.tensor.base_dtype)]
 
 
 class _Draft(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -31,7 +31,6 @@ from mstore.merge.running.known import KnownChunks
 from mstore.merge.running.local import LocalRunner
 from mstore.merge.running.memory import MEMORY, bounds
 from mstore.merge.running.output import Layout
-from mstore.merge.running.overflow import Tally
 from mstore.merge.running.papers import Form, Papers
 from mstore.merge.running.ready import Ready
 from mstore.merge.running.records import Records, coverage
@@ -69,8 +68,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     tensors: the merged ones, by the name they are planned under. memo_rows: rows for the memo
     table, to add once the output is published. costs: of the plan in this store.
-    resumed_expert_bytes: read by an interrupted run whose work this one reused. overflow: elements
-    that became infinite.
+    resumed_expert_bytes: read by an interrupted run whose work this one reused. not_finite: how
+    many elements are infinite or NaN, and are finite in the base.
     """
 
     manifest: Manifest
@@ -84,7 +83,7 @@ class Outcome(msgspec.Struct, frozen=True):
     base_bytes_read: int
     blocks_total: int
     blocks_reused: int
-    overflow: Tally
+    not_finite: int
 
 
 class Engine:
@@ -169,7 +168,8 @@ class Engine:
             raise BudgetExceeded(error.texts[0], where=where, hint=hint) from error
         jobs = self._work.jobs
         tensors = {name: job.record() for name, job in jobs.items()}
-        manifest = self._records.manifest(tensors, self._work.headers)
+        odd = sum([job.not_finite for job in jobs.values()])
+        manifest = self._records.manifest(tensors, self._work.headers, odd)
         total = self._records.blocks_total
         read, resumed = self._expert_meter.total, self._known.resumed_bytes
         return Outcome(
@@ -184,5 +184,5 @@ class Engine:
             base_bytes_read=self._base_meter.total,
             blocks_total=total,
             blocks_reused=total - (0 if self._sink is None else self._sink.blocks_new),
-            overflow=self._work.overflow,
+            not_finite=odd,
         )

@@ -13,12 +13,16 @@ from mstore.objects.tensor import Tensor
 
 
 class Job(msgspec.Struct):
-    """One tensor in progress.  `ids` is complete once every chunk was put."""
+    """One tensor in progress.  `ids` is complete once every chunk was put.
+
+    not_finite: elements so far that are infinite or NaN, and are finite in the base.
+    """
 
     tensor: TensorTask
     members: Members
     shape: Shape
     ids: bytearray
+    not_finite: int = 0
 
     @classmethod
     def of(cls, tensor: TensorTask, members: Members, block_size: int) -> Job:
@@ -26,8 +30,9 @@ class Job(msgspec.Struct):
         shape = Shape(tensor, members, block_size)
         return cls(tensor, members, shape, bytearray(shape.blocks * ID_BYTES))
 
-    def put(self, number: int, blocks: Sequence[BlockId]) -> None:
-        """Set the blocks of a chunk."""
+    def put(self, number: int, blocks: Sequence[BlockId], not_finite: int) -> None:
+        """Set the blocks of a chunk, of which so many elements are not finite."""
+        self.not_finite += not_finite
         at = number * self.shape.per_chunk * ID_BYTES
         self.ids[at : at + len(blocks) * ID_BYTES] = b"".join(blocks)
 

@@ -13,7 +13,8 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            rows with factors of their own all weights, and which expert each is; for an average by
            Fishers, which expert's Fisher it is
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
-           quota: how many ties the chunk took; u16: how many of these numbers there are
+           quota: how many ties the chunk took; u32: how many elements are infinite or NaN, and are
+           finite in the base; u16: how many numbers of ties there are
 
 An absent expert does not affect a key if its absence does not affect the output, so a merge of K +
 1 experts finds the results of K.  Pure functions of plan and records; no block is read or looked
@@ -43,7 +44,7 @@ ARITHMETIC: Final = 2
 """Increment whenever the kernels give other bytes for equal inputs."""
 
 _TAKEN = struct.Struct("<I")
-_COUNT = struct.Struct("<H")
+_END = struct.Struct("<IH")
 _NOTHING: Final = bytes(ID_BYTES)
 
 
@@ -51,17 +52,21 @@ class Remembered(msgspec.Struct, frozen=True, gc=False):
     """A row's value.
 
     taken: ties that the chunk took, for each threshold of a participating expert whose quota has a
-    limit, in the order of `TensorTask.quotas`.
+    limit, in the order of `TensorTask.quotas`. not_finite: elements of the output that are infinite
+    or NaN, and are finite in the base.
     """
 
     blocks: tuple[BlockId, ...]
     taken: tuple[int, ...]
+    not_finite: int
 
     @classmethod
-    def of(cls, task: ChunkTask, blocks: Sequence[BlockId], taken: Sequence[int]) -> Remembered:
+    def of(
+        cls, task: ChunkTask, blocks: Sequence[BlockId], taken: Sequence[int], not_finite: int
+    ) -> Remembered:
         """Build from `taken` with one number for every threshold."""
         limited = limited_slots(task) if task.tensor.limited else []
-        return cls(tuple(blocks), tuple([taken[k] for k in limited]))
+        return cls(tuple(blocks), tuple([taken[k] for k in limited]), not_finite)
 
     def per_slot(self, positions: Sequence[int], slots: int) -> tuple[int, ...]:
         """Return the ties with one number for every threshold; `positions` of those in `taken`."""
@@ -73,20 +78,20 @@ class Remembered(msgspec.Struct, frozen=True, gc=False):
     def encode(self) -> bytes:
         """Encode the row's value."""
         ties = b"".join(map(_TAKEN.pack, self.taken))
-        return b"".join(self.blocks) + ties + _COUNT.pack(len(self.taken))
+        return b"".join(self.blocks) + ties + _END.pack(self.not_finite, len(self.taken))
 
     @classmethod
     def decode(cls, value: bytes) -> Remembered | None:
         """Decode a row's value; None if it is invalid."""
-        if len(value) < _COUNT.size:
+        if len(value) < _END.size:
             return None
-        (count,) = _COUNT.unpack_from(value, len(value) - _COUNT.size)
-        end = len(value) - _COUNT.size - count * _TAKEN.size
+        not_finite, count = _END.unpack_from(value, len(value) - _END.size)
+        end = len(value) - _END.size - count * _TAKEN.size
         if end <= 0 or end % ID_BYTES:
             return None
         # Mostly one block; a generator takes longer than the rest of this.
         blocks = tuple([BlockId(value[at : at + ID_BYTES]) for at in range(0, end, ID_BYTES)])
-        return cls(blocks, struct.unpack_from(f"<{count}I", value, end))
+        return cls(blocks, struct.unpack_from(f"<{count}I", value, end), not_finite)
 
 
 def limited_slots(task: ChunkTask) -> list[int]:

@@ -40,6 +40,7 @@ from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
+from mstore.objects.coverage import Coverage
 from mstore.objects.manifest import OPAQUE, File, Manifest
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.objects.snapshot import SnapshotRecord
@@ -146,12 +147,15 @@ class Papers:
         self._form = form
         self._fishers = registry.fishers_of(plan)
 
-    def files(self) -> tuple[tuple[File, ...], dict[str, bytes]]:
-        """Return the merge's files taken from parents, without the card; and new files by path."""
+    def files(self, not_finite: int = 0) -> tuple[tuple[File, ...], dict[str, bytes]]:
+        """Return the merge's files taken from parents, without the card; and new files by path.
+
+        not_finite: elements that are infinite or NaN, and are finite in the base; the card tells.
+        """
         base = self._catalog.manifest(self._plan.base_id())
         if is_base(self._catalog, self._plan) or _has_directory(base, CARD):
             return base.files, {}
-        new = {CARD: self.card().encode()}
+        new = {CARD: self.card(not_finite).encode()}
         replaced = {CARD.casefold()}
         if self._form.has_recipe and not _has_directory(base, MERGEKIT):
             # Another merge's recipe is not this one's, even if this one has none.
@@ -209,18 +213,18 @@ class Papers:
         """Yield warnings: the parents concerned (0 the base, experts from 1 on), and the text."""
         return conflicts([parent.licence for parent in self.models])
 
-    def is_card_of(self, id: ManifestId) -> bool:
+    def is_card_of(self, id: ManifestId, not_finite: int) -> bool:
         """Return whether a content has exactly this card, and this recipe if there is one."""
-        new = {CARD: self.card().encode()}
+        new = {CARD: self.card(not_finite).encode()}
         if self._form.has_recipe:
             new |= self.files_of_recipe()
         return all(self._start(id, path, len(data) + 1) == data for path, data in new.items())
 
     # -- the card ------------------------------------------------------------------------------
 
-    def card(self) -> str:
+    def card(self, not_finite: int) -> str:
         """Return the text of README.md."""
-        return "\n".join([*self._front_matter(), "", *self._body()]) + "\n"
+        return "\n".join([*self._front_matter(), "", *self._body(not_finite)]) + "\n"
 
     def _front_matter(self) -> Iterator[str]:
         yield "---"
@@ -247,10 +251,12 @@ class Papers:
             if len(found) == 1 and _WORD.fullmatch(found[0]):
                 yield f"{key}: {json.dumps(found[0])}"
 
-    def _body(self) -> Iterator[str]:
+    def _body(self, not_finite: int) -> Iterator[str]:
         yield self._title()
         yield ""
         yield "Made by mstore. This card stands in place of the base's own."
+        if not_finite:
+            yield from ("", _odd(not_finite))
         yield from ("", "## Parents", "")
         yield "| role | model | weight | licence as its card states it | content |"
         yield "|---|---|---|---|---|"
@@ -407,18 +413,22 @@ class Papers:
 def form_of(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> Form:
     """Return which card a recorded merge has: running it again makes the same one."""
     ours, base = (catalog.manifest(id) for id in (record.manifest_id(), plan.base_id()))
+    coverage = record.coverage_id()
+    odd = 0
+    if coverage is not None:
+        odd = sum(count for _, count in catalog.record(Coverage, coverage).not_finite)
     if ours.file(CARD) == base.file(CARD):
         return Form.NONE
     earlier = Papers(catalog, plan, Form.EARLIER)
-    if earlier.is_card_of(record.manifest_id()) and not _has_own_recipe(ours, base):
+    if earlier.is_card_of(record.manifest_id(), odd) and not _has_own_recipe(ours, base):
         return Form.EARLIER
     if not _has_own_recipe(ours, base):
         # A merge that no recipe can state, and whose base has none, looks like an earlier one.
         current = Papers(catalog, plan, Form.CURRENT)
-        is_current = base.file(MERGEKIT) is None and current.is_card_of(record.manifest_id())
+        is_current = base.file(MERGEKIT) is None and current.is_card_of(record.manifest_id(), odd)
         return Form.CURRENT if is_current else Form.CARD
     stackless = Papers(catalog, plan, Form.STACKLESS)
-    is_stackless = stackless.is_card_of(record.manifest_id())
+    is_stackless = stackless.is_card_of(record.manifest_id(), odd)
     return Form.STACKLESS if is_stackless else Form.CURRENT
 
 
@@ -475,6 +485,11 @@ def licence_warnings(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Me
             )
             for who, text in Papers(catalog, plan).licence_warnings()
         )
+
+
+def _odd(count: int) -> str:
+    many = "1 element is" if count == 1 else f"{count} elements are"
+    return f"**{many} infinite or NaN**, and finite in the base: see `mstore show REF`."
 
 
 def _is_licence(file: File) -> bool:

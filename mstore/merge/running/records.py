@@ -5,7 +5,7 @@ Writes headers, small files and records into the sink.  Does not compute element
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -47,11 +47,16 @@ class Records:
         self._papers = papers
         self.blocks_total = 0
 
-    def manifest(self, tensors: Mapping[str, Tensor], headers: Mapping[str, bytes]) -> Manifest:
-        """Return the manifest. tensors: by planned name. headers: new ones, by path of the file."""
+    def manifest(
+        self, tensors: Mapping[str, Tensor], headers: Mapping[str, bytes], not_finite: int
+    ) -> Manifest:
+        """Return the manifest.
+
+        tensors: by planned name. headers: new ones, by path of the file. not_finite: for the card.
+        """
         files, new = self._layout.base.files, dict[str, bytes]()
         if self._papers is not None:
-            files, new = self._papers.files()
+            files, new = self._papers.files(not_finite)
         found = [self._file(self._layout.file(file), tensors, headers) for file in files]
         for path, data in new.items():
             part = self._put_bytes(data, path)
@@ -112,9 +117,10 @@ class Records:
         return self._sink.put_records(records)
 
 
-def coverage(plan: Plan, jobs: Iterable[Job]) -> Coverage:
-    """Return which experts contributed to which block. jobs: in the order of the plan's tensors."""
-    return Coverage(plan.id(), tuple(_covered(job) for job in jobs))
+def coverage(plan: Plan, jobs: Sequence[Job]) -> Coverage:
+    """Return what became of each tensor. jobs: in the order of the plan's tensors."""
+    odd = tuple((job.tensor.name, job.not_finite) for job in jobs if job.not_finite)
+    return Coverage(plan.id(), tuple(_covered(job) for job in jobs), odd)
 
 
 def _covered(job: Job) -> TensorCoverage:

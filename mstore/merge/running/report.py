@@ -7,7 +7,7 @@ from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.engine import Outcome
-from mstore.store.overflow import TensorOverflow
+from mstore.store.not_finite import NotFiniteTensor
 
 
 @frozen
@@ -64,10 +64,12 @@ class MergeReport:
     error_share_estimate: float | None
     """estimate of the norm of (merged - full-read merge) / norm of (full-read merge - base), the
     share of the change that is lost; None if unknown"""
-    overflow: tuple[TensorOverflow, ...]
-    """tensors with elements that became, or may become, infinite, worst first"""
+    not_finite: tuple[NotFiniteTensor, ...]
+    """tensors with elements that are, or may be, infinite or NaN, and are finite in the base, worst
+    first"""
     warnings: tuple[MergeWarning, ...]
-    """likely mistakes: idle experts, overflow, licences that differ or forbid merging"""
+    """likely mistakes: idle experts, elements that are not finite, licences that differ or forbid
+    merging"""
     notes: tuple[str, ...]
     """notes of the planner, as text"""
     seconds: float
@@ -116,7 +118,7 @@ def merge_report(
         error_bound=planned.error_bound,
         error_estimate=planned.error_estimate,
         error_share_estimate=planned.error_share_estimate,
-        overflow=planned.overflow,
+        not_finite=planned.not_finite,
         warnings=planned.warnings,
         notes=planned.notes,
         seconds=seconds,

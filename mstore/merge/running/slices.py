@@ -80,7 +80,8 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
 class Result(msgspec.Struct, frozen=True, gc=False):
     """A computed chunk: ids of its output blocks, and its row for the memo table.
 
-    expert_bytes: bytes read from experts for it. infinite: elements that overflowed.
+    expert_bytes: bytes read from experts for it. not_finite: elements that are infinite or NaN, and
+    are finite in the base.
     """
 
     tensor: str
@@ -89,7 +90,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     key: bytes
     value: bytes
     expert_bytes: int
-    infinite: int
+    not_finite: int
 
 
 class Receipt(msgspec.Struct, frozen=True):

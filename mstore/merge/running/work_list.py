@@ -13,7 +13,6 @@ from mstore.merge.running.jobs import Job
 from mstore.merge.running.known import KnownChunks
 from mstore.merge.running.memo_hits import TOGETHER
 from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
-from mstore.merge.running.overflow import Tally
 from mstore.merge.running.slices import Result, Run, Slice
 from mstore.merge.running.task import Tasks, TensorTask, item_size
 from mstore.progress import Progress, ProgressCallback
@@ -26,7 +25,7 @@ class WorkList:
     Complete once `slices` is exhausted and `take` has had every result.
 
     jobs: the tensors, by the name they are planned under. headers: new headers of output files, by
-    path. overflow: elements that became infinite.
+    path.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class WorkList:
         self._total = sum(map(tensor_bytes, self._files))
         self.jobs: dict[str, Job] = {}
         self.headers: dict[str, bytes] = {}
-        self.overflow = Tally()
 
     def slices(self) -> Iterator[Slice]:
         """Yield the work in file order; fill in jobs with every chunk that needs none."""
@@ -83,8 +81,7 @@ class WorkList:
         for result in results:
             self._known.learn(result)
             job = self.jobs[result.tensor]
-            job.put(result.number, result.blocks)
-            self.overflow.add(job.tensor, result.infinite)
+            job.put(result.number, result.blocks, result.not_finite)
             self._tick_chunk(job.tensor, result.number)
 
     def _job(self, name: str, file: str, offset: int) -> Job:
@@ -104,9 +101,7 @@ class WorkList:
         wanted = []
         for job, named, rows in zip(jobs, keys, found, strict=True):
             for number, row in rows.items():
-                job.put(number, row.blocks)
-            made = {number: row.blocks for number, row in rows.items()}
-            self.overflow.leave(job.tensor, job.members, made)
+                job.put(number, row.blocks, row.not_finite)
             ties = {number: job.shape.ties(number, rows[number]) for number in sorted(rows)}
             for number in ties:
                 self._tick_chunk(job.tensor, number)

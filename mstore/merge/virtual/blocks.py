@@ -32,6 +32,7 @@ from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.not_finite import count_new
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import grant_of
 from mstore.merge.virtual.tie_prefix import TiePrefix
@@ -226,7 +227,7 @@ class VirtualBlocks:
             for start, length in partition(len(out), self._catalog.block_size)
         ]
         ids = [BlockId.of(block) for block in blocks]
-        self._verify(tensor, number, key, Remembered.of(task, ids, taken))
+        self._verify(tensor, number, key, Remembered.of(task, ids, taken, count_new(loaded, out)))
         return blocks
 
     def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> None:

@@ -28,6 +28,7 @@ from mstore.progress import ProgressCallback
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
+from mstore.store.not_finite import NotFiniteTensor
 from mstore.store.plan_rows import Source, Sources
 from mstore.store.plans import sources_of
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
@@ -58,6 +59,8 @@ class MaterializeReport:
     """blocks in all"""
     blocks_reused: int
     """output blocks that the store already had"""
+    not_finite: tuple[NotFiniteTensor, ...]
+    """tensors with elements that are infinite or NaN, and are finite in the base, worst first"""
     seconds: float
     """how long it took"""
 
@@ -192,6 +195,7 @@ def materialize(
     name: str,
     *,
     message: str,
+    allow_nonfinite: bool,
     threads: int,
     progress: ProgressCallback | None = None,
 ) -> MaterializeReport:
@@ -215,6 +219,7 @@ def materialize(
         _sources(catalog, record, plan_id, plan),
         name=name,
         message=message or record.message,
+        allow_nonfinite=allow_nonfinite,
         threads=threads,
         progress=progress,
         memo=memo,
@@ -240,6 +245,7 @@ def _materialized(
         bytes_written=0 if merged is None else merged.bytes_written,
         blocks_total=0 if outcome is None else outcome.blocks_total,
         blocks_reused=0 if outcome is None else outcome.blocks_reused,
+        not_finite=() if merged is None else merged.not_finite,
         seconds=time.monotonic() - began,
     )
 
@@ -258,7 +264,7 @@ def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -
             for parent, source in zip(experts, named.experts, strict=True)
         ),
         named.change,
-        named.overflow,
+        named.risks,
     )
 
 

@@ -81,7 +81,8 @@ PLANS += (
         operations=(PlanOperation("breadcrumbs", (("gamma", 0.5),), (1.0, 0.5)),),
     ),
 )
-COVERAGES = (Coverage(A, (TensorCoverage("w", 9, b"\1\0", (b"\xfe\1", b"\0\0")),)),)
+COVERED = (TensorCoverage("w", 9, b"\1\0", (b"\xfe\1", b"\0\0")),)
+COVERAGES = (Coverage(A, COVERED), Coverage(A, COVERED, (("w", 3),)))
 VIRTUALS = (VirtualTensor("BF16", (2, 3), 12, A, "w"),)
 SIGNATURES = (Signature(A, "ed25519", B, C * 2, "alice@example.org", 5),)
 

@@ -1,0 +1,64 @@
+"""What is reported of elements of a merge that are not finite, and are finite in its base."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from mstore.frozen import frozen
+from mstore.ids import TensorId
+from mstore.objects.coverage import Coverage
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.store import plan_rows
+from mstore.store.catalog import Catalog
+from mstore.store.plan_rows import Risk
+
+
+@frozen
+class NotFiniteTensor:
+    """A tensor of a merge with elements that are infinite or NaN, and are finite in the base."""
+
+    tensor: str
+    """its name"""
+    elements: int | None
+    """how many; None: some may be"""
+    elements_total: int
+    """number of elements"""
+
+
+def may_be(risks: tuple[Risk, ...]) -> tuple[NotFiniteTensor, ...]:
+    """Return the tensors of which a plan says that some elements may not be finite."""
+    return tuple(NotFiniteTensor(one.tensor, None, one.of) for one in risks)
+
+
+def counted(coverage: Coverage, record: Callable[[str], Tensor]) -> tuple[NotFiniteTensor, ...]:
+    """Return the tensors with such elements, worst first.  record: of a tensor of the merge."""
+    found = [
+        NotFiniteTensor(name, count, math.prod(record(name).shape))
+        for name, count in coverage.not_finite
+    ]
+    return tuple(sorted(found, key=lambda one: (-(one.elements or 0), one.tensor)))
+
+
+def of_merge(
+    catalog: Catalog, record: SnapshotRecord, tensors: Mapping[str, TensorId]
+) -> tuple[NotFiniteTensor, ...] | None:
+    """Return the counts of a merged snapshot; None of a virtual one.  Raises Corrupt, NotFound."""
+    id = record.coverage_id()
+    if id is None:
+        return None
+    return counted(catalog.record(Coverage, id), lambda name: catalog.tensor(tensors[name]))
+
+
+def of_snapshot(
+    catalog: Catalog, record: SnapshotRecord, tensors: Mapping[str, TensorId]
+) -> tuple[NotFiniteTensor, ...]:
+    """Return the counts of a snapshot; what its plan says may be if it is a virtual merge."""
+    plan = record.plan_id()
+    found = of_merge(catalog, record, tensors)
+    if found is not None or plan is None:
+        return found or ()
+    with catalog.index.env.read() as transaction:
+        told = plan_rows.get(catalog.index, transaction, plan)
+    return () if told is None else may_be(told.risks)
