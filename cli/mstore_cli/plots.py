@@ -75,9 +75,9 @@ class SweepPoint:
 class HeatMap:
     """A table of numbers: `cells[row][column]`, None if unknown (drawn hatched).
 
-    rows are layers, columns experts.  `measure` names the numbers, with their unit; `unknown`
-    explains None.  `top` fixes the end of the scale, where 1.0 means shares, written as
-    percentages; otherwise the largest number does.
+    axes: what rows and columns are.  `measure` names the numbers, with their unit; `unknown`
+    explains None.  `top` fixes the end of the scale; otherwise the largest number does.  Between
+    0.0 and 1.0 numbers are shares, written as percentages.
     """
 
     title: str
@@ -87,6 +87,13 @@ class HeatMap:
     measure: str
     top: float | None = None
     unknown: str = "not known"
+    bottom: float = 0.0
+    axes: tuple[str, str] = ("layer", "expert")
+
+    @property
+    def is_of_shares(self) -> bool:
+        """Whether numbers are written as percentages."""
+        return (self.bottom, self.top) == (0.0, 1.0)
 
 
 def require() -> None:
@@ -135,7 +142,7 @@ def sweep(points: Sequence[SweepPoint], path: Path, *, title: str = "Cost agains
 
 
 def heat_map(table: HeatMap, path: Path) -> None:
-    """Draw a table of layers (down) and experts (across) as SVG.
+    """Draw a table as SVG.
 
     Raises Unavailable without matplotlib, StorageFailed if the file cannot be written.
     """
@@ -155,7 +162,7 @@ def heat_map(table: HeatMap, path: Path) -> None:
         mesh = axes.pcolormesh(
             np.ma.masked_invalid(values),
             cmap="cividis",
-            vmin=0.0,
+            vmin=table.bottom,
             vmax=top,
             edgecolors="white",
             linewidth=0.5,
@@ -169,11 +176,11 @@ def heat_map(table: HeatMap, path: Path) -> None:
                 axes.text(
                     column + 0.5,
                     row + 0.5,
-                    _number(value, table.top),
+                    _number(value, is_share=table.is_of_shares),
                     ha="center",
                     va="center",
                     fontsize=7,
-                    color="white" if value < 0.5 * top else "black",
+                    color="white" if value < (table.bottom + top) / 2 else "black",
                 )
         axes.set_xticks([n + 0.5 for n in range(columns)], [_label(c) for c in table.columns])
         axes.tick_params(axis="x", rotation=40)
@@ -184,10 +191,10 @@ def heat_map(table: HeatMap, path: Path) -> None:
         axes.tick_params(length=0)
         axes.grid(visible=False)
         axes.invert_yaxis()
-        axes.set_xlabel("expert")
-        axes.set_ylabel("layer")
+        axes.set_xlabel(table.axes[1])
+        axes.set_ylabel(table.axes[0])
         figure.suptitle(f"{_label(table.title, 60)}\n{table.measure}", fontsize=10)
-        percent = (lambda value, _position: f"{100 * value:.0f}%") if table.top == 1.0 else None
+        percent = (lambda value, _position: f"{100 * value:.0f}%") if table.is_of_shares else None
         figure.colorbar(mesh, ax=axes, format=percent)
         if len(unknown):
             figure.legend(
@@ -395,8 +402,8 @@ def _unit(largest: int) -> tuple[int, str]:
     return 1024**power, names[power]
 
 
-def _number(value: float, top: float | None) -> str:
-    return f"{100 * value:.0f}%" if top == 1.0 else f"{value:.2g}"
+def _number(value: float, *, is_share: bool) -> str:
+    return f"{100 * value:.0f}%" if is_share else f"{value:.2g}"
 
 
 def _label(name: str, longest: int = LONGEST_LABEL) -> str:

@@ -7,7 +7,7 @@ VERBS = (
     *("init", "config", "add", "analyze"),
     *("check-merge", "align", "cast", "methods", "plan", "plans", "merge", "materialize"),
     *("extract-lora", "combine-adapters"),
-    *("log", "show", "ls", "cat", "diff", "explain", "blame", "recipe", "replay"),
+    *("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe", "replay"),
     *("checkout", "mount", "mounts", "unmount", "serve"),
     *("refs", "tag", "reset", "rename", "reflog", "rm"),
     *("sign", "verify"),
