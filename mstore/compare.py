@@ -1,341 +1,488 @@
-"""Compare a directory with what a snapshot holds.
+"""Comparing models: how far each moved from their common base, and in which directions.
 
-Reads the directory as `add` does, by the same rules for links, special files and excluded files,
-and hashes it.  Reads stored blocks only if they have no ids yet (virtual tensors).  Writes nothing,
-neither to the store nor to the directory.  A file whose safetensors header cannot be read is not an
-error here: it counts as different, and a note says why.
+With d' and d'' the changes of two models to one base, over a tensor, a layer or the whole model,
 
-Patterns never exclude a file that the snapshot holds.
+    change    ||d'|| / ||base||
+    cosine    <d', d''> / (||d'|| ||d''||)
+
+Squares of norms are sums over the chunks of statistics.  A product is known where one of the two
+changes nothing, where both have the same blocks, and where the distance of the two was measured:
+<d', d''> = (||d'||^2 + ||d''||^2 - ||d' - d''||^2) / 2.  Elsewhere the sketches of both estimate
+it, with a variance of at most (||d'||^2 ||d''||^2 + <d', d''>^2) / 32 a chunk (`stats.chunk`).
+
+Owns these sums (`Measure`), the base that lineage knows (`common_base`) and the report.  Reads
+blocks only where it may (`Reads`), chunk by chunk, and keeps what it measured as statistics.  An
+interrupted comparison resumes there.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import zip_longest
-from pathlib import Path
+from enum import Enum
+from typing import TYPE_CHECKING, Final
 
-from mstore import fs
-from mstore.block_cache import BlockCache, Computing
-from mstore.checkpoint.directory import DEFAULT_LIMITS, CheckpointLimits
-from mstore.checkpoint.exclusion import Exclusion
-from mstore.checkpoint.header import Header, TensorSlot, read_header
-from mstore.checkpoint.partition import partition
-from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
-from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
-from mstore.checkpoint.tree import Found, Tree, walk
-from mstore.diff import FileDiff, TensorDiff
-from mstore.errors import BadCheckpoint
+import msgspec
+import numpy as np
+
+from mstore.adapters.inputs import Inputs
+from mstore.blocks.meter import Meter
+from mstore.distances import equal_chunks
+from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
-from mstore.ids import BlockId, SnapshotId, TensorId
-from mstore.objects.manifest import File, Manifest
-from mstore.objects.tensor import BYTES, Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.ids import ID_BYTES, ManifestId, SnapshotId, TensorId
+from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.layers import layers_of
+from mstore.objects.shapes import matching, require_matches
+from mstore.objects.snapshot import BASE
+from mstore.objects.tensor import Tensor
+from mstore.phrases import Option
 from mstore.progress import Progress, ProgressCallback
+from mstore.stats.chunk import SKETCH_BUCKETS, inner
+from mstore.stats.digests import Digest
+from mstore.stats.known import Pair, known_apart, known_products, known_rows, sum_of_squares
+from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.view import tensor_blocks
 
-_Place = tuple[str, int, int]
-"""File, first byte, number of bytes."""
+# Late: what has statistics is not read.
+if TYPE_CHECKING:
+    from mstore.stats.analysis import Side
+
+BY: Final = ("tensor", "layer", "model")
+_TOGETHER: Final = 64
+"""Tensors whose statistics are looked up together."""
+
+
+class Reads(Enum):
+    """Which blocks may be read."""
+
+    NOTHING = "nothing"
+    MISSING = "missing"
+    """what has no statistics"""
+    EXACT = "exact"
+    """also what statistics only estimate"""
 
 
 @frozen
-class DirectoryDiffReport:
-    """How a directory differs from a snapshot; the lists are empty if it matches."""
+class ComparedModel:
+    """How far one model moved."""
 
-    snapshot: SnapshotId
-    """the snapshot's id"""
-    directory: str
-    """the directory, as it was named"""
-    files: tuple[FileDiff, ...]
-    """files that differ; removed: the directory lacks it, added: only it has it"""
-    tensors: tuple[TensorDiff, ...]
-    """tensors that differ; relative_l2 is None"""
-    files_equal: int
-    """number of equal files"""
-    tensors_equal: int
-    """number of equal tensors"""
-    blocks_total: int
-    """blocks in all"""
-    blocks_changed: int
-    """blocks that differ"""
-    excluded: tuple[str, ...]
-    """files and directories (ending with a slash) that are not part of a model"""
+    model: str
+    """the model, as it was named"""
+    change: float | None
+    """norm of the model's difference from the base / norm of the base; None if unknown, or if the
+    base is 0"""
+    equal_blocks: float
+    """share of the blocks that are the base's"""
+
+
+@frozen
+class ComparedPair:
+    """How alike two models' changes are."""
+
+    a: str
+    """one model"""
+    b: str
+    """the other one"""
+    cosine: float | None
+    """cosine of the two changes: 1 the same direction, 0 none in common, -1 opposite; None if
+    unknown, or if one of the two is 0"""
+    deviation: float | None
+    """standard deviation of the cosine, at most, where sketches estimate it; 0: the cosine is
+    known"""
+    equal_blocks: float
+    """share of the blocks that are the same in both"""
+
+
+@frozen
+class ComparedPart:
+    """A tensor, a layer or whole models, compared."""
+
+    name: str | None
+    """the tensor or the layer; None: whole models"""
+    models: tuple[ComparedModel, ...]
+    """each model, in the order given"""
+    pairs: tuple[ComparedPair, ...]
+    """each two of them, in the order given"""
+
+
+@frozen
+class CompareReport:
+    """How far models moved from their common base, and in which directions."""
+
+    base: str
+    """the base, as it was named, or the id of the one that lineage knows"""
+    models: tuple[str, ...]
+    """the models, as they were named"""
+    tensors: int
+    """number of tensors compared"""
+    whole: ComparedPart
+    """whole models"""
+    parts: tuple[ComparedPart, ...]
+    """each tensor or layer, as asked; empty for models"""
     notes: tuple[str, ...]
-    """files whose headers cannot be read, and why"""
+    """what was left out, as text"""
+    bytes_read: int
+    """bytes of models read for what statistics did not know"""
+    seconds: float
+    """how long it took"""
 
 
-def compare(
-    catalog: Catalog,
-    snapshot: SnapshotId,
-    directory: Path,
-    *,
-    exclusion: Exclusion,
-    blocks: bool,
-    threads: int,
-    limits: CheckpointLimits = DEFAULT_LIMITS,
-    computing: Callable[[], Computing] | None = None,
-    progress: ProgressCallback | None = None,
-) -> DirectoryDiffReport:
-    """Report differences from a snapshot to a directory.  `blocks` lists the changed block numbers.
+class Sums(msgspec.Struct):
+    """Sums over some tensors, of the base, each of K models, and each two of them.
 
-    Raises NotFound, BadCheckpoint if the directory cannot be a checkpoint at all or changes while
-    it is read, Corrupt, StorageFailed.
+    base, squares: of norms; None if unknown. products: with their variances, None if unknown.
+    blocks, equal, shared: numbers of blocks: all, the base's, the same in both.
     """
-    manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
-    tree = walk(
-        directory,
-        max_files=limits.max_files,
-        max_sparse_bytes=limits.max_sparse_bytes,
-        exclusion=exclusion.keeping(file.path for file in manifest.files),
-    )
-    with ThreadPoolExecutor(threads, "compare") as pool:
-        side = _Directory(tree, catalog.block_size, limits, pool, progress)
-        return _Comparison(catalog, manifest, side, computing).report(snapshot, blocks=blocks)
+
+    base: float | None
+    squares: list[float | None]
+    products: list[tuple[float, float] | None]
+    blocks: int
+    equal: list[int]
+    shared: list[int]
+
+    @classmethod
+    def total(cls, parts: Sequence[Sums]) -> Sums:
+        """Return the sums over several, at least one."""
+        return cls(
+            _sum([one.base for one in parts]),
+            [_sum(column) for column in zip(*(one.squares for one in parts), strict=True)],
+            [_sum_pairs(column) for column in zip(*(one.products for one in parts), strict=True)],
+            sum(one.blocks for one in parts),
+            [sum(column) for column in zip(*(one.equal for one in parts), strict=True)],
+            [sum(column) for column in zip(*(one.shared for one in parts), strict=True)],
+        )
+
+    def change(self, k: int) -> float | None:
+        """Return how far model k moved, relative to the base."""
+        square = self.squares[k]
+        return (
+            math.sqrt(square) / math.sqrt(self.base) if self.base and square is not None else None
+        )
+
+    def part(self, name: str | None, models: Sequence[str]) -> ComparedPart:
+        """Return the report of these sums."""
+        blocks = max(1, self.blocks)
+        return ComparedPart(
+            name,
+            tuple(
+                ComparedModel(model, self.change(k), self.equal[k] / blocks)
+                for k, model in enumerate(models)
+            ),
+            tuple(
+                ComparedPair(models[i], models[j], *self._cosine(n, i, j), self.shared[n] / blocks)
+                for n, (i, j) in enumerate(_pairs(len(models)))
+            ),
+        )
+
+    def _cosine(self, n: int, i: int, j: int) -> tuple[float | None, float | None]:
+        one, other, product = self.squares[i], self.squares[j], self.products[n]
+        if not one or not other or product is None:
+            return None, None
+        norms = math.sqrt(one) * math.sqrt(other)
+        return max(-1.0, min(1.0, product[0] / norms)), math.sqrt(product[1]) / norms
 
 
-class _Directory:
-    """The files of a directory, their headers, and the block ids computed so far."""
-
-    def __init__(
-        self,
-        tree: Tree,
-        block_size: int,
-        limits: CheckpointLimits,
-        pool: ThreadPoolExecutor,
-        progress: ProgressCallback | None,
-    ) -> None:
-        self.tree = tree
-        self.files = {found.path: found for found in tree.files}
-        self.headers: dict[str, Header] = {}
-        self.slots: dict[str, dict[str, TensorSlot]] = {}
-        self.notes: list[str] = []
-        self._block_size = block_size
-        self._pool = pool
-        self._progress = progress
-        self._ids: dict[_Place, list[BlockId]] = {}
-        self._done = 0
-        for found in tree.files:
-            if found.path.endswith(SAFETENSORS_SUFFIX):
-                where = str(tree.shown / found.path)
-                try:
-                    header = read_header(
-                        found.absolute, limits=limits, where=where, stamp=found.stamp
-                    )
-                    self.headers[found.path] = header
-                    self.slots[found.path] = {slot.name: slot for slot in header.tensors}
-                except BadCheckpoint as error:
-                    self.notes.append(str(error))
-
-    def ids(self, path: str, begin: int, nbytes: int) -> list[BlockId]:
-        """Return a part's block ids, hashed once.  Raises BadCheckpoint if the file changes."""
-        place = (path, begin, nbytes)
-        if place not in self._ids:
-            self._ids[place] = self._hashed(self.files[path], begin, nbytes)
-        return self._ids[place]
-
-    def _hashed(self, found: Found, begin: int, nbytes: int) -> list[BlockId]:
-        descriptor = open_stamped(found.absolute, found.stamp)
-        try:
-
-            def one(span: tuple[int, int]) -> BlockId:
-                start, length = span
-                with fs.translated(found.absolute):
-                    data = read_range(descriptor, begin + start, length)
-                if len(data) != length:
-                    raise changed(str(found.absolute))
-                return BlockId.of(data)
-
-            ids = list(self._pool.map(one, partition(nbytes, self._block_size)))
-            with fs.translated(found.absolute):
-                require_stamp(descriptor, found.stamp, found.absolute)
-        finally:
-            os.close(descriptor)
-        self._done += nbytes
-        if self._progress is not None:
-            total = sum(one.status.st_size for one in self.tree.files)
-            self._progress(Progress("compare", self._done, max(total, self._done)))
-        return ids
-
-    def data(self, path: str, begin: int, length: int) -> bytes:
-        """Return bytes of a file, for comparisons that need the data itself."""
-        found = self.files[path]
-        descriptor = open_stamped(found.absolute, found.stamp)
-        try:
-            with fs.translated(found.absolute):
-                return read_range(descriptor, begin, length)
-        finally:
-            os.close(descriptor)
+def _pairs(models: int) -> list[tuple[int, int]]:
+    return list(itertools.combinations(range(models), 2))
 
 
-class _Comparison:
-    """One comparison of a snapshot with a directory."""
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    numbers = [value for value in known if value is not None]
+    total = math.fsum(numbers) if len(numbers) == len(known) else math.nan
+    return total if math.isfinite(total) else None
+
+
+def _sum_pairs(values: Iterable[tuple[float, float] | None]) -> tuple[float, float] | None:
+    columns = list(zip(*(value or (math.nan, math.nan) for value in values), strict=True))
+    product, variance = (_sum(column) for column in columns)
+    return None if product is None or variance is None else (product, variance)
+
+
+def comparable(
+    inputs: Inputs, only: Sequence[str] = (), skip: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return the names of the tensors that can be compared, and of those that cannot.
+
+    A tensor can if base and all models have it, of one shape and of elements that have statistics.
+    Tensors with the same content everywhere count once, with their first name.
+    """
+    members = (inputs.base, *inputs.models)
+    every = dict.fromkeys(name for names in members for name in names)
+    kept = (matching(every, only) if only else every.keys()) - matching(every, skip)
+    first: dict[tuple[TensorId | None, ...], str] = {}
+    for name in every:
+        if name in kept:
+            first.setdefault(tuple(names.get(name) for names in members), name)
+    wanted = list(dict.fromkeys(id for ids in first for id in ids if id is not None))
+    record_of = dict(zip(wanted, inputs.records(wanted), strict=True))
+    can: list[str] = []
+    cannot: list[str] = []
+    for ids, name in first.items():
+        there = [id for id in ids if id is not None]
+        records = [record_of[id] for id in there]
+        fits = len(there) == len(ids) and len({record.shape for record in records}) == 1
+        fits = fits and {record.dtype for record in records} <= ITEMSIZES.keys()
+        if not (fits and 0 in records[0].shape):
+            (can if fits else cannot).append(name)
+    return can, cannot
+
+
+class Measure:
+    """Sums over each of some tensors.  Used by one thread.
+
+    products: whether to take them, too. meter: counts the bytes of models that are read.
+    """
 
     def __init__(
         self,
         catalog: Catalog,
-        manifest: Manifest,
-        side: _Directory,
-        computing: Callable[[], Computing] | None,
+        statistics: StatsStore,
+        inputs: Inputs,
+        *,
+        reads: Reads = Reads.NOTHING,
+        products: bool = True,
+        pool: ThreadPoolExecutor | None = None,
     ) -> None:
         self._catalog = catalog
-        self._manifest = manifest
-        self._side = side
-        self._cache = BlockCache(catalog, computing=computing)
-        self._block_size = catalog.block_size
-        self._found: dict[tuple[TensorId, str, str], TensorDiff] = {}
+        self._statistics = statistics
+        self._inputs = inputs
+        self._reads = reads
+        self._products = products
+        self._pool = pool
+        self.meter = Meter("compared")
 
-    def report(self, snapshot: SnapshotId, *, blocks: bool) -> DirectoryDiffReport:
-        files, files_equal = self._files()
-        tensors, tensors_equal, total, changed_blocks = self._tensors()
-        side = self._side
-        return DirectoryDiffReport(
-            snapshot=snapshot,
-            directory=str(side.tree.shown),
-            files=files,
-            tensors=tuple(one if blocks else _unlisted(one) for one in tensors),
-            files_equal=files_equal,
-            tensors_equal=tensors_equal,
-            blocks_total=total,
-            blocks_changed=changed_blocks,
-            excluded=tuple(one.path for one in side.tree.excluded),
-            notes=tuple(side.notes),
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Sums]]:
+        """Yield each tensor's sums.  Raises Corrupt, StorageFailed."""
+        for start in range(0, len(names), _TOGETHER):
+            batch = names[start : start + _TOGETHER]
+            sides = {name: [member[name] for member in self._inputs.models] for name in batch}
+            bases = {name: self._inputs.base[name] for name in batch}
+            pairs = [(bases[name], id) for name in batch for id in sides[name] if id != bases[name]]
+            rows = known_rows(self._statistics, pairs, sketches=self._products)
+            bounds: dict[Pair, float] = {}
+            if self._reads is Reads.NOTHING:
+                without = [pair for pair in dict.fromkeys(pairs) if pair not in rows]
+                bounds = known_products(self._statistics, without)
+            squares = self._statistics.squares_of(list(bases.values()))
+            apart: dict[Pair, float] = {}
+            if self._products:
+                two = [pair for ids in sides.values() for pair in itertools.combinations(ids, 2)]
+                apart = known_apart(self._statistics, two)
+            for name, square in zip(batch, squares, strict=True):
+                ids = [bases[name], *sides[name]]
+                records = self._inputs.records(ids)
+                yield (
+                    name,
+                    self._tensor(list(zip(ids, records, strict=True)), rows, bounds, apart, square),
+                )
+
+    def _tensor(
+        self,
+        sides: Sequence[tuple[TensorId, Tensor]],
+        rows: dict[Pair, Digest],
+        bounds: Mapping[Pair, float],
+        apart: Mapping[Pair, float],
+        square: float | None,
+    ) -> Sums:
+        (base_id, base), *models = sides
+        found: list[Digest | None] = []
+        squares: list[float | None] = []
+        for id, record in models:
+            pair = base_id, id
+            if id != base_id and pair not in rows and self._pool and self._reads != Reads.NOTHING:
+                from mstore.stats.analysis import measure_pair
+
+                measured = measure_pair(self._catalog, base, record, self._pool, self.meter)
+                self._statistics.put_pair(measured.finish(*pair))
+                rows |= known_rows(self._statistics, [pair], sketches=self._products)
+            own = rows.get(pair)
+            found.append(own)
+            squares.append(0.0 if id == base_id else _square(own, bounds.get(pair)))
+            if square is None and own is not None:
+                square = math.fsum(own.rows["base_squares"].tolist())
+        if square is None and self._pool and self._reads != Reads.NOTHING:
+            from mstore.stats.analysis import measure_squares
+
+            square = measure_squares(self._catalog, base, self._pool)
+            self._statistics.put_squares(base_id, square)
+        return Sums(
+            square if square is not None and math.isfinite(square) else None,
+            squares,
+            self._all_products(models, squares, found, apart),
+            base.block_count(),
+            [_equal(sides[0], one) for one in models],
+            [_equal(models[i], models[j]) for i, j in _pairs(len(models))],
         )
 
-    def _files(self) -> tuple[tuple[FileDiff, ...], int]:
-        ours = {file.path: file for file in self._manifest.files}
-        theirs = self._side.files
-        found = []
-        equal = 0
-        for path in sorted(ours.keys() | theirs.keys()):
-            stored, there = ours.get(path), theirs.get(path)
-            if stored is None and there is not None:
-                found.append(FileDiff(path, "added", None, there.status.st_size))
-            elif stored is not None and there is None:
-                found.append(FileDiff(path, "removed", stored.size, None))
-            elif stored is not None and there is not None:
-                if self._is_same(stored, there):
-                    equal += 1
+    def _all_products(
+        self,
+        models: Sequence[tuple[TensorId, Tensor]],
+        squares: Sequence[float | None],
+        rows: Sequence[Digest | None],
+        apart: Mapping[Pair, float],
+    ) -> list[tuple[float, float] | None]:
+        """Return the product of each two changes, and its variance."""
+        found: list[tuple[float, float] | None] = []
+        missing = []
+        for i, j in _pairs(len(models)):
+            one, other = squares[i], squares[j]
+            product: tuple[float, float] | None = None
+            if self._products and one is not None and other is not None:
+                distance = apart.get((models[i][0], models[j][0]))
+                if not one or not other:
+                    product = 0.0, 0.0
+                elif distance is not None:
+                    product = _by_distance(one, other, distance)
                 else:
-                    found.append(FileDiff(path, "changed", stored.size, there.status.st_size))
-        return tuple(found), equal
+                    both = models[i][1], models[j][1]
+                    product = _by_rows(rows[i], rows[j], both, self._catalog.block_size)
+                    exact = self._reads == Reads.EXACT and (product is None or product[1] > 0)
+                    if exact or (product is None and self._reads == Reads.MISSING):
+                        missing.append((len(found), i, j))
+            found.append(product)
+        if missing and self._pool:
+            from mstore.stats.analysis import measured_apart
 
-    def _is_same(self, stored: File, there: Found) -> bool:
-        """Return whether a file has exactly the stored bytes."""
-        if stored.size != there.status.st_size:
-            return False
-        # The length is equal, so the parts are at the same offsets.
-        first, *rest = stored.parts
-        ids = self._side.ids(stored.path, 0, first.nbytes)
-        head = Tensor(BYTES, (first.nbytes,), first.nbytes, b"".join(ids))
-        if head.id() != first.tensor_id():
-            return False
-        header = self._side.headers.get(stored.path)
-        if header is None:
-            return not rest
-        # The header is the same: the same names, dtypes, shapes and offsets.
-        return all(
-            self._tensor(part.name, part.tensor_id(), stored.path).status == "equal"
-            for part in rest
-            if part.name is not None
+            pairs = [(i, j) for _, i, j in missing]
+            measured = measured_apart(
+                self._catalog, self._statistics, models, pairs, self._pool, self.meter
+            )
+            for (n, i, j), distance in zip(missing, measured, strict=True):
+                found[n] = _by_distance(squares[i] or 0.0, squares[j] or 0.0, distance)
+        return found
+
+
+def _square(rows: Digest | None, bound: float | None) -> float | None:
+    """Return the square of a norm, by rows or else by a bound that is near; None if unknown."""
+    square = bound if rows is None else sum_of_squares(rows)
+    return square if square is not None and math.isfinite(square) else None
+
+
+def _by_distance(one: float, other: float, distance: float) -> tuple[float, float] | None:
+    return ((one + other - distance) / 2, 0.0) if math.isfinite(distance) else None
+
+
+def _by_rows(
+    one: Digest | None, other: Digest | None, tensors: tuple[Tensor, Tensor], block_size: int
+) -> tuple[float, float] | None:
+    """Return the product of two changes of a tensor, and its variance; None if rows do not tell."""
+    if one is None or other is None or one.chunk_elements != other.chunk_elements:
+        return None
+    of_a, of_b = one.rows["sum_squares"], other.rows["sum_squares"]
+    same = equal_chunks(tensors, one, block_size)
+    open_ = ~same & (of_a > 0) & (of_b > 0)
+    most = np.sqrt(of_a[open_]) * np.sqrt(of_b[open_])
+    guess = np.clip(inner(one.rows[open_], other.rows[open_]), -most, most)
+    known = math.fsum(of_a[same].tolist())
+    variance = math.fsum(((most * most + guess * guess) / SKETCH_BUCKETS).tolist())
+    return known + math.fsum(guess.tolist()), variance
+
+
+def _equal(a: tuple[TensorId, Tensor], b: tuple[TensorId, Tensor]) -> int:
+    """Return how many blocks of two tensors are the same."""
+    (a_id, ours), (b_id, theirs) = a, b
+    if a_id == b_id:
+        return ours.block_count()
+    if ours.dtype != theirs.dtype:
+        return 0
+    one, other = (np.frombuffer(side.blocks, f"V{ID_BYTES}") for side in (ours, theirs))
+    return int((one == other).sum())
+
+
+# -- lineage ---------------------------------------------------------------------------------------
+
+
+def common_base(catalog: Catalog, models: Sequence[SnapshotId]) -> SnapshotId | None:
+    """Return the nearest model that all were made from, by their bases; None if there is none.
+
+    One of the models may be the base of the others.
+    """
+    lines = [_line(catalog, id) for id in models]
+    contents = {line[0][1] for line in lines}
+    for id, content in lines[0]:
+        if contents != {content} and all(content in {one for _, one in line} for line in lines):
+            return id
+    return None
+
+
+def _line(catalog: Catalog, id: SnapshotId) -> list[tuple[SnapshotId, ManifestId]]:
+    """Return a snapshot, its base, the base of that, and so on, as far as they are stored."""
+    found: dict[SnapshotId, ManifestId] = {}
+    waiting = [id]
+    while waiting:
+        one = waiting.pop(0)
+        record = catalog.snapshot_if_there(one)
+        if record is not None and one not in found:
+            found[one] = record.manifest_id()
+            waiting += [parent.snapshot_id() for parent in record.parents if parent.role == BASE]
+    return list(found.items())
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def compare(
+    catalog: Catalog,
+    statistics: StatsStore,
+    base: Side,
+    models: Sequence[Side],
+    *,
+    by: str,
+    only: Sequence[str],
+    skip: Sequence[str],
+    reads: Reads,
+    threads: int,
+    progress: ProgressCallback | None = None,
+) -> CompareReport:
+    """Compare models with their base and with each other; see `Store.compare`."""
+    if by not in BY:
+        raise BadRequest(f"by is {', '.join(BY)}, not {by!r}", where=Option("by"))
+    began = time.monotonic()
+    names = [model.name for model in models]
+    base_id, *others = (catalog.snapshot(one.snapshot).manifest_id() for one in (base, *models))
+    inputs = Inputs(catalog, base_id, others, names)
+    require_matches({name for names in inputs.members for name in names}, only, skip)
+    can, cannot = comparable(inputs, only, skip)
+    if not can:
+        raise Incompatible(
+            "no tensor is in the base and in all models, with one shape", where=base.name
         )
-
-    def _tensor(self, name: str, id: TensorId, path: str) -> TensorDiff:
-        """Compare a stored tensor with the one of this name in a file."""
-        key = (id, path, name)
-        if key not in self._found:
-            self._found[key] = self._compared(name, id, path)
-        return self._found[key]
-
-    def _compared(self, name: str, id: TensorId, path: str) -> TensorDiff:
-        slot = self._side.slots[path][name]
-        begin = self._side.headers[path].data_start + slot.begin
-        record = self._catalog.content(id)
-        same_form = (record.dtype, record.shape) == (slot.dtype, slot.shape)
-        if isinstance(record, VirtualTensor):
-            numbers = self._computed(id, path, begin, slot.nbytes)
-        else:
-            theirs = self._side.ids(path, begin, slot.nbytes)
-            pairs = zip_longest(record.block_ids(), theirs)
-            numbers = [number for number, (one, other) in enumerate(pairs) if one != other]
-        count = max(self._count(record.nbytes), self._count(slot.nbytes))
-        status = "equal" if same_form and not numbers else "changed"
-        return TensorDiff(
-            name=name,
-            status=status,
-            dtype=slot.dtype,
-            shape=slot.shape,
-            dtype_a=record.dtype,
-            shape_a=record.shape,
-            blocks_total=count,
-            blocks_changed=len(numbers),
-            relative_l2=None,
-            changed_blocks=tuple(numbers),
+    found: dict[str, Sums] = {}
+    with ThreadPoolExecutor(threads, "compare") as pool:
+        measure = Measure(catalog, statistics, inputs, reads=reads, pool=pool)
+        try:
+            for name, sums in measure.tensors(can):
+                found[name] = sums
+                if progress is not None:
+                    progress(Progress("compare", len(found), len(can)))
+        finally:
+            statistics.flush()
+    parts: dict[str, list[Sums]] = {}
+    layers = layers_of(found)
+    for name in found if by == "tensor" else layers:
+        parts.setdefault(name if by == "tensor" else layers[name], []).append(found[name])
+    notes = []
+    if cannot:
+        more = "" if len(cannot) == 1 else f" and {len(cannot) - 1} more"
+        notes.append(
+            f"not compared: {cannot[0]}{more}, which not all have, or not in one shape and with "
+            "floating-point elements"
         )
-
-    def _computed(self, id: TensorId, path: str, begin: int, nbytes: int) -> list[int]:
-        """Return the numbers of the blocks that differ from those of a virtual tensor."""
-        numbers = []
-        count = 0
-        for number, block in enumerate(tensor_blocks(self._catalog, self._cache, id)):
-            start = number * self._block_size
-            length = max(0, min(self._block_size, nbytes - start))
-            if self._side.data(path, begin + start, length) != bytes(block):
-                numbers.append(number)
-            count = number + 1
-        return numbers + list(range(count, self._count(nbytes)))
-
-    def _count(self, nbytes: int) -> int:
-        return -(-nbytes // self._block_size)
-
-    def _tensors(self) -> tuple[Sequence[TensorDiff], int, int, int]:
-        """Return the differing tensors, and counts: equal tensors, all blocks, differing blocks."""
-        ours = self._manifest.tensors()
-        files = reversed(self._manifest.files)
-        stored = {part.name: file.path for file in files for part in file.tensors()}
-        homes: dict[str, str] = {}
-        for path, slots in sorted(self._side.slots.items()):
-            for name in slots:
-                # Of two, take the one in the file where it is stored.
-                if name not in homes or path == stored.get(name):
-                    homes[name] = path
-        found: list[TensorDiff] = []
-        equal = total = differing = 0
-        for name in [*ours, *(name for name in homes if name not in ours)]:
-            if name not in homes:
-                one = self._alone(name, "removed", self._catalog.content(ours[name]))
-            elif name not in ours:
-                one = self._alone(name, "added", self._side.slots[homes[name]][name])
-            else:
-                one = self._tensor(name, ours[name], homes[name])
-            total += one.blocks_total
-            differing += one.blocks_changed
-            if one.status == "equal":
-                equal += 1
-            else:
-                found.append(one)
-        return found, equal, total, differing
-
-    def _alone(
-        self, name: str, status: str, what: Tensor | VirtualTensor | TensorSlot
-    ) -> TensorDiff:
-        count = self._count(what.nbytes)
-        is_new = status == "added"
-        return TensorDiff(
-            name=name,
-            status=status,
-            dtype=what.dtype,
-            shape=what.shape,
-            dtype_a=None if is_new else what.dtype,
-            shape_a=None if is_new else what.shape,
-            blocks_total=count,
-            blocks_changed=count,
-            relative_l2=None,
-            changed_blocks=tuple(range(count)),
-        )
-
-
-def _unlisted(one: TensorDiff) -> TensorDiff:
-    return replace(one, changed_blocks=None)
+    return CompareReport(
+        base=base.name,
+        models=tuple(names),
+        tensors=len(can),
+        whole=Sums.total(list(found.values())).part(None, names),
+        parts=()
+        if by == "model"
+        else tuple(Sums.total(own).part(name, names) for name, own in parts.items()),
+        notes=tuple(notes),
+        bytes_read=measure.meter.total,
+        seconds=time.monotonic() - began,
+    )

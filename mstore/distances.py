@@ -25,6 +25,7 @@ from mstore.ids import ID_BYTES, SnapshotId, TensorId
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunk import CHUNK, Rows, finite, inner
+from mstore.stats.digests import Digest
 from mstore.stats.store import StatsStore, readable
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
@@ -119,7 +120,7 @@ class Distances:
             squares = self._squares.get(a)
             if a == base:
                 squares = math.fsum(either.rows["base_squares"].tolist())
-            same = self._equal_chunks(tensors, either)
+            same = equal_chunks(tensors, either, self._block_size)
             found = _relative(either.rows, ours, theirs, same, squares)
             if found is not None:
                 return found
@@ -130,14 +131,19 @@ class Distances:
         common = (base[name] for base in self._bases if name in base)
         return list(dict.fromkeys((a, b, *common)))
 
-    def _equal_chunks(
-        self, tensors: tuple[Tensor, Tensor], table: DeltaTable
-    ) -> npt.NDArray[np.bool_]:
-        """Return which chunks have one block on both sides; none where chunks are no blocks."""
-        if table.chunk_elements * tensors[0].nbytes != self._block_size * table.elements:
-            return np.zeros(len(table.rows), np.bool_)
-        a, b = (np.frombuffer(one.blocks, np.uint64).reshape(-1, _WORDS) for one in tensors)
-        return np.asarray((a == b).all(axis=1), np.bool_)
+
+def equal_chunks(
+    tensors: tuple[Tensor, Tensor], rows: DeltaTable | Digest, block_size: int
+) -> npt.NDArray[np.bool_]:
+    """Return which chunks of rows have one block in both tensors; none where chunks are no blocks.
+
+    tensors: of one shape.
+    """
+    a, b = tensors
+    if a.dtype != b.dtype or rows.chunk_elements * a.nbytes != block_size * rows.elements:
+        return np.zeros(len(rows.rows), np.bool_)
+    ours, theirs = (np.frombuffer(one.blocks, np.uint64).reshape(-1, _WORDS) for one in tensors)
+    return np.asarray((ours == theirs).all(axis=1), np.bool_)
 
 
 def _bases(catalog: Catalog, id: SnapshotId) -> set[SnapshotId]:

@@ -24,8 +24,9 @@ from mstore.check.reindex import ReindexReport
 from mstore.check.repair import RepairReport
 from mstore.checkout import CheckoutReport
 from mstore.combination.combine import CombineReport
-from mstore.compare import DirectoryDiffReport
+from mstore.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
 from mstore.diff import DiffReport, FileDiff, TensorDiff
+from mstore.directory_diff import DirectoryDiffReport
 from mstore.disk_usage import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
 from mstore.gc.collect import GcReport
 from mstore.gc.prune import PruneReport
@@ -88,6 +89,10 @@ __all__ = [
     "CloneReport",
     "CodecUsage",
     "CombineReport",
+    "CompareReport",
+    "ComparedModel",
+    "ComparedPair",
+    "ComparedPart",
     "CompatibilityFinding",
     "CompatibilityReport",
     "DiffReport",

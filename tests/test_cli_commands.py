@@ -135,6 +135,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "show": ["show", "tiny/merged"],
         "ls": ["ls", "tiny/merged"],
         "diff": ["diff", "tiny/base", "tiny/code", "--blocks"],
+        "compare": ["compare", "tiny/code", "tiny/math"],
         "explain": ["explain", "tiny/merged", "layer"],
         "blame": ["blame", "tiny/merged"],
         "recipe": ["recipe", "tiny/merged"],

@@ -137,7 +137,7 @@ CHANGES: list[tuple[str, Callable[[Path], object]]] = [
     ("rmtree", lambda at: fs.remove_tree(at / "tree")),
     ("syncdir", fs.sync_directory),
     ("create", lambda at: LockFile(at / "new").release()),
-    ("rename", lambda at: fs.replace_text(at / "file", "new")),
+    ("rename", lambda at: fs.replace_file(at / "file", "new")),
 ]
 
 
@@ -253,7 +253,7 @@ def test_replace_text_is_durable(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("old")
     listener = Listener()
     with fs.observed(listener):
-        fs.replace_text(tmp_path / "text", "neu ü\n", staging=tmp_path / "staging")
+        fs.replace_file(tmp_path / "text", "neu ü\n", staging=tmp_path / "staging")
     assert listener.kinds() == ["create", "write", "fsync", "rename", "syncdir"]
     assert Path(listener.operations[0].path).parent == tmp_path / "staging"
     assert listener.operations[-1].path == str(tmp_path)
@@ -271,7 +271,7 @@ def test_a_failed_replacement_changes_nothing(kind: str, tmp_path: Path) -> None
 
     (tmp_path / "text").write_text("old")
     with fs.observed(refuse), pytest.raises(StorageFailed):
-        fs.replace_text(tmp_path / "text", "new")
+        fs.replace_file(tmp_path / "text", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
     assert (tmp_path / "text").read_text() == "old"
 

@@ -47,7 +47,7 @@ def descriptors_below(path: Path) -> int:
 
 OPERATIONS: dict[str, Callable[[Path], object]] = {
     "create": lambda tmp: fs.NewFile(tmp / "new"),
-    "replace": lambda tmp: fs.replace_text(tmp / "thesis", "lost"),
+    "replace": lambda tmp: fs.replace_file(tmp / "thesis", "lost"),
     "create whole": lambda tmp: fs.create_whole(tmp / "new", b"1"),
     "overwrite": lambda tmp: fs.overwrite(tmp / "thesis", b"lost"),
     "unnamed": lambda tmp: fs.unnamed(tmp, [b"1"]),

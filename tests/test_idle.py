@@ -25,7 +25,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     rng = np.random.default_rng(3)
     base = {"w": families.cast(rng.standard_normal((128, 1024)), "BF16")}
     experts = (
-        {"w": families.cast(base["w"].astype(np.float32) + 0.5, "BF16")},
+        {"w": families.cast(base["w"].astype(np.float32) + 0.25, "BF16")},
         {"w": families.cast(base["w"].astype(np.float32) + 0.01, "BF16")},
         base,
     )

@@ -77,7 +77,7 @@ def test_what_is_made_has_its_mode(
         fs.LockFile(root / "lock").release()
         fs.make_directory(root / "plain")
         fs.make_directory(root / "private", private=True)
-        fs.replace_text(root / "plain" / "text", "1", staging=root / "private")
+        fs.replace_file(root / "plain" / "text", "1", staging=root / "private")
         fs.overwrite(root / "stamp", b"1")
         fs.create_whole(root / "whole", b"1")
     finally:

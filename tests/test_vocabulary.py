@@ -19,6 +19,7 @@ from small_models import BLOCK
 
 from mstore import MergeRequest, Store, TokenRow, Vocabulary
 from mstore.errors import BadRequest, Incompatible, NotFound
+from mstore.merge.planning import sense
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.rows import MEAN, MISSING, Places, gathered
 
@@ -344,13 +345,14 @@ def test_tokens_in_other_rows_are_a_warning(place: Place) -> None:
     place.add("two", ["a", "b", "c"])
     request = MergeRequest(base="base", experts=["one", "two"], method="linear")
     report = place.store.plan(request)
-    told = [(one.kind, one.expert) for one in report.warnings]
-    assert told == [("tokens in other rows", "one")]
-    assert "2 tokens are in other rows than the base's, such as 'b'" in report.warnings[0].text
+    # These models are random: that they are far from the base is no matter here.
+    [told] = [one for one in report.warnings if one.kind != sense.FAR]
+    assert (told.kind, told.expert) == ("tokens in other rows", "one")
+    assert "2 tokens are in other rows than the base's, such as 'b'" in told.text
     aligned = place.store.align(request, Vocabulary()).applied(request)
-    assert place.store.plan(aligned).warnings == ()
+    assert {one.kind for one in place.store.plan(aligned).warnings} <= {sense.FAR}
     layers = dataclasses.replace(request, only=["model.layers.*"])
-    assert place.store.plan(layers).warnings == ()
+    assert {one.kind for one in place.store.plan(layers).warnings} <= {sense.FAR}
 
 
 def test_nothing_is_stored_for_a_request_that_cannot_be(place: Place) -> None:

@@ -625,7 +625,7 @@ def draw_sweep(screen: Screen, report: SweepReport) -> None:
 def draw_notes(screen: Screen, notes: Iterable[str], warnings: Iterable[MergeWarning] = ()) -> None:
     """Print warnings of likely mistakes, and the planner's notes."""
     for warning in warnings:
-        screen.line(f"warning: {warning.text}", style="yellow")
+        screen.line(f"warning: {screen.typed(warning.text)}", style="yellow")
     for note in notes:
         screen.line(f"note: {screen.typed(note)}")
 

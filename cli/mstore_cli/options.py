@@ -10,6 +10,8 @@ from mstore_cli.declared import Argument, Option
 
 drawing = partial(Option, "--svg", metavar="FILE", show_default=False, parser=values.file_of("svg"))
 """Declares `--svg FILE`; the help says what is drawn."""
+png = partial(Option, "--png", metavar="FILE", show_default=False, parser=values.file_of("png"))
+"""Declares `--png FILE`."""
 _REVISION = Argument(
     metavar="REF",
     help="A branch, tag, snapshot id or its beginning (4 digits or more), REF~N, or REF@{N}.",

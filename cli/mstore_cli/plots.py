@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
-from io import StringIO
+from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -76,9 +76,9 @@ class SweepPoint:
 class HeatMap:
     """A table of numbers: `cells[row][column]`, None if unknown (drawn hatched).
 
-    rows are layers, columns experts.  `measure` names the numbers, with their unit; `unknown`
-    explains None.  `top` fixes the end of the scale, where 1.0 means shares, written as
-    percentages; otherwise the largest number does.
+    axes: what rows and columns are.  `measure` names the numbers, with their unit; `unknown`
+    explains None.  `top` fixes the end of the scale; otherwise the largest number does.  Between
+    0.0 and 1.0 numbers are shares, written as percentages.
     """
 
     title: str
@@ -88,6 +88,13 @@ class HeatMap:
     measure: str
     top: float | None = None
     unknown: str = "not known"
+    bottom: float = 0.0
+    axes: tuple[str, str] = ("layer", "expert")
+
+    @property
+    def is_of_shares(self) -> bool:
+        """Whether numbers are written as percentages."""
+        return (self.bottom, self.top) == (0.0, 1.0)
 
 
 def require() -> None:
@@ -135,8 +142,8 @@ def sweep(points: Sequence[SweepPoint], path: Path, *, title: str = "Cost agains
     _write(draw, path)
 
 
-def heat_map(table: HeatMap, path: Path) -> None:
-    """Draw a table of layers (down) and experts (across) as SVG.
+def heat_map(table: HeatMap, path: Path, form: str = "svg") -> None:
+    """Draw a table as SVG, or as PNG.
 
     Raises Unavailable without matplotlib, StorageFailed if the file cannot be written.
     """
@@ -156,7 +163,7 @@ def heat_map(table: HeatMap, path: Path) -> None:
         mesh = axes.pcolormesh(
             np.ma.masked_invalid(values),
             cmap="cividis",
-            vmin=0.0,
+            vmin=table.bottom,
             vmax=top,
             edgecolors="white",
             linewidth=0.5,
@@ -170,11 +177,11 @@ def heat_map(table: HeatMap, path: Path) -> None:
                 axes.text(
                     column + 0.5,
                     row + 0.5,
-                    _number(value, table.top),
+                    _number(value, is_share=table.is_of_shares),
                     ha="center",
                     va="center",
                     fontsize=7,
-                    color="white" if value < 0.5 * top else "black",
+                    color="white" if value < (table.bottom + top) / 2 else "black",
                 )
         axes.set_xticks([n + 0.5 for n in range(columns)], [_label(c) for c in table.columns])
         axes.tick_params(axis="x", rotation=40)
@@ -185,11 +192,11 @@ def heat_map(table: HeatMap, path: Path) -> None:
         axes.tick_params(length=0)
         axes.grid(visible=False)
         axes.invert_yaxis()
-        axes.set_xlabel("expert")
-        axes.set_ylabel("layer")
+        axes.set_xlabel(table.axes[1])
+        axes.set_ylabel(table.axes[0])
         figure.suptitle(f"{_label(table.title, 60)}\n{table.measure}", fontsize=10)
         percent = (
-            (lambda value, _position: format_percent(value, ".0f")) if table.top == 1.0 else None
+            (lambda value, _position: format_percent(value, ".0f")) if table.is_of_shares else None
         )
         figure.colorbar(mesh, ax=axes, format=percent)
         if len(unknown):
@@ -199,7 +206,7 @@ def heat_map(table: HeatMap, path: Path) -> None:
                 loc="outside lower right",
             )
 
-    _write(draw, path)
+    _write(draw, path, form=form)
 
 
 @frozen
@@ -347,28 +354,31 @@ def _write(
     *,
     layout: Literal["constrained"] | None = "constrained",
     titles: Mapping[str, str] = MappingProxyType({}),
+    form: str = "svg",
 ) -> None:
-    """Draw and write. titles: the tooltip of the element with this id."""
+    """Draw and write, as SVG or PNG. titles: the tooltip of the element with this id, in SVG."""
     require()
     import matplotlib.style
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     from mstore import fs
 
-    text = StringIO()
+    drawn = BytesIO()
     # "default" first: a user's matplotlibrc must not change the plot.
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(layout=layout)
-        FigureCanvasSVG(figure)
         draw(figure)
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    svg = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+        told = {"Software": None} if form == "png" else {"Date": None, "Creator": None}
+        figure.savefig(drawn, format=form, metadata=told)
+    if form == "png":
+        fs.replace_file(path, drawn.getvalue())
+        return
+    svg = "".join(f"{line.rstrip()}\n" for line in drawn.getvalue().decode().splitlines())
     # matplotlib has no titles; each id occurs once.
     for id, title in titles.items():
         head = f'<g id="{id}">\n'
         svg = svg.replace(head, f"{head}<title>{escape(title, quote=False)}</title>\n", 1)
-    fs.replace_text(path, svg)
+    fs.replace_file(path, svg)
 
 
 def _heat_map_inches(table: HeatMap) -> tuple[float, float]:
@@ -410,8 +420,8 @@ def _unit(largest: int) -> tuple[int, str]:
     return 1024**power, names[power]
 
 
-def _number(value: float, top: float | None) -> str:
-    return format_percent(value, ".0f") if top == 1.0 else f"{value:.2g}"
+def _number(value: float, *, is_share: bool) -> str:
+    return format_percent(value, ".0f") if is_share else f"{value:.2g}"
 
 
 def _label(name: str, longest: int = LONGEST_LABEL) -> str:

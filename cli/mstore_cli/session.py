@@ -150,11 +150,11 @@ class Session:
             what = f"{what}: {self.named_by} names it"
             raise NotFound(what, where=where, hint=hint) from error
 
-    def warn_if_quiet(self, texts: Iterable[str]) -> None:
+    def warn_if_quiet(self, texts: Iterable[Text]) -> None:
         """Print warnings on standard error with --quiet; other outputs have them already."""
         if self.output.mode is Mode.QUIET:
             for text in texts:
-                warn(text)
+                warn(self.typed(text))
 
     def notes(self) -> list[str]:
         """Return what this run's stores found damaged and replaced."""

@@ -233,4 +233,4 @@ def _write(settings: Mapping[str, Value]) -> None:
     # A link stays one, as those of who keep such files elsewhere.
     file = Path(os.path.realpath(path()))
     fs.make_directories(file.parent)
-    fs.replace_text(file, text)
+    fs.replace_file(file, text)

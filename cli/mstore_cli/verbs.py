@@ -8,7 +8,7 @@ GROUPS = {
     "Prepare a merge": (
         *("check-merge", "analyze", "align", "cast", "extract-lora", "combine-adapters"),
     ),
-    "Look": ("log", "show", "ls", "cat", "diff", "explain", "blame", "recipe"),
+    "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe"),
     "Names": ("refs", "tag", "reset", "rename", "reflog", "rm"),
     "Share": ("backup", "clone", "serve", "sign", "verify"),
     "Maintain": ("stats", "du", "prune", "gc", "pin", "unpin", "fsck", "doctor", "version"),

@@ -94,7 +94,7 @@ class Merging(OpenStore):
             analyzed=made.analyzed,
             factors=made.factors,
             memo=self._memo_expert_bytes(made.plan, made.costs),
-            warnings=self._parents_warnings(made.plan, made.sources),
+            warnings=self._warnings(id, made.plan, made.sources),
             kept=made.is_stored,
             seconds=time.monotonic() - began,
         )
@@ -241,8 +241,9 @@ class Merging(OpenStore):
         """Report whether base and experts of a request can be merged, and what is risky about it.
 
         Compares names, shapes, element types, architectures and settings in configs, vocabularies,
-        tokenizers, chat templates, and the licences that model cards state.  Reads no weights, but
-        warns of infinite or NaN elements that statistics know of.
+        tokenizers, chat templates, and the licences that model cards state.  Tells from statistics
+        and lineage how far experts moved, whether one seems to be no fine-tune of the base, and
+        where elements are infinite or NaN.  Reads no weights.
 
         Raises BadRequest, NotFound, Incompatible (a tokenizer.json that is none), Corrupt.
         """
@@ -341,6 +342,16 @@ class Merging(OpenStore):
             experts=[self._input(revision) for revision, _ in experts],
             fishers=[self._input(revision) for revision in request.fishers],
         )
+
+    def _warnings(self, id: PlanId, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+        """Return what a plan alone does not show."""
+        from mstore.merge.planning.sense import senseless
+
+        names = [source.name for source in (sources.base, *sources.experts)]
+        key = (id, *names)
+        if key not in self._about_sizes:
+            self._about_sizes[key] = senseless(self._catalog, self._statistics, plan, sources)
+        return (*self._about_sizes[key], *self._parents_warnings(plan, sources))
 
     def _parents_warnings(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         from mstore.merge.planning.warnings import (
@@ -470,7 +481,7 @@ class Merging(OpenStore):
         if not allow_noop and planned is None:
             require_effect(self._catalog, record)
         sources = sources_of(self._catalog, id, record)
-        licences = self._parents_warnings(record, sources)
+        told = self._warnings(id, record, sources)
         analyzed = 0 if planned is None else planned.analyze_bytes_read
         if virtual:
             from mstore.merge.virtual.deferred import commit_virtual
@@ -482,7 +493,7 @@ class Merging(OpenStore):
                 else Costs(planned.full_expert_bytes, planned.planned_expert_bytes)
             )
             return merge_report(
-                plan_report(record, id, sources, costs, warnings=licences),
+                plan_report(record, id, sources, costs, warnings=told),
                 None,
                 name=name,
                 snapshot=deferred.snapshot,
@@ -518,7 +529,7 @@ class Merging(OpenStore):
         planned = plan_report(
             *(record, id, sources, outcome.costs),
             not_finite=merged.not_finite,
-            warnings=licences,
+            warnings=told,
         )
         if made.tensors() == base.tensors():
             planned = replace(planned, notes=planned.notes + equal)

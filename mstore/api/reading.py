@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 from mstore import lineage
 from mstore.api.arguments import checked
 from mstore.api.open_store import ALWAYS, OpenStore, thread_count
+from mstore.errors import BadRequest
 from mstore.ids import Buffer, Revision, SnapshotId
-from mstore.store import contents, leases
+from mstore.phrases import Option, call
+from mstore.store import contents, damage, leases
 
 if TYPE_CHECKING:
     from mstore.checkout import CheckoutReport
-    from mstore.compare import DirectoryDiffReport
+    from mstore.compare import CompareReport
     from mstore.diff import DiffReport
+    from mstore.directory_diff import DirectoryDiffReport
     from mstore.lineage import FileReport, SnapshotReport, TensorReport
     from mstore.progress import ProgressCallback
     from mstore.view import SnapshotView
@@ -164,6 +167,57 @@ class Reading(OpenStore):
                 computing=self._computing,
             )
 
+    def compare(
+        self,
+        *models: Revision,
+        base: Revision | None = None,
+        by: str = "layer",
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        exact: bool = False,
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> CompareReport:
+        """Report how far models moved from their common base, and the cosines of their changes.
+
+        base: the model that they were made from; None: the nearest one that lineage knows of all.
+        by: tensor, layer or model, what the parts of the report are. only, skip: patterns of tensor
+        names, as in `plan`.
+        exact: read blocks where statistics only estimate a cosine.
+
+        Reads no blocks of what has statistics; of the rest it reads all, and keeps what it
+        measured.
+        Tensors that not all models have in one shape are left out.
+
+        Raises BadRequest (no model, a virtual merge, no common base, no such pattern), NotFound,
+        BadName, Incompatible (no tensor in common), Corrupt, StorageFailed.
+        """
+        from mstore.compare import Reads, common_base, compare
+        from mstore.stats.analysis import Side
+
+        if not models:
+            raise BadRequest("there is no model to compare", hint=call("compare", "REF", "REF"))
+        sides = [Side(self._real(model), str(model)) for model in models]
+        if base is None:
+            found = common_base(self._catalog, [side.snapshot for side in sides])
+            if found is None:
+                raise BadRequest(
+                    "lineage knows no base that all of these have", hint=Option("base", "REF")
+                )
+            names = {ref.snapshot_id(): name for name, ref in self._catalog.refs().items()}
+            base = names.get(found, found.short)
+        own = Side(self._real(base), str(base))
+        with damage.placed(self._catalog, (side.snapshot for side in (own, *sides))):
+            return compare(
+                *(self._catalog, self._statistics, own, sides),
+                by=by,
+                only=only,
+                skip=skip,
+                reads=Reads.EXACT if exact else Reads.MISSING,
+                threads=thread_count(threads),
+                progress=progress,
+            )
+
     def diff_directory(
         self,
         revision: Revision,
@@ -183,11 +237,11 @@ class Reading(OpenStore):
         Corrupt, StorageFailed.
         """
         from mstore.checkpoint.exclusion import Exclusion
-        from mstore.compare import compare
+        from mstore.directory_diff import diff_directory
 
         id = self._whole(revision)
         with contents.held(self._catalog, [id]):
-            return compare(
+            return diff_directory(
                 self._catalog,
                 id,
                 Path(directory),

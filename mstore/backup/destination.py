@@ -98,7 +98,7 @@ class Destination:
         layout = Layout(path, source.uuid, source.block_size)
         layout.require_kinds()
         if not (path / BACKUP_MARKER).exists():
-            fs.replace_text(path / BACKUP_MARKER, f"mstore backup {_VERSION} {source.uuid}\n")
+            fs.replace_file(path / BACKUP_MARKER, f"mstore backup {_VERSION} {source.uuid}\n")
         fs.make_directory(layout.tmp, private=True, exist_ok=True)
         for directory in (layout.packs, layout.mirror.parent):
             fs.make_directory(directory, exist_ok=True)

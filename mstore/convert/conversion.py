@@ -205,7 +205,7 @@ def _indexes(
         total = sum(made[shard].stat().st_size for shard in shards if shard in made)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": renamed}, indent=2)
         target = scratch / f"{len(found)}{INDEX_SUFFIX}"
-        fs.replace_text(target, text + "\n")
+        fs.replace_file(target, text + "\n")
         found[path] = target
     return found
 

@@ -384,8 +384,8 @@ def sync_directory(path: Path) -> None:
                 os.fsync(descriptor)
 
 
-def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
-    """Replace a text file atomically and durably (temporary file, fsync, rename, fsync directory).
+def replace_file(path: Path, content: str | bytes, *, staging: Path | None = None) -> None:
+    """Replace a small file atomically and durably (temporary file, fsync, rename, fsync directory).
 
     staging: the directory of the temporary file, on the same filesystem; else that of `path`.
     """
@@ -399,7 +399,7 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
                 error.advise(f"mkdir -p {shlex.quote(str(path.parent))}")
         raise
     try:
-        file.append(text.encode())
+        file.append(content.encode() if isinstance(content, str) else content)
         file.sync()
         file.close()
         rename(file.path, path)

@@ -24,6 +24,7 @@ from mstore.objects.tensor import Tensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats import deltas
 from mstore.stats.chunks import Bytes, ReadChunk, chunk_blocks, chunk_reader, tensor_chunk
+from mstore.stats.known import keep_apart
 from mstore.stats.store import StatsStore
 from mstore.stats.streaming import PairMeasure
 from mstore.store.catalog import Catalog
@@ -127,6 +128,21 @@ def measure_apart(
         columns = zip(*pool.map(take, range(-(-elements // chunk))), strict=True)
         found |= {pair: math.fsum(sums) for pair, sums in zip(group, columns, strict=True)}
     return [found[pair] for pair in pairs]
+
+
+def measured_apart(
+    catalog: Catalog,
+    statistics: StatsStore,
+    sides: Sequence[tuple[TensorId, Tensor]],
+    pairs: Sequence[tuple[int, int]],
+    pool: ThreadPoolExecutor,
+    meter: Meter,
+) -> list[float]:
+    """Measure the squares of the distances of these pairs of sides, and keep them."""
+    found = measure_apart(catalog, [record for _, record in sides], pairs, pool, meter)
+    for (one, other), square in zip(pairs, found, strict=True):
+        keep_apart(statistics, (sides[one][0], sides[other][0]), square)
+    return found
 
 
 def measure_squares(

@@ -238,6 +238,11 @@ class StatsStore:
         value = self._get("squares", base + expert + what)
         return None if value is None else float(_SQUARES.unpack(value)[0])
 
+    def facts(self, keys: Sequence[tuple[TensorId, TensorId, bytes]]) -> list[float | None]:
+        """Return `fact` of each key, with one lookup for all of them."""
+        values = self._facts([base + expert + what for base, expert, what in keys])
+        return [None if value is None else float(_SQUARES.unpack(value)[0]) for value in values]
+
     def put_fact(self, base: TensorId, expert: TensorId, what: bytes, value: float) -> None:
         """Add such a fact."""
         self._put("squares", base + expert + what, _SQUARES.pack(value))

@@ -118,7 +118,7 @@ class Config(msgspec.Struct, frozen=True):
 
     def save(self, layout: Layout) -> None:
         """Replace the file atomically."""
-        fs.replace_text(layout.config, self.text(), staging=layout.tmp)
+        fs.replace_file(layout.config, self.text(), staging=layout.tmp)
 
 
 KEYS: Final = Config.__struct_fields__

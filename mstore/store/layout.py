@@ -288,7 +288,7 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
 
 def write_format(layout: Layout) -> None:
     """Write the format file, the last file of a new store."""
-    fs.replace_text(layout.root / "format", _format_line(layout), staging=layout.tmp)
+    fs.replace_file(layout.root / "format", _format_line(layout), staging=layout.tmp)
 
 
 def _require_unused(root: Path) -> None:

@@ -181,7 +181,7 @@ def _set_version(root: Path, version: int) -> None:
     line = fs.read_file(root / "format", FORMAT_LIMIT).decode("ascii")
     name, _, rest = line.split(" ", 2)
     staging = root / "tmp"
-    fs.replace_text(
+    fs.replace_file(
         root / "format",
         f"{name} {version} {rest}",
         staging=staging if staging.is_dir() else None,

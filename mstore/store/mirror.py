@@ -116,7 +116,7 @@ def _replace(layout: Layout, before: bytes | None, generation: int, lines: list[
         fs.sync_directory(layout.root)
     if before is not None:
         _keep(layout, before, listed, generation)
-    fs.replace_text(layout.mirror, data.decode(), staging=layout.tmp)
+    fs.replace_file(layout.mirror, data.decode(), staging=layout.tmp)
     for _, path in _versions(layout)[KEPT:]:
         with suppress(StorageFailed):
             fs.unlink(path, missing_ok=True)

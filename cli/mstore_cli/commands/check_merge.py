@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mstore_cli.command import command
+from mstore_cli.commands.compare import draw_parts
 from mstore_cli.errors import FAILURE, Ended
 from mstore_cli.merging import AllowMissing, Base, Experts, Only, Skip, experts_of
 from mstore_cli.output import Column, Screen
@@ -36,9 +37,10 @@ def check_merge(
     """Compare models with a base before you merge them.
 
     Compares names, shapes and element types of tensors, architectures and settings in configs,
-    vocabularies, tokenizers, chat templates, and licences. Reads no weights. An error means that a
-    merge is impossible or meaningless, a warning that it is risky. Exit status 0 if there are no
-    errors.
+    vocabularies, tokenizers, chat templates, and licences. Prints how far each model moved and how
+    alike the changes are, as `mstore compare` does, as far as statistics know that. Reads no
+    weights. An error means that a merge is impossible or meaningless, a warning that it is risky.
+    Exit status 0 if there are no errors.
     """
     from mstore import MergeRequest
 
@@ -60,6 +62,9 @@ def check_merge(
         )
         screen.table(COLUMNS, rows)
         if report.findings:
+            screen.line()
+        if report.changes is not None:
+            draw_parts(screen, (report.changes,))
             screen.line()
         count = len(report.experts)
         models = "1 expert" if count == 1 else f"{count} experts"

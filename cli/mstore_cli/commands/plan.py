@@ -150,9 +150,9 @@ def plan(
         with session.progress() as tick, directories_told(request):
             report = store.plan(request, allow_noop=allow_noop, threads=threads, progress=tick)
         if output is not None:
-            from mstore.fs import replace_text
+            from mstore.fs import replace_file
 
-            replace_text(output, store.export_plan(str(report.plan)))
+            replace_file(output, store.export_plan(str(report.plan)))
 
     def human(screen: Screen) -> None:
         screen.line(f"plan {short(report.plan)}", style="green")

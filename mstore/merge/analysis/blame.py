@@ -23,7 +23,6 @@ from mstore.frozen import frozen
 from mstore.ids import PlanId, SnapshotId
 from mstore.merge.analysis.attribution import Attribution, attribute
 from mstore.merge.analysis.explain import require_tensor
-from mstore.merge.analysis.layers import layers_of
 from mstore.merge.methods.registry import fishers_of
 from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.validate import check_fits
@@ -32,6 +31,7 @@ from mstore.merge.running.compute import tie_counts
 from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
+from mstore.objects.layers import layers_of
 from mstore.objects.plan import Plan
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback

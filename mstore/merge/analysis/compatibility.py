@@ -19,11 +19,13 @@ from mstore.adapters.inputs import Inputs, stand_ins
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.small_files import json_object
+from mstore.compare import ComparedPart, Sums
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.ids import TensorId
 from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.request import Input, Request
+from mstore.merge.planning.sense import far_experts, known_sums, swapped
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.survey import odd_types
 from mstore.merge.planning.tied import first_names, told_of_head
@@ -32,7 +34,7 @@ from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, joined, phrase
+from mstore.phrases import Option, call, joined, phrase
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.tied import own_head, ties, ties_embeddings
@@ -69,7 +71,7 @@ class CompatibilityFinding:
     """the expert, as it was named; None: several models"""
     aspect: str
     """names, shapes, vocabulary, dtypes, architecture, settings, tokenizer, chat template,
-    values, licences, or adapter"""
+    values, size of the change, order, licences, or adapter"""
     severity: str
     """error: the merge is impossible or meaningless; warning: it is risky"""
     text: str
@@ -92,6 +94,9 @@ class CompatibilityReport:
     """number of tensors that are compared, of each model"""
     findings: tuple[CompatibilityFinding, ...]
     """what differs, expert by expert, errors first"""
+    changes: ComparedPart | None
+    """how far the experts moved and in which directions, as far as statistics know; null if there
+    is an error"""
     seconds: float
     """how long it took"""
 
@@ -128,12 +133,20 @@ def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> C
         told = ", ".join(dict.fromkeys(models[n].name for n in who))
         single = models[who[0]].name if len(who) == 1 and who[0] else None
         found.append(CompatibilityFinding(single, "licences", WARNING, f"{told}: {text}", None))
+    mergeable = all(one.severity != ERROR for one in found)
+    changes = None
+    if mergeable:
+        sums = _sums(catalog, statistics, request, models)
+        found += _senses(catalog, request, [one.name for one in experts], sums)
+        if sums:
+            changes = Sums.total(list(sums.values())).part(None, [one.name for one in experts])
     return CompatibilityReport(
         base=base.name,
         experts=tuple(expert.name for expert in experts),
-        mergeable=all(one.severity != ERROR for one in found),
+        mergeable=mergeable,
         tensors=len(names),
         findings=tuple(found),
+        changes=changes,
         seconds=time.monotonic() - began,
     )
 
@@ -197,6 +210,35 @@ def _finding(
     # A phrase is told in the words of whoever shows it.
     told = hint if hint is None or isinstance(hint, str) else str(hint)
     return CompatibilityFinding(other.name, aspect, severity, str(text), told)
+
+
+# -- changes -----------------------------------------------------------------------------------
+
+
+def _sums(
+    catalog: Catalog, statistics: StatsStore, request: Request, models: Sequence[_Model]
+) -> dict[str, Sums]:
+    """Return what statistics know of the changes of whole models; nothing for adapters of one."""
+    base, *experts = (model.manifest.id() for model in models)
+    if is_adapter(models[0].manifest.tensors()):
+        return {}
+    names = [model.name for model in models[1:]]
+    inputs = Inputs(catalog, base, experts, names, fill=request.allow_missing)
+    return known_sums(catalog, statistics, inputs, request.only, request.skip, products=True)
+
+
+def _senses(
+    catalog: Catalog, request: Request, names: Sequence[str], sums: Mapping[str, Sums]
+) -> Iterator[CompatibilityFinding]:
+    far = far_experts(sums, names)
+    more = call("compare", *far, base=request.base.name)
+    for name, why in far.items():
+        hint = phrase("{more} shows where", more=more)
+        yield CompatibilityFinding(name, "size of the change", WARNING, why, hint)
+    experts = request.experts[: len(names)]
+    manifests = [catalog.snapshot(one.snapshot).manifest_id() for one in experts]
+    for k, why in swapped(catalog, request.base, manifests, names):
+        yield CompatibilityFinding(names[k], "order", WARNING, why, None)
 
 
 # -- tensors -----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from mstore.adapters.inputs import Inputs, Names
 from mstore.errors import Corrupt, NotFound, did_you_mean
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId
-from mstore.merge.analysis.layers import layers_of
 from mstore.merge.methods import registry
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import told_costs
@@ -23,6 +22,7 @@ from mstore.merge.planning.report import PlanReport, plan_report
 from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.tied import names_of_plan
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
+from mstore.objects.layers import layers_of
 from mstore.objects.plan import (
     BELOW,
     DROPPED,

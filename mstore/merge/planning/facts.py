@@ -38,8 +38,9 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
-from mstore.stats.analysis import measure_apart, measure_pair, measure_squares
+from mstore.stats.analysis import measure_pair, measure_squares, measured_apart
 from mstore.stats.chunks import chunk_reader, row_length, tensor_chunk
+from mstore.stats.known import known_apart
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
@@ -47,8 +48,6 @@ from mstore.store.catalog import Catalog
 Side = tuple[TensorId, Tensor]
 _SMALLEST_NORM: Final = 1e-7
 """Below this, a norm is not restored (as in mergekit)."""
-_APART: Final = blake3(b"apart").digest(length=16)
-"""Names the square of a distance of two experts."""
 _FISHER: Final = b"fisher"
 _NORMS: Final = b"norms 2"
 """Names how norms are summed: another order may round otherwise."""
@@ -338,33 +337,21 @@ class Facts:
     ) -> dict[tuple[int, int], float]:
         """Return the square of the distance of each two of the experts; all are read together."""
         pairs = list(itertools.combinations(experts, 2))
-        found = {(j, i): self._known_apart(sides[j][0], sides[i][0]) for j, i in pairs}
-        missing = [pair for pair in pairs if found[pair] is None]
+        ids = {(j, i): (sides[j][0], sides[i][0]) for j, i in pairs}
+        known = known_apart(self._statistics, list(ids.values()))
+        found = {pair: known[own] for pair, own in ids.items() if own in known}
+        missing = [pair for pair in pairs if pair not in found]
         if missing:
             if not self._analyze:
                 raise _unknown(name)
-            records = [record for _, record in sides]
-            measured = measure_apart(self._catalog, records, missing, pool, self._meter)
-            for (j, i), square in zip(missing, measured, strict=True):
-                ids = sides[j][0], sides[i][0]
-                self._statistics.put_fact(min(ids), max(ids), _APART, square)
-                found[j, i] = square
+            measured = measured_apart(
+                self._catalog, self._statistics, sides, missing, pool, self._meter
+            )
+            found |= dict(zip(missing, measured, strict=True))
         return {
             (j, i): self._finite(name, square, (sides[j], sides[i]), pool, _ANGLES)
             for (j, i), square in found.items()
-            if square is not None
         }
-
-    def _known_apart(self, one: TensorId, other: TensorId) -> float | None:
-        """Return the square of the distance of two tensors if it was measured."""
-        if one == other:
-            return 0.0
-        # As a pair it may be known in either order.
-        for pair in ((one, other), (other, one)):
-            table = self._statistics.pair(*pair)
-            if table is not None:
-                return _sum_of_squares(table)
-        return self._statistics.fact(min(one, other), max(one, other), _APART)
 
     def _apart(
         self, name: str, one: Side, other: Side, pool: ThreadPoolExecutor, lack: _Lack
@@ -373,7 +360,8 @@ class Facts:
 
         Planning needs the rest of the statistics of such a pair, too.
         """
-        found = self._known_apart(one[0], other[0])
+        pair = one[0], other[0]
+        found = known_apart(self._statistics, [pair]).get(pair)
         if found is None:
             if not self._analyze:
                 raise _unknown(name)

@@ -63,6 +63,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, Rows, finite
 from mstore.stats.chunks import tensor_chunk
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
+from mstore.stats.known import keep_products
 from mstore.stats.products import product_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
@@ -679,8 +680,10 @@ class Surveyor:
             factors = low_rank.load_factors(self._catalog, record, self.factors)
             return product_rows(factors, squares, elements, chunk)
 
-        found = pool.map(rows_of, [record for _, record in products])
-        return dict(zip([pair for pair, _ in products], found, strict=True))
+        rows = pool.map(rows_of, [record for _, record in products])
+        found = dict(zip([pair for pair, _ in products], rows, strict=True))
+        keep_products(self._statistics, found)
+        return found
 
     def _checked(
         self,

@@ -62,8 +62,9 @@ class MergeWarning:
 
     kind: str
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
-    over budget, expert left out, expert trimmed away, adapter of another base, tokens in other
-    rows, other tensors, head of its own, config of a stack, overflow, not finite, or licences"""
+    over budget, expert left out, expert trimmed away, expert far from the base, weight out of
+    scale, base and expert swapped, adapter of another base, tokens in other rows, other tensors,
+    head of its own, config of a stack, overflow, not finite, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str

@@ -1,0 +1,151 @@
+"""`mstore compare`: how far models moved from their common base, and in which directions."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from mstore_cli import plots
+from mstore_cli.command import command
+from mstore_cli.declared import Argument, Option
+from mstore_cli.groups import Group, draw_groups
+from mstore_cli.options import OnlyCompared, SkipCompared, Threads, drawing, png
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+from mstore_cli.sizes import counted, format_percent, format_size
+
+if TYPE_CHECKING:
+    from mstore.reports import ComparedPair, ComparedPart, CompareReport
+
+
+class By(StrEnum):
+    """What is compared."""
+
+    TENSOR = "tensor"
+    LAYER = "layer"
+    MODEL = "model"
+
+
+@command(example="mstore compare llama/math llama/code llama/chat")
+def compare(
+    session: Session,
+    models: Annotated[
+        list[str],
+        Argument(metavar="REF", help="The models.", show_default=False, completes="refs"),
+    ],
+    base: Annotated[
+        str | None,
+        Option(
+            "--base",
+            metavar="REF",
+            help="The model that they were made from [default: the nearest one that the lineage of "
+            "all of them names].",
+            show_default=False,
+            completes="refs",
+        ),
+    ] = None,
+    by: Annotated[
+        By, Option("--by", help="Compare each tensor, each layer, or whole models.")
+    ] = By.LAYER,
+    only: OnlyCompared = None,
+    skip: SkipCompared = None,
+    exact: Annotated[
+        bool,
+        Option("--exact", help="Read blocks where statistics only estimate a cosine."),
+    ] = False,
+    svg: Annotated[
+        Path | None, drawing(help="Also draw the cosines of whole models as a matrix, as SVG.")
+    ] = None,
+    png: Annotated[Path | None, png(help="Draw the same as PNG.")] = None,
+    threads: Threads = None,
+) -> None:
+    """Print how far models moved from their common base, and how alike their changes are.
+
+    CHANGE is the norm of the difference from the base, relative to the norm of the base. EQUAL is
+    the share of blocks that are the base's. COS is the cosine of two changes: 1 in one direction, 0
+    nothing in common, -1 opposite; the number after it is that of the other model. Statistics tell
+    these, or estimate cosines (~). Blocks are read only of models that have no statistics, or with
+    --exact; what was measured is kept.
+    """
+    drawn = {form: path for form, path in (("svg", svg), ("png", png)) if path is not None}
+    if drawn:
+        plots.require()
+    with session.open() as store, session.progress() as tick:
+        report = store.compare(
+            *models,
+            base=base,
+            by=str(by),
+            only=only or (),
+            skip=skip or (),
+            exact=exact,
+            threads=threads,
+            progress=tick,
+        )
+    for form, path in drawn.items():
+        plots.heat_map(cosines(report), path, form)
+
+    def human(screen: Screen) -> None:
+        number = counted(len(report.models), "model")
+        screen.line(f"{number} and the base {report.base}, {counted(report.tensors, 'tensor')}")
+        screen.line()
+        draw_parts(screen, (*report.parts, report.whole), "" if by is By.MODEL else by.name)
+        if report.bytes_read:
+            screen.line(f"read {format_size(report.bytes_read)} of models without statistics")
+        for note in report.notes:
+            screen.line(f"note: {screen.typed(note)}")
+        for path in drawn.values():
+            screen.line(f"drawn in {path}")
+
+    session.output.emit(report, ids=report.models, human=human)
+
+
+def draw_parts(screen: Screen, parts: tuple[ComparedPart, ...], title: str = "") -> None:
+    """Print changes and cosines: a group of lines for each part, the whole last."""
+    models = parts[-1].models
+    columns = ("CHANGE", "EQUAL", *(f"COS {n}" for n in range(1, len(models))))
+    draw_groups(
+        screen, title, columns, [Group(part.name or "all", "", _rows(part)) for part in parts]
+    )
+    deviations = [pair.deviation for pair in parts[-1].pairs if pair.deviation]
+    if deviations:
+        screen.line(
+            f"~: an estimate from statistics, whose standard deviation is {max(deviations):.2g} at "
+            "most for whole models"
+        )
+
+
+def _rows(part: ComparedPart) -> tuple[tuple[str, ...], ...]:
+    cosines = {(pair.a, pair.b): _cosine(pair) for pair in part.pairs}
+    rows = []
+    for k, one in enumerate(part.models):
+        earlier = [cosines[other.model, one.model] for other in part.models[:k]]
+        rest = [""] * (len(part.models) - 1 - len(earlier))
+        change = "unknown" if one.change is None else format_percent(one.change, ".3g")
+        name = f"{k + 1} {one.model}"
+        rows.append((name, change, format_percent(one.equal_blocks, ".0f"), *earlier, *rest))
+    return tuple(rows)
+
+
+def _cosine(pair: ComparedPair) -> str:
+    if pair.cosine is None:
+        return "-"
+    return f"{'~' if pair.deviation else ''}{pair.cosine:.2f}"
+
+
+def cosines(report: CompareReport) -> plots.HeatMap:
+    """Models by models: the cosine of their changes."""
+    known = {frozenset((pair.a, pair.b)): pair.cosine for pair in report.whole.pairs}
+    return plots.HeatMap(
+        title=f"changes of {report.base}",
+        rows=report.models,
+        columns=report.models,
+        cells=tuple(
+            tuple(1.0 if a == b else known[frozenset((a, b))] for b in report.models)
+            for a in report.models
+        ),
+        measure="cosine of two changes",
+        bottom=-1.0,
+        top=1.0,
+        axes=("model", "model"),
+    )
