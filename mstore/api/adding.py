@@ -94,7 +94,8 @@ class Adding(OpenStore):
     ) -> AddReport:
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
-        path: the directory, the file, or a model of a Hugging Face cache.
+        path: the directory, the file, or a model of a Hugging Face cache
+        (`mstore.checkpoint.hub.cached_model` finds it by its id).
         base: the revision that the checkpoint was tuned from.  The call also stores statistics of
         the differences; merges are planned from them.
         detect_base: if no base is named, find the nearest of the stored snapshots; the report says
@@ -109,7 +110,8 @@ class Adding(OpenStore):
         default_excludes: start with the patterns for files that are not part of a model
         (`mstore.checkpoint.exclusion`).
         codec: auto, raw or dense; None uses the store's setting.
-        message: the reason, in words.
+        message: the reason, in words; without one, a snapshot of a Hugging Face cache tells the
+        model and its commit.
         threads: the most threads to use; None means one per processor.
         convert: load pickled weights in a child process with these limits, and store them as
         safetensors.

@@ -177,7 +177,9 @@ def merge(
                     )
                 notes([f"merged {step} as {earlier[str(step)]}"])
             # What it adds has a progress bar of its own.
-            request = wanted.request(session, store, request, step=len(steps) - 1, earlier=earlier)
+            request = wanted.request(
+                session, store, request, result=name, step=len(steps) - 1, earlier=earlier
+            )
         planned = None
         with session.progress() as tick:
             if request is not None:
