@@ -288,7 +288,8 @@ class Adding(OpenStore):
         Each element is rounded once, to nearest, ties to even.  Weights in float8 with scales
         (DeepSeek's and Qwen's blocks, compressed-tensors, ComfyUI's single files) become what they
         stand for: their product in float32, rounded to the new type.  Scales are dropped, and
-        config.json no longer states a quantization.  Tensors that have the type, integers and others are shared.
+        config.json no longer states a quantization.  Tensors that have the type, integers and
+        others are shared.
 
         dtype: bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2.  Those in 8 bits
         get no scales.

@@ -28,8 +28,6 @@ _OF_LAYER: Final = ".comfy_quant"
 _FORMAT: Final = re.compile(r"float8_(e4m3fn|e5m2)(_rowwise|_blockwise|_block3d)?")
 """The formats whose weights are the elements times the scales; others are packed or permuted."""
 
-_PAIR: Final = 2
-
 
 class Format(msgspec.Struct, frozen=True):
     """How a layer is quantized. block: rows and columns that share a scale, if it says so."""
@@ -122,7 +120,7 @@ def _format(told: object, layer: str, where: str) -> Format:
             hint="dequantize it with the program that quantized it",
         )
     size = told.get("group_size", told.get("block_size"))
-    sides = size if isinstance(size, list) else [size, size]
-    if len(sides) == _PAIR and all(type(one) is int and one > 0 for one in sides):
-        return Format(name, (sides[0], sides[1]))
+    match size if isinstance(size, list) else [size, size]:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return Format(name, (rows, columns))
     return Format(name, None)
