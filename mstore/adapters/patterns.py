@@ -88,7 +88,8 @@ class Patterns(Generic[_Value]):
             self._expressions.append((number, whole, steps))
         if self._steps() > MAX_STEPS:
             raise Incompatible(
-                f"its patterns have too many different forms, such as {next(iter(entries))[:60]!r}",
+                "its config has patterns of too many different forms, such as "
+                f"{next(iter(entries))[:60]!r}",
                 where=where,
             )
 
@@ -119,7 +120,9 @@ class Patterns(Generic[_Value]):
 
 
 def _unknown(pattern: str, where: str) -> Incompatible:
-    return Incompatible(f"cannot match the pattern {pattern[:60]!r}", where=where)
+    return Incompatible(
+        f"its config has a pattern that cannot be matched: {pattern[:60]!r}", where=where
+    )
 
 
 def _steps(body: str) -> Iterator[_Step]:
