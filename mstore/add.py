@@ -36,6 +36,7 @@ from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.location import Location
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
+from mstore.checkpoint.hub import origin_of
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
 from mstore.checkpoint.small_files import json_object
@@ -650,11 +651,13 @@ def add(
     """Store a scanned checkpoint under a ref, encoding new blocks by `policy`.
 
     kind: what its tensors are; if they are differences to the base, their sums are stored.
+    message: the reason; without one, a snapshot of a Hub cache tells the model and its commit.
 
     Raises BadCheckpoint, BadName, Conflict (the name is a tag), Incompatible (the base has other
     tensors), StorageFailed. On any error nothing is published.
     """
     began = time.monotonic()
+    reason = message or origin_of(checkpoint.root) or ""
     base_manifest = None
     if base.snapshot is not None:
         base_manifest = catalog.manifest(catalog.snapshot(base.snapshot).manifest_id())
@@ -706,7 +709,7 @@ def add(
         if differences is not None:
             # Much of it is the base's own.
             transaction.rely_on_manifest(manifest)
-        snapshot, is_new = _snapshot(catalog, current, manifest, base, message)
+        snapshot, is_new = _snapshot(catalog, current, manifest, base, reason)
         # Before the commit: an error after it would report a failure of something that was done.
         told = _told_base(catalog, snapshot)
         warnings = _warnings(manifest, checkpoint)
@@ -714,7 +717,7 @@ def add(
         transaction.put_record(manifest)
         if is_new:
             new = refs.Ref(refs.BRANCH, snapshot.id())
-            action = f"add: {message}" if message else "add"
+            action = f"add: {reason}" if reason else "add"
             transaction.commit(snapshots=[snapshot], moves=[RefMove(name, current, new, action)])
         elif transaction.has_news:
             # A repair had dropped some of its blocks or records: store them again.

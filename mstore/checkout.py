@@ -15,7 +15,6 @@ read back from the new file, and checked there.
 
 from __future__ import annotations
 
-import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, SnapshotId
+from mstore.objects.shapes import matching, unmatched
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
 from mstore.reflinks import Reflink, Reflinks
@@ -121,12 +121,11 @@ def _chosen(view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
     _require_texts(only)
     if not only:
         return dict(view.files)
-    for pattern in only:
-        if not fnmatch.filter(view.files, pattern):
-            raise NotFound(
-                "no file of the snapshot matches", where=pattern, hint=call("files", view.id.short)
-            )
-    matched = {path for pattern in only for path in fnmatch.filter(view.files, pattern)}
+    if (pattern := unmatched(view.files, only)) is not None:
+        raise NotFound(
+            "no file of the snapshot matches", where=pattern, hint=call("files", view.id.short)
+        )
+    matched = matching(view.files, only)
     return {path: size for path, size in view.files.items() if path in matched}
 
 

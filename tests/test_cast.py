@@ -46,6 +46,7 @@ KINDS: Mapping[str, Any] = {
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "I64": np.int64,
     "I8": np.int8,
+    "U8": np.uint8,
     "BOOL": np.bool_,
 }
 NAMES = {
@@ -69,10 +70,12 @@ def save(
     return path
 
 
-def write(path: Path, tensors: Mapping[str, Array]) -> None:
+def write(
+    path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None
+) -> None:
     known = {np.dtype(kind): name for name, kind in KINDS.items()}
     rows = [(name, known[one.dtype], one.shape, one.tobytes()) for name, one in tensors.items()]
-    write_safetensors(path, rows, metadata={"format": "pt"})
+    write_safetensors(path, rows, metadata=dict(metadata or {"format": "pt"}))
 
 
 @pytest.fixture
@@ -646,6 +649,69 @@ def test_a_directory_without_a_config_may_hold_other_weights(store: Store, tmp_p
         store.cast("m", dtype="bfloat16", name="out")
 
 
+# -- single files ------------------------------------------------------------------------------
+
+
+def marked(kind: str) -> Array:
+    return np.frombuffer(json.dumps({"format": f"float8_{kind}"}).encode(), np.uint8)
+
+
+def file_of(
+    path: Path, tensors: Mapping[str, Array], formats: Mapping[str, object] | None = None
+) -> Path:
+    """A single file as ComfyUI has them; formats: what its header says of layers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt", "modelspec.title": "video"}
+    if formats is not None:
+        metadata["_quantization_metadata"] = json.dumps({"layers": formats})
+    write(path, tensors, metadata)
+    return path
+
+
+MARK = np.zeros(2, KINDS["F8_E4M3"])
+# Beside a.weight: its scale, how that is wide, the marks, and what the header says.
+SINGLE: Mapping[str, tuple[str, tuple[int, ...], Mapping[str, Array], dict[str, object] | None]] = {
+    "a marker": ("scale_weight", (), {"scaled_fp8": MARK}, None),
+    "a marker of part": ("scale_weight", (1,), {"x.scaled_fp8": np.zeros(0, np.float32)}, None),
+    "no marker": ("scale_weight", (24, 1), {}, None),
+    "runs of rows": ("scale_weight", (24, 4, 1), {"scaled_fp8": MARK}, None),
+    "a mark": ("weight_scale", (), {"a.comfy_quant": marked("e4m3fn")}, None),
+    "rows": ("weight_scale", (24,), {"a.comfy_quant": marked("e4m3fn_rowwise")}, None),
+    "blocks": (
+        "weight_scale",
+        (3, 2),
+        {},
+        {"a": {"format": "float8_e4m3fn_blockwise", "group_size": 8}},
+    ),
+    "a header": ("weight_scale", (1,), {}, {"a": {"format": "float8_e4m3fn"}}),
+}
+
+
+@pytest.mark.parametrize("form", SINGLE)
+def test_a_single_file_with_scales(store: Store, tmp_path: Path, form: str) -> None:
+    """Scales are found by keys, marks and the header, without a config; all of them are gone."""
+    name, grid, marks, formats = SINGLE[form]
+    weight = normal(24, 16).astype(KINDS["F8_E4M3"])
+    scale = np.abs(normal(*grid, seed=1)).astype(np.float32).reshape(grid)
+    wide = scale.reshape(-1, 1)
+    if grid == (24, 4, 1):
+        wide = np.repeat(scale[:, :, 0], 4, 1)
+    elif grid == (3, 2):
+        wide = np.repeat(np.repeat(scale, 8, 0), 8, 1)
+    norm = normal(7).astype(ml_dtypes.bfloat16)
+    tensors = {"a.weight": weight, f"a.{name}": scale, "a.scale_input": ONE, "norm.weight": norm}
+    path = file_of(tmp_path / "video.safetensors", {**tensors, **marks}, formats)
+    store.add(path, name="m")
+    report = store.cast("m", dtype="bfloat16", name="out")
+    found = stored(store, "out")
+    assert found.keys() == {"a.weight", "norm.weight"}
+    assert same(found["a.weight"], (weight.astype(np.float32) * wide).astype(ml_dtypes.bfloat16))
+    assert (report.scaled, report.scales_dropped) == (1, 2 + len(marks))
+    store.checkout("out", tmp_path / "out")
+    with safe_open(tmp_path / "out" / "video.safetensors", "np") as opened:
+        assert opened.metadata() == {"format": "pt", "modelspec.title": "video"}
+
+
 W = np.ones((4, 6), KINDS["F8_E4M3"])
 ONE = np.ones((1,), np.float32)
 ERRORS: Mapping[str, tuple[Mapping[str, Array], object, str]] = {
@@ -687,12 +753,12 @@ ERRORS: Mapping[str, tuple[Mapping[str, Array], object, str]] = {
     "blocks that no one states": (
         {"a.weight": W, "a.weight_scale_inv": np.ones((2, 2), np.float32)},
         None,
-        r"a.weight_scale_inv has shape \[2, 2\] for a weight of \[4, 6\], and config.json states",
+        r"a.weight_scale_inv has shape \[2, 2\] for a weight of \[4, 6\], and nothing",
     ),
     "blocks of another size": (
         {"a.weight": W, "a.weight_scale_inv": np.ones((2, 2), np.float32)},
         FP8,
-        r"config.json states blocks of \[128, 128\]",
+        r"its blocks are stated as \[128, 128\]",
     ),
     "a scale that is not finite": (
         {"a.weight": W, "a.weight_scale": ONE * np.inf},
@@ -712,6 +778,101 @@ def test_scales_of_another_form_are_refused(store: Store, tmp_path: Path, case: 
         store.cast("m", dtype="bfloat16", name="out")
     assert "out" not in store
     assert store.fsck(read_data=True).garbage == ()
+
+
+def of_nothing(text: bytes) -> Array:
+    return np.frombuffer(text, np.uint8)
+
+
+MARKED: Mapping[str, tuple[Mapping[str, Array], dict[str, object] | None, str]] = {
+    "a marker of nothing": (
+        {"a.weight": W, "scaled_fp8": MARK},
+        None,
+        r"says that its weights have scales \(scaled_fp8\), and there are none",
+    ),
+    "a mark without a scale": (
+        {"a.weight": W, "a.comfy_quant": marked("e4m3fn")},
+        None,
+        "quantized as float8_e4m3fn, and there are no weights in fp8 with scales of a$",
+    ),
+    "a header without a scale": ({"a.weight": W}, {"a": {"format": "float8_e5m2"}}, "scales of a$"),
+    "a mark beside bf16": (
+        {"a.weight": W.astype(ml_dtypes.bfloat16), "a.comfy_quant": marked("e4m3fn")},
+        None,
+        "no weights in fp8 with scales of a$",
+    ),
+    "a scale beside bf16": (
+        {
+            "a.weight": W.astype(ml_dtypes.bfloat16),
+            "a.scale_weight": ONE,
+            "b.weight": W,
+            "b.scale_weight": ONE,
+            "scaled_fp8": MARK,
+        },
+        None,
+        "has scales of BF16 elements: casting knows those of fp8 alone: a.weight",
+    ),
+    "permuted scales": (
+        {"a.weight": W, "a.weight_scale": ONE},
+        {"a": {"format": "mxfp8"}},
+        "a is quantized as mxfp8: casting knows float8 with scales alone",
+    ),
+    "4 bits": (
+        {"a.weight": np.ones((4, 3), np.uint8), "a.weight_scale": W, "a.weight_scale_2": ONE},
+        None,
+        "has scales of scales, as weights in 4 bits have: a.weight_scale_2",
+    ),
+    "a mark that is no JSON": (
+        {"a.weight": W, "a.weight_scale": ONE, "a.comfy_quant": of_nothing(b"\xff")},
+        None,
+        "a.comfy_quant does not say how weights are quantized",
+    ),
+    "a mark that is too long": (
+        {"a.weight": W, "a.weight_scale": ONE, "a.comfy_quant": of_nothing(b" " * (1 << 17))},
+        None,
+        "a.comfy_quant does not say",
+    ),
+    "a header of another form": (
+        {"a.weight": W, "a.weight_scale": ONE},
+        {"a": "float8_e4m3fn"},
+        "a does not say how weights are quantized",
+    ),
+    "blocks that no one states": (
+        {"a.weight": W, "a.scale_weight": np.ones((2, 2), np.float32)},
+        None,
+        "nothing states its blocks",
+    ),
+    "one scale for each row or column": (
+        {"a.weight": W, "a.scale_weight": np.ones(4, np.float32)},
+        None,
+        r"a.scale_weight has shape \[4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_marks_that_are_not_understood(store: Store, tmp_path: Path, case: str) -> None:
+    """What a single file says of its scales, and casting does not know, is refused by name."""
+    tensors, formats, told = MARKED[case]
+    store.add(file_of(tmp_path / "video.safetensors", tensors, formats), name="m")
+    with pytest.raises(Incompatible, match=told):
+        store.cast("m", dtype="bfloat16", name="out")
+    assert "out" not in store
+
+
+def test_merges_of_marked_files_say_how_to_cast(store: Store, tmp_path: Path) -> None:
+    """A merge with a single file of scaled weights names the cast, whatever scales are called."""
+    store.add(file_of(tmp_path / "base.safetensors", {"a.weight": normal(4, 6)}), name="base")
+    turned = {"a.weight": W, "a.scale_weight": ONE, "a.scale_input": ONE, "scaled_fp8": MARK}
+    store.add(file_of(tmp_path / "video.safetensors", turned), name="video")
+    marks = {"a.weight": W, "a.weight_scale": ONE, "a.comfy_quant": marked("e4m3fn")}
+    store.add(file_of(tmp_path / "other.safetensors", marks), name="other")
+    for expert in ("video", "other"):
+        with pytest.raises(Incompatible) as caught:
+            store.plan(MergeRequest(base="base", experts=[expert], method="linear"))
+        assert str(caught.value.hint) == (
+            f"cast('{expert}', dtype='bfloat16') multiplies its weights by their scales"
+        )
 
 
 def test_bad_requests(store: Store, tmp_path: Path) -> None:

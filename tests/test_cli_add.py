@@ -11,7 +11,7 @@ import pytest
 from cli_runs import Done, Program
 from families import layered, read_checkpoint, write_checkpoint
 from small_models import files_of, small_model
-from test_checkpoint_tree import cached_model
+from test_checkpoint_tree import REVISION, cached_model
 
 from mstore_cli.keys import DOCUMENTS
 
@@ -284,3 +284,131 @@ def test_differences_are_added_to_their_base(mstore: Program, tmp_path: Path) ->
     mstore.succeed("checkout", "tuned", tmp_path / "out")
     assert np.all(read_checkpoint(tmp_path / "out")["model.a.weight"] == 1.25)
     assert mstore.succeed(*line, "--base", "base").lines[0].startswith("nothing new: tuned")
+
+
+# Ids of the Hub
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's cache with org/tiny-model; the current directory is empty."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached_model(tmp_path / "hub")
+    return tmp_path / "hub"
+
+
+def test_a_model_by_its_id(mstore: Program, cache: Path) -> None:
+    """ORG/NAME is the model of the Hub's cache; the snapshot tells the id and the commit."""
+    mstore.succeed("add", "org/tiny-model", "--name-prefix", "hub/")
+    assert refs(mstore) == ["hub/tiny-model"]
+    assert mstore.succeed("show", "hub/tiny-model", "--json").document["message"] == (
+        f"org/tiny-model@{REVISION}"
+    )
+    again = mstore.succeed("add", cache / "models--org--tiny-model", "--name", "hub/tiny-model")
+    assert "nothing new" in again.out
+    assert "note" not in again.out
+    mstore.succeed("add", "org/tiny-model", "--name", "said", "-m", "why")
+    assert mstore.succeed("show", "said", "--json").document["message"] == "why"
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/1", REVISION])
+def test_a_revision_of_a_model(mstore: Program, cache: Path, revision: str) -> None:
+    """@REVISION is a branch, a tag or a commit of the cached model."""
+    pointer = cache / "models--org--tiny-model" / "refs" / revision
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    pointer.write_text(REVISION)
+    (cache / "models--org--tiny-model" / "refs" / "main").unlink()
+    mstore.succeed("add", f"org/tiny-model@{revision}", "--name", "m")
+    assert mstore("add", "org/tiny-model", "--name", "m").status == 1
+
+
+def test_what_the_cache_lacks_says_how_to_get_it(mstore: Program, cache: Path) -> None:
+    """A model or a revision that is not in the cache names the command that downloads it."""
+    done = mstore("add", "org/other", "--name", "m")
+    assert done.status == 1
+    assert "org/other: no such file or directory, and the Hub's cache at" in done.err
+    assert str(cache) in done.err
+    assert "hf download org/other\n" in done.err
+    done = mstore("add", "org/tiny-model@v2", "--name", "m")
+    assert "not its revision v2" in done.err
+    assert "hf download org/tiny-model --revision v2\n" in done.err
+    assert refs(mstore) == []
+
+
+def test_a_directory_before_the_cache(mstore: Program, cache: Path, family: Path) -> None:
+    """A path of the same name is added, and a note names the other."""
+    (cache.parent / "here" / "org").mkdir()
+    (cache.parent / "here" / "org" / "tiny-model").symlink_to(family / "base")
+    done = mstore("add", "org/tiny-model", "--name", "m")
+    assert done.status == 0
+    assert f"note: org/tiny-model is a path here, and a model of the Hub's cache: {cache}" in (
+        done.err
+    )
+    mstore.succeed("checkout", "m", "out")
+    assert (Path("out") / "config.json").read_bytes() == (
+        family / "base" / "config.json"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HUGGINGFACE_HUB_CACHE", "$ROOT/hub"),
+        ("HF_HOME", "$ROOT"),
+        ("XDG_CACHE_HOME", "$ROOT/above"),
+        ("HOME", "$ROOT/home"),
+    ],
+)
+def test_where_the_cache_is(
+    mstore: Program, cache: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """The cache is where huggingface_hub has it: a variable, else the user's own cache."""
+    root = cache.parent
+    for link in (root / "above" / "huggingface", root / "home" / ".cache" / "huggingface"):
+        link.parent.mkdir(parents=True)
+        link.symlink_to(root)
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("ROOT", str(root))
+    monkeypatch.setenv("HOME", "/nowhere")
+    monkeypatch.setenv(variable, value if variable != "HOME" else str(root / "home"))
+    mstore.succeed("add", "org/tiny-model", "--name", "m")
+
+
+# A base of the same command
+
+
+@pytest.mark.parametrize("base", ["llama/base", "base"])
+def test_the_base_is_added_by_the_same_command(mstore: Program, family: Path, base: str) -> None:
+    """--base may be one of the models added: it is stored first, and is the others' base."""
+    line = ("add", family / "e0", family / "base", family / "e1", "--name-prefix", "llama/")
+    for _ in range(2):
+        added = mstore.succeed(*line, "--base", base, "--json").document["added"]
+        assert [one["name"] for one in added] == ["llama/base", "llama/e0", "llama/e1"]
+        assert added[0]["base"] is None
+        for one in added[1:]:
+            assert one["base"]["refs"] == ["llama/base"]
+
+
+def test_a_stored_base_before_a_path_of_its_name(mstore: Program, family: Path) -> None:
+    """A ref of the store is the base, even if a path is called so."""
+    mstore.succeed("add", family / "e2", "--name", "base")
+    added = mstore.succeed(
+        *("add", family / "e0", family / "base", "--name-prefix", "x/"), "--base", "base", "--json"
+    ).document["added"]
+    assert [one["base"]["refs"] for one in added] == [["base"], ["base"]]
+
+
+def test_many_models_take_a_line_each(mstore: Program, family: Path) -> None:
+    """More than three models are listed, one line for each, with what was written."""
+    paths = [family / one for one in ("base", "e0", "e1", "e2")]
+    done = mstore.succeed("add", *paths, "--name-prefix", "m/", "--base", "m/base")
+    assert len(done.lines) == len(paths) + 1
+    assert done.lines[0].split() == ["NAME", "SNAPSHOT", "SIZE", "WRITTEN", "BASE"]
+    assert done.lines[2].startswith("added  m/e0")
+    assert done.lines[2].endswith("m/base")
+    again = mstore.succeed("add", *paths, "--name-prefix", "m/", "--base", "m/base")
+    assert again.lines[4].startswith("nothing new  m/e2")

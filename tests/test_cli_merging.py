@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
+from adapters import Adapter
+from cli_runs import Program
+from families import layered, read_checkpoint
 
 from mstore import Budget
 from mstore.errors import BadRequest
@@ -77,3 +83,62 @@ def test_request() -> None:
     assert request.parameters == {"density": 0.2}
     assert request.budget == Budget(0.3)
     assert not request.analyze
+
+
+# -- patterns --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mstore(tmp_path: Path) -> Program:
+    """A base, three fine-tunes and two adapters of it, all below m/."""
+    program = Program(tmp_path / "store")
+    program.succeed("init", "--block-size", "64KiB")
+    family = layered().write(tmp_path / "family")
+    paths = [family / one for one in ("base", "e0", "e1", "e2")]
+    for tokenizer in family.rglob("tokenizer*"):
+        tokenizer.unlink()
+    program.succeed("add", *paths, "--name-prefix", "m/", "--base", "m/base")
+    name, weight = next(iter(sorted(read_checkpoint(family / "base").items())))
+    rows, columns = weight.shape
+    for number in range(2):
+        factors = np.ones((rows, 2), "f4"), np.ones((2, columns), "f4")
+        made = Adapter({name.removesuffix(".weight"): factors})
+        program.succeed("add", made.write(tmp_path / f"lora{number}"), "--name", f"m/lora{number}")
+    return program
+
+
+def told_experts(mstore: Program, ref: str) -> list[str]:
+    parents = mstore.succeed("show", ref, "--json").document["parents"]
+    return [name for one in parents if one["role"] == "expert" for name in one["refs"]]
+
+
+def test_experts_by_a_pattern(mstore: Program) -> None:
+    """A pattern is each ref that matches, by name, with one weight; never the base or the result,
+    so the same command makes the same merge."""
+    line = ("--base", "m/base", "--expert", "m/[be]*=0.5", "--method", "task_arithmetic")
+    for word in ("merged", "nothing"):
+        done = mstore.succeed("merge", *line, "--name", "m/e9")
+        assert done.out.startswith(word)
+        assert told_experts(mstore, "m/e9") == ["m/e0", "m/e1", "m/e2"]
+    planned = mstore.succeed("plan", *line, "--json").document
+    assert planned["experts"] == [[f"m/e{n}", 0.5] for n in (0, 1, 2, 9)]
+    checked = mstore.succeed("check-merge", "--base", "m/base", "--expert", "m/[be]*", "--json")
+    assert checked.document["experts"] == ["m/e0", "m/e1", "m/e2", "m/e9"]
+
+
+def test_adapters_by_a_pattern(mstore: Program) -> None:
+    """combine-adapters takes patterns, too, and never its own result."""
+    line = ("combine-adapters", "--expert", "m/lora*", "--method", "cat", "--name", "m/lora-all")
+    for rank in (4, 4):
+        assert mstore.succeed(*line, "--json").document["rank"] == rank
+    assert told_experts(mstore, "m/lora-all") == ["m/lora0", "m/lora1"]
+
+
+@pytest.mark.parametrize("pattern", ["x/*", "m/base*", "m/e*@{1}"])
+def test_a_pattern_of_nothing(mstore: Program, pattern: str) -> None:
+    """A pattern that matches no ref, or none but the base, is an error that names it."""
+    for verb in (("plan", "--method", "linear"), ("check-merge",)):
+        done = mstore(*verb, "--base", "m/base", "--expert", pattern)
+        assert done.status == 1
+        assert f"{pattern}: no " in done.err
+        assert "ref matches the pattern" in done.err

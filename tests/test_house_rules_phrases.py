@@ -30,6 +30,7 @@ EXEMPT = {
             "(docker run --pid=host, or --pid=container:NAME)"
         ),
     ): "flags of docker",
+    ("mstore/checkpoint/hub.py", " --revision {}"): "a flag of the Hub's own program",
     ("mstore/store/layout.py", "mstore {} {} {}\n"): "the line of the file format",
     ("mstore/store/mirror.py", "mstore refs 2\n"): "the first line of the mirror of the refs",
     ("mstore/store/mirror.py", "mstore refs 1\n"): "the same, of stores of an older format",

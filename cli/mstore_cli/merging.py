@@ -34,6 +34,7 @@ from mstore_cli.vocabularies import aligned
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
+    from mstore.ids import Revision
     from mstore.reports import MergeReport, MergeWarning, PlanReport, SweepReport
 
 EXPERT_HINT = "--expert llama/math=0.5"
@@ -91,7 +92,8 @@ _EXPERT = Option(
     metavar="REF[=WEIGHT]",
     completes="refs",
     help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
-    "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch.",
+    "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch, and "
+    "'runs/*' all refs of this pattern but the base and the result.",
     group=WHAT,
 )
 _METHOD = Option(
@@ -290,6 +292,30 @@ def experts_of(texts: Iterable[str]) -> tuple[tuple[str, float], ...]:
     return tuple(one for text in texts for one in parse_experts(text))
 
 
+def with_patterns(
+    store: Store, experts: Iterable[tuple[Revision, float]], *but: Revision
+) -> tuple[tuple[str, float], ...]:
+    """Return experts with each pattern replaced by the refs that match, in order of their names.
+
+    but: refs that no pattern means: the base, and the branch of the result, so that the same
+    command makes the same merge again.  Raises NotFound.
+    """
+    from mstore.errors import NotFound
+    from mstore.store import refs
+
+    found: list[tuple[str, float]] = []
+    for revision, weight in experts:
+        name = str(revision)
+        if not refs.is_pattern(name):
+            found.append((name, weight))
+            continue
+        matched = [one for one in refs.chosen(store.ref_ids(), [name]) if one not in but]
+        if not matched:
+            raise NotFound("no other ref matches the pattern", where=name, hint="mstore refs")
+        found += [(one, weight) for one in matched]
+    return tuple(found)
+
+
 def parse_expert(text: str) -> tuple[str, float]:
     """Parse `REF` or `REF=WEIGHT`.  Raises BadRequest."""
     name, equals, weight = text.partition("=")
@@ -413,18 +439,22 @@ class Wanted:
         store: Store,
         limits: MergeRequest,
         *,
+        result: str = "",
         step: int = 0,
         earlier: Mapping[str, str] = MappingProxyType({}),
         allow_nonfinite: bool = False,
     ) -> MergeRequest:
         """Return the request: `limits` with what to merge.
 
-        step: which recipe of the file. earlier: refs of the merges of those before it, by name.
+        result: the branch of the result, if it has one. step: which recipe of the file. earlier:
+        refs of the merges of those before it, by name.
 
         Adds directories of a recipe, and aligns vocabularies.  Raises BadRequest, NotFound,
         Incompatible.
         """
         if self.recipe is None:
+            experts = with_patterns(store, limits.weighted(), limits.base, result)
+            limits = dataclasses.replace(limits, experts=experts)
             if self.vocab is None:
                 return limits
             from mstore import Vocabulary

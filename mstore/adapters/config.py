@@ -8,15 +8,12 @@ Kalajdzievski 2023, arXiv 2312.03732; DoRA: Liu et al. 2024, arXiv 2402.09353).
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
+from mstore.adapters.patterns import Patterns
 from mstore.errors import Incompatible
-
-_Value = TypeVar("_Value")
 
 CONFIG: Final = "adapter_config.json"
 MAX_CONFIG: Final = 1 << 20
@@ -71,18 +68,18 @@ class LoraConfig(msgspec.Struct, frozen=True):
     transposed: bool
     dora: bool
     tying: bool
-    ranks: tuple[tuple[str, int], ...]
-    alphas: tuple[tuple[str, float], ...]
+    ranks: Patterns[int]
+    alphas: Patterns[float]
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's product: alpha / rank, or alpha / sqrt(rank)."""
-        rank = _first(self.ranks, module, self.rank)
-        alpha = _first(self.alphas, module, self.alpha)
+        rank = self.rank_of(module)
+        alpha = self.alphas.value(module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's product."""
-        return _first(self.ranks, module, self.rank)
+        return self.ranks.value(module, self.rank)
 
 
 def parse_config(raw: bytes, where: str) -> LoraConfig:
@@ -106,7 +103,6 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
     ranks, alphas = found.rank_pattern or {}, found.alpha_pattern or {}
     if len(ranks) + len(alphas) > _MAX_PATTERNS:
         raise Incompatible(f"{CONFIG} has more than {_MAX_PATTERNS} patterns", where=where)
-    _require_simple((*ranks, *alphas), where)
     numbers = (found.lora_alpha, *alphas.values())
     if min(found.r, *ranks.values(), 1) < 1 or not all(map(math.isfinite, numbers)):
         raise Incompatible(f"a rank or an alpha in {CONFIG} is out of range", where=where)
@@ -119,8 +115,8 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
         transposed=found.fan_in_fan_out,
         dora=found.use_dora,
         tying=found.ensure_weight_tying,
-        ranks=tuple(ranks.items()),
-        alphas=tuple(alphas.items()),
+        ranks=Patterns(ranks, where),
+        alphas=Patterns(alphas, where),
     )
 
 
@@ -137,29 +133,3 @@ def _require_plain_start(start: bool | str | None, where: str) -> None:
     raise Incompatible(
         f"mstore does not know init_lora_weights {start[:40]!r} ({CONFIG})", where=where
     )
-
-
-def _first(patterns: tuple[tuple[str, _Value], ...], module: str, default: _Value) -> _Value:
-    """Return the value of the first pattern that a module's path ends with, as PEFT matches it."""
-    for pattern, value in patterns:
-        if _ends_with(pattern, module):
-            return value
-    return default
-
-
-def _ends_with(pattern: str, module: str) -> bool:
-    """Match as PEFT does: a regular expression for the end of a path, from a dot on."""
-    return len(module) <= _MAX_PATH and re.match(rf"(.*\.)?({pattern})$", module) is not None
-
-
-def _require_simple(patterns: Iterable[str], where: str) -> None:
-    """Raise Incompatible for an expression that might take for ever: a stranger wrote it."""
-    for pattern in patterns:
-        if sum(map(pattern.count, "*+")) > _MAX_WILD or not _SIMPLE.fullmatch(pattern):
-            raise Incompatible(f"cannot match the pattern {pattern[:60]!r} ({CONFIG})", where=where)
-
-
-_MAX_WILD: Final = 3
-_MAX_PATH: Final = 256
-# Names, dots and wildcards; groups are alternatives of names and are never repeated.
-_SIMPLE: Final = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*|\\d\+?|\[[\w-]+\]\+?|\([\w|]+\))+\$?")

@@ -25,6 +25,20 @@ _UNCHANGED: Final = ".base_layer.weight"
 # A trained bias of a layer that has a product, too.
 _BIAS: Final = ".base_layer.bias"
 
+# How names of one part of a model begin, in memory and on disk: transformers renames them when it
+# loads and saves models of images or sound (its `conversion_mapping`).
+_BEGINNINGS: Final = (
+    # Text: in memory since transformers 5; LLaVA's files and others; Qwen2-VL's files.
+    ("model.language_model.", "language_model.model.", "model."),
+    # Towers that were one level deeper.
+    (
+        "model.vision_tower.",
+        "vision_tower.vision_model.",
+        "vision_tower.",
+        "model.vision_tower.vision_model.",
+    ),
+)
+
 
 class Pair(msgspec.Struct, frozen=True):
     """An adapter's tensors of one product.
@@ -122,7 +136,7 @@ def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> T
     for pair in pairs:
         tensor = finder.find(f"{pair.module}.weight")
         if tensor is None:
-            problems.append(f"{pair.module}.weight is not in the base")
+            problems.append(finder.told(f"{pair.module}.weight"))
             continue
         magnitude = pair.magnitudes[0] if pair.magnitudes else None
         products.append(Product(tensor, pair.module, pair.down, pair.up, pair.embedding, magnitude))
@@ -136,7 +150,7 @@ def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> T
             path = f"{name.removesuffix(_BIAS)}.bias"
         tensor = finder.find(_path(path))
         if tensor is None:
-            problems.append(f"{_path(path)} is not in the base")
+            problems.append(finder.told(_path(path)))
         elif is_kept:
             kept.append((tensor, name))
         elif tensor in changed:
@@ -163,7 +177,8 @@ class _Finder:
     """Finds tensors of the base by the names of an adapter.
 
     A model is often trained without its head, or inside another: then one of the names begins with
-    modules that the other does not have.  A name that could be several tensors is none.
+    modules that the other does not have.  Or names begin otherwise in memory than in files.  A name
+    that could be several tensors is none.
     """
 
     def __init__(self, base: Collection[str]) -> None:
@@ -187,4 +202,23 @@ class _Finder:
             # Whatever is left must still name a place: `weight` alone is everywhere.
             if "." in rest and rest in self._base:
                 return rest
-        return None
+        renamed = self._renamed(name)
+        return renamed[0] if len(renamed) == 1 else None
+
+    def told(self, name: str) -> str:
+        """Say why no tensor is found."""
+        renamed = self._renamed(name)
+        if renamed:
+            return f"{name} could be {' or '.join(renamed)} in the base"
+        return f"{name} is not in the base"
+
+    def _renamed(self, name: str) -> list[str]:
+        """Return the tensors that have this name where transformers has renamed them."""
+        found = {
+            other + name.removeprefix(one)
+            for group in _BEGINNINGS
+            for one in group
+            if name.startswith(one)
+            for other in group
+        }
+        return sorted(found & self._base)

@@ -94,7 +94,8 @@ class Adding(OpenStore):
     ) -> AddReport:
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
-        path: the directory, the file, or a model of a Hugging Face cache.
+        path: the directory, the file, or a model of a Hugging Face cache
+        (`mstore.checkpoint.hub.cached_model` finds it by its id).
         base: the revision that the checkpoint was tuned from.  The call also stores statistics of
         the differences; merges are planned from them.
         detect_base: if no base is named, find the nearest of the stored snapshots; the report says
@@ -109,7 +110,8 @@ class Adding(OpenStore):
         default_excludes: start with the patterns for files that are not part of a model
         (`mstore.checkpoint.exclusion`).
         codec: auto, raw or dense; None uses the store's setting.
-        message: the reason, in words.
+        message: the reason, in words; without one, a snapshot of a Hugging Face cache tells the
+        model and its commit.
         threads: the most threads to use; None means one per processor.
         convert: load pickled weights in a child process with these limits, and store them as
         safetensors.
@@ -288,9 +290,10 @@ class Adding(OpenStore):
 
         Merging computes with bfloat16, float16 and float32; models in other types are cast first.
         Each element is rounded once, to nearest, ties to even.  Weights in float8 with scales
-        (DeepSeek's and Qwen's blocks, compressed-tensors) become what they stand for: their product
-        in float32, rounded to the new type.  Scales are dropped, and config.json no longer states a
-        quantization.  Tensors that have the type, integers and others are shared.
+        (DeepSeek's and Qwen's blocks, compressed-tensors, ComfyUI's single files) become what they
+        stand for: their product in float32, rounded to the new type.  Scales are dropped, and
+        config.json no longer states a quantization.  Tensors that have the type, integers and
+        others are shared.
 
         dtype: bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2.  Those in 8 bits
         get no scales.

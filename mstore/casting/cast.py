@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from mstore.adapters.targets import is_adapter
+from mstore.casting.marks import HEADER_KEY, Marks, marks_of
 from mstore.casting.scales import QUANTIZATIONS, Scale, Scales, quantization_of, scales_of
 from mstore.casting.streaming import Caster, CastTensor, Job
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import DTYPES, nbytes
+from mstore.checkpoint.header import LENGTH_BYTES, METADATA_KEY
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
@@ -46,6 +48,7 @@ SATURATING: Final = frozenset({"F8_E4M3"})
 """Types without infinities: what is too large becomes the largest element."""
 
 _NAMED: Final = 3
+_MAX_MARK: Final = 1 << 16
 
 
 @frozen
@@ -271,7 +274,7 @@ class _Plan:
         if inherited and kinds <= CODES.keys():
             # An adapter or a part in a directory of its own, which is not quantized.
             stated = None
-        scales = scales_of(tensors, stated, self._where)
+        scales = scales_of(tensors, stated, self._where, self._marks(catalog, files))
         left = [name for name in scales.of if name not in self._wanted]
         if left:
             raise BadRequest(
@@ -287,6 +290,22 @@ class _Plan:
             self.shared += sum(slot.target is None for slot in kept)
             if len(kept) < len(slots) or any(slot.target is not None for slot in kept):
                 self.files[file.path] = kept
+
+    def _marks(self, catalog: Catalog, files: Sequence[File]) -> Marks:
+        """Return what the files say of their scales."""
+        parts = {str(part.name): part for file in files for part in file.tensors()}
+
+        def read(name: str) -> bytes:
+            part = parts[name]
+            return catalog.read_parts((part,)) if part.nbytes <= _MAX_MARK else b""
+
+        headers = []
+        for file in files:
+            raw = catalog.read_parts(file.parts[:1])
+            if HEADER_KEY.encode() in raw:
+                metadata = json_object(raw[LENGTH_BYTES:]).get(METADATA_KEY) or {}
+                headers += [metadata[key] for key in metadata if key == HEADER_KEY]
+        return marks_of(parts, read, headers, self._where)
 
     def _slot(self, part: Part, scales: Scales) -> _Slot | None:
         """Return what becomes of a tensor, None if it is dropped."""
@@ -383,7 +402,9 @@ class _Run:
     def _weights(self, file: File, slots: Sequence[_Slot]) -> File:
         """Store the header and the tensors of a file, in their order."""
         before = self._catalog.read_parts(file.parts[:1])
-        raw = header_of(before, [slot.name for slot in slots], [slot.record for slot in slots])
+        raw = header_of(
+            before, [slot.name for slot in slots], [slot.record for slot in slots], [HEADER_KEY]
+        )
         header = self._transaction.put_bytes(raw, file.path)
         begin = header.nbytes
         jobs: dict[tuple[TensorId, Scale | None], Job] = {}

@@ -5,6 +5,7 @@ code and transformers read it.  The scale is a tensor beside it:
 
     X_scale_inv   DeepSeek and transformers ("fp8"): one for each block of rows and columns
     X_scale       compressed-tensors, FBGEMM, ModelOpt: one for all, for each row, or for each block
+    scale_X       ComfyUI and musubi-tuner, beside `weight`: the same, or for each run of a row
 
 Despite its name, X_scale_inv is a factor too.  Owns these names, what config.json says of them, and
 the product.  Does not own files or rounding.
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mstore.casting.marks import NO_MARKS, Marks, is_mark
 from mstore.errors import Incompatible
 from mstore.ids import Buffer
 from mstore.numeric.casts import SIZES, widened
@@ -34,7 +36,16 @@ QUANTIZATIONS: Final = ("quantization_config", "compression_config")
 _PARTS: Final = ("text_config", "llm_config")
 _SUFFIXES: Final = ("_scale_inv", "_scale")
 _POINT: Final = "_zero_point"
-_OF_INPUTS: Final = ("input_scale", "activation_scale", "output_scale", "input_scale_ub")
+_TURNED: Final = "scale_weight"
+_SECOND: Final = "_scale_2"
+"""Of scales in 8 bits, for weights in 4 bits."""
+_OF_INPUTS: Final = (
+    "input_scale",
+    "activation_scale",
+    "output_scale",
+    "input_scale_ub",
+    "scale_input",
+)
 """Of what flows through a module; they stand beside its weight."""
 _OF_CACHES: Final = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale")
 """Of what attention keeps."""
@@ -106,19 +117,40 @@ class Scales(msgspec.Struct, frozen=True):
     dropped: frozenset[str]
 
 
-def scales_of(tensors: Mapping[str, Tensor], stated: Quantization | None, where: str) -> Scales:
+def scales_of(
+    tensors: Mapping[str, Tensor],
+    stated: Quantization | None,
+    where: str,
+    marks: Marks = NO_MARKS,
+) -> Scales:
     """Find the scales of a model.
 
-    tensors: by name. stated: what its config says. where: its name, for errors.
+    tensors: by name. stated: what its config says. where: its name, for errors. marks: what its
+    files say.
 
     Raises Incompatible: scales are missing, are not of this form, or belong to other types.
     """
-    weights = [name for name, record in tensors.items() if record.dtype in EIGHT_BITS]
+    weights = [
+        name
+        for name, record in tensors.items()
+        if record.dtype in EIGHT_BITS and name not in marks.tensors
+    ]
     known = {name: _names(name, tensors) for name in weights}
     if stated is not None:
         _require_known(tensors, known, stated, where)
-    of = {name: _scale(name, tensors, own, stated, where) for name, own in known.items() if own}
-    dropped = {name for own in known.values() for name in own}
+    if marks is not NO_MARKS:
+        _require_marked(tensors, known, marks, where)
+    _require_one_scale(tensors, where)
+    of = {}
+    for name, own in known.items():
+        if own:
+            told = marks.of(name)
+            block = None if stated is None else stated.block
+            if told is not None and told.block is not None:
+                block = told.block
+            by_rows = told is not None and told.by_rows
+            of[name] = _scale(name, tensors, own, block, where, by_rows=by_rows)
+    dropped = {*marks.tensors, *(name for own in known.values() for name in own)}
     if of:
         for name in weights:
             dropped.update(_beside(name, tensors))
@@ -133,11 +165,17 @@ def are_scales(names: Sequence[str], tensors: Mapping[str, str]) -> bool:
     """
     weights = [name for name, dtype in tensors.items() if dtype in EIGHT_BITS]
     known = {one for name in weights for one in (*_names(name, tensors), *_beside(name, tensors))}
-    return bool(names) and all(name in known or name.endswith(_OF_CACHES) for name in names)
+    return bool(names) and all(
+        name in known or name.endswith(_OF_CACHES) or is_mark(name) for name in names
+    )
 
 
 def _names(weight: str, tensors: Mapping[str, object]) -> list[str]:
-    return [weight + suffix for suffix in _SUFFIXES if weight + suffix in tensors]
+    names = [weight + suffix for suffix in _SUFFIXES]
+    stem = weight.removesuffix(_WEIGHT)
+    if stem != weight:
+        names.append(stem + _TURNED)
+    return [name for name in names if name in tensors]
 
 
 def _beside(weight: str, tensors: Mapping[str, object]) -> Iterator[str]:
@@ -166,6 +204,43 @@ def _require_known(
             f"of {_told(lacking)}",
             where=where,
         )
+    _require_no_others(tensors, known, where)
+
+
+def _require_marked(
+    tensors: Mapping[str, Tensor], known: Mapping[str, Sequence[str]], marks: Marks, where: str
+) -> None:
+    """Raise Incompatible unless each weight that is marked is one of 8 bits with a scale."""
+    lacking = [layer for layer in marks.formats if not known.get(f"{layer}.{_WEIGHT}")]
+    if lacking:
+        raise Incompatible(
+            f"says that layers are quantized as {marks.formats[lacking[0]].name}, and there are no "
+            f"weights in fp8 with scales of {_told(lacking)}",
+            where=where,
+        )
+    if marks.scaled and not any(known.values()):
+        raise Incompatible(
+            f"says that its weights have scales ({min(marks.tensors)}), and there are none",
+            where=where,
+        )
+    _require_no_others(tensors, known, where)
+
+
+def _require_one_scale(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise Incompatible for scales that have scales."""
+    second = [name for name in tensors if name.endswith(_WEIGHT + _SECOND)]
+    if second:
+        raise Incompatible(
+            f"has scales of scales, as weights in 4 bits have: {_told(second)}",
+            where=where,
+            hint="dequantize it with the program that quantized it",
+        )
+
+
+def _require_no_others(
+    tensors: Mapping[str, Tensor], known: Mapping[str, Sequence[str]], where: str
+) -> None:
+    """Raise Incompatible for scales of weights that are not in 8 bits."""
     others = [name for name in tensors if name not in known and _names(name, tensors)]
     if others:
         kinds = ", ".join(sorted({tensors[name].dtype for name in others}))
@@ -185,8 +260,10 @@ def _scale(
     name: str,
     tensors: Mapping[str, Tensor],
     own: Sequence[str],
-    stated: Quantization | None,
+    block: tuple[int, int] | None,
     where: str,
+    *,
+    by_rows: bool,
 ) -> Scale:
     """Return the scale of a weight. Raises Incompatible for one of another form."""
     if len(own) > 1:
@@ -204,9 +281,16 @@ def _scale(
     if math.prod(record.shape) == 1:
         sides = (math.prod(matrices), rows, columns)
         return Scale(own[0], record, sides, (1, 1, 1), (rows, columns))
-    block = None if stated is None else stated.block
-    if len(record.shape) == len(weight.shape) >= _MATRIX:
-        *leading, down, across = record.shape
+    shape = record.shape
+    if by_rows and shape == (rows,) and len(weight.shape) == _MATRIX:
+        shape = (rows, 1)
+    elif len(weight.shape) == _MATRIX and shape[:1] == (rows,) and shape[2:] == (1,):
+        # Runs of each row, all of one length: without a remainder, only one length fits.
+        runs = shape[1]
+        if runs and columns % runs == 0:
+            shape, block = shape[:2], (1, columns // runs)
+    if len(shape) == len(weight.shape) >= _MATRIX:
+        *leading, down, across = shape
         shares = all(one == 1 for one in leading)
         lengths = [
             _length(side, count, None if block is None else block[axis])
@@ -220,10 +304,11 @@ def _scale(
                 (math.prod(leading), down, across),
                 (lengths[0], lengths[1]),
             )
-    told = "states no blocks" if block is None else f"states blocks of {list(block)}"
+    told = "nothing states its blocks"
+    if block is not None:
+        told = f"its blocks are stated as {list(block)}"
     raise Incompatible(
-        f"{own[0]} has shape {list(record.shape)} for a weight of {list(weight.shape)}, and "
-        f"config.json {told}",
+        f"{own[0]} has shape {list(record.shape)} for a weight of {list(weight.shape)}, and {told}",
         where=where,
     )
 

@@ -3,6 +3,7 @@
     dtypes       the dtypes that safetensors knows, and how many bytes a shape takes
     header       one safetensors file: length, JSON, tensors in data order
     tree         the files of a directory, the rules for links, the Hugging Face cache
+    hub          models in that cache, by their ids
     directory    a checkpoint: those files, every header, the shard indexes
     declared     the base models that a checkpoint names
     paths        which relative paths may become files

@@ -28,7 +28,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Final
 
 from mstore.checkpoint.paths import quoted
@@ -98,7 +98,7 @@ class Pattern:
 
     text: str
     source: str | Option
-    parts: tuple[str, ...]
+    parts: tuple[str | re.Pattern[str], ...]
     takes_back: bool
     directories_only: bool
 
@@ -114,19 +114,20 @@ class Pattern:
         glob = line[1:] if takes_back else line
         directories_only = glob.endswith("/")
         glob = glob.removesuffix("/")
-        parts = tuple(_part(part) for part in glob.removeprefix("/").split("/"))
-        if not glob or not all(parts) or len(parts) > MAX_PARTS:
+        given = glob.removeprefix("/").split("/")
+        if not glob or not all(given) or len(given) > MAX_PARTS:
             raise BadRequest(
                 f"{quoted(line)} is no pattern",
                 where=source,
                 hint=_EXAMPLE,
             )
+        parts = tuple(map(_part, given))
         if "/" not in glob:
             # Without a slash, it matches at any depth.
             parts = ("**", *parts)
         if parts[-1] == "**":
             # Matches all that is below a directory, and not the directory itself.
-            parts = (*parts, "*")
+            parts = (*parts, _part("*"))
         return cls(line, source, parts, takes_back, directories_only)
 
     def fits(self, parts: Sequence[str], *, is_directory: bool) -> bool:
@@ -140,9 +141,10 @@ class Pattern:
             for at in here:
                 if at == len(self.parts):
                     continue
-                if self.parts[at] == "**":
+                part = self.parts[at]
+                if part == "**":
                     there.add(at)
-                elif fnmatchcase(name, self.parts[at]):
+                elif part == name if isinstance(part, str) else part.match(name):
                     there.add(at + 1)
             here = self._past_stars(there)
         return len(self.parts) in here
@@ -160,12 +162,14 @@ class Pattern:
 _ESCAPED: Final = re.compile(r"\\(.)")
 
 
-def _part(glob: str) -> str:
-    """Translate one part of a path to the syntax of `fnmatch`."""
+def _part(glob: str) -> str | re.Pattern[str]:
+    """Return what matches one part of a path: the part itself, or an expression."""
     if glob == "**":
         return glob
     plain = _ESCAPED.sub(lambda found: f"[{found[1]}]" if found[1] in "*?[" else found[1], glob)
-    return plain.replace("[^", "[!")
+    if not any(character in plain for character in "*?["):
+        return plain
+    return re.compile(translate(plain.replace("[^", "[!")))
 
 
 def escaped(path: str) -> str:

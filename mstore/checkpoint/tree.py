@@ -10,7 +10,7 @@ with one exception, the cache of the Hugging Face Hub:
       snapshots/<revision>/...    links to ../../blobs/<hash>
 
 There a snapshot's links may lead to the files directly in its own `blobs`.  The directory
-`models--ORG--NAME` itself stands for the snapshot that refs/main names.
+`models--ORG--NAME` itself stands for the snapshot that refs/main names (`hub` finds it by its id).
 
 The walk enters directories by descriptor and never through a link.  It follows a link to a file
 once, and from then on uses the file that the link led to.
@@ -240,23 +240,22 @@ def _refuse_hub(files: Sequence[Found], shown: Path) -> None:
         raise several(shown, "is a cache of the Hugging Face Hub, not a model", sorted(models))
 
 
-def hub_snapshot(path: Path) -> Path:
-    """Return the snapshot that refs/main of a Hub cache model names; any other path unchanged.
+def hub_snapshot(path: Path, revision: str = "main") -> Path:
+    """Return the snapshot that a ref of a Hub cache model names; any other path unchanged.
 
-    Raises BadCheckpoint if refs/main is missing or names no snapshot.
+    Raises BadCheckpoint if the ref is missing or names no snapshot.
     """
     model = path.resolve()
     if not model.name.startswith(HUB_PREFIX) or not (model / "snapshots").is_dir():
         return path
-    main = model / "refs" / "main"
-    where = str(path / "refs" / "main")
+    where = str(path / "refs" / revision)
     try:
-        with open_regular(main) as (descriptor, _):
-            revision = read_range(descriptor, 0, _MAX_REVISION_BYTES + 1).decode().strip()
+        with open_regular(model / "refs" / revision) as (descriptor, _):
+            commit = read_range(descriptor, 0, _MAX_REVISION_BYTES + 1).decode().strip()
     except (NotFound, UnicodeDecodeError):
-        revision = ""
-    snapshot = path / "snapshots" / revision
-    if not revision or "/" in revision or revision in (".", "..") or not _is_directory(snapshot):
+        commit = ""
+    snapshot = path / "snapshots" / commit
+    if not commit or "/" in commit or commit in (".", "..") or not _is_directory(snapshot):
         raise _no_revision(path, where)
     return snapshot
 

@@ -26,11 +26,51 @@ EMBEDDINGS = re.compile(
 _ADAPTER = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lora_embedding_A")
 
 
+class Globs:
+    """Patterns of names (fnmatch, case-sensitive), in order.
+
+    There may be thousands: names without special characters are looked up, and the others are one
+    expression.
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.names: dict[str, int] = {}
+        self._numbers: list[int] = []
+        expressions = []
+        for number, pattern in enumerate(patterns):
+            name = literal_name(pattern)
+            if name is not None:
+                self.names.setdefault(name, number)
+            else:
+                self._numbers.append(number)
+                # The empty group says which one matched.
+                expressions.append(fnmatch.translate(pattern) + "()")
+        self._match = re.compile("|".join(expressions)).match if expressions else None
+
+    def first(self, name: str) -> int | None:
+        """Return the number of the first pattern that matches a name."""
+        first = self.names.get(name)
+        found = None if self._match is None else self._match(name)
+        if found is None:
+            return first
+        number = self._numbers[(found.lastindex or 1) - 1]
+        return number if first is None else min(first, number)
+
+
 def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     """Return the names that one of the patterns matches (fnmatch, case-sensitive)."""
-    known = list(names)
-    found = (re.compile(fnmatch.translate(pattern)).match for pattern in patterns)
-    return {name for match in found for name in known if match(name)}
+    first = Globs(patterns).first
+    return {name for name in names if first(name) is not None}
+
+
+def unmatched(names: Collection[str], patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that matches none of the names."""
+    known = set(names)
+    for pattern in patterns:
+        name = literal_name(pattern)
+        if (not matching(known, [pattern])) if name is None else name not in known:
+            return pattern
+    return None
 
 
 def literal_pattern(name: str) -> str:
@@ -65,13 +105,10 @@ def require_matches(names: Collection[str], only: Sequence[str], skip: Sequence[
     """Raise BadRequest for a pattern that is empty, or that matches none of the names."""
     for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
         require_patterns(patterns, option)
-        for pattern in patterns:
-            if not matching(names, [pattern]):
-                raise BadRequest(
-                    f"no tensor's name matches {pattern!r}",
-                    where=option,
-                    hint=call("tensors", "REF"),
-                )
+        if (pattern := unmatched(names, patterns)) is not None:
+            raise BadRequest(
+                f"no tensor's name matches {pattern!r}", where=option, hint=call("tensors", "REF")
+            )
 
 
 def told_difference(base: str, other: str) -> Phrase:

@@ -11,6 +11,8 @@ or a gradient for the tensors whose names its filter matches.  As in mergekit 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -28,6 +30,28 @@ class NotThatKind(ValueError):
     """A value is not of the parameter's kind; `args[0]` is the value."""
 
 
+class Parts:
+    """Which of many texts are parts of a name; each is told by the number of its first place."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._by_length: dict[int, dict[str, int]] = {}
+        for number, text in enumerate(texts):
+            self._by_length.setdefault(len(text), {}).setdefault(text, number)
+
+    def within(self, name: str) -> Iterator[int]:
+        """Yield the numbers of the texts that the name contains."""
+        for length, texts in self._by_length.items():
+            places = len(name) - length + 1
+            if len(texts) < places:
+                yield from (number for text, number in texts.items() if text in name)
+                continue
+            # There may be thousands: what the name has at each place is looked up.
+            for start in range(places):
+                number = texts.get(name[start : start + length])
+                if number is not None:
+                    yield number
+
+
 class Condition(msgspec.Struct, frozen=True):
     """A scalar or a gradient for some tensors. filter: None for all."""
 
@@ -35,38 +59,54 @@ class Condition(msgspec.Struct, frozen=True):
     filter: str | None
     line: int
 
-    def matches(self, tensor: str) -> bool:
-        """Return whether it holds for a tensor of this name; "" is a tensor that no filter names.
-
-        So the value of "" is what is left for tensors without conditions of their own.
-        """
-        if self.filter is None or self.filter == ANY:
-            return True
-        return bool(tensor) and self.filter in tensor
+    @property
+    def for_all(self) -> bool:
+        """Return whether it holds for every tensor."""
+        return self.filter is None or self.filter == ANY
 
 
-class Setting(msgspec.Struct, frozen=True):
+class Setting(msgspec.Struct, frozen=True, dict=True):
     """The conditions of one parameter, in order; a plain value is a condition without a filter."""
 
     conditions: tuple[Condition, ...]
     line: int
 
+    @cached_property
+    def _rest(self) -> int:
+        """The number of the first condition that holds for every tensor."""
+        every = (number for number, one in enumerate(self.conditions) if one.for_all)
+        return next(every, len(self.conditions))
+
+    @cached_property
+    def _filters(self) -> Parts:
+        return Parts(one.filter or "" for one in self.conditions[: self._rest])
+
+    def condition(self, tensor: str) -> Condition | None:
+        """Return the first condition that holds for a tensor of this name; None if none does.
+
+        "" is a tensor that no filter names: so its value is what is left for tensors without
+        conditions of their own.
+        """
+        found = min(self._filters.within(tensor), default=self._rest) if tensor else self._rest
+        return self.conditions[found] if found < len(self.conditions) else None
+
     def given(self, tensor: str) -> Given | tuple[Given, ...] | None:
         """Return what is written for a tensor; None if nothing is."""
-        return next((one.value for one in self.conditions if one.matches(tensor)), None)
+        found = self.condition(tensor)
+        return None if found is None else found.value
 
     def value(self, tensor: str, t: float, kind: Kind) -> tuple[Given, int] | None:
         """Return the value for a tensor at t, and its line; None if there is none.
 
         Raises NotThatKind.
         """
-        for one in self.conditions:
-            if one.matches(tensor):
-                if isinstance(one.value, tuple):
-                    found = _along(one.value, t, kind)
-                    return None if found is None else (found, one.line)
-                return converted(one.value, kind), one.line
-        return None
+        one = self.condition(tensor)
+        if one is None:
+            return None
+        if isinstance(one.value, tuple):
+            found = _along(one.value, t, kind)
+            return None if found is None else (found, one.line)
+        return converted(one.value, kind), one.line
 
 
 def _along(values: tuple[Given, ...], t: float, kind: Kind) -> Given | None:

@@ -16,13 +16,18 @@ from mstore.objects.manifest import File
 from mstore.objects.tensor import Tensor
 
 
-def header_of(before: bytes, names: Sequence[str], records: Sequence[Tensor]) -> bytes:
+def header_of(
+    before: bytes, names: Sequence[str], records: Sequence[Tensor], without: Collection[str] = ()
+) -> bytes:
     """Return the header of a safetensors file with these tensors in data order.
 
-    before: the header that it had; its metadata stay.
+    before: the header that it had; its metadata stay, but for those `without` names.
     """
     known: dict[str, Any] = json.loads(before[8:])
-    return new_header(known.get("__metadata__"), names, records)
+    metadata = known.get("__metadata__")
+    if metadata is not None:
+        metadata = {key: text for key, text in metadata.items() if key not in without}
+    return new_header(metadata, names, records)
 
 
 def new_header(metadata: object, names: Sequence[str], records: Sequence[Tensor]) -> bytes:

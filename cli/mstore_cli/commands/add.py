@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from mstore_cli import hub
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import Interrupted, UsageError
@@ -18,11 +19,12 @@ from mstore_cli.options import (
     SkipCompared,
     Threads,
 )
-from mstore_cli.output import Screen, short
+from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_share, format_size, parse_size
 
 if TYPE_CHECKING:
+    from mstore import Store
     from mstore.checkpoint.directory import CheckpointLimits
     from mstore.convert.conversion import ConversionLimits
     from mstore.phrases import Text
@@ -30,6 +32,17 @@ if TYPE_CHECKING:
 
 NO_BASE = "none"
 NAMES_SHOWN = 4
+SHOWN_WHOLE = 3
+"""How many models are shown with all that is known of them; more get a line each."""
+
+COLUMNS = (
+    Column(""),
+    Column("NAME", style="green"),
+    Column("SNAPSHOT", style="yellow"),
+    Column("SIZE", right=True),
+    Column("WRITTEN", right=True),
+    Column("BASE"),
+)
 
 
 @command(
@@ -42,7 +55,8 @@ def add(
         list[Path],
         Argument(
             metavar="PATH",
-            help="Checkpoint directories, .safetensors files, or models of a Hugging Face cache.",
+            help="Checkpoint directories, .safetensors files, or models of the Hugging Face cache: "
+            "their directories, or ORG/NAME[@REVISION].",
             show_default=False,
         ),
     ],
@@ -70,6 +84,7 @@ def add(
             "--base",
             metavar="REF",
             help="The model that it was fine-tuned from: compare block by block, keep statistics. "
+            "It may be one that this command adds: that one is stored first. "
             f"[default: the nearest stored model, if one is near; {NO_BASE!r}: no base]",
             show_default=False,
             completes="refs",
@@ -122,24 +137,26 @@ def add(
     With --kind delta, PATH holds what to add to the tensors of --base: the sum is stored as an
     expert like any other, and a tensor that PATH lacks is the base's.
     """
-    named = _named(paths, name or [], name_prefix)
+    found = [hub.checkpoint(path) for path in paths]
+    named = _named(paths, found, name or [], name_prefix)
     limits = None if max_sparse is None else _limits(max_sparse)
     from mstore.errors import MstoreError
-    from mstore.nearest import bases_first
 
     reports: list[AddReport] = []
     with session.open() as store, session.progress() as tick:
-        for path, ref in bases_first(named) if len(named) > 1 else named:
+        own = _own_base(store, base, named)
+        for path, ref in _ordered(named, own):
+            is_base = own == ref
             try:
                 reports.append(
                     store.add(
                         path,
                         name=ref,
-                        base=None if base == NO_BASE else base,
-                        detect_base=base is None,
-                        kind=kind,
-                        only=only or (),
-                        skip=skip or (),
+                        base=None if is_base or base == NO_BASE else own or base,
+                        detect_base=is_base or base is None,
+                        kind="full" if is_base else kind,
+                        only=() if is_base else only or (),
+                        skip=() if is_base else skip or (),
                         exclude=exclude or (),
                         default_excludes=not no_default_excludes,
                         codec=codec,
@@ -181,17 +198,43 @@ def _limits(max_sparse: str) -> CheckpointLimits:
     return CheckpointLimits(max_sparse_bytes=parse_size(max_sparse, option="--max-sparse"))
 
 
-def _named(paths: list[Path], names: list[str], prefix: str | None) -> list[tuple[Path, str]]:
-    """Return each path with its future branch.  Raises UsageError, BadName."""
+def _own_base(store: Store, base: str | None, named: list[tuple[Path, str]]) -> str | None:
+    """Return which of the future branches is the base, if one is: by its name, or its path's."""
+    if base is None or len(named) == 1:
+        return None
+    from mstore.checkpoint.tree import given_name
+
+    if any(name == base for _, name in named):
+        return base
+    called = [name for path, name in named if base in (str(path), given_name(path))]
+    return called[0] if len(called) == 1 and base not in store.ref_ids() else None
+
+
+def _ordered(named: list[tuple[Path, str]], base: str | None) -> list[tuple[Path, str]]:
+    """Return checkpoints in the order to add them: the base, then each after those it declares."""
+    if len(named) == 1:
+        return named
+    from mstore.nearest import bases_first
+
+    return sorted(bases_first(named), key=lambda one: one[1] != base)
+
+
+def _named(
+    paths: list[Path], found: list[Path], names: list[str], prefix: str | None
+) -> list[tuple[Path, str]]:
+    """Return each path with its future branch.
+
+    paths: as typed. found: where they are.  Raises UsageError, BadName.
+    """
     first = shlex.quote(str(paths[0]))
     if names and prefix is not None:
         raise UsageError("--name and --name-prefix exclude each other")
     if prefix is not None:
         from mstore.checkpoint.tree import given_name
 
-        names = [f"{prefix}{given_name(path)}" for path in paths]
+        names = [f"{prefix}{given_name(path)}" for path in found]
     elif not names:
-        hint = f"mstore add {first} --name {_suggested(paths[0])}"
+        hint = f"mstore add {first} --name {_suggested(found[0])}"
         if len(paths) > 1:
             hint = f"mstore add {shlex.join(str(path) for path in paths)} --name-prefix TEXT"
         raise UsageError("no --name was given", hint=hint)
@@ -208,7 +251,7 @@ def _named(paths: list[Path], names: list[str], prefix: str | None) -> list[tupl
 
     for name in names:
         check_name(name)
-    return list(zip(paths, names, strict=True))
+    return list(zip(found, names, strict=True))
 
 
 def _suggested(path: Path) -> str:
@@ -237,10 +280,38 @@ def _with_stored(hint: Text | None, path: Path, stored: list[AddReport], asked: 
 
 
 def _show(screen: Screen, reports: list[AddReport]) -> None:
+    if len(reports) > SHOWN_WHOLE:
+        _show_rows(screen, reports)
+        return
     for number, report in enumerate(reports):
         if number:
             screen.line()
         _show_one(screen, report)
+
+
+def _show_rows(screen: Screen, reports: list[AddReport]) -> None:
+    """Print one line for each model, then all notes."""
+    screen.table(
+        COLUMNS,
+        (
+            (
+                "added" if one.new_snapshot else "restored" if one.bytes_written else "nothing new",
+                one.name,
+                short(one.snapshot),
+                format_size(one.plain_bytes),
+                f"{format_size(one.bytes_written)} ({_share(one)})",
+                "-" if one.base is None else _base(one.base, None) or "-",
+            )
+            for one in reports
+        ),
+    )
+    for one in reports:
+        for note in one.notes:
+            screen.line(f"note: {one.name}: {screen.typed(note)}")
+
+
+def _share(report: AddReport) -> str:
+    return format_share(report.bytes_written, report.plain_bytes)
 
 
 def _show_one(screen: Screen, report: AddReport) -> None:
@@ -259,14 +330,13 @@ def _show_one(screen: Screen, report: AddReport) -> None:
         screen.command("the stored bytes were not read; to check them", "mstore fsck --read-data")
     known = report.blocks_total - report.blocks_new
     equal = report.blocks_equal_base
-    share = format_share(report.bytes_written, report.plain_bytes)
     screen.fields(
         [
             ("was", short(report.previous) if report.previous and report.new_snapshot else None),
             ("manifest", short(report.manifest)),
             ("checkpoint", f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}"),
             ("size", format_size(report.plain_bytes)),
-            ("written", f"{format_size(report.bytes_written)} ({share})"),
+            ("written", f"{format_size(report.bytes_written)} ({_share(report)})"),
             ("blocks", f"{report.blocks_total}: {report.blocks_new} new, {known} known"),
             ("base", _base(report.base, report.base_reason)),
             (

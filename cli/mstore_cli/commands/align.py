@@ -6,7 +6,7 @@ from typing import Annotated
 
 from mstore_cli.command import command
 from mstore_cli.declared import Option
-from mstore_cli.merging import Base, Experts, experts_of
+from mstore_cli.merging import Base, Experts, experts_of, with_patterns
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
@@ -64,9 +64,10 @@ def align(
     from mstore import MergeRequest, Vocabulary
 
     experts = experts_of(expert)
-    request = MergeRequest(base=base, experts=experts, method="linear")
     vocabulary = Vocabulary(source=vocab, pad_to=pad_to, keep_padding=not drop_padding)
     with session.open() as store, session.progress() as tick:
+        experts = with_patterns(store, experts, base)
+        request = MergeRequest(base=base, experts=experts, method="linear")
         report = store.align(request, vocabulary, progress=tick)
     models = (report.base, *report.experts)
 

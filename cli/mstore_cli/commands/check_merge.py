@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mstore_cli.command import command
 from mstore_cli.commands.compare import draw_parts
 from mstore_cli.errors import FAILURE, Ended
-from mstore_cli.merging import AllowMissing, Base, Experts, Only, Skip, experts_of
+from mstore_cli.merging import AllowMissing, Base, Experts, Only, Skip, experts_of, with_patterns
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
@@ -45,15 +45,15 @@ def check_merge(
     from mstore import MergeRequest
 
     experts = experts_of(expert)
-    request = MergeRequest(
-        base=base,
-        experts=experts,
-        method="linear",
-        only=tuple(only or ()),
-        skip=tuple(skip or ()),
-        allow_missing=allow_missing,
-    )
     with session.open() as store:
+        request = MergeRequest(
+            base=base,
+            experts=with_patterns(store, experts, base),
+            method="linear",
+            only=tuple(only or ()),
+            skip=tuple(skip or ()),
+            allow_missing=allow_missing,
+        )
         report = store.check_merge(request)
 
     def human(screen: Screen) -> None:

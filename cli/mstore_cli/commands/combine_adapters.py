@@ -7,7 +7,7 @@ from typing import Annotated
 from mstore_cli.command import command
 from mstore_cli.declared import Option
 from mstore_cli.left_out import show_worst
-from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters
+from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters, with_patterns
 from mstore_cli.options import Message
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -37,7 +37,8 @@ def combine_adapters(
         Option(
             "--expert",
             metavar="REF[=WEIGHT]",
-            help="A LoRA adapter [default weight: 1]. Repeatable.",
+            help="A LoRA adapter [default weight: 1]. Repeatable; 'loras/*' are all refs of this "
+            "pattern but the result.",
             completes="refs",
         ),
     ],
@@ -95,7 +96,7 @@ def combine_adapters(
     """
     with session.open() as store, session.progress() as tick:
         report = store.combine_adapters(
-            experts_of(expert),
+            with_patterns(store, experts_of(expert), name),
             method,
             name=name,
             parameters=parse_parameters(param or []),

@@ -197,6 +197,7 @@ def merge(
             # What it adds has a progress bar of its own.
             request = wanted.request(
                 *(session, store, request),
+                result=name,
                 step=len(steps) - 1,
                 earlier=earlier,
                 allow_nonfinite=allow_nonfinite,

@@ -24,6 +24,7 @@ from mstore.recipes.parse import parse
 from mstore.recipes.prepared import prepare
 from mstore.recipes.recipe import Recipe
 from mstore.recipes.resolve import KnownMethod, base_of
+from mstore.recipes.setting import Parts
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
@@ -92,10 +93,14 @@ def request_of(
         tied={name: other for name, other in first.items() if name != other},
         dtypes=dtypes & CODES.keys(),
     )
+    filtering = [one for one in recipe.conditions() if not one.for_all]
+    filters = [str(one.filter) for one in filtering]
+    parts = Parts(filters)
+    used = {filters[number] for name in tensors for number in parts.within(name)}
     idle = tuple(
         f"{at(where, one.line)}: no tensor has {one.filter} in its name"
-        for one in recipe.conditions()
-        if one.filter is not None and not any(one.matches(name) for name in tensors)
+        for one in filtering
+        if one.filter not in used
     )
     return replace(found, notes=(*found.notes, *idle))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import overload
 
@@ -18,7 +16,7 @@ from mstore.merge.planning.scores import Score, score_of
 from mstore.merge.planning.stored_texts import few
 from mstore.numeric.codes import output_dtype
 from mstore.objects.limits import DEFAULT_LIMITS
-from mstore.objects.shapes import literal_name, matching, require_patterns
+from mstore.objects.shapes import Globs, require_patterns, unmatched
 from mstore.phrases import Option, phrase
 from mstore.requests import MergeRequest, TensorRule
 from mstore.sizes import Budget
@@ -53,23 +51,13 @@ def told_patterns(patterns: Sequence[str]) -> str:
 
 
 class Rules(Sequence[Rule]):
-    """The rules of one request, in order.
-
-    A rule of a recipe names its tensors one by one, and there may be thousands: names are looked
-    up, and only patterns are tried.
-    """
+    """The rules of one request, in order."""
 
     def __init__(self, rules: Sequence[Rule] = ()) -> None:
         self._rules = tuple(rules)
-        self._by_name: dict[str, int] = {}
-        self._tried: list[tuple[int, re.Pattern[str]]] = []
-        for number, rule in enumerate(self._rules):
-            for pattern in rule.patterns:
-                name = literal_name(pattern)
-                if name is None:
-                    self._tried.append((number, re.compile(fnmatch.translate(pattern))))
-                else:
-                    self._by_name.setdefault(name, number)
+        every = [(number, one) for number, rule in enumerate(rules) for one in rule.patterns]
+        self._numbers = [number for number, _ in every]
+        self._globs = Globs(pattern for _, pattern in every)
 
     @overload
     def __getitem__(self, at: int) -> Rule: ...
@@ -85,28 +73,16 @@ class Rules(Sequence[Rule]):
 
     def of(self, tensor: str) -> Rule | None:
         """Return the first rule that names a tensor."""
-        first = self._by_name.get(tensor, len(self._rules))
-        for number, pattern in self._tried:
-            if number >= first:
-                break
-            if pattern.match(tensor):
-                first = number
-                break
-        return self._rules[first] if first < len(self._rules) else None
+        found = self._globs.first(tensor)
+        return None if found is None else self._rules[self._numbers[found]]
 
     def named(self) -> Collection[str]:
         """Return the names that rules give without patterns."""
-        return self._by_name.keys()
+        return self._globs.names.keys()
 
     def unmatched(self, names: Collection[str]) -> str | None:
         """Return the first pattern that none of the names matches."""
-        known = set(names)
-        for rule in self._rules:
-            for pattern in rule.patterns:
-                name = literal_name(pattern)
-                if (name not in known) if name is not None else not matching(known, [pattern]):
-                    return pattern
-        return None
+        return unmatched(names, (one for rule in self._rules for one in rule.patterns))
 
 
 class Request(msgspec.Struct, frozen=True):

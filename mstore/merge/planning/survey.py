@@ -50,6 +50,7 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Mixture
 from mstore.objects.shapes import (
+    Globs,
     chosen,
     differ_in_vocabulary,
     matching,
@@ -924,15 +925,15 @@ def left_out_names(
     `others`, which experts have.
     """
     require_matches({*first, *others}, only, skip)
-    matches = {
-        pattern: {first[name] for name in matching(first, [pattern])} for pattern in (*only, *skip)
-    }
     left_out = {}
     if only:
-        wanted = set().union(*(matches[pattern] for pattern in only))
+        wanted = {first[name] for name in matching(first, only)}
         left_out = dict.fromkeys(set(first.values()) - wanted, NOT_AMONG_ONLY)
-    for pattern in skip:
-        left_out |= dict.fromkeys(matches[pattern], skipped(pattern))
+    skipping = Globs(skip)
+    for name, tensor in first.items():
+        number = skipping.first(name)
+        if number is not None:
+            left_out[tensor] = skipped(skip[number])
     return left_out
 
 

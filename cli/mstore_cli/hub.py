@@ -1,0 +1,47 @@
+"""Checkpoints that a command line names: paths, or ids of models in the Hub's cache.
+
+Only the command line reads the environment variables that say where the cache is.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+from mstore_cli.errors import notes
+
+
+def cache() -> Path:
+    """Return the directory of models in the Hub's cache, by the variables of huggingface_hub."""
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if given:
+        return _expanded(given)
+    home = os.environ.get("HF_HOME")
+    above = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return _expanded(home or os.path.join(above, "huggingface")) / "hub"
+
+
+def _expanded(text: str) -> Path:
+    return Path(os.path.expandvars(text)).expanduser()
+
+
+def checkpoint(path: Path) -> Path:
+    """Return a path that exists, or that of the cached model whose id it is.
+
+    A path is taken before a model of the same id, with a note.  Raises NotFound, BadCheckpoint.
+    """
+    from mstore.checkpoint.hub import cached_model, is_id
+    from mstore.errors import MstoreError
+
+    id = str(path)
+    if not is_id(id):
+        return path
+    if not os.path.lexists(path):
+        return cached_model(id, cache())
+    try:
+        other = cached_model(id, cache())
+    except MstoreError:
+        return path
+    notes([f"{id} is a path here, and a model of the Hub's cache: {shlex.quote(str(other))}"])
+    return path
