@@ -25,6 +25,7 @@ from mstore.merge.methods import registry
 from mstore.merge.running import ready
 from mstore.merge.running.memo_hits import memo_expert_bytes
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.not_finite import ALL_FINITE, NotFinite
 from mstore.merge.running.ready import Ready
 from mstore.merge.running.task import Tasks, TensorTask
 from mstore.objects.plan import Plan
@@ -364,9 +365,9 @@ def test_rows_read_as_they_were_written() -> None:
     """A row decodes to what was encoded, and bytes that are no row decode to None."""
     ids = tuple(BlockId(bytes([n]) * 32) for n in range(3))
     for row in (
-        Remembered(ids, (), 0),
-        Remembered(ids, tuple(range(9)), 7),
-        Remembered(ids[:1], (5,), (1 << 32) - 1),
+        Remembered(ids, (), ALL_FINITE),
+        Remembered(ids, tuple(range(9)), NotFinite(7, 2)),
+        Remembered(ids[:1], (5,), NotFinite((1 << 32) - 1, 0)),
     ):
         assert Remembered.decode(row.encode()) == row
         assert Remembered.decode(row.encode()[:-1]) != row
@@ -386,5 +387,5 @@ def test_from_the_command_line(place: Place) -> None:
     assert told == [(planned, 0), (0, planned), (planned, 0)]
     assert len({m["manifest"] for m in (first, again, plain)}) == 1
     little = mstore("merge", "--name", "four", "--memory", "1MiB", *ask)
-    assert (little.status, "--memory" in little.err) == (1, True)
+    assert (little.status, "--memory" in little.err) == (2, True)
     assert mstore.succeed("stats", "--json").document["memo_bytes"] > 0

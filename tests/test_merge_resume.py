@@ -137,14 +137,16 @@ def test_a_merge_goes_on_where_it_was_interrupted(how: str, method: str, store: 
 def test_elements_that_are_not_finite_are_known_of_what_was_finished(
     store: Store, tmp_path: Path
 ) -> None:
-    """A merge that goes on counts those of chunks that it takes over, and refuses them alike."""
-    read = families.read_checkpoint(tmp_path / "e1")
-    sick = {name: tensor.copy() for name, tensor in read.items()}
-    for name in ("a", "c"):
-        sick[name][:3] = np.nan
-    families.write_checkpoint(tmp_path / "sick", sick)
-    store.add(tmp_path / "sick", name="e1", base="base")
-    plan = plan_of(store)
+    """A merge that goes on counts those of chunks that it takes over, and refuses alike those that
+    no expert has."""
+    for expert in ("e0", "e1"):
+        read = families.read_checkpoint(tmp_path / expert)
+        large = {name: tensor.copy() for name, tensor in read.items()}
+        for name in ("a", "c"):
+            large[name][:3] = 3e38
+        families.write_checkpoint(tmp_path / f"large-{expert}", large)
+        store.add(tmp_path / f"large-{expert}", name=expert, base="base")
+    plan = plan_of(store, "task_arithmetic")
     assert len(interrupt(store, plan, "SIGKILL")) >= 2
     catalog = store._catalog
     sources = sources_of(catalog, plan.id(), plan)

@@ -76,8 +76,7 @@ AllowNonfinite = Annotated[
     bool,
     Option(
         "--allow-nonfinite",
-        help="Also publish a result with elements that are infinite or NaN, and are finite in the "
-        "input.",
+        help="Also publish a result with infinite or NaN elements where all inputs are finite.",
     ),
 ]
 _BASE = Option(

@@ -444,7 +444,7 @@ class Merging(OpenStore):
         allow_noop: also run a plan, named by its id, that reads nothing or whose result is the
         base; a plan that `plan` returned was already allowed there.
         allow_nonfinite: also publish a result with elements that are infinite or NaN, and are
-        finite in the base.  Of a virtual merge nobody knows yet: `materialize` asks.
+        finite in all inputs.  Of a virtual merge nobody knows yet: `materialize` asks.
         threads: the most threads to use; None means one per processor, or one per slice with an
         executor.  The result is the same for any number.
         memo: reuse outputs of earlier merges from the memo table, and add to it.
@@ -455,9 +455,9 @@ class Merging(OpenStore):
         index.  `threads` and `memory` then hold for each slice: a worker that computes several at
         a time may take as much for each.
 
-        Raises NotFound, BadRequest, BadName, Incompatible (elements that are not finite), Conflict
-        (the ref moved meanwhile), Corrupt, BudgetExceeded (a read outside the plan), Interrupted
-        (the executor lost a slice), StorageFailed.
+        Raises NotFound, BadRequest, BadName, Incompatible (new elements that are not finite),
+        Conflict (the ref moved meanwhile), Corrupt, BudgetExceeded (a read outside the plan),
+        Interrupted (the executor lost a slice), StorageFailed.
         """
         from mstore.merge.planning.costs import Costs, told_costs
         from mstore.merge.planning.noop import require_effect
@@ -583,7 +583,7 @@ class Merging(OpenStore):
 
         allow_nonfinite: as for `merge`.
 
-        Raises NotFound, BadRequest (not a branch), Incompatible (elements that are not finite),
+        Raises NotFound, BadRequest (not a branch), Incompatible (new elements that are not finite),
         Conflict (a tag, or it moved).
         """
         from mstore.merge.virtual.deferred import materialize

@@ -1,7 +1,8 @@
 """The memo table at rest: outputs of earlier merges, for reuse.
 
     outputs      memo key (32 bytes)     -> BlockIds of a chunk's output, the ties it took, the
-                                            elements of it that are not finite, check
+                                            new elements of it that are not finite,
+                                            those of them that no expert has, check
     requests     request key (32 bytes)  -> PlanId, check
 
 Has its own LMDB environment, because all of it can be discarded: a row that is missing, or does not
@@ -27,7 +28,7 @@ from mstore.ids import ID_BYTES, PlanId
 
 DATABASES = ("outputs", "requests")
 _BATCH = 4096
-_END = struct.Struct("<IH")
+_END = struct.Struct("<IIH")
 OUTPUTS, REQUESTS = DATABASES
 
 
@@ -202,7 +203,7 @@ def _blocks(value: bytes | None) -> list[bytes]:
     """Return the blocks that a row of `outputs` names; none for an invalid row."""
     if value is None or len(value) < _END.size:
         return []
-    end = len(value) - _END.size - 4 * _END.unpack_from(value, len(value) - _END.size)[1]
+    end = len(value) - _END.size - 4 * _END.unpack_from(value, len(value) - _END.size)[-1]
     if end <= 0 or end % ID_BYTES:
         return []
     return [value[at : at + ID_BYTES] for at in range(0, end, ID_BYTES)]

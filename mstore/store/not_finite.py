@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from mstore.frozen import frozen
 from mstore.ids import TensorId
@@ -32,11 +32,13 @@ def may_be(risks: tuple[Risk, ...]) -> tuple[NotFiniteTensor, ...]:
     return tuple(NotFiniteTensor(one.tensor, None, one.of) for one in risks)
 
 
-def counted(coverage: Coverage, record: Callable[[str], Tensor]) -> tuple[NotFiniteTensor, ...]:
-    """Return the tensors with such elements, worst first.  record: of a tensor of the merge."""
+def counted(
+    counts: Mapping[str, int], tensors: Mapping[str, Tensor]
+) -> tuple[NotFiniteTensor, ...]:
+    """Return the tensors with such elements, worst first.  tensors: those of the merge."""
     found = [
-        NotFiniteTensor(name, count, math.prod(record(name).shape))
-        for name, count in coverage.not_finite
+        NotFiniteTensor(name, count, math.prod(tensors[name].shape))
+        for name, count in counts.items()
     ]
     return tuple(sorted(found, key=lambda one: (-(one.elements or 0), one.tensor)))
 
@@ -48,7 +50,8 @@ def of_merge(
     id = record.coverage_id()
     if id is None:
         return None
-    return counted(catalog.record(Coverage, id), lambda name: catalog.tensor(tensors[name]))
+    counts = dict(catalog.record(Coverage, id).not_finite)
+    return counted(counts, {name: catalog.tensor(tensors[name]) for name in counts})
 
 
 def of_snapshot(

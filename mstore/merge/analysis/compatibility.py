@@ -366,8 +366,7 @@ def _values(
             odd.append(name)
     if odd:
         told = f"infinite or NaN elements, or differences from the base, in {_told(odd)}"
-        so = "merge refuses a result that has them"
-        yield _finding(other, "values", WARNING, f"{told}; {so}", None)
+        yield _finding(other, "values", WARNING, f"{told}; the result may have them", None)
 
 
 def _records(

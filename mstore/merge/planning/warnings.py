@@ -301,9 +301,9 @@ def not_finite_warnings(
         names = [risk.tensor for risk in sources.risks if k in risk.experts]
         if names:
             what = f"{expert.name}: infinite or NaN elements, or differences from the base, in"
-            so = "merge refuses a result that has them"
+            so = "the result may have them"
             if any(operation.is_elected for operation in Operations(plan).used(plan)):
-                so = f"a NaN has no sign and takes no part; {so}"
+                so = f"a NaN has no sign and takes no part; of the rest, {so}"
             text = f"{what} {few(names, _MANY)}; {so}"
             found.append(MergeWarning(NOT_FINITE, expert.name, text))
     wide = [risk.tensor for risk in sources.risks if not risk.experts]
@@ -316,9 +316,12 @@ def not_finite_warnings(
     return tuple(found)
 
 
-def told_counts(counts: Sequence[NotFiniteTensor]) -> str:
-    """Return how many elements are infinite or NaN, and of which tensors, as text."""
+def told_counts(counts: Sequence[NotFiniteTensor], finite: str = "the base") -> str:
+    """Return how many elements are infinite or NaN, and of which tensors, as text.
+
+    finite: which of the inputs have finite elements there.
+    """
     total, of = sum(one.elements or 0 for one in counts), sum(one.elements_total for one in counts)
     names = few([f"{one.tensor} {one.elements} of {one.elements_total}" for one in counts], _NAMED)
     are = "is" if total == 1 else "are"
-    return f"{total} of {of} elements {are} infinite or NaN, and finite in the base: {names}"
+    return f"{total} of {of} elements {are} infinite or NaN, and finite in {finite}: {names}"

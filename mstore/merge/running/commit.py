@@ -66,7 +66,7 @@ def run_merge(
     """Run a stored plan and publish the result under a ref.
 
     allow_nonfinite: also publish a result with elements that are infinite or NaN, and are finite in
-    the base.
+    every input.
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
     engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
@@ -96,9 +96,9 @@ def run_merge(
             progress=progress,
             ready=ready,
         ).run()
-        found = counted(outcome.coverage, outcome.tensors.__getitem__)
-        if found and not allow_nonfinite:
-            raise _not_finite(found, plan, sources)
+        if outcome.made and not allow_nonfinite:
+            raise _not_finite(counted(outcome.made, outcome.tensors), plan, sources)
+        found = counted(dict(outcome.coverage.not_finite), outcome.tensors)
         transaction.rely_on_manifest(outcome.manifest)
         transaction.put_record(outcome.manifest)
         record, is_new = _snapshot(catalog, current, outcome, plan, sources, message, transaction)
@@ -121,10 +121,8 @@ def run_merge(
 
 
 def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) -> Incompatible:
-    """Return the error of a merge with such elements: which tensors, and whose they may be."""
+    """Return the error of a merge that makes such elements: which tensors, and of which experts."""
     names = {one.tensor for one in found}
-    # Statistics know which experts have them; otherwise all that take part may.
-    risky = {k for risk in sources.risks if risk.tensor in names for k in risk.experts}
     takes = {
         k
         for tensor in plan.tensors
@@ -132,9 +130,9 @@ def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) 
         for k, states in enumerate(tensor.states)
         if READ in states or SHARED in states
     }
-    experts = [sources.experts[k].name for k in sorted(risky or takes)]
+    experts = [sources.experts[k].name for k in sorted(takes)]
     return Incompatible(
-        told_counts(found),
+        told_counts(found, "all models"),
         where=", ".join(experts) or sources.base.name,
         hint=phrase("{allow} publishes it as it is", allow=Option("allow_nonfinite", True)),
     )

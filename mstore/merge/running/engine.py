@@ -13,6 +13,7 @@ any memo table.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,8 +69,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     tensors: the merged ones, by the name they are planned under. memo_rows: rows for the memo
     table, to add once the output is published. costs: of the plan in this store.
-    resumed_expert_bytes: read by an interrupted run whose work this one reused. not_finite: how
-    many elements are infinite or NaN, and are finite in the base.
+    resumed_expert_bytes: read by an interrupted run whose work this one reused. made:
+    tensors with elements that are infinite or NaN, and are finite in every input, and how many.
     """
 
     manifest: Manifest
@@ -83,7 +84,7 @@ class Outcome(msgspec.Struct, frozen=True):
     base_bytes_read: int
     blocks_total: int
     blocks_reused: int
-    not_finite: int
+    made: Mapping[str, int]
 
 
 class Engine:
@@ -168,7 +169,7 @@ class Engine:
             raise BudgetExceeded(error.texts[0], where=where, hint=hint) from error
         jobs = self._work.jobs
         tensors = {name: job.record() for name, job in jobs.items()}
-        odd = sum([job.not_finite for job in jobs.values()])
+        odd = sum([job.not_finite.new for job in jobs.values()])
         manifest = self._records.manifest(tensors, self._work.headers, odd)
         total = self._records.blocks_total
         read, resumed = self._expert_meter.total, self._known.resumed_bytes
@@ -184,5 +185,5 @@ class Engine:
             base_bytes_read=self._base_meter.total,
             blocks_total=total,
             blocks_reused=total - (0 if self._sink is None else self._sink.blocks_new),
-            not_finite=odd,
+            made={name: job.not_finite.made for name, job in jobs.items() if job.not_finite.made},
         )

@@ -8,6 +8,7 @@ import msgspec
 
 from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.running.memo_hits import Shape
+from mstore.merge.running.not_finite import ALL_FINITE, NotFinite
 from mstore.merge.running.task import Members, TensorTask
 from mstore.objects.tensor import Tensor
 
@@ -15,14 +16,14 @@ from mstore.objects.tensor import Tensor
 class Job(msgspec.Struct):
     """One tensor in progress.  `ids` is complete once every chunk was put.
 
-    not_finite: elements so far that are infinite or NaN, and are finite in the base.
+    not_finite: new elements so far.
     """
 
     tensor: TensorTask
     members: Members
     shape: Shape
     ids: bytearray
-    not_finite: int = 0
+    not_finite: NotFinite = ALL_FINITE
 
     @classmethod
     def of(cls, tensor: TensorTask, members: Members, block_size: int) -> Job:
@@ -30,9 +31,10 @@ class Job(msgspec.Struct):
         shape = Shape(tensor, members, block_size)
         return cls(tensor, members, shape, bytearray(shape.blocks * ID_BYTES))
 
-    def put(self, number: int, blocks: Sequence[BlockId], not_finite: int) -> None:
-        """Set the blocks of a chunk, of which so many elements are not finite."""
-        self.not_finite += not_finite
+    def put(self, number: int, blocks: Sequence[BlockId], not_finite: NotFinite) -> None:
+        """Set the blocks of a chunk, with its new elements that are not finite."""
+        if not_finite is not ALL_FINITE:
+            self.not_finite += not_finite
         at = number * self.shape.per_chunk * ID_BYTES
         self.ids[at : at + len(blocks) * ID_BYTES] = b"".join(blocks)
 

@@ -35,6 +35,7 @@ from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Operation
+from mstore.merge.running.not_finite import ALL_FINITE, NotFinite
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
 from mstore.objects.plan import DROPPED, OMITTED
 from mstore.stats.chunks import blocks_per_chunk
@@ -44,7 +45,7 @@ ARITHMETIC: Final = 2
 """Increment whenever the kernels give other bytes for equal inputs."""
 
 _TAKEN = struct.Struct("<I")
-_END = struct.Struct("<IH")
+_END = struct.Struct("<IIH")
 _NOTHING: Final = bytes(ID_BYTES)
 
 
@@ -52,17 +53,16 @@ class Remembered(msgspec.Struct, frozen=True, gc=False):
     """A row's value.
 
     taken: ties that the chunk took, for each threshold of a participating expert whose quota has a
-    limit, in the order of `TensorTask.quotas`. not_finite: elements of the output that are infinite
-    or NaN, and are finite in the base.
+    limit, in the order of `TensorTask.quotas`. not_finite: new elements of the output.
     """
 
     blocks: tuple[BlockId, ...]
     taken: tuple[int, ...]
-    not_finite: int
+    not_finite: NotFinite
 
     @classmethod
     def of(
-        cls, task: ChunkTask, blocks: Sequence[BlockId], taken: Sequence[int], not_finite: int
+        cls, task: ChunkTask, blocks: Sequence[BlockId], taken: Sequence[int], not_finite: NotFinite
     ) -> Remembered:
         """Build from `taken` with one number for every threshold."""
         limited = limited_slots(task) if task.tensor.limited else []
@@ -78,19 +78,24 @@ class Remembered(msgspec.Struct, frozen=True, gc=False):
     def encode(self) -> bytes:
         """Encode the row's value."""
         ties = b"".join(map(_TAKEN.pack, self.taken))
-        return b"".join(self.blocks) + ties + _END.pack(self.not_finite, len(self.taken))
+        return (
+            b"".join(self.blocks)
+            + ties
+            + _END.pack(self.not_finite.new, self.not_finite.made, len(self.taken))
+        )
 
     @classmethod
     def decode(cls, value: bytes) -> Remembered | None:
         """Decode a row's value; None if it is invalid."""
         if len(value) < _END.size:
             return None
-        not_finite, count = _END.unpack_from(value, len(value) - _END.size)
+        new, made, count = _END.unpack_from(value, len(value) - _END.size)
         end = len(value) - _END.size - count * _TAKEN.size
         if end <= 0 or end % ID_BYTES:
             return None
         # Mostly one block; a generator takes longer than the rest of this.
         blocks = tuple([BlockId(value[at : at + ID_BYTES]) for at in range(0, end, ID_BYTES)])
+        not_finite = NotFinite(new, made) if new else ALL_FINITE
         return cls(blocks, struct.unpack_from(f"<{count}I", value, end), not_finite)
 
 

@@ -1,13 +1,14 @@
 """New elements that are not finite: infinite or NaN in a merge, and finite in its base.
 
-Counts them in a chunk while its base and its output are in memory.  Rows of the memo table and
-receipts of interrupted merges keep the count of their chunk, so it is known of every chunk.
+Counts them in a chunk while its inputs and its output are in memory.  Rows of the memo table and
+receipts of interrupted merges keep the counts of their chunk, so they are known of every chunk.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,14 +26,36 @@ def not_finite(data: Bytes, dtype: str) -> npt.NDArray[np.bool_]:
     return found
 
 
-def count_new(loaded: Loaded, out: Bytes) -> int:
+class NotFinite(msgspec.Struct, frozen=True, gc=False):
+    """Counts of elements that are infinite or NaN, and are finite in the base.
+
+    made: those among them that are finite in every expert, too: the merge made them.
+    """
+
+    new: int = 0
+    made: int = 0
+
+    def __add__(self, other: NotFinite) -> NotFinite:
+        return NotFinite(self.new + other.new, self.made + other.made)
+
+
+ALL_FINITE: Final = NotFinite()
+
+
+def count_new(loaded: Loaded, out: Bytes) -> NotFinite:
     """Count the elements of a chunk that are not finite in its output and finite in the base."""
     task, tensor = loaded.task, loaded.task.tensor
     if _is_finite(out, tensor.out_dtype):
-        return 0
-    base = loaded.sides[0][: task.n * ITEMSIZES[tensor.base_dtype]]
-    now = not_finite(out, tensor.out_dtype)
-    return int((now & ~not_finite(base, tensor.base_dtype)).sum())
+        return ALL_FINITE
+    base, *experts = loaded.sides
+    new = not_finite(out, tensor.out_dtype)
+    new &= ~not_finite(base[: task.n * ITEMSIZES[tensor.base_dtype]], tensor.base_dtype)
+    made = new.copy()
+    for row, side in zip(task.rows, experts, strict=True):
+        # An adapter's product is made here: its factors may be finite.
+        if row.factors is None:
+            made &= ~not_finite(side[: task.n * ITEMSIZES[row.dtype]], row.dtype)
+    return NotFinite(int(new.sum()), int(made.sum()))
 
 
 def _is_finite(data: Bytes, dtype: str) -> bool:

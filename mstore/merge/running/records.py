@@ -119,7 +119,7 @@ class Records:
 
 def coverage(plan: Plan, jobs: Sequence[Job]) -> Coverage:
     """Return what became of each tensor. jobs: in the order of the plan's tensors."""
-    odd = tuple((job.tensor.name, job.not_finite) for job in jobs if job.not_finite)
+    odd = tuple((job.tensor.name, job.not_finite.new) for job in jobs if job.not_finite.new)
     return Coverage(plan.id(), tuple(_covered(job) for job in jobs), odd)
 
 

@@ -18,6 +18,7 @@ import msgspec
 from mstore.blocks.codecs import Policy
 from mstore.blocks.packs import SealedPack
 from mstore.ids import BlockId
+from mstore.merge.running.not_finite import NotFinite
 from mstore.merge.running.task import ChunkTask, TensorTask
 from mstore.merge.running.ties import TieLedger
 
@@ -80,8 +81,7 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
 class Result(msgspec.Struct, frozen=True, gc=False):
     """A computed chunk: ids of its output blocks, and its row for the memo table.
 
-    expert_bytes: bytes read from experts for it. not_finite: elements that are infinite or NaN, and
-    are finite in the base.
+    expert_bytes: bytes read from experts for it.
     """
 
     tensor: str
@@ -90,7 +90,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     key: bytes
     value: bytes
     expert_bytes: int
-    not_finite: int
+    not_finite: NotFinite
 
 
 class Receipt(msgspec.Struct, frozen=True):
