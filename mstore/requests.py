@@ -179,12 +179,14 @@ class Vocabulary:
 class RecipeRequest:
     """The merge that a recipe asks for.
 
-    request: to plan as it is, or changed (a budget). notes: what of the recipe has no effect, each
-    with its line. vocabulary: what to align the models with before the merge is planned
-    (`Store.align`); None if the recipe does not say.
+    request: to plan as it is, or changed (a budget). warnings: what of the recipe is ignored, as
+    mergekit does, each with its line. notes: what else has no effect, alike. vocabulary: what to
+    align the models with before the merge is planned (`Store.align`); None if the recipe does not
+    say.
     """
 
     request: MergeRequest
+    warnings: tuple[str, ...]
     notes: tuple[str, ...]
     vocabulary: Vocabulary | None = None
 

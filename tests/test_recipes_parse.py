@@ -157,7 +157,7 @@ def test_what_mergekit_ignores() -> None:
         (11, "tokenizer has no key 'more'"),
         (11, "the token 'x' has no key 'weight'"),
     ]
-    assert recipe.ignored[5].note() == (
+    assert recipe.ignored[5].warning() == (
         "a model has no key 'paramters', and it is ignored, as in mergekit "
         "(did you mean parameters?)"
     )

@@ -85,10 +85,12 @@ IGNORED = {
 
 @pytest.mark.parametrize("name", IGNORED)
 def test_what_is_ignored_is_told(mstore: Program, tmp_path: Path, name: str) -> None:
-    """A note names what has no effect, with its line; --strict refuses it."""
-    assert IGNORED[name] in run(mstore, tmp_path, name)
+    """A warning names what has no effect, with its line; --strict refuses it."""
+    told = run(mstore, tmp_path, name)
+    assert IGNORED[name] in told
+    assert "warning: " in told
     refused = mstore("plan", "--recipe", tmp_path / "recipe.yml", "--strict")
-    assert refused.status == 1
+    assert refused.status == 2
     assert "recipe.yml, line" in refused.err
 
 

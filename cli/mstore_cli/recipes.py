@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore.frozen import frozen
 from mstore_cli.declared import WHAT, Option
-from mstore_cli.errors import notes
+from mstore_cli.errors import notes, warn
 from mstore_cli.session import Session
 from mstore_cli.vocabularies import aligned
 
@@ -41,8 +41,8 @@ Strict = Annotated[
     bool,
     Option(
         "--strict",
-        help="Refuse what the recipe says and mergekit ignores, such as misspelt keys; else a note "
-        "names each with its line.",
+        help="Refuse what the recipe says and mergekit ignores, such as misspelt keys; else a "
+        "warning names each with its line.",
     ),
 ]
 
@@ -131,6 +131,8 @@ def request_of_recipe(
         document=document,
         strict=recipe.strict,
     )
+    for text in found.warnings:
+        warn(text)
     notes(found.notes)
     if found.vocabulary is None:
         return found.request

@@ -149,9 +149,9 @@ class _Combined:
     def request(self, tied: Mapping[str, str]) -> RecipeRequest:
         first = self._parts[0].found
         assert first is not None
-        notes = dict.fromkeys(
-            note for part in self._parts if part.found is not None for note in part.found.notes
-        )
+        requests = [part.found for part in self._parts if part.found is not None]
+        warnings = dict.fromkeys(text for one in requests for text in one.warnings)
+        notes = dict.fromkeys(text for one in requests for text in one.notes)
         found: dict[str, Values] = {}
         places: dict[str, int] = {}
         for number, part in enumerate(self._parts):
@@ -184,7 +184,7 @@ class _Combined:
                 for (own, own_weights), names in groups.items()
             ),
         )
-        return RecipeRequest(request, tuple(notes), self._vocabulary())
+        return RecipeRequest(request, tuple(warnings), tuple(notes), self._vocabulary())
 
     def _of(self, part: _Part) -> dict[str, Values]:
         """Return the values of a module's tensors."""

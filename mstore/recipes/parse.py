@@ -1,6 +1,6 @@
 """Parsing recipes: nodes become a `Recipe`; what is not supported is refused by name and line.
 
-Keys that are none are ignored, as mergekit does, and noted with their lines; or refused, if asked.
+Keys that are none are ignored, as mergekit does, and told with their lines; or refused, if asked.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Ignored(msgspec.Struct, frozen=True):
     line: int
     meant: str | None = None
 
-    def note(self) -> str:
+    def warning(self) -> str:
         """Return a sentence for a user."""
         more = "" if self.meant is None else f" ({self.meant})"
         return f"{self.what}, and it is ignored, as in mergekit{more}"

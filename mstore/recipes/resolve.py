@@ -198,6 +198,7 @@ class _Resolver:
         self._models = models
         self._known = known_parameters | {WEIGHT, _WITHOUT_EFFECT}
         self._layout = layout
+        self._warnings: dict[str, None] = {}
         self._notes: dict[str, None] = {}
         self._meant: list[str] = []
         for one in recipe.ignored:
@@ -260,7 +261,7 @@ class _Resolver:
             dtype=self._dtype(),
             rules=tuple(rules),
         )
-        return RecipeRequest(request, tuple(self._notes), self._vocabulary())
+        return self._told(request)
 
     def _stack(self) -> RecipeRequest:
         """Return the request of slices whose layers are taken as they are."""
@@ -277,7 +278,7 @@ class _Resolver:
             dtype=self._dtype(),
             layers=tuple(layers),
         )
-        return RecipeRequest(request, tuple(self._notes), self._vocabulary())
+        return self._told(request)
 
     def _main(
         self, groups: Mapping[tuple[Values, tuple[float, ...]], Sequence[str]]
@@ -420,6 +421,9 @@ class _Resolver:
         )
         return tuple(sorted({*used, *needed}))
 
+    def _told(self, request: MergeRequest) -> RecipeRequest:
+        return RecipeRequest(request, tuple(self._warnings), tuple(self._notes), self._vocabulary())
+
     def _refuse_or_ignore(self, name: str, line: int) -> None:
         known = {*self._method.parameters, *self._known}
         what = f"{self._method.name} has no parameter {name!r}"
@@ -429,7 +433,7 @@ class _Resolver:
         self._ignore(Ignored(what, line, None if hint is None else str(hint)))
 
     def _ignore(self, one: Ignored) -> None:
-        self._note(one.note(), one.line)
+        self._warnings.setdefault(f"{at(self._recipe.where, one.line)}: {one.warning()}")
         if one.meant is not None:
             self._meant.append(f"line {one.line}: {one.what}; {one.meant}")
 
