@@ -36,7 +36,7 @@ from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, ManifestId, SnapshotId, TensorId
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.layers import layers_of
-from mstore.objects.shapes import matching, require_matches
+from mstore.objects.shapes import EMBEDDINGS, matching, require_matches
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
@@ -210,20 +210,25 @@ def comparable(
     """Return the names of the tensors that can be compared, and of those that cannot.
 
     A tensor can if base and all models have it, of one shape and of elements that have statistics.
-    Tensors with the same content everywhere count once, with their first name.
+    Tied embeddings with the same content everywhere count once, with their first name.
     """
     members = (inputs.base, *inputs.models)
     every = dict.fromkeys(name for names in members for name in names)
     kept = (matching(every, only) if only else every.keys()) - matching(every, skip)
-    first: dict[tuple[TensorId | None, ...], str] = {}
+    tied = {name for name in kept if EMBEDDINGS.search(name)} if inputs.ties_embeddings() else set()
+    found: dict[str, tuple[TensorId | None, ...]] = {}
+    seen: set[tuple[TensorId | None, ...]] = set()
     for name in every:
-        if name in kept:
-            first.setdefault(tuple(names.get(name) for names in members), name)
-    wanted = list(dict.fromkeys(id for ids in first for id in ids if id is not None))
+        ids = tuple(names.get(name) for names in members)
+        if name in kept and not (name in tied and ids in seen):
+            found[name] = ids
+            if name in tied:
+                seen.add(ids)
+    wanted = list(dict.fromkeys(id for ids in found.values() for id in ids if id is not None))
     record_of = dict(zip(wanted, inputs.records(wanted), strict=True))
     can: list[str] = []
     cannot: list[str] = []
-    for ids, name in first.items():
+    for name, ids in found.items():
         there = [id for id in ids if id is not None]
         records = [record_of[id] for id in there]
         fits = len(there) == len(ids) and len({record.shape for record in records}) == 1

@@ -19,6 +19,7 @@ from test_budget import Place, make
 from mstore import Store
 from mstore.errors import BadRequest, Incompatible
 from mstore.objects.layers import layers_of
+from mstore.objects.shapes import EMBEDDINGS
 from mstore.reports import ComparedPart
 
 FLOATS = set(reference.DTYPES.values())
@@ -35,12 +36,12 @@ def place(
 
 
 def names_of(family: Family) -> list[str]:
-    """Return the tensors that are compared: floats with elements, tied ones once."""
-    found: dict[tuple[bytes, ...], str] = {}
+    """Return the tensors that are compared: floats with elements; tied embeddings once."""
+    found: dict[object, str] = {}
     for name, array in family.base.items():
         if array.dtype in FLOATS and array.size:
-            key = tuple(one[name].tobytes() for one in (family.base, *family.experts))
-            found.setdefault((*key, repr(array.shape).encode()), name)
+            contents = tuple(one[name].tobytes() for one in (family.base, *family.experts))
+            found.setdefault(contents if EMBEDDINGS.search(name) else name, name)
     return list(found.values())
 
 
@@ -68,6 +69,23 @@ def require(part: ComparedPart, family: Family, names: Sequence[str], *, exact: 
         true = float(one @ other / norms)
         assert not (exact and pair.deviation)
         assert pair.cosine == pytest.approx(true, abs=1e-5 + 5 * pair.deviation)
+
+
+def test_equal_contents_are_tensors_of_their_own(tmp_path: Path) -> None:
+    """Norms that are all ones count each, and so do equal head and embedding that nothing ties."""
+    ones = {f"model.layers.{n}.norm.weight": np.ones(64, "f4") for n in range(6)}
+    embedding = np.random.default_rng(0).standard_normal((8, 64)).astype("f4")
+    heads = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+    with Store.init(tmp_path / "store") as store:
+        for name, by in (("base", 0.0), ("tuned", 0.25)):
+            arrays = {**ones, **{key: one + np.float32(by) for key, one in heads.items()}}
+            families.write_checkpoint(tmp_path / name, arrays)
+            (tmp_path / name / "config.json").write_text("{}")
+            store.add(tmp_path / name, name=name, base="base" if by else None)
+        report = store.compare("tuned", base="base", by="tensor")
+    assert {part.name for part in report.parts} == ones.keys() | heads.keys()
+    moved, norm = 2 * embedding.size * 0.25**2, 2 * float((embedding**2).sum()) + 6 * 64
+    assert report.whole.models[0].change == pytest.approx(math.sqrt(moved / norm), rel=1e-6)
 
 
 @pytest.mark.parametrize("by", ["tensor", "layer", "model"])

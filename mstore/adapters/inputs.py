@@ -20,7 +20,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
-from mstore.store.tied import KEY, Tied
+from mstore.store.tied import KEY, Tied, ties_embeddings
 
 Names = Mapping[str, TensorId]
 
@@ -68,7 +68,7 @@ class Inputs:
     ) -> None:
         self._catalog = catalog
         self._applied: dict[TensorId, AppliedTensor] = {}
-        model = catalog.manifest(base)
+        self._model = model = catalog.manifest(base)
         self.base: Names = model.tensors()
         takes_adapters = not is_adapter(self.base)
         found = []
@@ -128,6 +128,10 @@ class Inputs:
             return self._catalog.tensors(ids)
         stored = iter(self._catalog.tensors([id for id in ids if id not in self._applied]))
         return [self._applied.get(id) or next(stored) for id in ids]
+
+    def ties_embeddings(self) -> bool:
+        """Return whether the base's config ties its embeddings.  Raises Corrupt, StorageFailed."""
+        return ties_embeddings(self._catalog, self._model)
 
     # -- adapters ------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def compare(
     png: Annotated[Path | None, png(help="Draw the same as PNG.")] = None,
     threads: Threads = None,
 ) -> None:
-    """Print how far models moved from their common base, and how alike their changes are.
+    """Print how far models moved from a base, and how alike.
 
     CHANGE is the norm of the difference from the base, relative to the norm of the base. EQUAL is
     the share of blocks that are the base's. COS is the cosine of two changes: 1 in one direction, 0
