@@ -229,7 +229,7 @@ class OpenStore:
     @property
     def block_size(self) -> int:
         """The size of a full block in bytes."""
-        return self._catalog.block_size
+        return (self._opened or self._catalog).block_size
 
     def doubt(self) -> str | None:
         """Why this store is readable but not writable; None if it is writable.
