@@ -148,6 +148,15 @@ def test_weights_are_finite_float32(weights: list[float]) -> None:
         operation("ties", {}, weights)
 
 
+@pytest.mark.parametrize("method", ["linear", "ties", "sce"])
+def test_weights_that_agree_have_a_sum(method: str) -> None:
+    """Where elements divide by weights that may add up beyond float32, the weights are refused: a
+    quotient by infinity would leave out what all experts agree on."""
+    operation("task_arithmetic", {}, [3e38, 3e38])
+    with pytest.raises(BadRequest, match="sum of the weights"):
+        operation(method, {}, [3e38, 3e38])
+
+
 def test_linear_refuses_to_divide_by_zero() -> None:
     """Weights that add up to zero are refused by linear with normalize, and only there."""
     weights = [0.5, -0.25, -0.25]

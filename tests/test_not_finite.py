@@ -110,7 +110,7 @@ def test_what_overflows_is_counted(method: str, store: Store) -> None:
     assert report.not_finite == wanted(store, "m")
     assert [one.tensor for one in report.not_finite] == ["most", "some", "own"]
     assert report.not_finite[0].elements == report.not_finite[0].elements_total == SIZE
-    [warning] = [one for one in report.warnings if one.kind == NOT_FINITE]
+    [warning] = [one for one in report.warnings if one.kind == NOT_FINITE and not one.expert]
     total = sum(one.elements or 0 for one in report.not_finite)
     assert f"{total} of {3 * SIZE} elements are infinite or NaN, and finite" in warning.text
     assert f"most {SIZE} of {SIZE}, some " in warning.text
@@ -149,7 +149,7 @@ def test_those_of_an_expert_are_told(experts: tuple[str, ...], store: Store) -> 
     report = store.merge(store.plan(asked(*experts)), name="m")
     assert report.not_finite == wanted(store, "m")
     assert [one.elements for one in report.not_finite] == [3, 1]
-    [warning] = [one for one in report.warnings if one.kind == NOT_FINITE]
+    [warning] = [one for one in report.warnings if one.kind == NOT_FINITE and not one.expert]
     assert f"4 of {2 * SIZE} elements are infinite or NaN" in warning.text
     assert f"calm 3 of {SIZE}, odd 1 of {SIZE}" in warning.text
     assert store.replay("m").same
@@ -193,11 +193,15 @@ def test_a_plan_that_could_not_know_is_corrected(root: Path, tmp_path: Path) -> 
 
 
 def test_a_nan_that_takes_no_part_is_no_obstacle(store: Store) -> None:
-    """Where signs are elected a NaN has none: the plan says so, and the result is finite there."""
+    """Where signs are elected a NaN has none: the plan says so, and the result is finite there; the
+    merge still warns of the expert."""
     plan = store.plan(asked("sick", "sound", method="ties", parameters={"density": 1.0}))
     [warning] = [one for one in plan.warnings if one.kind == NOT_FINITE]
     assert "a NaN has no sign and takes no part" in warning.text
     report = store.merge(plan, name="m", **ALLOWED)
+    [warning] = [one for one in report.warnings if one.kind == NOT_FINITE and one.expert]
+    assert warning.expert == "sick"
+    assert "in calm; the result has " in warning.text
     assert report.not_finite == wanted(store, "m")
     assert sum(one.elements or 0 for one in report.not_finite) <= 1
 

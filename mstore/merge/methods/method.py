@@ -304,7 +304,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     are mixed, `weights` are times the scale.
 
     Raises BadRequest if a method that mixes whole experts would divide by weights that add up to
-    zero, or if the sum of the weights is not a finite float32.
+    zero, or if the sum of the weights that a method divides by is not a finite float32.
     """
 
     method: Method
@@ -325,6 +325,9 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
                     plain=Option("parameters", {"normalize": False}),
                 ),
             )
+        if self.normalizes:
+            # Elements divide by the weights that agree there, which may be all of one sign.
+            _sum([abs(weight) for weight in self.given])
         if self.is_agreed:
             self._require_agreement()
         if self.rows is Rows.SLERP and self.is_whole and not any(self.given):

@@ -41,6 +41,8 @@ TIMES_OTHERS: Final = 10.0
 """An expert that moved so many times as far as two or more others, in their median, is odd, ..."""
 LEAST_BESIDE_OTHERS: Final = 0.1
 """... if it moved this far at least: below, nobody is."""
+MOST_SUMMED: Final = 2.0
+"""Weights of whole models that are added up, each and together: a base and one delta have 2."""
 MOST_WEIGHTED: Final = 1.0
 """An expert whose change times its factor is further than this, relative to the base's norm."""
 
@@ -181,7 +183,16 @@ def _adds_whole(operation: Operation) -> bool:
 
 
 def _large_sums(operations: Sequence[Operation], names: Sequence[str]) -> tuple[MergeWarning, ...]:
-    large = [max(map(abs, column)) > 1 + MOST_WEIGHTED for column in _columns(operations)]
+    sums = [sum(_shares(one)) for one in operations]
+    most = max(sums, key=abs)
+    columns = zip(*map(_shares, operations), strict=True)
+    large = [max(map(abs, column)) > MOST_SUMMED for column in columns]
+    if abs(most) > MOST_SUMMED and not any(large):
+        text = (
+            f"the weights add up to {most:.3g}, and nothing divides by them: of whole models, the "
+            "result is far larger than each"
+        )
+        return (MergeWarning(OUT_OF_SCALE, None, text),)
     return tuple(
         MergeWarning(
             OUT_OF_SCALE,
@@ -194,8 +205,9 @@ def _large_sums(operations: Sequence[Operation], names: Sequence[str]) -> tuple[
     )
 
 
-def _columns(operations: Sequence[Operation]) -> list[tuple[float, ...]]:
-    return list(zip(*(one.given for one in operations), strict=True))
+def _shares(operation: Operation) -> tuple[float, ...]:
+    """Return what each expert is multiplied by; a parameter says so if it is alone."""
+    return operation.weights if operation.is_alone else operation.given
 
 
 def _factors(operation: Operation) -> tuple[float, ...]:
@@ -203,6 +215,9 @@ def _factors(operation: Operation) -> tuple[float, ...]:
     own = abs(operation.outer_given if operation.is_whole else operation.factor_given)
     if operation.is_informed or (operation.is_elected and operation.normalizes):
         # Divided by the weights that agree, its own among them.
+        return (own,) * len(operation.weights)
+    if operation.method.mix is not None:
+        # Means on spheres are no longer than what they are means of.
         return (own,) * len(operation.weights)
     if operation.mixture is None:
         own /= abs(operation.divisor)

@@ -294,20 +294,21 @@ def not_finite_warnings(
 
     counts: what a merge of the plan has; None if it was not run.
     """
-    if counts is not None:
-        return (MergeWarning(NOT_FINITE, None, told_counts(counts)),) if counts else ()
-    found = []
+    found = [MergeWarning(NOT_FINITE, None, told_counts(counts))] if counts else []
+    have = {one.tensor for one in counts or ()}
     for k, expert in enumerate(sources.experts):
         names = [risk.tensor for risk in sources.risks if k in risk.experts]
         if names:
             what = f"{expert.name}: infinite or NaN elements, or differences from the base, in"
             so = "the result may have them"
-            if any(operation.is_elected for operation in Operations(plan).used(plan)):
-                so = f"a NaN has no sign and takes no part; of the rest, {so}"
+            if counts is not None:
+                so = f"the result has {'some' if have & {*names} else 'none'} of them"
+            elif any(operation.is_elected for operation in Operations(plan).used(plan)):
+                so = "a NaN has no sign and takes no part, an infinity may"
             text = f"{what} {few(names, _MANY)}; {so}"
             found.append(MergeWarning(NOT_FINITE, expert.name, text))
     wide = [risk.tensor for risk in sources.risks if not risk.experts]
-    if wide:
+    if wide and counts is None:
         what = "the output's type" if plan.dtype is None else plan.dtype
         holds = "" if plan.dtype is None else f", which holds {LARGEST[plan.dtype]:g} at most"
         so = "merge refuses a result that has them"
