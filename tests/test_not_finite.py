@@ -130,7 +130,7 @@ def test_a_merge_that_makes_them_is_refused_unless_allowed(
     assert "wide" in str(refused.value.where)
     assert f"most {SIZE} of {SIZE}" in refused.value.what
     assert "calm" not in refused.value.what
-    assert refused.value.hint == "allow_nonfinite=True publishes it as it is"
+    assert "allow_nonfinite=True publishes it as it is" in str(refused.value.hint)
     with pytest.raises(NotFound):
         store.show("m")
     assert store.fsck().problems == store.fsck().garbage == ()
@@ -321,7 +321,7 @@ def test_on_the_command_line(store: Store) -> None:
     large = ("--base", "base", "--expert", "wide", "--method", "linear", "--dtype", "F16")
     refused = mstore("merge", *large, "--name", "v")
     assert refused.status == 1
-    assert "hint: --allow-nonfinite publishes it as it is" in refused.err
+    assert "--allow-nonfinite publishes it as it is" in refused.err
     mstore.succeed("merge", *large, "--name", "v", "--virtual")
     assert mstore("materialize", "v").status == 1
     made = mstore.succeed("materialize", "v", "--allow-nonfinite")

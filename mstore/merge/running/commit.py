@@ -134,7 +134,10 @@ def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) 
     return Incompatible(
         told_counts(found, "all models"),
         where=", ".join(experts) or sources.base.name,
-        hint=phrase("{allow} publishes it as it is", allow=Option("allow_nonfinite", True)),
+        hint=phrase(
+            "smaller weights or a wider dtype avoid them; {allow} publishes it as it is",
+            allow=Option("allow_nonfinite", True),
+        ),
     )
 
 
