@@ -456,6 +456,11 @@ def test_more_that_is_refused(store: Store, text: str, where: str, what: str) ->
     assert caught.value.where == where
 
 
+DENSE = """
+merge_method: dare_ties
+base_model: base
+models: [{model: math, parameters: {weight: 1, density: 2}}]
+"""
 MOE = "base_model: base\ngate_mode: hidden\nexperts:\n- {source_model: math}\n"
 
 
@@ -464,6 +469,11 @@ MOE = "base_model: base\ngate_mode: hidden\nexperts:\n- {source_model: math}\n"
     ("text", "what", "hint"),
     [
         (MOE, "mstore makes no mixtures of experts, as mergekit-moe does", None),
+        (
+            DENSE,
+            "density must be in (0, 1], and at least 2^-32, not 2",
+            None,
+        ),
         (
             "merge_method: model_stock\nbase_model: base\nmodels: [{model: math}]\n",
             "takes at least 2 experts, not 1",

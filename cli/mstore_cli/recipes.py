@@ -107,6 +107,9 @@ def request_of_recipe(
     earlier: refs of the merges of those before it, by name.  Raises BadRequest, NotFound and
     whatever adding raises.
     """
+    from mstore.errors import BadRequest
+    from mstore.recipes.nodes import at
+
     # Whatever is wrong with any of them must be known before anything is added.
     every = documents(recipe)
     models = _Models(session, store, recipe, earlier)
@@ -138,7 +141,18 @@ def request_of_recipe(
     notes(found.notes)
     if found.vocabulary is None:
         return found.request
-    return aligned(session, store, found.request, found.vocabulary)
+    try:
+        return aligned(session, store, found.request, found.vocabulary)
+    except BadRequest as error:
+        tokenizer = every[document].tokenizer
+        for asked in () if tokenizer is None else tokenizer.tokens:
+            if error.where == f"tokens: {asked.token}":
+                place = at(recipe.where, asked.token.line)
+                what, _, hint = error.texts
+                raise BadRequest(
+                    f"the token {asked.token.text!r}: {what}", where=place, hint=hint
+                ) from error
+        raise
 
 
 class _Models:
