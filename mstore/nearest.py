@@ -17,7 +17,7 @@ Virtual snapshots have no bytes and pruned ones may have lost theirs: neither is
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
+from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
+from mstore.adapters.config import MAX_CONFIG, named_base
+from mstore.adapters.fit import check_adapter
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import Declared, declared_bases
 from mstore.checkpoint.directory import Checkpoint, SourceFile
@@ -35,13 +38,14 @@ from mstore.checkpoint.partition import block_count
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.tree import given_name, hub_snapshot
-from mstore.errors import Corrupt, MstoreError, NotFound
+from mstore.errors import Corrupt, Incompatible, MstoreError, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import BASE, SnapshotRecord
 from mstore.store import pruned_rows, snapshot_rows
 from mstore.store.catalog import Catalog
+from mstore.store.tied import Tied
 
 if TYPE_CHECKING:
     import numpy as np
@@ -180,8 +184,15 @@ def _declared_at(path: Path) -> tuple[Declared, ...]:
                 return _read(directory / name, 0, length)
             return None
 
-        return declared_bases(read)
+        return _declared(read)
     return ()
+
+
+def _declared(read: Callable[[str, int], bytes | None]) -> tuple[Declared, ...]:
+    """Return the names of `declared_bases`, and the one in the config of an adapter."""
+    name = named_base(read(ADAPTER_CONFIG, MAX_CONFIG))
+    own = () if name is None else (Declared(name, ADAPTER_CONFIG, is_base=True),)
+    return (*declared_bases(read), *own)
 
 
 class _Search:
@@ -193,7 +204,7 @@ class _Search:
         self._files = {file.path: file for file in checkpoint.files}
         self._slots = _slots(checkpoint)
         self._sizes = {name: slot.nbytes for name, (_, _, slot) in self._slots.items()}
-        self._declared = declared_bases(self._read_own)
+        self._declared = _declared(self._read_own)
         found = _candidates(catalog, self._declared, limits.manifests)
         self._candidates = {each.id: each for each in found}
         self._sample: list[_Sampled] | None = None
@@ -201,7 +212,7 @@ class _Search:
     def run(self) -> Nearest:
         if is_adapter(self._slots):
             # Another adapter may have the same tensors, and is not what it was trained on.
-            return Nearest(None, "it is an adapter, and nothing says of which model")
+            return self._of_adapter()
         if not self._candidates:
             return Nearest(None, "the store holds no other model")
         named = self._named()
@@ -220,6 +231,38 @@ class _Search:
         return Nearest(
             None, "models with these tensors are in the store, but none with values near these"
         )
+
+    def _of_adapter(self) -> Nearest:
+        """Return the model that an adapter's config names, if there is one that it fits."""
+        named = next((one.name for one in self._declared if one.source == ADAPTER_CONFIG), None)
+        if named is None:
+            return Nearest(None, "it is an adapter, and its config names no model")
+        called = [one for one in self._candidates.values() if _is_called(one, named)]
+        fitting = [one for one in called if self._fits(one)]
+        exact = [one for one in fitting if named in one.names]
+        match exact or fitting:
+            case [one]:
+                return Nearest(one.id, f"{ADAPTER_CONFIG} names {quoted(named)}")
+            case []:
+                why = "it does not fit" if called else "is not in the store"
+            case several:
+                why = "may be " + " or ".join(sorted(one.name for one in several))
+        return Nearest(None, f"it is an adapter of {quoted(named)}, which {why}")
+
+    def _fits(self, candidate: _Candidate) -> bool:
+        """Return whether the adapter can be applied to a candidate."""
+        with suppress(NotFound, Corrupt, Incompatible):
+            base = self._catalog.manifest(candidate.record.manifest_id())
+            slots = {name: slot for name, (_, _, slot) in self._slots.items()}
+            ids = base.tensors()
+            if is_adapter(ids):
+                return False
+            records = dict(zip(ids, self._catalog.tensors(list(ids.values())), strict=True))
+            config = self._read_own(ADAPTER_CONFIG, MAX_CONFIG + 1)
+            tied = Tied.of(self._catalog, base, slots)
+            check_adapter(config, slots, tied.both(records), candidate.name)
+            return True
+        return False
 
     def _told(self, best: _Score, chosen: _Score, why: str) -> Nearest:
         if chosen.candidate is best.candidate:

@@ -676,6 +676,7 @@ SINGLE: Mapping[str, tuple[str, tuple[int, ...], Mapping[str, Array], dict[str, 
     "a marker of part": ("scale_weight", (1,), {"x.scaled_fp8": np.zeros(0, np.float32)}, None),
     "no marker": ("scale_weight", (24, 1), {}, None),
     "runs of rows": ("scale_weight", (24, 4, 1), {"scaled_fp8": MARK}, None),
+    "a row of numbers": ("scale_weight", (24,), {"scaled_fp8": MARK}, None),
     "a mark": ("weight_scale", (), {"a.comfy_quant": marked("e4m3fn")}, None),
     "rows": ("weight_scale", (24,), {"a.comfy_quant": marked("e4m3fn_rowwise")}, None),
     "blocks": (
@@ -843,10 +844,15 @@ MARKED: Mapping[str, tuple[Mapping[str, Array], dict[str, object] | None, str]] 
         None,
         "nothing states its blocks",
     ),
-    "one scale for each row or column": (
-        {"a.weight": W, "a.scale_weight": np.ones(4, np.float32)},
+    "one scale for each column": (
+        {"a.weight": W, "a.scale_weight": np.ones(6, np.float32)},
         None,
-        r"a.scale_weight has shape \[4\]",
+        r"a.scale_weight has shape \[6\]",
+    ),
+    "a weight without its scale": (
+        {"a.weight": W, "a.scale_weight": ONE, "b.weight": W, "scaled_fp8": MARK},
+        None,
+        r"says that its weights have scales \(scaled_fp8\), and there are none of b.weight$",
     ),
 }
 
@@ -859,6 +865,21 @@ def test_marks_that_are_not_understood(store: Store, tmp_path: Path, case: str) 
     with pytest.raises(Incompatible, match=told):
         store.cast("m", dtype="bfloat16", name="out")
     assert "out" not in store
+
+
+def test_weights_without_their_scales_can_be_left_as_they_are(store: Store, tmp_path: Path) -> None:
+    """A mark counts for what is below it, and for matrices; a skipped one stays in fp8."""
+    tensors = {"x.a.weight": W, "x.a.scale_weight": ONE, "x.b.weight": W, "x.scaled_fp8": MARK}
+    others = {"y.c.weight": W, "x.norm.weight": np.ones(6, KINDS["F8_E4M3"])}
+    store.add(file_of(tmp_path / "video.safetensors", {**tensors, **others}), name="m")
+    with pytest.raises(Incompatible, match=r"none of x.b.weight$") as caught:
+        store.cast("m", dtype="bfloat16", name="out")
+    assert str(caught.value.hint) == "skip=['x.b.weight'] leaves them as they are"
+    store.cast("m", dtype="bfloat16", skip=["x.b.weight"], name="out")
+    found = {name: one.dtype for name, one in stored(store, "out").items()}
+    assert found.pop("x.b.weight") == KINDS["F8_E4M3"]
+    assert set(found) == {"x.a.weight", "y.c.weight", "x.norm.weight"}
+    assert set(found.values()) == {np.dtype(ml_dtypes.bfloat16)}
 
 
 def test_merges_of_marked_files_say_how_to_cast(store: Store, tmp_path: Path) -> None:

@@ -113,6 +113,17 @@ def test_recipes(mstore: Program, tmp_path: Path, more: str, tokens: list[str]) 
     mstore.succeed("replay", "m")
 
 
+def test_a_token_that_is_none_has_its_line(mstore: Program, tmp_path: Path) -> None:
+    """What is wrong with a token is told with file and line, as all that a recipe says."""
+    recipe = tmp_path / "recipe.yml"
+    more = (
+        "tokenizer:\n  tokens:\n    x: {source: {kind: model_token, model: org/chat, token: nope}}"
+    )
+    recipe.write_text(RECIPE.format(more=more))
+    failed = mstore("merge", "--recipe", recipe, "--name", "m")
+    assert f"error: {recipe}, line 12: the token 'x': org/chat has no row for 'nope'" in failed.err
+
+
 def test_in_python(mstore: Program) -> None:
     """A recipe's request says what to align, and aligned it is the same plan."""
     with Store.open(mstore.store) as store:

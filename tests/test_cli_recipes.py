@@ -75,9 +75,32 @@ def test_plan_and_merge(filled: Program, tmp_path: Path) -> None:
 
 def test_notes_are_told(filled: Program, tmp_path: Path) -> None:
     """Notes on the recipe name its file and line."""
-    recipe = write(tmp_path, TIES)
+    recipe = write(tmp_path, TIES.replace("true}}", "true, t: 1}}"))
     told = filled.succeed("plan", "--recipe", recipe).err
-    assert f"note: {recipe}, line 10: the merge is computed in float32" in told
+    assert f"note: {recipe}, line 9: t has no effect with ties" in told
+
+
+def test_revisions_of_the_hub(filled: Program, checkpoints: Path, tmp_path: Path) -> None:
+    """Of `model: NAME@REVISION`, NAME is the model where it is a ref or a directory; a warning
+    says that the revision is ignored, and --strict refuses it."""
+    shutil.copytree(checkpoints / "code", tmp_path / "code")
+    recipe = write(tmp_path, TIES, math="org/math@main", code="./code@v1")
+    done = filled("plan", "--recipe", recipe, "--strict")
+    assert (done.status, "line 3: the revision of org/math@main" in done.err) == (2, True)
+    done = filled.succeed("plan", "--recipe", recipe)
+    told = "is not looked up: the model is that of this store"
+    assert f"warning: {recipe}, line 3: the revision of org/math@main {told}" in done.err
+    assert f"the revision of ./code@v1 {told}" in done.err
+    assert f"note: {tmp_path}/code is org/code" in done.err or "as code" in done.err
+
+
+def test_ids_of_models_elsewhere(filled: Program, tmp_path: Path) -> None:
+    """The id of a model that this store does not have is no name to add a directory under."""
+    id = "b0c1" * 16
+    done = filled("plan", "--recipe", write(tmp_path, TIES, math=f'"{id}"'))
+    assert f"{id} is the id of a model that this store does not have" in done.err
+    assert "mstore add" not in done.err
+    assert "run the recipe that made it, or clone a store that has it" in done.err
 
 
 def test_standard_input(filled: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

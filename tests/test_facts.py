@@ -54,10 +54,11 @@ def test_the_reason_is_the_true_one(
     store: Store, method: str, parameters: dict[str, Any], count: int, lacks: str
 ) -> None:
     """Elements that are finite are never called infinite: the error says that a difference is
-    beyond float32; where an element is NaN, it says that; and what the method would have needed."""
+    beyond float32; where an element is NaN, it says that, and in which model; and what
+    the method would have needed."""
     for expert, says, never in (
         ("low", "all elements of the tensor are finite, but", "has infinite"),
-        ("nan", "the tensor has infinite or NaN elements, so", "finite, but"),
+        ("nan", "the tensor has infinite or NaN elements in nan, so", "finite, but"),
     ):
         asked = MergeRequest(
             base="high", experts=[expert, "high"][:count], method=method, parameters=parameters

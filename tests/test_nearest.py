@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapters import Adapter
 from checkpoints import Tensor, write_safetensors
 from families import Arrays, cast, tensors_of, write_checkpoint
 from hypothesis import given
@@ -433,6 +434,36 @@ def test_integer_models_are_compared_too(store: Store, tmp_path: Path) -> None:
     assert store.add(tmp_path / "other", name="other", detect_base=True).base is None
 
 
+def lora(path: Path, base: str | None, *, rows: int = 128) -> Path:
+    """An adapter of the first matrix, whose config names the base."""
+    factors = np.ones((rows, 2), np.float32), np.ones((2, 700), np.float32)
+    settings = {} if base is None else {"base_model_name_or_path": base}
+    return Adapter({"layers.0": factors}, settings=settings).write(path)
+
+
+def test_the_base_of_an_adapter_is_the_one_that_its_config_names(
+    store: Store, models: Models, tmp_path: Path
+) -> None:
+    """An adapter is of the ref that its config names, if it fits; else the reason says why not."""
+    models.add("team/base", weights(1))
+    found = store.add(lora(tmp_path / "a", "team/base"), name="a", detect_base=True)
+    assert base_of(found) == "team/base"
+    assert found.base_reason == "adapter_config.json names 'team/base'"
+    # As people have it: the path of a directory. The ref above is one of an adapter, too.
+    models.add("other/a", weights(2))
+    found = store.add(lora(tmp_path / "b", "/models/A"), name="b", detect_base=True)
+    assert base_of(found) == "other/a"
+    models.add("more/base", weights(3))
+    for name, base, rows, told in (
+        ("c", None, 128, "it is an adapter, and its config names no model"),
+        ("d", "org/elsewhere", 128, "'org/elsewhere', which is not in the store"),
+        ("e", "team/base", 64, "'team/base', which it does not fit"),
+        ("f", "org/base", 128, "'org/base', which may be more/base or team/base"),
+    ):
+        found = store.add(lora(tmp_path / name, base, rows=rows), name=name, detect_base=True)
+        assert (base_of(found), told in str(found.base_reason)) == (None, True), found.base_reason
+
+
 # The order of several
 
 
@@ -453,5 +484,7 @@ def test_bases_come_first(tmp_path: Path) -> None:
     assert bases_first([tuned, instruct, lone, base]) == [lone, base, instruct, tuned]
     ring = [write("x", "y"), write("y", "x"), write("z", "y")]
     assert bases_first(ring) == ring
+    adapter = lora(tmp_path / "lora", "org/base"), "lora"
+    assert bases_first([adapter, base]) == [base, adapter]
     missing = (tmp_path / "missing", "m")
     assert bases_first([missing, base]) == [missing, base]

@@ -149,9 +149,9 @@ def test_a_mean_of_models_warns_of_no_base(store: Store) -> None:
 
 
 def test_the_seed_has_its_place(store: Store) -> None:
-    """random_seed at the top of a recipe is noted, or refused, with the place where it goes."""
+    """random_seed at the top of a recipe is told, or refused, with its place."""
     text = ALONE + "random_seed: 0\n"
-    assert any("parameters, then seed" in note for note in store.read_recipe(text).notes)
+    assert any("parameters, then seed" in note for note in store.read_recipe(text).warnings)
     with pytest.raises(BadRequest, match="random_seed") as caught:
         store.read_recipe(text, strict=True)
     assert "parameters, then seed" in (caught.value.hint or "")

@@ -16,6 +16,7 @@ from small_layers import LAYERS, NAMES, member
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, NotFound
+from mstore.merge.planning.recipes import checked
 from mstore.merge.planning.request import Rule, Rules
 from mstore.objects.shapes import literal_name, literal_pattern, matching
 from mstore.recipes.layout import Layout, layers_of
@@ -307,9 +308,7 @@ def test_ties_as_published(store: Store) -> None:
     assert rule.weights == (0.5, 0.5)
     assert set(rule.patterns()) == {layer(n, UP) for n in range(LAYERS)}
     assert found.request.dtype == "float16"
-    assert [one.partition(": ")[2] for one in found.notes] == [
-        "the merge is computed in float32, and its result rounded once to float16"
-    ]
+    assert found.notes == ()
 
 
 def test_each_model_its_own_density(store: Store) -> None:
@@ -455,6 +454,53 @@ def test_more_that_is_refused(store: Store, text: str, where: str, what: str) ->
         store.read_recipe(text, where="r")
     assert what in caught.value.what
     assert caught.value.where == where
+
+
+DENSE = """
+merge_method: dare_ties
+base_model: base
+models: [{model: math, parameters: {weight: 1, density: 2}}]
+"""
+MOE = "base_model: base\ngate_mode: hidden\nexperts:\n- {source_model: math}\n"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("text", "what", "hint"),
+    [
+        (MOE, "mstore makes no mixtures of experts, as mergekit-moe does", None),
+        (
+            DENSE,
+            "density must be in (0, 1], and at least 2^-32, not 2",
+            None,
+        ),
+        (
+            "merge_method: model_stock\nbase_model: base\nmodels: [{model: math}]\n",
+            "takes at least 2 experts, not 1",
+            "models: [{model: math}, {model: MODEL}]",
+        ),
+        (
+            "merge_method: linear\nbase_model: base\nmodels: [{model: a, parameters: {weight: 1}}]",
+            "linear needs the weight of base",
+            "linear averages base_model like the others: remove it, or list it in models",
+        ),
+    ],
+)
+def test_the_hint_is_about_the_recipe(text: str, what: str, hint: str | None, strict: bool) -> None:
+    """What other programs' recipes, or other methods', have is told in words of a recipe."""
+    with pytest.raises(BadRequest) as caught:
+        checked(text, where="r", strict=strict)
+    assert what in caught.value.what
+    assert (caught.value.hint and str(caught.value.hint)) == hint
+
+
+def test_hints_name_parameters_of_the_method(store: Store) -> None:
+    """A parameter that is none of the method's is no slip for one of another method."""
+    text = SLICED.format(
+        method="slerp", first="[0, 4]", second="[0, 4]", other="math", more="",
+        parameters="t: 0.5, flor: 1",
+    )  # fmt: skip
+    assert "floor" not in " ".join(store.read_recipe(text).warnings)
 
 
 def test_unknown_models(store: Store) -> None:

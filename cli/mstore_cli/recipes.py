@@ -6,6 +6,7 @@ not own what a recipe means (`Store.read_recipe`).
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Collection, Mapping
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mstore.recipes.recipe import Recipe, Text
 
 STDIN = "-"
+_ID = re.compile("[0-9a-f]{64}")
 _PATHS = ("/", "./", "../", "~")
 
 RecipeFile = Annotated[
@@ -105,6 +107,9 @@ def request_of_recipe(
     earlier: refs of the merges of those before it, by name.  Raises BadRequest, NotFound and
     whatever adding raises.
     """
+    from mstore.errors import BadRequest
+    from mstore.recipes.nodes import at
+
     # Whatever is wrong with any of them must be known before anything is added.
     every = documents(recipe)
     models = _Models(session, store, recipe, earlier)
@@ -136,7 +141,18 @@ def request_of_recipe(
     notes(found.notes)
     if found.vocabulary is None:
         return found.request
-    return aligned(session, store, found.request, found.vocabulary)
+    try:
+        return aligned(session, store, found.request, found.vocabulary)
+    except BadRequest as error:
+        tokenizer = every[document].tokenizer
+        for asked in () if tokenizer is None else tokenizer.tokens:
+            if error.where == f"tokens: {asked.token}":
+                place = at(recipe.where, asked.token.line)
+                what, _, hint = error.texts
+                raise BadRequest(
+                    f"the token {asked.token.text!r}: {what}", where=place, hint=hint
+                ) from error
+        raise
 
 
 class _Models:
@@ -161,10 +177,12 @@ class _Models:
         for model in recipe.named():
             if model.text in self._earlier:
                 revisions[model.text] = self._earlier[model.text]
-            elif self._is_ref(model):
-                revisions[model.text] = model.text
+            elif self._is_ref(here := self._here(model.text)):
+                revisions[model.text] = here
             else:
-                directories[model.text] = self._directory(model)
+                directories[model.text] = self._directory(here)
+            if model.text not in self._earlier and here != model.text:
+                warn(self._ignored(model))
         base: str | None = None
         # Models whose layers are stacked may have fewer layers than the first.
         is_stack = len({one.layers for one in recipe.every_source()}) > 1
@@ -177,22 +195,39 @@ class _Models:
         return revisions
 
     def require(self, recipe: Recipe, *, but: Collection[str]) -> None:
-        """Raise NotFound for models that are neither refs nor directories, but for these."""
-        missing = [
-            model
-            for model in recipe.named()
-            if model.text not in but
-            and not self._is_ref(model)
-            and not self._directory(model).is_dir()
-        ]
+        """Raise NotFound for models that are neither refs nor directories, but for these.
+
+        Raises BadRequest for revisions of the Hub, if what is ignored is refused.
+        """
+        from mstore.errors import BadRequest
+
+        models = [one for one in recipe.named() if one.text not in but]
+        missing = [one for one in models if not self._is_here(self._here(one.text))]
         if missing:
             raise self._not_found(missing)
+        for one in models:
+            if self._recipe.strict and self._here(one.text) != one.text:
+                raise BadRequest(self._ignored(one))
 
-    def _is_ref(self, model: Text) -> bool:
-        return not model.text.startswith(_PATHS) and model.text in self._store
+    def _here(self, name: str) -> str:
+        """Return what a model is called here: NAME for NAME@REVISION, as in the Hub's names."""
+        own = name.partition("@")[0]
+        return own if own and self._is_here(own) and not self._is_here(name) else name
 
-    def _directory(self, model: Text) -> Path:
-        return self._recipe.folder / Path(model.text).expanduser()
+    def _ignored(self, model: Text) -> str:
+        from mstore.recipes.nodes import at
+
+        told = "is not looked up: the model is that of this store"
+        return f"{at(self._recipe.where, model.line)}: the revision of {model} {told}"
+
+    def _is_here(self, name: str) -> bool:
+        return self._is_ref(name) or self._directory(name).is_dir()
+
+    def _is_ref(self, name: str) -> bool:
+        return not name.startswith(_PATHS) and name in self._store
+
+    def _directory(self, name: str) -> Path:
+        return self._recipe.folder / Path(name).expanduser()
 
     def _added(self, directory: Path, base: str | None) -> str:
         """Return the ref of a directory: one that holds it already, else a new one."""
@@ -222,6 +257,12 @@ class _Models:
         from mstore.recipes.nodes import at
 
         first = missing[0]
+        if _ID.fullmatch(first.text):
+            return NotFound(
+                f"{first} is the id of a model that this store does not have",
+                where=at(self._recipe.where, first.line),
+                hint="run the recipe that made it, or clone a store that has it",
+            )
         is_path = first.text.startswith(_PATHS)
         names = [one.text.partition("@")[0] for one in missing if not one.text.startswith(_PATHS)]
         lines = [f"mstore add DIRECTORY --name {shlex.quote(name)}" for name in names]

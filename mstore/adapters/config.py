@@ -120,6 +120,16 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
     )
 
 
+def named_base(raw: bytes | None) -> str | None:
+    """Return what an adapter_config.json calls the adapter's base; None if it says nothing."""
+    try:
+        found = msgspec.json.decode(raw or b"{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    name = found.get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
 def _require_plain_start(start: bool | str | None, where: str) -> None:
     if not isinstance(start, str) or start.lower() in _PLAIN_START:
         return

@@ -274,7 +274,8 @@ class _Plan:
         if inherited and kinds <= CODES.keys():
             # An adapter or a part in a directory of its own, which is not quantized.
             stated = None
-        scales = scales_of(tensors, stated, self._where, self._marks(catalog, files))
+        skipped = tensors.keys() - self._wanted
+        scales = scales_of(tensors, stated, self._where, self._marks(catalog, files), skipped)
         left = [name for name in scales.of if name not in self._wanted]
         if left:
             raise BadRequest(

@@ -44,19 +44,20 @@ class Format(msgspec.Struct, frozen=True):
 class Marks(msgspec.Struct, frozen=True):
     """The marks of some files.
 
-    formats: by layer. tensors: the names of marks. scaled: whether some weights must have scales.
+    formats: by layer. tensors: the names of marks. scaled: marks which say that weights have
+    scales, and what the names of these begin with.
     """
 
     formats: dict[str, Format]
     tensors: frozenset[str]
-    scaled: bool
+    scaled: dict[str, str]
 
     def of(self, weight: str) -> Format | None:
         """Return the format of a weight, by its name."""
         return self.formats.get(weight.removesuffix(".weight"))
 
 
-NO_MARKS: Final = Marks({}, frozenset(), scaled=False)
+NO_MARKS: Final = Marks({}, frozenset(), {})
 
 
 def marks_of(
@@ -71,7 +72,7 @@ def marks_of(
     """
     formats: dict[str, Format] = {}
     tensors = set()
-    scaled = False
+    scaled = {}
     for text in headers:
         told = _object(text, f"{HEADER_KEY} of its header", where).get("layers")
         if not isinstance(told, dict):
@@ -84,10 +85,10 @@ def marks_of(
             formats[layer] = _format(_object(read(name), name, where), layer, where)
         elif name == _SCALED or name.endswith(f".{_SCALED}"):
             tensors.add(name)
-            scaled = True
+            scaled[name] = name.removesuffix(_SCALED)
     if not formats and not tensors:
         return NO_MARKS
-    return Marks(formats, frozenset(tensors), scaled=scaled)
+    return Marks(formats, frozenset(tensors), scaled)
 
 
 def is_mark(name: str) -> bool:

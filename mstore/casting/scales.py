@@ -14,7 +14,7 @@ the product.  Does not own files or rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -27,6 +27,7 @@ from mstore.ids import Buffer
 from mstore.numeric.casts import SIZES, widened
 from mstore.numeric.codes import EIGHT_BITS
 from mstore.objects.tensor import Tensor
+from mstore.phrases import Option, phrase
 
 Singles = npt.NDArray[np.float32]
 
@@ -122,11 +123,12 @@ def scales_of(
     stated: Quantization | None,
     where: str,
     marks: Marks = NO_MARKS,
+    skipped: Collection[str] = (),
 ) -> Scales:
     """Find the scales of a model.
 
     tensors: by name. stated: what its config says. where: its name, for errors. marks: what its
-    files say.
+    files say. skipped: tensors that stay as they are, so a mark alone asks for no scales of them.
 
     Raises Incompatible: scales are missing, are not of this form, or belong to other types.
     """
@@ -139,7 +141,7 @@ def scales_of(
     if stated is not None:
         _require_known(tensors, known, stated, where)
     if marks is not NO_MARKS:
-        _require_marked(tensors, known, marks, where)
+        _require_marked(tensors, known, marks, skipped, where)
     _require_one_scale(tensors, where)
     of = {}
     for name, own in known.items():
@@ -208,7 +210,11 @@ def _require_known(
 
 
 def _require_marked(
-    tensors: Mapping[str, Tensor], known: Mapping[str, Sequence[str]], marks: Marks, where: str
+    tensors: Mapping[str, Tensor],
+    known: Mapping[str, Sequence[str]],
+    marks: Marks,
+    skipped: Collection[str],
+    where: str,
 ) -> None:
     """Raise Incompatible unless each weight that is marked is one of 8 bits with a scale."""
     lacking = [layer for layer in marks.formats if not known.get(f"{layer}.{_WEIGHT}")]
@@ -220,9 +226,24 @@ def _require_marked(
         )
     if marks.scaled and not any(known.values()):
         raise Incompatible(
-            f"says that its weights have scales ({min(marks.tensors)}), and there are none",
+            f"says that its weights have scales ({min(marks.scaled)}), and there are none",
             where=where,
         )
+    for mark, below in sorted(marks.scaled.items()):
+        # Norms and biases, which have one dimension, are stored without scales.
+        lacking = [
+            name
+            for name, own in known.items()
+            if name.startswith(below) and not own and name not in skipped
+            if len(tensors[name].shape) >= _MATRIX
+        ]
+        if lacking:
+            raise Incompatible(
+                f"says that its weights have scales ({mark}), and there are none of "
+                f"{_told(lacking)}",
+                where=where,
+                hint=phrase("{skip} leaves them as they are", skip=Option("skip", tuple(lacking))),
+            )
     _require_no_others(tensors, known, where)
 
 
@@ -282,6 +303,7 @@ def _scale(
         sides = (math.prod(matrices), rows, columns)
         return Scale(own[0], record, sides, (1, 1, 1), (rows, columns))
     shape = record.shape
+    by_rows = by_rows or own[0].endswith(_TURNED)
     if by_rows and shape == (rows,) and len(weight.shape) == _MATRIX:
         shape = (rows, 1)
     elif len(weight.shape) == _MATRIX and shape[:1] == (rows,) and shape[2:] == (1,):

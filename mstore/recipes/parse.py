@@ -46,6 +46,7 @@ _KEYS: Final = (
     *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype"),
     *("out_dtype", "tokenizer_source", "tokenizer", "chat_template", "name"),
 )
+_OF_MIXTURES: Final = ("gate_mode", "experts")
 _SEED: Final = "the seed is a parameter of the method: parameters, then seed"
 _SHOWN = 60
 _ZERO: Final = "zero"
@@ -78,6 +79,9 @@ class _Document:
         self._ignored: list[Ignored] = []
 
     def recipe(self, node: Node) -> Recipe:
+        keys = {key.value for key, _ in node.entries} if isinstance(node, Entries) else set()
+        if not keys.isdisjoint(_OF_MIXTURES) and "merge_method" not in keys:
+            raise self._refused("mstore makes no mixtures of experts, as mergekit-moe does", node)
         fields = self._fields(node, "a recipe", _KEYS)
         if "merge_method" not in fields:
             raise self._lacking("a recipe names its merge_method", node)

@@ -44,9 +44,10 @@ _WITHOUT_EFFECT: Final = "int8_mask"
 _RESCALE: Final = "rescale"
 _DENSITY: Final = "density"
 _NORMALIZE: Final = "normalize"
+_NOT_ELSEWHERE: Final = frozenset(("consensus", "guarded"))
+"""Methods that mergekit does not have, so it ignores nothing of their recipes."""
 DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """The types that an output can have, as safetensors and as recipes name them."""
-_ARITHMETIC: Final = "float32"
 PREFIX: Final = "torch."
 """What the name of a type may begin with."""
 _KINDS: Final[Mapping[Kind, str]] = {
@@ -402,7 +403,8 @@ class _Resolver:
                     self._refuse_missing_parameter(name, settings)
                 elif name in self._method.parameters and (not is_model or self._is_own(name)):
                     used.setdefault(name)
-                    if self._method.parameters[name].of_base:
+                    of_base = self._method.parameters[name].of_base
+                    if of_base and self._method.name not in _NOT_ELSEWHERE:
                         told = f"{name} with {self._method.name} is mstore's: mergekit ignores it"
                         self._note(told, setting.line)
                 elif name in self._method.parameters:
@@ -425,7 +427,7 @@ class _Resolver:
         return RecipeRequest(request, tuple(self._warnings), tuple(self._notes), self._vocabulary())
 
     def _refuse_or_ignore(self, name: str, line: int) -> None:
-        known = {*self._method.parameters, *self._known}
+        known = {*self._method.parameters, *((WEIGHT,) if self._method.weighted else ())}
         what = f"{self._method.name} has no parameter {name!r}"
         hint = did_you_mean(name, sorted(known))
         if self._recipe.strict:
@@ -574,6 +576,11 @@ class _Resolver:
         line = self._recipe.method.line if model is None else model.line
         what = f"{self._method.name} needs the {name}{of_model}{for_tensor}"
         hint = next(iter(self._meant), f"parameters: {{{name}: 0.5}}")
+        if model is not None and model is self._recipe.base:
+            hint = (
+                f"{self._method.name} averages base_model like the others: remove it, or list it "
+                "in models"
+            )
         # With filters, other tensors may have one.
         error = _Missing if any(name in settings for settings in scopes) else BadRequest
         raise error(what, where=at(self._recipe.where, line), hint=hint)
@@ -589,13 +596,6 @@ class _Resolver:
                     f"{one} is not supported; types: {', '.join(DTYPES.values())}",
                     one.line,
                 )
-        own = None if recipe.dtype is None else recipe.dtype.text.removeprefix(PREFIX)
-        if recipe.dtype is not None and own != _ARITHMETIC and not self._stacked:
-            self._note(
-                f"the merge is computed in {_ARITHMETIC}, and its result rounded once"
-                + ("" if recipe.out_dtype else f" to {recipe.dtype}"),
-                recipe.dtype.line,
-            )
         chosen = recipe.out_dtype or recipe.dtype
         return None if chosen is None else chosen.text.removeprefix(PREFIX)
 

@@ -10,6 +10,7 @@ from mstore_cli import plots
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import Group, draw_groups
+from mstore_cli.merging import with_patterns
 from mstore_cli.options import OnlyCompared, SkipCompared, Threads, drawing, png
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -32,7 +33,12 @@ def compare(
     session: Session,
     models: Annotated[
         list[str],
-        Argument(metavar="REF", help="The models.", show_default=False, completes="refs"),
+        Argument(
+            metavar="REF",
+            help="The models; 'runs/*' means all refs that match.",
+            show_default=False,
+            completes="refs",
+        ),
     ],
     base: Annotated[
         str | None,
@@ -72,8 +78,9 @@ def compare(
     if drawn:
         plots.require()
     with session.open() as store, session.progress() as tick:
+        chosen = with_patterns(store, [(one, 1.0) for one in models], *([base] if base else []))
         report = store.compare(
-            *models,
+            *(name for name, _ in chosen),
             base=base,
             by=str(by),
             only=only or (),

@@ -26,8 +26,8 @@ def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float])
 
 METHOD: Final = Method(
     name="guarded",
-    summary="the first expert, with the second's weights, a reference's, where it leaves its "
-    "direction",
+    summary="the first expert; a tensor that left the direction of the second, a reference, has "
+    "the reference's weights",
     formula="expert_0 where cos(d_0, d_1) >= threshold, else alpha expert_0 + (1 - alpha) "
     "expert_1, the reference; each tensor by itself",
     source="mstore",

@@ -26,18 +26,19 @@ MAX_SINGLE: Final = float.fromhex("0x1.fffffep+127")
 
 
 class Range(msgspec.Struct, frozen=True):
-    """The numbers from `low` to `high`, both included unless `above_low`."""
+    """The numbers from `low` to `high`, both included unless `above_low`.  words: what it is."""
 
     low: float
     high: float
     above_low: bool = False
+    words: str = ""
 
     def __contains__(self, value: float) -> bool:
         # False for NaN, like every comparison with it.
         return (self.low < value if self.above_low else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        return f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
+        return self.words or f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -87,8 +88,11 @@ LAMBDA: Final = Parameter("lambda", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE)
 SCALE: Final = Parameter("scale", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE))
 """Of every method that has no parameter of this name: how far the result goes from the base."""
 TRIM_DENSITY: Final = Parameter("density", "float", 1.0, Range(0.0, 1.0, above_low=True), each=True)
+_SHARE: Final = "(0, 1], and at least 2^-32"
 # A draw has 32 bits: a smaller share is indistinguishable from zero.
-MASK_DENSITY: Final = Parameter("density", "float", 1.0, Range(2.0**-32, 1.0), each=True)
+MASK_DENSITY: Final = Parameter(
+    "density", "float", 1.0, Range(2.0**-32, 1.0, words=_SHARE), each=True
+)
 GAMMA: Final = Parameter("gamma", "float", 0.01, Range(0.0, 1.0), each=True)
 EPSILON: Final = Parameter("epsilon", "float", 0.15, Range(0.0, 1.0), each=True)
 LEAST_MOVE: Final = Parameter("epsilon", "float", 1e-5, Range(0.0, MAX_SINGLE))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -68,15 +68,23 @@ class Facts:
     """Measures facts, block by block, and keeps them.
 
     analyze: whether blocks may be read for what is not known; `meter` counts those of experts.
+    models: the names of the models that have each content of a tensor, by its name, for errors.
     """
 
     def __init__(
-        self, catalog: Catalog, statistics: StatsStore, *, analyze: bool, meter: Meter
+        self,
+        catalog: Catalog,
+        statistics: StatsStore,
+        *,
+        analyze: bool,
+        meter: Meter,
+        models: Callable[[str], Mapping[TensorId, str]],
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
         self._analyze = analyze
         self._meter = meter
+        self._models = models
 
     def gram(
         self,
@@ -391,8 +399,15 @@ class Facts:
             else self._statistics.squares(side[0])
             for side in sides
         ]
-        if any(one is not None and not math.isfinite(one) for one in known):
-            why = "the tensor has infinite or NaN elements"
+        sick = [
+            id
+            for (id, _), one in zip(sides, known, strict=True)
+            if one is not None and not math.isfinite(one)
+        ]
+        if sick:
+            models = self._models(name)
+            told = " and ".join(dict.fromkeys(models[id] for id in sick if id in models))
+            why = "the tensor has infinite or NaN elements" + (f" in {told}" if told else "")
         elif None in known:
             why = f"the tensor has infinite or NaN elements, or {what}"
         else:

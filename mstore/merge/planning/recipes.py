@@ -146,8 +146,9 @@ def _check(recipe: Recipe) -> None:
         try:
             registry.operation(recipe.method.text, *own)
         except BadRequest as error:
-            wanted = registry.find(recipe.method.text).experts
-            if wanted is not None and len(own[1]) != wanted:
+            found = registry.find(recipe.method.text)
+            wanted = found.least if found.experts is None else found.experts
+            if len(own[1]) < wanted or len(own[1]) > (found.experts or len(own[1])):
                 error.advise(_models_of(recipe, wanted))
             error.locate(at(recipe.where, recipe.method.line))
             raise

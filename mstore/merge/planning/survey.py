@@ -113,8 +113,18 @@ class Surveyor:
         from mstore.merge.planning.facts import Facts
 
         return Facts(
-            self._catalog, self._statistics, analyze=self._request.analyze, meter=self.analyzed
+            self._catalog,
+            self._statistics,
+            analyze=self._request.analyze,
+            meter=self.analyzed,
+            models=self._models,
         )
+
+    def _models(self, name: str) -> dict[TensorId, str]:
+        """Return the name of a model that has each content of a tensor, the base last."""
+        request, inputs = self._request, self._inputs
+        members = (*zip(request.experts, inputs.experts, strict=True), (request.base, inputs.base))
+        return {ids[name]: one.name for one, ids in reversed(members) if name in ids}
 
     def survey(self) -> Survey:
         """Run the survey.  Raises Incompatible if an expert's tensors do not match the base's."""
