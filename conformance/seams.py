@@ -45,7 +45,7 @@ _SHAPES = "has shape"
 _NAMES = "is missing.* is not in the base"
 _ODD = "cannot be merged, and differ from those of .*:"
 _SAID = {
-    "Missing required parameter weight for b.w": "linear needs the weight of b for w",
+    "Missing required parameter weight for b.w": "linear needs the weight of b",
     "Missing tensors": _NAMES,
     "Tensor size mismatch": _SHAPES,
     "different tensor keys": _NAMES,

@@ -85,13 +85,14 @@ class StandIn:
         try:
             models = {name: self._add(path) for name, path in paths.items()}
             text = yaml.safe_dump(dict(recipe), sort_keys=False)
+            self._store.prepare_recipe(text, models=models, threads=1)
             found = self._store.read_recipe(text, models=models)
             request = found.request
             if found.vocabulary is not None:
                 request = self._store.align(request, found.vocabulary).applied(request)
             plan = self._store.plan(request, allow_noop=True, threads=1)
             self.notes += plan.notes
-            self._store.merge(plan, name="merged", threads=1)
+            self._store.merge(plan, name="merged", allow_nonfinite=True, threads=1)
             self._store.checkout("merged", out, threads=1)
         except MstoreError as error:
             raise Refused(f"{type(error).__name__}: {error}") from error
