@@ -82,6 +82,17 @@ def test_reset_says_that_a_branch_is_new(mstore: Program) -> None:
     assert mstore.succeed("reset", "bsae", "base").out.startswith("new branch bsae: ")
 
 
+@pytest.mark.parametrize("how", [[], ["--virtual"]], ids=["stored", "virtual"])
+@pytest.mark.parametrize("name", ["base", "expert"])
+def test_a_merge_that_moves_what_it_merged(name: str, how: list[str], mstore: Program) -> None:
+    """A merge named as its base or its expert warns that this branch moved, and where from."""
+    was = mstore.succeed("show", name, "-q").out
+    told = f"warning: {name}, which was merged, is now this merge; {name}@{{1}} is what it was\n"
+    assert told not in mstore.succeed(*MERGE, "--name", "other").out
+    assert told in mstore.succeed(*MERGE, "--name", name, *how).out
+    assert mstore.succeed("show", f"{name}@{{1}}", "-q").out == was
+
+
 @pytest.mark.parametrize(("name", "status"), [("", 2), ("a b", 2), ("v1", 1)])
 def test_a_name_is_checked_before_the_merge_is_planned(
     mstore: Program, name: str, status: int

@@ -248,6 +248,9 @@ class _Group(TyperGroup):
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))
 
+    def make_parser(self, ctx: Any) -> Any:
+        return _once(super().make_parser(ctx), ctx)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         require_values((VERSION, *GLOBALS), args, f"{PROGRAM} --help")
         return super().parse_args(ctx, args)
@@ -278,6 +281,9 @@ class _Command(TyperCommand):
 
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))
+
+    def make_parser(self, ctx: Any) -> Any:
+        return _once(super().make_parser(ctx), ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = with_bare(self.verb, args)
@@ -335,6 +341,26 @@ class _Command(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _once(parser: Any, ctx: Any) -> Any:
+    """Let a parser refuse an option of one value that is given twice: it would take the last."""
+    whole = parser.parse_args
+
+    def parse_args(args: list[str]) -> Any:
+        parsed = whole(args=args)
+        seen = set()
+        for one in () if ctx.resilient_parsing else parsed[2]:
+            if one.param_type_name != "option" or one.multiple or one.is_flag or one.count:
+                continue
+            if one.name in seen:
+                name = max(one.opts, key=len)
+                raise UsageError(f"{name} is given twice", hint=f"{ctx.command_path} --help")
+            seen.add(one.name)
+        return parsed
+
+    parser.parse_args = parse_args
+    return parser
 
 
 def _help_of(command: Any, ctx: Any) -> str:
