@@ -82,6 +82,17 @@ def test_reset_says_that_a_branch_is_new(mstore: Program) -> None:
     assert mstore.succeed("reset", "bsae", "base").out.startswith("new branch bsae: ")
 
 
+def test_what_no_statistics_know(mstore: Program, tmp_path: Path) -> None:
+    """Where `check-merge` cannot tell how far an expert moved, it says why, and what shows it."""
+    check = ("check-merge", "--base", "base", "--expert", "expert", "--expert", "tuned")
+    mstore.succeed("add", write(tmp_path / "tuned", 7), "--name", "tuned", "--base", "base")
+    out = mstore.succeed(*check).out
+    line = typed(mstore, "compare expert --base base")
+    assert f"unknown: no statistics of these pairs; to read them: {line}\n" in out
+    mstore.succeed(*shlex.split(line.partition(f"{mstore.store}' ")[2]))
+    assert "unknown" not in mstore.succeed(*check).out
+
+
 @pytest.mark.parametrize("how", [[], ["--virtual"]], ids=["stored", "virtual"])
 @pytest.mark.parametrize("name", ["base", "expert"])
 def test_a_merge_that_moves_what_it_merged(name: str, how: list[str], mstore: Program) -> None:

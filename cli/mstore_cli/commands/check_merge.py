@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from mstore_cli.command import command
@@ -65,6 +66,10 @@ def check_merge(
             screen.line()
         if report.changes is not None:
             draw_parts(screen, (report.changes,))
+            unknown = [one.model for one in report.changes.models if one.change is None]
+            if unknown:
+                words = shlex.join(["mstore", "compare", *unknown, "--base", report.base])
+                screen.command("unknown: no statistics of these pairs; to read them", words)
             screen.line()
         count = len(report.experts)
         models = "1 expert" if count == 1 else f"{count} experts"
