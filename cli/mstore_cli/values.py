@@ -57,7 +57,12 @@ def what_is_wrong(parameter: Parameter, word: str) -> str | None:
     own = parameter.name.replace("_", "-")
     spare = f"--{own}" if parameter.is_option else shown.metavar or own.upper()
     name = next((one for one in shown.names if one.startswith("--")), spare)
-    if parameter.kind is str and "FILE" not in (shown.metavar or "") and not _is_text(word):
+    if (
+        parameter.is_option
+        and parameter.kind is str
+        and "FILE" not in (shown.metavar or "")
+        and not _is_text(word)
+    ):
         return f"{name} takes text, not bytes that are not UTF-8: {word!r}"
     if parameter.kind is Path and not word:
         return f"empty value for {name}"
