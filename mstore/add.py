@@ -604,8 +604,9 @@ def _small(file: SourceFile) -> bytes | None:
 
 
 def _require_fine_tune(
-    base: Manifest, files: tuple[SourceFile, ...], catalog: Catalog, name: str, asked: Base
+    base: Manifest, checkpoint: Checkpoint, catalog: Catalog, name: str, asked: Base
 ) -> None:
+    files = checkpoint.files
     shapes = {
         slot.name: slot.shape for file in files if file.header for slot in file.header.tensors
     }
@@ -629,7 +630,7 @@ def _require_fine_tune(
         where=name,
         hint=phrase(
             "{add}; or {skip} leaves tensors out of the comparison",
-            add=Call("add", ("PATH",), (("name", name), ("base", None))),
+            add=Call("add", (str(checkpoint.shown),), (("name", name), ("base", None))),
             skip=Option("skip", ("PATTERN",)),
         ),
     )
@@ -671,7 +672,7 @@ def add(
         )
         told_size = differences.require_differences()
     elif base_manifest is not None:
-        _require_fine_tune(base_manifest, checkpoint.files, catalog, name, base)
+        _require_fine_tune(base_manifest, checkpoint, catalog, name, base)
     total = _to_read(checkpoint, differences)
     done = 0
 

@@ -99,7 +99,7 @@ class Differences:
             raise Incompatible(
                 "is an adapter: its factors are no differences of tensors",
                 where=where,
-                hint=phrase("{add} recognises adapters", add=_as_weights()),
+                hint=phrase("{add} recognises adapters", add=_as_weights(checkpoint, where)),
             )
         wanted = (matching(found, only) if only else found.keys()) - matching(found, skip)
         ids = [tensors[name] for name in found if name in wanted and name in tensors]
@@ -184,7 +184,7 @@ class Differences:
                 f"looks like whole weights, not like differences: {ratio:.2g} times as large as "
                 f"the base, with a cosine of {cosine:.2g}",
                 where=self._where,
-                hint=phrase("{add} stores weights", add=_as_weights()),
+                hint=phrase("{add} stores weights", add=_as_weights(self._checkpoint, self._where)),
             )
         if ratio > 1:
             return f"the differences are {ratio:.2g} times as large as the base: is it their base?"
@@ -303,5 +303,5 @@ def _misfits(slot: Slot) -> list[str]:
     return [f"{name} has elements of {own.dtype}, the base of {base.dtype}: they cannot be added"]
 
 
-def _as_weights() -> Call:
-    return Call("add", ("PATH",), (("name", "REF"), ("base", "REF")))
+def _as_weights(checkpoint: Checkpoint, name: str) -> Call:
+    return Call("add", (str(checkpoint.shown),), (("name", name), ("base", "REF")))

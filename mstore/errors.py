@@ -186,22 +186,27 @@ _NEAR = 0.66
 """How alike a name must be to what was given (`difflib`): `lgo` is to `log`."""
 
 
-def did_you_mean(given: str, known: Iterable[str], hint: Text | None = None) -> Text | None:
+def did_you_mean(
+    given: str, known: Iterable[str], hint: Text | None = None, *, prefix: str = ""
+) -> Text | None:
     """Return a hint: the known name that was probably meant, if any, then `hint`, if given.
 
     A name is a candidate if its last part alone was given, or if few letters and no digits differ:
     `v2` and `layers.2` are no slips for `v1` and `layers.1`. For a pattern, up to three names that
-    it matches are.
+    it matches are. prefix: what all names begin with, and which makes no two of them alike.
     """
     import re
     from difflib import get_close_matches
     from fnmatch import fnmatchcase
 
-    names = sorted(known) if len(given) <= _LONGEST_NAME else []
+    given = given.removeprefix(prefix)
+    names = sorted(one.removeprefix(prefix) for one in known if one.startswith(prefix))
+    if len(given) > _LONGEST_NAME:
+        names = []
     found = [name for name in names if name.rpartition("/")[2] == given]
     if any(character in given for character in "*?["):
         found = [name for name in names if fnmatchcase(name, given)][:3]
     else:
         alike = [name for name in names if re.findall(r"\d", name) == re.findall(r"\d", given)]
         found = found[:1] if len(found) == 1 else get_close_matches(given, alike, 1, _NEAR)
-    return joined(*(f"did you mean {name}?" for name in found), hint)
+    return joined(*(f"did you mean {prefix}{name}?" for name in found), hint)

@@ -1114,7 +1114,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert "hint: --allow-nonfinite publishes it as it is" in refused
     told = mstore.succeed(*cast).out
     assert "cast to cast/f8-float16" in told
-    assert "1 tensors, 1 with scales" in told
+    assert "1 tensor, 1 with scales" in told
     assert "warning: 24 elements are too large for float16 and became infinite: a.weight 24" in told
     document = mstore.succeed(*cast, "--json").document
     assert (document["new_snapshot"], document["overflowed"]) == (False, 24)

@@ -248,7 +248,7 @@ def test_limits_reach_every_header(model: Path) -> None:
 
 
 def test_an_index_that_names_missing_shards_is_refused(model: Path) -> None:
-    """Every missing shard is named, at the index that names it."""
+    """Every missing shard is named, at the index that names it, with what to do."""
     index = model / "model.safetensors.index.json"
     write_index(index, {"a": "one.safetensors", "b": "three.safetensors", "c": "four.safetensors"})
     refusal = refusal_of(model)
@@ -256,6 +256,7 @@ def test_an_index_that_names_missing_shards_is_refused(model: Path) -> None:
     assert refusal.what == (
         "the index names a missing shard: 'four.safetensors', 'three.safetensors'"
     )
+    assert "download or copy what is missing" in (refusal.hint or "")
     write_index(index, {str(n): f"{n}.safetensors" for n in range(40)})
     assert refusal_of(model).what.endswith("'11.safetensors', '12.safetensors' and 35 more")
 

@@ -350,10 +350,11 @@ def test_metadata_is_no_tensor() -> None:
 
 
 def test_a_header_cut_in_transit_is_refused() -> None:
-    """Header bytes that are fewer or more than their length says are refused."""
+    """Header bytes that are fewer or more than their length says are refused, with what to do."""
     for raw in (SOUND[:30], SOUND):
-        with pytest.raises(BadCheckpoint, match="truncated"):
+        with pytest.raises(BadCheckpoint, match="truncated") as refusal:
             parse_header(raw, file_size=len(SOUND), where="x")
+        assert "download or copy it again" in (refusal.value.hint or "")
 
 
 def test_reading_a_file(tmp_path: Path) -> None:
@@ -376,6 +377,7 @@ def test_reading_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="truncated") as refusal:
         read_header(tmp_path / "cut")
     assert refusal.value.where == str(tmp_path / "cut")
+    assert "download or copy it again" in (refusal.value.hint or "")
 
 
 def test_a_git_lfs_pointer_has_a_hint(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_pickles_are_converted_only_when_asked(mstore: Program, tmp_path: Path) 
     assert refused.status == 1
     assert f"add {model} --name {model.name} --convert" in refused.err
     done = mstore.succeed(*line, "--convert")
-    assert "note: converted pytorch_model.bin to model.safetensors: 1 tensors" in done.out
+    assert "note: converted pytorch_model.bin to model.safetensors: 1 tensor" in done.out
 
 
 @pytest.fixture

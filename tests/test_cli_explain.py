@@ -131,12 +131,23 @@ def test_explain_sums_by_layer(mstore: Program) -> None:
     assert table[0].split() == [
         "LAYER",
         "READ",
-        "=",
-        "BASE",
+        "EQUAL",
         *["LEFT", "OUT", "NORM", "LEFT", "OUT"],
     ]
     full = mstore.succeed("explain", "full").out
     assert "LEFT OUT  NORM" not in full
+
+
+@pytest.mark.parametrize("verb", ["explain", "blame"])
+def test_a_long_name_of_one_tensor(verb: str, mstore: Program) -> None:
+    """The name of a single tensor is above its table, and stands across no column."""
+    name = "model.layers.10.mlp.weight"
+    lines = mstore.succeed(verb, "half", name).lines
+    at = next(n for n, text in enumerate(lines) if text.startswith(f"TENSOR {name}"))
+    assert lines[at + 1].startswith("EXPERT ")
+    rows = [text for text in lines[at + 2 : at + 5] if text.startswith("  m/")]
+    assert len(rows) == 3
+    assert {len(text) for text in rows} == {len(lines[at + 1])}
 
 
 def test_explain_json_carries_all_sums(mstore: Program) -> None:
@@ -222,8 +233,8 @@ def test_long_names_are_shortened_in_rows_only(capsys: pytest.CaptureFixture[str
     heading, name = "h" * 100, "a\x1b" + 90 * "n" + "z"
     draw_groups(Screen(sys.stdout), "T", ("COUNT",), [Group(heading, "note", ((name, "12345"),))])
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.endswith("COUNT")
-    assert second == f"{heading}  note"
+    assert first == f"T {heading}  note"
+    assert second.endswith("COUNT")
     assert len(third) == WIDTH
     assert third.startswith("  a\\x1bnn")
     assert third.endswith("nz  12345")

@@ -198,6 +198,22 @@ def test_help_of_a_command(mstore: Program) -> None:
     assert run(["help", "show"]) == run(["show", "--help"]) == run(["help"]) == 0
 
 
+@pytest.mark.parametrize(("verb", "has_json"), [("cat", False), ("show", True)])
+def test_help_of_json(verb: str, has_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help lists --json for the commands that have it: all but `cat`."""
+    from mstore_cli.main import run
+
+    assert run([verb, "--help"]) == 0
+    assert ("--json" in capsys.readouterr().out) == has_json
+
+
+def test_one_of_something(mstore: Program) -> None:
+    """One tensor is no plural."""
+    out = mstore.succeed("cast", "tiny/base", "--dtype", "bfloat16", "--name", "cast").out
+    assert " 1 tensor\n" in out
+    assert "1 tensors" not in out
+
+
 def completed(line: str, store: Path) -> list[str]:
     """What Tab offers behind a line, as bash asks for it."""
     words = line.split(" ")

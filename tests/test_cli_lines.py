@@ -111,6 +111,31 @@ def test_every_option_with_every_value(name: str) -> None:
     check(["init", "first", name])
 
 
+def taken(*words: str) -> str:
+    """What is wrong with a line, or nothing."""
+    try:
+        assert lines.parse(words) or tree.parse(words)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.usefixtures("every_kind")
+def test_an_option_is_given_once() -> None:
+    """An option of one value that is given twice is refused, whatever its form, before the command
+    or after it; lists and switches are not."""
+    for twice in (
+        *(["--text", "a", "--text", "b"], ["--text=a", "-tb"], ["-t", "a", "-dt", "b"]),
+        *(["-n5", "--count", "5"], ["--share", "1", "--path", "x", "--share=2"]),
+        ["--store", "a", "--store", "b"],
+    ):
+        assert "given twice" in taken("init", "x", *twice), twice
+    assert taken("init", "x", "-n5", "-n6") == "--count is given twice"
+    assert taken("--store", "a", "--store=b", "init", "x") == "--store is given twice"
+    assert taken("init", "x", "--many", "a", "--many", "b", "-d", "-d", "--flag", "--flag") == ""
+    assert taken("init", "--text", "a", "--", "x", "--text", "b") == ""
+
+
 @pytest.mark.usefixtures("every_kind")
 @settings(max_examples=300, deadline=None)
 @given(
@@ -134,9 +159,10 @@ def test_ordinary_forms_need_no_typer() -> None:
     """Options before and after the command, short and long, and words after -- are parsed here."""
     ordinary = (
         "init a",
-        "--json init a b -n5 --count 7 -t x",
+        "--json init a b -n5 -t x",
+        "init a --count 7",
         "--store s -q init --no-flag a --store=t",
-        "init a --any-count 0 --share 2.5 --share 3 --parsed 0.5 --by member -d",
+        "init a --any-count 0 --share 2.5 --parsed 0.5 --by member -d",
         "init --many x --many=-y a --numbers 1 --numbers 2 -- -b --json",
         "init a --text --path .",
     )

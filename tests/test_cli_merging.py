@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,7 +14,15 @@ from families import layered, read_checkpoint
 
 from mstore import Budget
 from mstore.errors import BadRequest
-from mstore_cli.merging import Wanted, make_request, parse_expert, parse_experts, parse_parameters
+from mstore.reports import MergeReport
+from mstore_cli.merging import (
+    Wanted,
+    error_fields,
+    make_request,
+    parse_expert,
+    parse_experts,
+    parse_parameters,
+)
 
 
 @pytest.mark.parametrize(
@@ -142,3 +152,19 @@ def test_a_pattern_of_nothing(mstore: Program, pattern: str) -> None:
         assert done.status == 1
         assert f"{pattern}: no " in done.err
         assert "ref matches the pattern" in done.err
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (None, ["not known", "none", "none"]),
+        (
+            0.5,
+            ["50 % (estimate)", "0.5 of the base's norm (certified)", "0.5 of the base's norm"],
+        ),
+    ],
+)
+def test_errors_that_are_not_known(number: float | None, told: list[str]) -> None:
+    """Where an error is no number, no unit follows, nor how it was found."""
+    report = SimpleNamespace(error_share_estimate=number, error_bound=number, error_estimate=number)
+    assert [text for _, text in error_fields(cast(MergeReport, report))] == told

@@ -82,6 +82,28 @@ def test_reset_says_that_a_branch_is_new(mstore: Program) -> None:
     assert mstore.succeed("reset", "bsae", "base").out.startswith("new branch bsae: ")
 
 
+def test_what_no_statistics_know(mstore: Program, tmp_path: Path) -> None:
+    """Where `check-merge` cannot tell how far an expert moved, it says why, and what shows it."""
+    check = ("check-merge", "--base", "base", "--expert", "expert", "--expert", "tuned")
+    mstore.succeed("add", write(tmp_path / "tuned", 7), "--name", "tuned", "--base", "base")
+    out = mstore.succeed(*check).out
+    line = typed(mstore, "compare expert --base base")
+    assert f"unknown: no statistics of these pairs; to read them: {line}\n" in out
+    mstore.succeed(*shlex.split(line.partition(f"{mstore.store}' ")[2]))
+    assert "unknown" not in mstore.succeed(*check).out
+
+
+@pytest.mark.parametrize("how", [[], ["--virtual"]], ids=["stored", "virtual"])
+@pytest.mark.parametrize("name", ["base", "expert"])
+def test_a_merge_that_moves_what_it_merged(name: str, how: list[str], mstore: Program) -> None:
+    """A merge named as its base or its expert warns that this branch moved, and where from."""
+    was = mstore.succeed("show", name, "-q").out
+    told = f"warning: {name}, which was merged, is now this merge; {name}@{{1}} is what it was\n"
+    assert told not in mstore.succeed(*MERGE, "--name", "other").out
+    assert told in mstore.succeed(*MERGE, "--name", name, *how).out
+    assert mstore.succeed("show", f"{name}@{{1}}", "-q").out == was
+
+
 @pytest.mark.parametrize(("name", "status"), [("", 2), ("a b", 2), ("v1", 1)])
 def test_a_name_is_checked_before_the_merge_is_planned(
     mstore: Program, name: str, status: int
@@ -181,6 +203,23 @@ PLAN = ["plan", "--base", "base", "--expert", "expert"]
         (["push"], "mstore backup DEST"),
         (["pull"], "mstore clone SRC DST"),
         (["status"], "mstore diff REF DIR"),
+        (["log", "-3"], "mstore log -n 3"),
+        (["log", "--graph", "-12"], "mstore log --graph -n 12"),
+        (["cat", "base", "config.json"], "mstore cat base:config.json"),
+        (
+            ["merge", "base", "expert"],
+            "give the base as --base base and experts as --expert expert",
+        ),
+        (["plan", "expert", "--base", "base"], "give experts as --expert expert"),
+        (
+            ["merge", "--recipe", "no.yml", "--name", "m"],
+            "check the path; mstore recipe REF > FILE",
+        ),
+        (["add", "hf://a/b", "--name", "m"], "hf download a/b && mstore add a/b --name REF"),
+        (
+            ["add", "https://huggingface.co/a/b/tree/v1", "--name", "m"],
+            "hf download a/b --revision v1 && mstore add a/b@v1 --name REF",
+        ),
         (["merge", "--abort"], "nothing to abort: a merge publishes all or nothing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -193,6 +232,43 @@ def test_slips(line: list[str], hint: str, mstore: Program) -> None:
     told = done.err.partition("hint: ")[2]
     assert hint in told.replace(f"--store {shlex.quote(str(mstore.store))} ", "")
     assert "Traceback" not in done.err
+
+
+def test_options_that_are_not_near(mstore: Program) -> None:
+    """Dashes make no two options alike."""
+    assert mstore("add", "code", "--budget", "3").err.endswith(" add --help\n")
+    assert "did you mean" not in mstore("add", "code", "--budget", "3").err
+
+
+def test_a_message_that_is_no_text(mstore: Program, tmp_path: Path) -> None:
+    """Text that is not UTF-8 is refused in the words of the command line."""
+    done = mstore("add", tmp_path / "base", "--name", "m", "-m", "\udcff")
+    assert done.status == 2
+    assert done.err.startswith("error: --message takes text, not bytes that are not UTF-8: ")
+
+
+def test_a_model_of_another_shape(mstore: Program, tmp_path: Path) -> None:
+    """The hint for a model that is no fine-tune of the base adds it as it is."""
+    tensors = [("norm", "F32", (2, 2), bytes(16))]
+    write_safetensors(tmp_path / "small" / "model.safetensors", tensors)
+    done = mstore("add", tmp_path / "small", "--name", "small", "--base", "base")
+    line = typed(mstore, f"add {tmp_path / 'small'} --name small --base none")
+    assert f"hint: {line}; or --skip PATTERN " in done.err
+    mstore.succeed(*shlex.split(line.partition(f"{mstore.store}' ")[2]))
+
+
+def test_a_model_of_the_cache_by_its_address(
+    mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address of a model that the Hub's cache has is answered with its id."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "hub" / "models--acme--tiny"
+    write(model / "snapshots" / "c0", 3)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("c0")
+    hint = f"hint: {typed(mstore, 'add acme/tiny --name REF')}\n"
+    for address in ("hf://acme/tiny", "https://huggingface.co/acme/tiny"):
+        assert mstore("add", address, "--name", "m").err.endswith(hint)
 
 
 def test_a_share_as_a_parameter(mstore: Program) -> None:

@@ -178,7 +178,7 @@ def test_what_is_left_out_and_what_stays(family: Family) -> None:
         "left out optimizer.pt: it is of training, not weights",
         "left out pytorch_model.bin: model.safetensors is there",
         "left out rng_state_0.pth: it is of training, not weights",
-        "converted sub/adapter_model.bin to sub/adapter_model.safetensors: 1 tensors",
+        "converted sub/adapter_model.bin to sub/adapter_model.safetensors: 1 tensor",
     ]
 
 
@@ -186,7 +186,7 @@ def test_a_state_dict_within(family: Family) -> None:
     """Of a training checkpoint the state_dict is taken; what stood beside it is told."""
     assert set(family.made("within")) == {"within/last.safetensors"}
     assert family.notes("within") == [
-        "converted last.ckpt to last.safetensors: 1 tensors",
+        "converted last.ckpt to last.safetensors: 1 tensor",
         "left out of last.ckpt: 'epoch', 'optimizer'",
     ]
 
@@ -399,7 +399,7 @@ def test_what_is_added_is_what_was_converted(tmp_path: Path) -> None:
         report = store.add(model, name="m", convert=ConversionLimits())
         assert store["m"].tensor("a").tolist() == [0, 1, 2, 3, 4]
         assert [file.path for file in store.files("m")] == ["config.json", "model.safetensors"]
-        assert report.notes == ("converted pytorch_model.bin to model.safetensors: 1 tensors",)
+        assert report.notes == ("converted pytorch_model.bin to model.safetensors: 1 tensor",)
         again = store.add(model, name="m", convert=ConversionLimits())
         assert not again.new_snapshot
         assert leftovers(store.path) == []

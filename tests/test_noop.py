@@ -104,7 +104,8 @@ def test_a_budget_of_few_bytes_is_asked_about(tmp_path: Path) -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """`--budget 30` asks whether 30 % was meant; `--allow-noop` says no."""
+    """`--budget 30` asks whether 30 % was meant; `--allow-noop` says no. A share was meant as one:
+    only a larger one helps."""
     family().write(tmp_path)
     mstore = Program(tmp_path / "store")
     mstore.succeed("init", "--block-size", "64KiB")
@@ -116,6 +117,10 @@ def test_the_command_line(tmp_path: Path) -> None:
         assert (done.status, done.out) == (2, "")
         assert "did you mean 30%?" in done.err
         mstore.succeed(*command, *line, "--allow-noop")
+    for share in ("0.0001%", "0.001%"):
+        done = mstore("plan", *line[:-1], share)
+        assert done.status == 2
+        assert "hint: a larger --budget, or " in done.err
     [plan] = mstore.succeed("plans", "-q").lines
     done = mstore("merge", "--name", "n", "--plan", plan)
     assert done.status == 2

@@ -65,7 +65,9 @@ class Verb(NamedTuple):
     summary, text: the first line of its help, and all of it. bare: the value of an option given
     without one. foreign: file name endings of other programs that people may pass, and the message
     for each; foreign_hint: what to type instead. mistaken: options that do not exist, and what to
-    type instead.
+    type instead. misplaced: of the values
+    of a line, and arguments beyond those that the command takes: what to type instead, if known.
+    has_json: whether it has a JSON form.
     """
 
     name: str
@@ -78,6 +80,8 @@ class Verb(NamedTuple):
     foreign: Mapping[str, str]
     foreign_hint: str
     mistaken: Mapping[str, str]
+    misplaced: Callable[[Mapping[str, Any], list[str]], str | None] | None
+    has_json: bool
 
 
 def find(name: str) -> Verb:
@@ -97,14 +101,16 @@ def command(
     foreign: Mapping[str, str] = MappingProxyType({}),
     foreign_hint: str = "",
     mistaken: Mapping[str, str] = MappingProxyType({}),
+    misplaced: Callable[[Mapping[str, Any], list[str]], str | None] | None = None,
+    has_json: bool = True,
 ) -> Callable[[Callable[..., None]], Verb]:
     """Make a Verb from a function `(session, its own parameters) -> None`.
 
     The function's name, with dashes, is the verb, its docstring the help.  `example` is a realistic
     command line; `failure` says when the exit status is 1. decodes: whether it mostly reads blocks,
     one after the other (`mstore.heap`). bare: options whose value follows an
-    equals sign or is left out, and the value if left out. foreign, foreign_hint, mistaken: as in
-    `Verb`.
+    equals sign or is left out, and the value if left out. foreign, foreign_hint, mistaken,
+    misplaced, has_json: as in `Verb`.
     """
 
     def decorate(function: Callable[..., None]) -> Verb:
@@ -133,6 +139,8 @@ def command(
             foreign=foreign,
             foreign_hint=foreign_hint,
             mistaken=mistaken,
+            misplaced=misplaced,
+            has_json=has_json,
         )
 
     return decorate

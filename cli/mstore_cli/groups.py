@@ -2,7 +2,8 @@
 
 Owns the layout of `explain` and `blame`.  Headings are never shortened.  Names in rows are
 shortened in the middle if space is short.  If a terminal is too narrow for that, or two short names
-would be equal, names stay whole, and their numbers go on the next line.
+would be equal, names stay whole, and their numbers go on the next line.  A single group with a
+title has its heading above the table: a long one would stand across its columns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ WIDTH = 80
 INDENT = "  "
 GAP = "  "
 SHORTEST_NAME = 12
+EXPERT = "EXPERT"
 
 
 class By(StrEnum):
@@ -62,9 +64,14 @@ def draw_groups(
         pairs = zip(values, widths, strict=True)
         return "".join(f"{GAP}{value:>{width}}" for value, width in pairs)
 
+    is_one = bool(title) and len(groups) == 1
+    if is_one:
+        screen.line(f"{title} {_heading(groups[0])}", style="bold")
+        title = EXPERT
     screen.line(f"{title:<{len(INDENT) + name}}{cells(columns)}", style="bold")
     for group, names in zip(groups, shown, strict=True):
-        screen.line(_heading(group))
+        if not is_one:
+            screen.line(_heading(group))
         for row, first in zip(group.rows, names, strict=True):
             screen.line(f"{INDENT}{first:<{name}}{cells(row[1:])}".rstrip())
 
@@ -79,7 +86,7 @@ def _draw_folded(
         heading = _heading(group)
         screen.line(f"{title} {heading}" if title else heading, style="bold")
         screen.table(
-            [Column("EXPERT"), *(Column(column, right=True) for column in columns)], group.rows
+            [Column(EXPERT), *(Column(column, right=True) for column in columns)], group.rows
         )
 
 

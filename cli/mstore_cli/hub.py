@@ -6,10 +6,22 @@ Only the command line reads the environment variables that say where the cache i
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mstore_cli.errors import notes
+
+if TYPE_CHECKING:
+    from mstore.errors import NotFound
+
+
+_URL = re.compile(
+    r"(?:hf:|https?:/(?:www\.)?(?:huggingface\.co|hf\.co))/"
+    r"(?P<id>(?!datasets/|spaces/)[^/@]+/[^/@]+)(?:@|/tree/)?(?P<revision>(?<=[@/])[^/]+)?(?:/.*)?"
+)
+"""An address of a model on the Hub, as a path: one slash for several."""
 
 
 def cache() -> Path:
@@ -35,6 +47,9 @@ def checkpoint(path: Path) -> Path:
     from mstore.errors import MstoreError
 
     id = str(path)
+    url = _URL.fullmatch(id)
+    if url is not None and not os.path.lexists(path):
+        raise _is_url(url["id"], url["revision"])
     if not is_id(id):
         return path
     if not os.path.lexists(path):
@@ -45,3 +60,22 @@ def checkpoint(path: Path) -> Path:
         return path
     notes([f"{id} is a path here, and a model of the Hub's cache: {shlex.quote(str(other))}"])
     return path
+
+
+def _is_url(id: str, revision: str | None) -> NotFound:
+    """Return the error for an address of a model: which command adds the model."""
+    from mstore.checkpoint.hub import cached_model
+    from mstore.errors import MstoreError, NotFound
+
+    wanted = f"{id}@{revision}" if revision else id
+    add = f"mstore add {shlex.quote(wanted)} --name REF"
+    try:
+        cached_model(wanted, cache())
+    except MstoreError:
+        download = f"hf download {shlex.quote(id)}"
+        add = f"{download}{f' --revision {revision}' if revision else ''} && {add}"
+    return NotFound(
+        "add downloads nothing; a model of the Hub's cache is named by its id",
+        where=wanted,
+        hint=add,
+    )

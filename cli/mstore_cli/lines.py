@@ -116,7 +116,10 @@ def _place_of_verb(words: Sequence[str]) -> int | None:
 def _given(
     parameters: Iterable[Parameter], words: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the options that are given, and the other words.  Raises NotPlain."""
+    """Return the values of the options that are given, and the other words.
+
+    Raises NotPlain, also for an option of one value that is given twice.
+    """
     options = _by_name(parameters)
     given: dict[str, Any] = {}
     loose: list[str] = []
@@ -141,6 +144,8 @@ def _given(
                 value = next(rest, None)
                 if value is None or value in options:
                     raise NotPlain
+            if one.name in given and not one.several:
+                raise NotPlain
             if one.several:
                 given.setdefault(one.name, []).append(convert(one, value))
             else:

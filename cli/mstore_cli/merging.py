@@ -56,6 +56,16 @@ MISTAKEN = MappingProxyType(
 )
 """Options that people expect, and the equivalent ones."""
 
+
+def as_options(values: Mapping[str, object], loose: list[str]) -> str:
+    """Return models that stand as arguments as they must be given."""
+    base, experts = ([], loose) if values.get("base") else (loose[:1], loose[1:])
+    told = [f"the base as --base {shlex.quote(one)}" for one in base]
+    if experts:
+        told.append(f"experts as {' '.join(f'--expert {shlex.quote(one)}' for one in experts)}")
+    return f"give {' and '.join(told)}"
+
+
 RECIPES = {".yaml": _RECIPE, ".yml": _RECIPE}
 """File name endings of other programs' recipes, and the message for each."""
 # `REF:0.5` or `REF@0.5`: a ref has neither sign.
@@ -661,13 +671,14 @@ def draw_notes(screen: Screen, notes: Iterable[str], warnings: Iterable[MergeWar
 
 def error_fields(report: PlanReport | MergeReport) -> Iterable[tuple[str, str]]:
     """Return a merge's errors: first what people can judge, then what is certified."""
-    yield "change lost", f"{format_loss(report.error_share_estimate)} (estimate)"
-    bound = report.error_bound
+    share, bound, estimate = report.error_share_estimate, report.error_bound, report.error_estimate
+    yield "change lost", format_loss(share) if share is None else f"{format_loss(share)} (estimate)"
     yield (
         "error bound",
         "none" if bound is None else f"{format_bound(bound)} of the base's norm (certified)",
     )
-    yield "error estimate", f"{format_bound(report.error_estimate)} of the base's norm"
+    of_norm = "" if estimate is None else " of the base's norm"
+    yield "error estimate", f"{format_bound(estimate)}{of_norm}"
 
 
 def format_loss(value: float | None) -> str:

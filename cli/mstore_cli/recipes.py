@@ -63,8 +63,8 @@ class RecipeText:
 
     @classmethod
     def read(cls, file: str, *, strict: bool) -> RecipeText:
-        """Read FILE, or standard input.  Raises BadRequest, OSError."""
-        from mstore.errors import BadRequest
+        """Read FILE, or standard input.  Raises BadRequest, NotFound, OSError."""
+        from mstore.errors import BadRequest, NotFound
         from mstore.recipes.nodes import DEFAULT_LIMITS
 
         most = DEFAULT_LIMITS.max_bytes + 1
@@ -72,8 +72,12 @@ class RecipeText:
             where, folder, raw = "standard input", Path(), sys.stdin.buffer.read(most)
         else:
             where, folder = file, Path(file).parent
-            with Path(file).open("rb") as stream:
-                raw = stream.read(most)
+            try:
+                with Path(file).open("rb") as stream:
+                    raw = stream.read(most)
+            except FileNotFoundError as error:
+                hint = "check the path; mstore recipe REF > FILE writes the recipe of a merge"
+                raise NotFound("no such file", where=file, hint=hint) from error
         try:
             # One byte too many is enough for the library to refuse it.
             return cls(raw.decode(), where, folder, strict)

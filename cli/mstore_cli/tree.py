@@ -248,6 +248,9 @@ class _Group(TyperGroup):
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))
 
+    def make_parser(self, ctx: Any) -> Any:
+        return _once(super().make_parser(ctx), ctx)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         require_values((VERSION, *GLOBALS), args, f"{PROGRAM} --help")
         return super().parse_args(ctx, args)
@@ -279,6 +282,9 @@ class _Command(TyperCommand):
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))
 
+    def make_parser(self, ctx: Any) -> Any:
+        return _once(super().make_parser(ctx), ctx)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = with_bare(self.verb, args)
         require_values((*self.verb.parameters, *GLOBALS), given, f"{ctx.command_path} --help")
@@ -295,6 +301,12 @@ class _Command(TyperCommand):
                 raise UsageError(told, hint=self.verb.foreign_hint) from error
             name: Any = getattr(error, "option_name", None)
             if isinstance(name, str) and re.fullmatch("-[0-9].*", name):
+                counts = [one for one in self.verb.parameters if "-n" in one.shown.names]
+                if any(one.kind is int for one in counts):
+                    words = [re.sub("^-([0-9]+)$", r"-n \1", shlex.quote(one)) for one in args]
+                    raise UsageError(
+                        f"no such option: {name}", hint=f"{ctx.command_path} {' '.join(words)}"
+                    ) from error
                 raise UsageError(
                     f"no such option: {name}; values that begin with - come after --",
                     hint=f"{ctx.command_path} -- {' '.join(map(shlex.quote, args))}",
@@ -302,13 +314,26 @@ class _Command(TyperCommand):
             if name is not None and str(error).startswith("No such option"):
                 known = [one for parameter in self.get_params(ctx) for one in parameter.opts]
                 hint = self.verb.mistaken.get(name) or _meant(
-                    name, known, f"{ctx.command_path} --help"
+                    name, known, f"{ctx.command_path} --help", prefix="--"
                 )
                 raise UsageError(f"no such option: {name}", hint=hint) from error
+            instead = self._hint_of_misplaced(ctx, with_bare(self.verb, args))
+            if instead is not None:
+                raise UsageError("unexpected arguments", hint=instead) from error
             # Without it, the hint would be the help of the whole program.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__["ctx"] = ctx
             raise
+
+    def _hint_of_misplaced(self, ctx: Any, words: list[str]) -> str | None:
+        """Return what to type instead of arguments beyond those that the command takes."""
+        if self.verb.misplaced is None:
+            return None
+        try:
+            values, loose, _ = self.make_parser(ctx).parse_args(args=words)
+        except typer.TyperException:
+            return None
+        return self.verb.misplaced(values, loose) if loose else None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
@@ -320,6 +345,8 @@ class _Command(TyperCommand):
             title: [] for title in ("Arguments", *OPTION_GROUPS, "Global options")
         }
         for parameter in self.get_params(ctx):
+            if parameter.name == "json" and not self.verb.has_json:
+                continue
             if parameter.name in _GLOBAL_NAMES:
                 title = "Global options"
             elif parameter.param_type_name == "argument":
@@ -337,6 +364,26 @@ class _Command(TyperCommand):
                     formatter.write_dl(records)
 
 
+def _once(parser: Any, ctx: Any) -> Any:
+    """Let a parser refuse an option of one value that is given twice: it would take the last."""
+    whole = parser.parse_args
+
+    def parse_args(args: list[str]) -> Any:
+        parsed = whole(args=args)
+        seen = set()
+        for one in () if ctx.resilient_parsing else parsed[2]:
+            if one.param_type_name != "option" or one.multiple or one.is_flag or one.count:
+                continue
+            if one.name in seen:
+                name = max(one.opts, key=len)
+                raise UsageError(f"{name} is given twice", hint=f"{ctx.command_path} --help")
+            seen.add(one.name)
+        return parsed
+
+    parser.parse_args = parse_args
+    return parser
+
+
 def _help_of(command: Any, ctx: Any) -> str:
     """Return a help text whose lines end between words, and not after the hyphens in them."""
     formatter = ctx.make_formatter()
@@ -351,11 +398,11 @@ def _help_of(command: Any, ctx: Any) -> str:
     return str(formatter.getvalue()).replace(_NO_BREAK, "-").rstrip("\n")
 
 
-def _meant(given: str, known: Iterable[str], otherwise: str) -> str:
+def _meant(given: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
     """Return the name that was probably meant, as a question, and what to type to see all."""
     from mstore.errors import did_you_mean
 
-    return str(did_you_mean(given, known, otherwise))
+    return str(did_you_mean(given, known, otherwise, prefix=prefix))
 
 
 def _plain(option: Any) -> Any:

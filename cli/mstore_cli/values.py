@@ -36,11 +36,8 @@ def convert(parameter: Parameter, word: str) -> object:
 
     Raises NotPlain.
     """
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        # Bytes that are no text in this locale.
-        raise NotPlain from None
+    if not _is_text(word):
+        raise NotPlain
     if parameter.shown.parser is not None:
         return _parsed(parameter.shown.parser, word)
     if parameter.kind is str:
@@ -60,6 +57,13 @@ def what_is_wrong(parameter: Parameter, word: str) -> str | None:
     own = parameter.name.replace("_", "-")
     spare = f"--{own}" if parameter.is_option else shown.metavar or own.upper()
     name = next((one for one in shown.names if one.startswith("--")), spare)
+    if (
+        parameter.is_option
+        and parameter.kind is str
+        and "FILE" not in (shown.metavar or "")
+        and not _is_text(word)
+    ):
+        return f"{name} takes text, not bytes that are not UTF-8: {word!r}"
     if parameter.kind is Path and not word:
         return f"empty value for {name}"
     if shown.parser is None and issubclass(parameter.kind, Enum):
@@ -74,6 +78,15 @@ def what_is_wrong(parameter: Parameter, word: str) -> str | None:
     if shown.least is not None and number < shown.least:
         return f"{name} takes at least {shown.least}, not {word}"
     return None
+
+
+def _is_text(word: str) -> bool:
+    """Return whether a word is no bytes that are no text in this locale."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def file_of(form: str) -> Callable[[str], Path]:

@@ -462,6 +462,7 @@ class Merging(OpenStore):
         from mstore.merge.planning.costs import Costs, told_costs
         from mstore.merge.planning.noop import require_effect
         from mstore.merge.planning.report import PlanReport, plan_report
+        from mstore.merge.planning.warnings import moved_inputs
         from mstore.merge.running.report import merge_report
         from mstore.objects.plan import Plan
         from mstore.store.plans import find, sources_of
@@ -487,6 +488,7 @@ class Merging(OpenStore):
             from mstore.merge.virtual.deferred import commit_virtual
 
             deferred = commit_virtual(self._catalog, record, sources, name=name, message=message)
+            told += moved_inputs(sources, name) if deferred.is_new else ()
             costs = (
                 told_costs(self._catalog, record)
                 if planned is None
@@ -523,6 +525,7 @@ class Merging(OpenStore):
             policy=policy,
             ready=self._taken(id),
         )
+        told += moved_inputs(sources, name) if merged.is_new else ()
         outcome = merged.outcome
         base, made = (self._catalog.manifest(one) for one in (record.base_id(), merged.manifest))
         equal = ("every tensor of the result equals the base's",)

@@ -103,11 +103,12 @@ class SourceFile:
 class Checkpoint:
     """The files below `root`, sorted by path; at least one has a header.
 
-    excluded: what the directory holds and the patterns left out. notes: what loaders may stumble
-    over.
+    shown: the checkpoint as the user named it. excluded: what the directory holds and the patterns
+    left out. notes: what loaders may stumble over.
     """
 
     root: Path
+    shown: Path
     files: tuple[SourceFile, ...]
     excluded: tuple[Excluded, ...] = ()
     notes: tuple[str, ...] = ()
@@ -164,7 +165,7 @@ def scan(
                 notes += _index_notes(file, by_path, str(tree.shown / file.path), limits)
         notes += _require_all_shards(by_path, str(path))
     notes += filter(None, map(_pointer_note, files))
-    return Checkpoint(tree.root, files, tree.excluded, tuple(notes))
+    return Checkpoint(tree.root, path, files, tree.excluded, tuple(notes))
 
 
 @contextmanager
@@ -366,7 +367,8 @@ def _index_notes(
     if missing:
         what = f"the index names a missing shard: {_listed(missing)}"
         if single not in by_path:
-            raise BadCheckpoint(what, where=where)
+            hint = "download or copy what is missing, and add the directory"
+            raise BadCheckpoint(what, where=where, hint=hint)
         yield f"{quoted(index.path)}: {what}; loaders read {quoted(single)}"
         return
     held = {shard: {slot.name for slot in header.tensors} for shard, header in shards.items()}

@@ -127,9 +127,7 @@ def parse_header(
     """
     length = _json_length(raw[:LENGTH_BYTES], file_size, where, limits)
     if len(raw) != LENGTH_BYTES + length:
-        raise BadCheckpoint(
-            f"truncated: its header has {len(raw) - LENGTH_BYTES} of {length} bytes", where=where
-        )
+        raise _truncated(f"its header has {len(raw) - LENGTH_BYTES} of {length} bytes", where=where)
     tree = parse_object(
         raw[LENGTH_BYTES:],
         what="the header",
@@ -153,13 +151,19 @@ def parse_header(
     return Header(raw=bytes(raw), tensors=tuple(slots), metadata=metadata)
 
 
+def _truncated(what: str, *, where: str) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"truncated: {what}", where=where, hint="the file is incomplete: download or copy it again"
+    )
+
+
 def _json_length(prefix: bytes, file_size: int, where: str, limits: HeaderLimits) -> int:
     stranger = strangers.by_bytes(prefix)
     if stranger is not None:
         raise stranger.error(where)
     if len(prefix) < LENGTH_BYTES or file_size < LENGTH_BYTES:
-        raise BadCheckpoint(
-            f"truncated: a safetensors file has at least {LENGTH_BYTES} bytes, this one "
+        raise _truncated(
+            f"a safetensors file has at least {LENGTH_BYTES} bytes, this one "
             f"{min(len(prefix), file_size)}",
             where=where,
         )
@@ -171,8 +175,8 @@ def _json_length(prefix: bytes, file_size: int, where: str, limits: HeaderLimits
             where=where,
         )
     if LENGTH_BYTES + length > file_size:
-        raise BadCheckpoint(
-            f"truncated: the header ends at byte {LENGTH_BYTES + length}, the file at {file_size}",
+        raise _truncated(
+            f"the header ends at byte {LENGTH_BYTES + length}, the file at {file_size}",
             where=where,
         )
     return length
@@ -274,8 +278,8 @@ def _check_cover(slots: list[TensorSlot], data_bytes: int, where: str) -> None:
                 where=where,
             )
         if slot.end > data_bytes:
-            raise BadCheckpoint(
-                f"truncated: tensor {quoted(slot.name)} ends at byte {slot.end} of the data; "
+            raise _truncated(
+                f"tensor {quoted(slot.name)} ends at byte {slot.end} of the data; "
                 f"the file holds {data_bytes}",
                 where=where,
             )

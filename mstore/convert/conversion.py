@@ -174,7 +174,8 @@ def _check_tasks(tasks: list[_Task], own: set[str], tree: Tree) -> None:
 
 def _notes(tasks: Iterable[_Task], files: Iterable[_File]) -> Iterable[str]:
     for task, file in zip(tasks, files, strict=True):
-        yield f"converted {task.pickle.path} to {task.path}: {file.tensors} tensors"
+        noun = "tensor" if file.tensors == 1 else "tensors"
+        yield f"converted {task.pickle.path} to {task.path}: {file.tensors} {noun}"
         if file.left_out:
             shown = ", ".join(quoted(name) for name in file.left_out[:_LEFT_OUT_SHOWN])
             more = len(file.left_out) - _LEFT_OUT_SHOWN

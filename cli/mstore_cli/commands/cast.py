@@ -10,7 +10,7 @@ from mstore_cli.merging import AllowNonfinite
 from mstore_cli.options import Message, Revision, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session, replaced
-from mstore_cli.sizes import format_seconds, format_size
+from mstore_cli.sizes import counted, format_seconds, format_size
 
 
 @command(
@@ -81,8 +81,8 @@ def cast(
         screen.fields(
             [
                 ("was", short(before) if before and report.new_snapshot else None),
-                ("cast", f"{report.cast} tensors{scaled}"),
-                ("as they were", f"{report.shared} tensors"),
+                ("cast", f"{counted(report.cast, 'tensor')}{scaled}"),
+                ("as they were", counted(report.shared, "tensor")),
                 ("dropped", f"{report.scales_dropped} scales" if report.scales_dropped else None),
                 ("dtype", report.dtype),
                 ("size", format_size(report.plain_bytes)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from mstore_cli.command import command
 from mstore_cli.declared import Argument
@@ -12,8 +14,15 @@ from mstore_cli.output import Mode, printing
 from mstore_cli.session import Session
 
 
+def _joined(values: Mapping[str, Any], loose: list[str]) -> str | None:
+    target = values["target"]
+    return f"mstore cat {shlex.quote(f'{target}:{loose[0]}')}" if ":" not in target else None
+
+
 @command(
     example="mstore cat llama/merged:config.json",
+    misplaced=_joined,
+    has_json=False,
     failure="an error; the bytes written before it are correct but incomplete",
 )
 def cat(

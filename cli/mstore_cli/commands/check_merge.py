@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from mstore_cli.command import command
@@ -10,6 +11,7 @@ from mstore_cli.errors import FAILURE, Ended
 from mstore_cli.merging import AllowMissing, Base, Experts, Only, Skip, experts_of, with_patterns
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
+from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
     from mstore.reports import CompatibilityFinding
@@ -65,9 +67,12 @@ def check_merge(
             screen.line()
         if report.changes is not None:
             draw_parts(screen, (report.changes,))
+            unknown = [one.model for one in report.changes.models if one.change is None]
+            if unknown:
+                words = shlex.join(["mstore", "compare", *unknown, "--base", report.base])
+                screen.command("unknown: no statistics of these pairs; to read them", words)
             screen.line()
-        count = len(report.experts)
-        models = "1 expert" if count == 1 else f"{count} experts"
+        models = counted(len(report.experts), "expert")
         if report.mergeable:
             screen.line(f"{models} can be merged into {report.base}", style="green")
         else:

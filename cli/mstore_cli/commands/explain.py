@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CHUNKS = {
     "READ": "chunks_read",
     "SHARED": "chunks_shared",
-    "= BASE": "chunks_equal_base",
+    "EQUAL": "chunks_equal_base",
     "BELOW": "chunks_below_threshold",
     "LEFT OUT": "chunks_over_budget",
     "TOP-P": "chunks_outside_top_p",
@@ -62,7 +62,7 @@ def explain(
     """Print what a merge read of each expert, and left out.
 
     The table counts pairs of an expert and a chunk (a block, where all tensors have one dtype).
-    READ: read and merged. SHARED: equal to a chunk of an earlier expert, so read once. = BASE:
+    READ: read and merged. SHARED: equal to a chunk of an earlier expert, so read once. EQUAL:
     equal to the base, so there is nothing to read. BELOW: below the method's threshold. LEFT OUT:
     left out for the budget or --max-error. TOP-P: outside the share of --top-p. Columns of zeros
     are not shown. NORM LEFT OUT is the norm of the delta in LEFT OUT and TOP-P. What was read to

@@ -31,6 +31,7 @@ from mstore_cli.merging import (
     Skip,
     TopP,
     Wanted,
+    as_options,
     directories_told,
     draw_notes,
     error_fields,
@@ -54,6 +55,7 @@ PLAN_HINT = "mstore plan --help"
 @command(
     example="mstore merge --plan plan.json --name llama/merged",
     failure="an error; nothing was published",
+    misplaced=as_options,
     foreign=RECIPES,
     foreign_hint=f"mstore merge {RECIPE_HINT}",
     mistaken={

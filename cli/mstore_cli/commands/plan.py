@@ -30,6 +30,7 @@ from mstore_cli.merging import (
     Skip,
     TopP,
     Wanted,
+    as_options,
     directories_told,
     draw_plan,
     draw_sweep,
@@ -40,6 +41,7 @@ from mstore_cli.options import Threads, drawing
 from mstore_cli.output import Screen, short
 from mstore_cli.recipes import RecipeFile, Strict
 from mstore_cli.session import Session
+from mstore_cli.sizes import counted
 from mstore_cli.values import file_of
 from mstore_cli.vocabularies import Vocab
 
@@ -53,6 +55,7 @@ HELP = "mstore plan --help"
     example="mstore plan --base llama/base --expert llama/math --expert llama/code=0.5 "
     "--method ties --param density=0.2 --budget 30%",
     failure="an error; no plan was kept",
+    misplaced=as_options,
     foreign=RECIPES,
     foreign_hint=f"mstore plan {RECIPE_HINT}",
     mistaken=MISTAKEN,
@@ -191,7 +194,7 @@ def _sweep(
             )
             for point in report.points
         ]
-        title = f"{report.method} of {len(report.experts)} experts into {report.base}"
+        title = f"{report.method} of {counted(len(report.experts), 'expert')} into {report.base}"
         plots.sweep(points, svg, title=title)
 
     def human(screen: Screen) -> None:

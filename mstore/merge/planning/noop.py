@@ -6,6 +6,7 @@ already meets, an expert that is the base.  A caller who wants it passes `allow_
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from mstore.errors import BadRequest
@@ -20,9 +21,10 @@ _ALLOW: Final = phrase("{allow} merges it all the same", allow=Option("allow_noo
 _PERCENT = 100
 
 
-def require_effect(catalog: Catalog, plan: Plan) -> None:
+def require_effect(catalog: Catalog, plan: Plan, *, in_bytes: Collection[str] = ()) -> None:
     """Raise BadRequest for a no-op, with its cause and what to type instead.
 
+    in_bytes: which limits the user gave as a number of bytes; the plan has shares in bytes, too.
     Also raises it for a budget of so few bytes that a share was meant: a compressed block of a
     small tensor may fit even that.
     """
@@ -45,8 +47,9 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
     if plan.taken or plan.dropped:
         return
     if _reads(plan):
-        if leaves_out and plan.budget is not None and plan.budget <= _PERCENT:
-            raise _too_small("budget", plan.budget, reads=True)
+        few = "budget" in in_bytes and plan.budget is not None and plan.budget <= _PERCENT
+        if leaves_out and few:
+            raise _too_small("budget", plan.budget or 0, in_bytes, reads=True)
         return
     if leaves_out:
         if asked.max_error is not None:
@@ -64,7 +67,7 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
         given = {name: limit for name, limit in limits.items() if limit is not None}
         if given:
             name = min(given, key=lambda name: given[name])
-            raise _too_small(name, given[name])
+            raise _too_small(name, given[name], in_bytes)
     if _is_base(catalog, plan):
         raise BadRequest(f"{_why_base(plan)}: this merge would be the base itself", hint=_ALLOW)
 
@@ -118,8 +121,10 @@ def _is_base(catalog: Catalog, plan: Plan) -> bool:
     return not is_retyped(catalog, plan)
 
 
-def _too_small(name: str, budget: int, *, reads: bool = False) -> BadRequest:
-    if budget <= _PERCENT:
+def _too_small(
+    name: str, budget: int, in_bytes: Collection[str], *, reads: bool = False
+) -> BadRequest:
+    if name in in_bytes and budget <= _PERCENT:
         hint = phrase(
             "{given} is {bytes}; did you mean {budget}%? {allow}",
             given=Option(name, budget),
@@ -129,8 +134,10 @@ def _too_small(name: str, budget: int, *, reads: bool = False) -> BadRequest:
         )
     else:
         hint = phrase(
-            "{share}, or {sweep} for what budgets give; {allow}",
-            share=Option(name, "30%"),
+            "{more}, or {sweep} for what budgets give; {allow}",
+            more=Option(name, "30%")
+            if name in in_bytes
+            else phrase("a larger {limit}", limit=Option(name)),
             sweep=call("sweep"),
             allow=_ALLOW,
         )

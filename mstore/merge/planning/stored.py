@@ -60,6 +60,8 @@ def plan_of_request(
     base = Source(request.base.snapshot, request.base.name)
     experts = tuple(Source(expert.snapshot, expert.name) for expert in request.experts)
     may_write = catalog.index.env.may_write()
+    limits = {"budget": request.budget, "expert_budget": request.expert_budget}
+    in_bytes = [name for name, limit in limits.items() if isinstance(limit, int)]
     key = request_key(catalog, request)
     # Without analysis a plan depends on which statistics happen to exist.
     known = memo.plan(key) if request.analyze and not request.layers else None
@@ -67,7 +69,7 @@ def plan_of_request(
         with suppress(NotFound):
             plan = catalog.record(Plan, known)
             if not allow_noop:
-                require_effect(catalog, plan)
+                require_effect(catalog, plan, in_bytes=in_bytes)
             kept = sources_of(catalog, known, plan)
             sources = Sources(base, experts, kept.change, kept.risks)
             if may_write:
@@ -91,7 +93,7 @@ def plan_of_request(
     # For the merge that mostly follows.
     catalog.lengths.keep_sums(plan.id(), (planned.costs.full, planned.costs.planned), since)
     if not allow_noop:
-        require_effect(catalog, plan)
+        require_effect(catalog, plan, in_bytes=in_bytes)
     sources = Sources(base, experts, planning.change, planning.risks)
     if may_write:
         id = store_plan(catalog, plan, sources)

@@ -51,6 +51,7 @@ OVERFLOW = "overflow"
 NOT_FINITE = "not finite"
 LICENCE_TERMS = "licences"
 CONFIG_LEFT = "config of a stack"
+INPUT_MOVED = "merged branch moved"
 _NAMED = 3
 # Tensors with numbers that are not finite are damaged weights, so more of them are named.
 _MANY = 20
@@ -64,7 +65,7 @@ class MergeWarning:
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
     over budget, expert left out, expert trimmed away, expert far from the base, weight out of
     scale, base and expert swapped, adapter of another base, tokens in other rows, other tensors,
-    head of its own, config of a stack, overflow, not finite, or licences"""
+    head of its own, config of a stack, merged branch moved, overflow, not finite, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -85,6 +86,15 @@ def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         for k in range(len(plan.experts) - fishers_of(plan))
         for kind, text in _of(plan, sources, k)
     )
+
+
+def moved_inputs(sources: Sources, name: str) -> tuple[MergeWarning, ...]:
+    """Return a warning if a merge moved one of its inputs, by the name that it was given."""
+    if name not in {source.name for source in (sources.base, *sources.experts)}:
+        return ()
+    expert = None if name == sources.base.name else name
+    text = f"{name}, which was merged, is now this merge; {name}@{{1}} is what it was"
+    return (MergeWarning(INPUT_MOVED, expert, text),)
 
 
 def stack_warnings(catalog: Catalog, plan: Plan) -> tuple[MergeWarning, ...]:
