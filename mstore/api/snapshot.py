@@ -45,7 +45,7 @@ class Snapshot:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Snapshot):
             return NotImplemented
-        return (self._store.path, self.id) == (other._store.path, other.id)
+        return (self._store, self.id) == (other._store, other.id)
 
     def __hash__(self) -> int:
         return hash(self.id)

@@ -71,6 +71,8 @@ class Layout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Open the root. Raises StorageFailed."""
+        # The working directory may change while a store is open.
+        msgspec.structs.force_setattr(self, "root", self.root.absolute())
         if self.opened is None:
             msgspec.structs.force_setattr(self, "opened", fs.Root(self.root))
 
