@@ -121,10 +121,10 @@ def _is_base(catalog: Catalog, plan: Plan) -> bool:
 def _too_small(name: str, budget: int, *, reads: bool = False) -> BadRequest:
     if budget <= _PERCENT:
         hint = phrase(
-            "{given} is {bytes}; did you mean {budget}%? {allow}",
+            "{given} is {bytes}; did you mean {budget}? {allow}",
             given=Option(name, budget),
             bytes="1 byte" if budget == 1 else f"{budget} bytes",
-            budget=budget,
+            budget=Option(name, f"{budget}%"),
             allow=_ALLOW,
         )
     else:
