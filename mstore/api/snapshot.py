@@ -62,7 +62,7 @@ class Snapshot:
         """The names of its tensors, in file and data order."""
         return iter(self._view().tensors)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Return whether it has a tensor of this name."""
         return name in self._view().tensors
 
