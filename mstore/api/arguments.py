@@ -63,7 +63,7 @@ def _number(kind: type) -> Callable[[Any], bool]:
 
 def _own(given: Any) -> Any:
     """Return Python's own number in place of another library's."""
-    if not isinstance(given, Real) or isinstance(given, int | float):
+    if type(given) in (int, float) or not isinstance(given, Real):
         return given
     return int(given) if isinstance(given, Integral) else float(given)
 
