@@ -22,9 +22,9 @@ two an error of the system is.
 
 An error says *what* is wrong, *where* (path, ref, tensor, block), and the *hint*: the next thing
 to do.  `str(error)` is one line without the hint, which tracebacks show below it, as a note of the
-exception.  Where a text names operations or options of
-mstore, it is a phrase (`mstore.phrases`): the attributes give it as Python code, and `told` as the
-command line, or another program that shows errors, spells it.
+exception.  Where a text names operations or options of mstore, it is a phrase (`mstore.phrases`):
+the attributes give it as Python code, and `told` as the command line, or another program that shows
+errors, spells it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Phrases: messages that name operations and options, for each face to spell.
+"""Phrases: messages that name operations and options as data.
 
 The library does not know whether a person types commands or a program calls functions. So a hint
 is a template and its parts: a `Call` is an operation with arguments, an `Option` is one parameter.
-The command line spells `call("fsck", read_data=True)` as `mstore fsck --read-data`; as a string
-it is the Python call, `store.fsck(read_data=True)`.
+As a string a phrase is Python, `store.fsck(read_data=True)`. A program that shows errors otherwise
+gives a `Spelling`: the command line writes `call("fsck", read_data=True)` as
+`mstore fsck --read-data`.
 
     phrase("{reset}, then {fsck}", reset=call("reset", "NAME", name), fsck=call("fsck"))
 """
@@ -19,8 +20,8 @@ import msgspec
 class Call(msgspec.Struct, frozen=True):
     """An operation of mstore with its arguments, as the next step to take.
 
-    operation: its name, `fsck`. arguments: positional, in order; of `_PLACEHOLDERS` where the
-    reader fills them in (`REF`), `...` for those that do not matter. options: by their Python
+    operation: its name, `fsck`. arguments: positional, in order; `REF`, `PATH` and the like
+    where the reader fills them in, `...` for those that do not matter. options: by their Python
     names, in order, with values as in an `Option`; True is a switch, the key `store` names another
     store than the present one, and `help=True` stands for the description of the operation.
     """

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import pickle
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -604,7 +605,9 @@ def test_notebooks(store: Store) -> None:
     for one in (store, snapshot, store.show(snapshot), store.refs()[0]):
         shown: str = one._repr_html_()  # type: ignore[attr-defined]
         assert shown.startswith("<table>")
-        assert snapshot.id.hex() in shown or str(store.refs()[0].snapshot) in shown
+        assert snapshot.id.short in shown or store.refs()[0].snapshot.short in shown
+        assert snapshot.id.hex() not in shown
+    assert re.search(r"<td>20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC</td>", html(store.show(snapshot)))
     assert html([1, "<b>"]) == "1, &lt;b&gt;"
 
 
