@@ -91,8 +91,8 @@ class ComparedPair:
     """cosine of the two changes: 1 the same direction, 0 none in common, -1 opposite; None if
     unknown, or if one of the two is 0"""
     deviation: float | None
-    """standard deviation of the cosine, at most, where sketches estimate it; 0: the cosine is
-    known"""
+    """upper limit of the standard deviation of a cosine that sketches estimate; 0 if the cosine
+    is exact"""
     equal_blocks: float
     """share of the blocks that are the same in both"""
 

@@ -21,9 +21,10 @@ no collection acts on them, and who meets one ends with it.  `mstore.fs.unread` 
 two an error of the system is.
 
 An error says *what* is wrong, *where* (path, ref, tensor, block), and the *hint*: the next thing
-to do.  `str(error)` is one line without the hint.  Where a text names operations or options of
-mstore, it is a phrase (`mstore.phrases`): the attributes give it in the words of Python, and each
-face asks for its own words with `told`.
+to do.  `str(error)` is one line without the hint, which tracebacks show below it, as a note of the
+exception.  Where a text names operations or options of mstore, it is a phrase (`mstore.phrases`):
+the attributes give it as Python code, and `told` as the command line, or another program that shows
+errors, spells it.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class MstoreError(Exception):
     def __init__(self, what: Text, *, where: Text | None = None, hint: Text | None = None) -> None:
         self._what = what
         self._where = where
-        self._hint = hint
+        self._hint: Text | None = None
         super().__init__(str(what))
+        self.advise(hint)
 
     @property
     def what(self) -> str:
@@ -73,7 +75,12 @@ class MstoreError(Exception):
 
     def advise(self, hint: Text | None) -> None:
         """Replace the hint, where a caller knows better what to do next."""
+        if self._hint is not None:
+            self.__notes__.remove(_noted(self._hint))
         self._hint = hint
+        if hint is not None:
+            # Tracebacks show notes, and so do those who make a text of a worker's traceback.
+            self.add_note(_noted(hint))
 
     def locate(self, where: Text | None) -> None:
         """Replace the place, where a caller knows it better."""
@@ -92,6 +99,10 @@ class MstoreError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # The attributes carry what a subclass adds: a worker's error comes back whole.
         return (_rebuild, (type(self), *self.texts), self.__dict__)
+
+
+def _noted(hint: Text) -> str:
+    return "\n".join(f"hint: {line}" for line in str(hint).splitlines())
 
 
 def _rebuild(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import time
 from collections.abc import Callable
 from html import escape
 from typing import Any, TypeVar, dataclass_transform
@@ -42,18 +43,29 @@ def html(value: object, rows: int = 100) -> str:
     if isinstance(value, list | tuple) and value and all(map(dataclasses.is_dataclass, value)):
         heads = "".join(f"<th>{one.name}</th>" for one in _fields(value[0]))
         lines = [
-            "".join(f"<td>{html(getattr(one, field.name))}</td>" for field in _fields(one))
+            "".join(
+                f"<td>{_part(field.name, getattr(one, field.name))}</td>" for field in _fields(one)
+            )
             for one in value[:rows]
         ]
         more = [f"<td>and {len(value) - rows} more</td>"] if len(value) > rows else []
         return f"<table><tr>{heads}</tr><tr>{'</tr><tr>'.join([*lines, *more])}</tr></table>"
     if dataclasses.is_dataclass(value):
         parts = [(one.name, getattr(value, one.name)) for one in _fields(value)]
-        lines = [f"<tr><th>{name}</th><td>{html(part)}</td></tr>" for name, part in parts]
+        lines = [f"<tr><th>{name}</th><td>{_part(name, part)}</td></tr>" for name, part in parts]
         return f"<table>{''.join(lines)}</table>"
     if isinstance(value, list | tuple):
         return ", ".join(html(one) for one in value[:rows]) + (", ..." if len(value) > rows else "")
-    return escape("" if value is None else str(value))
+    # Ids are bytes; their first digits name them.
+    shown = value.hex()[:12] if isinstance(value, bytes) else "" if value is None else str(value)
+    return escape(shown)
+
+
+def _part(name: str, value: object) -> str:
+    """Return a field as HTML, times as they are read: in UTC, to the second."""
+    if name.endswith("time_ns") and isinstance(value, int):
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value // 10**9))
+    return html(value)
 
 
 def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:

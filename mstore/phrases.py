@@ -1,9 +1,10 @@
-"""Phrases: messages that name operations and options, for each face to spell.
+"""Phrases: messages that name operations and options as data.
 
 The library does not know whether a person types commands or a program calls functions. So a hint
 is a template and its parts: a `Call` is an operation with arguments, an `Option` is one parameter.
-The command line spells `call("fsck", read_data=True)` as `mstore fsck --read-data`; as a string
-it reads like the Python call, `fsck(read_data=True)`.
+As a string a phrase is Python, `store.fsck(read_data=True)`. A program that shows errors otherwise
+gives a `Spelling`: the command line writes `call("fsck", read_data=True)` as
+`mstore fsck --read-data`.
 
     phrase("{reset}, then {fsck}", reset=call("reset", "NAME", name), fsck=call("fsck"))
 """
@@ -19,10 +20,10 @@ import msgspec
 class Call(msgspec.Struct, frozen=True):
     """An operation of mstore with its arguments, as the next step to take.
 
-    operation: its name, `fsck`. arguments: positional, in order; in capitals where the reader
-    fills them in (`REF`), `...` for those that do not matter. options: by their Python names, in
-    order, with values as in an `Option`; True is a switch, the key `store` names another store than
-    the present one, and `help=True` stands for the description of the operation.
+    operation: its name, `fsck`. arguments: positional, in order; `REF`, `PATH` and the like
+    where the reader fills them in, `...` for those that do not matter. options: by their Python
+    names, in order, with values as in an `Option`; True is a switch, the key `store` names another
+    store than the present one, and `help=True` stands for the description of the operation.
     """
 
     operation: str
@@ -33,8 +34,14 @@ class Call(msgspec.Struct, frozen=True):
         if ("help", True) in self.options:
             return f"help(mstore.Store.{self.operation})"
         given = [_python(one) for one in self.arguments]
-        given += [f"{key}={_python(value)}" for key, value in self.options]
-        return f"{self.operation}({', '.join(given)})"
+        place = next((_python(value) for key, value in self.options if key == "store"), None)
+        if self.operation in _OF_PLACES:
+            given.insert(0, place or "PATH")
+        given += [f"{key}={_python(value)}" for key, value in self.options if key != "store"]
+        home = _HOMES.get(self.operation)
+        if home is None:
+            home = "store" if place is None else f"mstore.Store.open({place})"
+        return f"{home}.{self.operation}({', '.join(given)})"
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -189,8 +196,18 @@ def joined(*texts: Text | None, between: str = "\n") -> Phrase | None:
     return Phrase(template, dict(zip(names, present, strict=True)))
 
 
-_REST: Final = "..."
-"""Stands for the other arguments, which the reader knows."""
+_HOMES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("init", "methods", "migrate", "reindex", "vouch"), "mstore.Store"),
+    **dict.fromkeys(("mount", "mounts", "unmount"), "mstore_fuse.mounts"),
+}
+"""Where Python finds operations that are no methods of an open store."""
+_OF_PLACES: Final = ("init", "migrate", "mount", "reindex", "vouch")
+"""Operations whose first argument in Python is the directory of a store."""
+_PLACEHOLDERS: Final = frozenset(
+    {"...", "BACKUP", "BASE", "DIR", "DIRECTORY", "NAME", "OTHER", "PATH", "PATTERN", "PLACE"}
+    | {"PLAN", "REF", "STORE", "TEXT", "WEIGHT"}
+)
+"""What the reader fills in; `...` stands for other arguments, which the reader knows."""
 
 
 def _python(value: object) -> str:
@@ -198,6 +215,6 @@ def _python(value: object) -> str:
         return f"[{', '.join(_python(one) for one in value)}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_python(key)}: {_python(one)}' for key, one in value.items())}}}"
-    if isinstance(value, str) and (value.isupper() or value == _REST):
+    if isinstance(value, str) and value in _PLACEHOLDERS:
         return value
     return repr(value)

@@ -6,7 +6,7 @@ not own what the words mean for one store (`merge.planning.request` resolves the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, cast
@@ -49,7 +49,7 @@ class TensorRule:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
 
     def patterns(self) -> tuple[str, ...]:
         """Return the patterns."""
@@ -106,7 +106,7 @@ class MergeRequest:
 
     def __post_init__(self) -> None:
         # A frozen value may set its own fields only this way.
-        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
 
     def weighted(self) -> list[tuple[Revision, float]]:
         """Return each expert with its weight, 1 if none is given.  Raises BadRequest."""
@@ -119,7 +119,7 @@ def weighted(experts: Any) -> list[tuple[Revision, float]]:
     Raises BadRequest for anything else.
     """
     is_one = isinstance(experts, str | bytes | Identified)
-    if is_one or not isinstance(experts, Iterable):
+    if is_one or not isinstance(experts, Collection):
         raise BadRequest(
             f"experts are a list of revisions, not {type(experts).__name__}",
             hint='experts=["code", ("math", 0.5)]',
@@ -191,7 +191,7 @@ class RecipeRequest:
     vocabulary: Vocabulary | None = None
 
 
-def _dtype_name(given: Any) -> Any:
+def dtype_name(given: Any) -> Any:
     """Return the name of a dtype of torch or numpy; anything else as it is.  Imports neither."""
     if type(given).__module__ == "torch":
         return str(given).removeprefix("torch.")

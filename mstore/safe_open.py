@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -88,6 +88,12 @@ class SafeOpen:
     def keys(self) -> list[str]:
         """Return the names of the tensors."""
         return list(self._opened()[1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._opened()[1]
 
     def offset_keys(self) -> list[str]:
         """Return the names in the order in which the tensors lie."""

@@ -133,7 +133,7 @@ class Budget:
             return given
         if isinstance(given, str):
             return cls(parse_budget(given, option=option))
-        if isinstance(given, bool) or not isinstance(given, int | float):
+        if isinstance(given, bool) or not isinstance(given, Real):
             _refuse(
                 f"a budget is a number of bytes or a share, not {given!r}",
                 option,
@@ -151,4 +151,4 @@ class Budget:
                 option,
                 'budget="100%" or budget=mstore.Budget.bytes(1)',
             )
-        return cls(given)
+        return cls(int(given) if isinstance(given, Integral) else float(given))

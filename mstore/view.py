@@ -27,7 +27,7 @@ from mstore.block_cache import (
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.checkpoint.header import parse_header
-from mstore.errors import Incompatible, MstoreError, NotFound
+from mstore.errors import BadRequest, Incompatible, MstoreError, NotFound, did_you_mean
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, ManifestId, PackId, SnapshotId, TensorId, VirtualId
 from mstore.objects.manifest import SAFETENSORS, File, Manifest
@@ -162,7 +162,9 @@ class SnapshotView:
         opened = self._files.get(path)
         if opened is None:
             raise NotFound(
-                "no such file in the snapshot", where=path, hint=call("files", self.id.short)
+                "no such file in the snapshot",
+                where=path,
+                hint=did_you_mean(path, self._files, call("files", self.id.short)),
             )
         return opened
 
@@ -194,7 +196,12 @@ class SnapshotView:
         return blake3(b"".join(bytes(part.tensor_id()) for part in parts)).digest()
 
     def extents(self, path: str, offset: int, size: int) -> Iterator[Extent]:
-        """Yield the pieces of `size` bytes of a file from `offset`, clipped at the file's end."""
+        """Yield the pieces of `size` bytes of a file from `offset`, clipped at the file's end.
+
+        Raises NotFound, and BadRequest for numbers below 0.
+        """
+        if offset < 0 or size < 0:
+            raise BadRequest("offset and size are at least 0", where=path)
         opened = self._opened(path)
         end = min(offset + size, opened.file.size)
         number = bisect_right(opened.starts, offset) - 1
@@ -333,7 +340,8 @@ class SnapshotView:
     def _tensor_id(self, name: str) -> TensorId:
         id = self._tensors.get(name)
         if id is None:
-            raise NotFound("no such tensor", where=name, hint=call("tensors", self.id.short))
+            hint = did_you_mean(name, self._tensors, call("tensors", self.id.short))
+            raise NotFound("no such tensor", where=name, hint=hint)
         return id
 
     def tensor(self, name: str, *, for_torch: bool = False) -> np.ndarray[Any, Any]:

@@ -185,7 +185,7 @@ def test_other_shapes_are_refused(store: Store, tmp_path: Path) -> None:
     store.add(tmp_path / "other" / "base", name="other")
     with pytest.raises(Incompatible, match="extra is not in the base") as refused:
         store.analyze("other", "base")
-    assert (refused.value.hint or "").startswith("diff('base', 'other'); skip=[PATTERN]")
+    assert (refused.value.hint or "").startswith("store.diff('base', 'other'); skip=[PATTERN]")
     with pytest.raises(NotFound):
         store.analyze("nothing", "base")
     with pytest.raises(BadRequest):

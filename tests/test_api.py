@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import pickle
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import families
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import write_safetensors
 from families import BLOCK
 
 import mstore
@@ -156,6 +158,38 @@ def test_stores_that_cannot_be_opened(store: Store, tmp_path: Path) -> None:
         (path / "format").write_text(damaged)
         with pytest.raises(Corrupt, match="format"):
             Store.open(path)
+
+
+def test_a_store_stays_where_it_is(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store opened by a relative path is the same one after the working directory changed."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to(store.path)
+    monkeypatch.chdir(store.path.parent)
+    with Store.open(store.path.name) as found, Store.open(tmp_path / "link") as linked:
+        before = pickle.dumps((found, found["llama/e0"]))
+        monkeypatch.chdir(tmp_path / "other")
+        with Store.init("store") as fresh, Store.open(found.path) as again:
+            assert found.path.is_absolute()
+            assert fresh.path == tmp_path / "other" / "store"
+            for text in (before, pickle.dumps((found, found["llama/e0"]))):
+                other, snapshot = pickle.loads(text)
+                assert (other, snapshot) == (found, found["llama/e0"])
+                other.close()
+                snapshot._store.close()
+            assert found == linked == again != fresh
+            assert len({found, linked, again, fresh}) == 2
+            assert found["llama/e0"] == linked["llama/e0"] == again["llama/e0"]
+            assert found["llama/e0"].load()
+            assert not found.fsck().problems
+            assert found.add(_model(tmp_path), name="more").snapshot in found
+            assert not fresh.refs()
+
+
+def _model(place: Path) -> Path:
+    write_safetensors(place / "m" / "model.safetensors", [("w", "F32", (2,), b"\0" * 8)])
+    return place / "m"
 
 
 def test_two_openings_are_one_store(filled: Path, store: Store, root: Path) -> None:
@@ -571,7 +605,9 @@ def test_notebooks(store: Store) -> None:
     for one in (store, snapshot, store.show(snapshot), store.refs()[0]):
         shown: str = one._repr_html_()  # type: ignore[attr-defined]
         assert shown.startswith("<table>")
-        assert snapshot.id.hex() in shown or str(store.refs()[0].snapshot) in shown
+        assert snapshot.id.short in shown or store.refs()[0].snapshot.short in shown
+        assert snapshot.id.hex() not in shown
+    assert re.search(r"<td>20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC</td>", html(store.show(snapshot)))
     assert html([1, "<b>"]) == "1, &lt;b&gt;"
 
 

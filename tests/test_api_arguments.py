@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import write_safetensors
+from checkpoints import Tensor, write_safetensors
 from later import Later
 
-from mstore import Budget, MergeRequest, Snapshot, SnapshotId, Store
-from mstore.errors import BadName, BadRequest
+from mstore import Budget, MergeRequest, Snapshot, SnapshotId, Store, TensorRule
+from mstore.errors import BadName, BadRequest, NotFound
+from mstore.store import leases
 
 CALLS_OWN = ("Experts", "Budget | str | float | None", "Any")
 """Types that the calls look at themselves, or hand on: a device of torch."""
@@ -135,6 +138,74 @@ def test_what_is_taken(store: Store, model: Path) -> None:
     assert store.log("tiny", np.int32(1))[0].snapshot == store["tiny"].id  # type: ignore[arg-type]
     assert isinstance(store["tiny"].id, SnapshotId)
     assert store["tiny"].read(Path("model.safetensors"))
+    numbers: dict[str, Any] = {"max_error": np.float32(0.5), "budget": np.int64(9)}
+    asked = MergeRequest(base="tiny", experts=["tiny"], method="linear", **numbers)
+    asked = dataclasses.replace(asked, rules=[TensorRule(tensors="t", weights=np.ones(1))])  # type: ignore[arg-type]
+    assert store.plan(asked, allow_noop=True).max_error == 0.5
+    assert not store.gc(reflog_days=np.int64(3)).dry_run  # type: ignore[arg-type]
+    assert Budget.of(np.int64(9), option="budget") == Budget(9)
+    assert Budget.of(np.float32(0.5), option="budget") == Budget(0.5)
+
+
+def test_dtypes_by_object(store: Store, tmp_path: Path) -> None:
+    """A cast and the LoRA calls take a dtype object where they take its name."""
+    for name, value in (("a", 0), ("b", 60)):
+        weight: Tensor = ("w.weight", "F16", (2, 2), bytes([0, value]) * 4)
+        write_safetensors(tmp_path / name / "model.safetensors", [weight])
+        store.add(tmp_path / name, name=name)
+    cast = store.cast("a", dtype=np.float32, name="c")
+    assert cast.dtype == store.cast("a", dtype="float32", name="d").dtype
+    store.extract_lora("b", "a", name="lora", rank=1, dtype=np.dtype("float16"))
+    store.combine_adapters(["lora"], name="sum", method="linear", dtype=np.float32)
+    with pytest.raises(BadRequest, match="dtype must be the name of a dtype, or a dtype of torch"):
+        store.cast("a", dtype=[], name="e")
+
+
+def test_a_plan_by_its_id(store: Store) -> None:
+    """A plan is exported by what planned it, by its id, and by that as text."""
+    asked = MergeRequest(base="tiny", experts=["tiny"], method="linear")
+    plan = store.plan(asked, allow_noop=True)
+    wanted = store.export_plan(str(plan.plan))
+    assert store.export_plan(plan.plan) == store.export_plan(plan) == wanted
+
+
+def test_values_out_of_range(store: Store) -> None:
+    """Counts and offsets below 0, shares of no list, and experts that are read once are refused."""
+    with pytest.raises(BadRequest, match="limit is at least 0"):
+        store.log(limit=-1)
+    view = store.view("tiny")
+    for offset, size in ((-1, 5), (0, -1)):
+        with pytest.raises(BadRequest, match="at least 0"):
+            view.read("model.safetensors", offset, size)
+    once = MergeRequest(base="tiny", experts=(one for one in ["tiny"]), method="linear")  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="experts are a list of revisions, not generator"):
+        store.plan(once)
+    asked = MergeRequest(base="tiny", experts=["tiny"], method="linear")
+    assert len(store.sweep(asked, shares=np.linspace(0.5, 1, 2)).points) == 2  # type: ignore[arg-type]
+
+
+def test_misspelt_names(store: Store) -> None:
+    """A misspelt tensor or file has the name that was probably meant in its hint."""
+    with pytest.raises(NotFound, match="no such file") as file:
+        store["tiny"].read("model.safetensor")
+    assert str(file.value.hint).startswith("did you mean model.safetensors?\nstore.files('")
+    with pytest.raises(NotFound, match="no such tensor") as tensor:
+        store["tiny"].tensor("T")
+    assert str(tensor.value.hint).startswith("store.tensors('")
+    opened = store["tiny"].safe_open()
+    assert list(opened) == ["t"]
+    assert "t" in opened
+    assert "u" not in opened
+
+
+def test_a_hold(store: Store) -> None:
+    """A hold takes a snapshot or its id, ends with its block, and stays in its process."""
+    for given in (store["tiny"], store["tiny"].id):
+        with store.hold(given, sure=True) as hold:
+            assert leases.holds(store._catalog.layout) == {store["tiny"].id}
+            with pytest.raises(TypeError, match="belongs to its process"):
+                pickle.dumps(hold)
+        assert not leases.holds(store._catalog.layout)
 
 
 # -- what Python users see ---------------------------------------------------------------------
@@ -158,8 +229,8 @@ def test_in_and_repr(tmp_path: Path) -> None:
         assert "a~0" in store
         assert "b" not in store
         assert "not a name" not in store
-        with pytest.raises(BadRequest, match="revision must be a revision"):
-            assert 1 not in store  # type: ignore[operator]
+        assert 1 not in store
+        assert 1 not in store["a"]
         assert repr(store) == f"Store({str(tmp_path / 'store')!r})"
     assert repr(store) == f"Store({str(tmp_path / 'store')!r})"
 

@@ -893,7 +893,7 @@ def test_merges_of_marked_files_say_how_to_cast(store: Store, tmp_path: Path) ->
         with pytest.raises(Incompatible) as caught:
             store.plan(MergeRequest(base="base", experts=[expert], method="linear"))
         assert str(caught.value.hint) == (
-            f"cast('{expert}', dtype='bfloat16') multiplies its weights by their scales"
+            f"store.cast('{expert}', dtype='bfloat16') multiplies its weights by their scales"
         )
 
 
@@ -951,12 +951,12 @@ def test_merges_say_how_to_cast(store: Store, tmp_path: Path) -> None:
     def request(base: str, expert: str, **more: Any) -> MergeRequest:
         return MergeRequest(base=base, experts=[expert], method="linear", **more)
 
-    f64 = "cast('f64', dtype='float16') stores it in a type that can be"
+    f64 = "store.cast('f64', dtype='float16') stores it in a type that can be"
     for base, expert, hint in (
         ("base", "f64", f64),
         ("f64", "base", f64),
-        ("base", "f8", "cast('f8', dtype='bfloat16') multiplies its weights by their scales"),
-        ("f8", "base", "cast('f8', dtype='bfloat16') multiplies its weights by their scales"),
+        ("base", "f8", "store.cast('f8', dtype='bfloat16') multiplies its weights by their scales"),
+        ("f8", "base", "store.cast('f8', dtype='bfloat16') multiplies its weights by their scales"),
     ):
         with pytest.raises(Incompatible) as error:
             store.plan(request(base, expert))
@@ -968,10 +968,10 @@ def test_merges_say_how_to_cast(store: Store, tmp_path: Path) -> None:
     with pytest.raises(Incompatible) as both:
         store.plan(request("f8", "f8b"))
     for name in ("f8", "f8b"):
-        assert f"cast('{name}', dtype='bfloat16')" in str(both.value.hint)
+        assert f"store.cast('{name}', dtype='bfloat16')" in str(both.value.hint)
     with pytest.raises(BadRequest) as refused:
         store.plan(request("base", "f64", dtype="float64"))
-    assert "then cast(REF, dtype='float64')" in str(refused.value.hint)
+    assert "then store.cast(REF, dtype='float64')" in str(refused.value.hint)
     for expert in ("f64", "f8"):
         store.cast(expert, dtype="float16", name=f"half/{expert}")
         assert store.check_merge(request("base", f"half/{expert}")).mergeable
@@ -986,7 +986,7 @@ def test_adapters_say_how_to_cast(store: Store, tmp_path: Path) -> None:
     with pytest.raises(BadRequest) as error:
         store.extract_lora("f64", "base", name="lora")
     for name in ("base", "f64"):
-        assert f"cast('{name}', dtype='bfloat16')" in str(error.value.hint)
+        assert f"store.cast('{name}', dtype='bfloat16')" in str(error.value.hint)
     for name in ("base", "f64"):
         store.cast(name, dtype="float32", name=f"single/{name}")
     assert store.extract_lora("single/f64", "single/base", name="lora", rank=4).products == 1
@@ -1003,7 +1003,7 @@ def test_adapters_say_how_to_cast(store: Store, tmp_path: Path) -> None:
         assert "cast(REF, dtype='bfloat16')" in str(refused.value.hint)
     with pytest.raises(Incompatible, match="cannot combine elements of F64") as combined:
         store.combine_adapters(["lora64", "lora"], "cat", name="both")
-    assert "cast('lora64', dtype='bfloat16')" in str(combined.value.hint)
+    assert "store.cast('lora64', dtype='bfloat16')" in str(combined.value.hint)
 
 
 LLAMA = {
@@ -1046,8 +1046,8 @@ def test_an_adapter_of_a_part_says_what_is_not_in_it(store: Store, tmp_path: Pat
     store.add(save(tmp_path / "tuned", {name: one + 1 for name, one in own.items()}), name="tuned")
     report = store.extract_lora("tuned", "base", name="lora", rank=4)
     assert report.left_out == ("b.weight",)
-    assert report.notes[0].startswith("no difference of F64 is in it: cast('base', dtype=")
-    assert "cast('tuned', dtype='bfloat16')" in report.notes[0]
+    assert report.notes[0].startswith("no difference of F64 is in it: store.cast('base', dtype=")
+    assert "store.cast('tuned', dtype='bfloat16')" in report.notes[0]
 
 
 def test_fine_tunes_in_fp64_and_fp8_are_merged_and_loaded(store: Store, tmp_path: Path) -> None:

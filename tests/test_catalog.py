@@ -224,7 +224,7 @@ def test_no_store(tmp_path: Path) -> None:
     for name in ("missing", "empty", "file", "file/below"):
         with pytest.raises(NotFound, match="no store") as missing:
             Catalog.open(tmp_path / name)
-        assert missing.value.hint == f"init(store={str(tmp_path / name)!r})"
+        assert missing.value.hint == f"mstore.Store.init({str(tmp_path / name)!r})"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
 
@@ -233,7 +233,7 @@ def test_a_newer_format_is_refused(template: Path, tmp_path: Path) -> None:
     root = tmp_path / "store"
     shutil.copytree(template, root)
     line = (root / "format").read_text()
-    newer, older = "pip install -U mstore", "migrate()"
+    newer, older = "pip install -U mstore", "mstore.Store.migrate(PATH)"
     others = {
         line.replace("mstore 2", "mstore 3"): newer,
         line.replace("mstore 2", "mstore 1"): older,
@@ -299,10 +299,11 @@ def test_an_unknown_filesystem_is_refused(
     for use in (Catalog.open, Store.reindex):
         with pytest.raises(Incompatible, match=why) as refused:
             use(root)
-        assert f": configure('filesystem', '{kind}')" in str(refused.value.hint)
+        assert f": mstore.Store.vouch(PATH, '{kind}')" in str(refused.value.hint)
     with pytest.raises(Incompatible, match=why) as refused:
         Store.init(new)
-    assert str(refused.value.hint).endswith(f": init(store={str(new)!r}, filesystem='{kind}')")
+    made = f": mstore.Store.init({str(new)!r}, filesystem='{kind}')"
+    assert str(refused.value.hint).endswith(made)
     Store.vouch(root, "another")
     with pytest.raises(Incompatible, match=why):
         Catalog.open(root)
@@ -348,12 +349,12 @@ def test_a_copy_of_a_store_goes_to_a_known_filesystem(
     with Store.open(root) as store:
         with pytest.raises(Incompatible, match=r"fuse\.s3fs") as refused:
             store.backup(away / "kept")
-        assert "configure('filesystem', 'fuse.s3fs')\na backup is a store" in str(
+        assert "mstore.Store.vouch(PATH, 'fuse.s3fs')\na backup is a store" in str(
             refused.value.hint
         )
     with pytest.raises(Incompatible, match=r"fuse\.s3fs") as refused:
         Store.clone(root, away / "cloned")
-    assert f"configure('filesystem', 'fuse.s3fs', store={str(root)!r})" in str(refused.value.hint)
+    assert f"mstore.Store.vouch({str(root)!r}, 'fuse.s3fs')" in str(refused.value.hint)
     assert list(away.iterdir()) == []
     Store.vouch(root, "fuse.s3fs")
     with Store.open(root) as store:

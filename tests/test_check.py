@@ -454,7 +454,7 @@ def test_everyone_who_is_hurt_is_named(store: Store) -> None:
     affected = {(name, one.path, one.tensor) for one in report.affected for name in one.refs}
     for name in ("base", "expert", "merged"):
         assert {(name, "model.safetensors", "a"), (name, "config.json", None)} <= affected
-    assert str(report.hint).startswith("repair(sources=[PLACE])")
+    assert str(report.hint).startswith("store.repair(sources=[PLACE])")
 
 
 def _blocks(store: Store, name: str) -> list[bytes]:

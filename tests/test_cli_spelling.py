@@ -68,4 +68,4 @@ def test_errors_and_reports_are_spelled() -> None:
     assert told.getvalue() == "error: no --budget\nhint: mstore --store s reindex\n"
     assert json.loads(document.getvalue())["error"]["hint"] == "mstore --store s reindex"
     typed = plain({"hint": as_phrase(call("gc")), "notes": ["x"]}, lambda text: f"<{text}>")
-    assert typed == {"hint": "<gc()>", "notes": ["x"]}
+    assert typed == {"hint": "<store.gc()>", "notes": ["x"]}

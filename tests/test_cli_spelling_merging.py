@@ -45,14 +45,20 @@ FLAGS = {
             "--param density=0.2 --param normalize=false",
         ),
         (Option("memory", 300 << 20), "memory=314572800", "--memory 300MiB"),
+        (
+            call("init", block_size=1 << 16),
+            "mstore.Store.init(PATH, block_size=65536)",
+            "mstore init --block-size 64KiB",
+        ),
+        (call("export_plan", "PLAN"), "store.export_plan(PLAN)", "mstore plan ... -o plan.json"),
         (Option("skip", ("a b", "*")), "skip=['a b', '*']", "--skip 'a b' --skip '*'"),
-        (call("sweep"), "sweep()", "mstore plan --sweep"),
-        (call("sweep", measure=True), "sweep(measure=True)", "mstore plan --sweep --measure"),
-        (call("tensors", "REF"), "tensors(REF)", "mstore ls --tensors REF"),
-        (call("plan", "..."), "plan(...)", "mstore plan ..."),
+        (call("sweep"), "store.sweep()", "mstore plan --sweep"),
+        (call("sweep", measure=True), "store.sweep(measure=True)", "mstore plan --sweep --measure"),
+        (call("tensors", "REF"), "store.tensors(REF)", "mstore ls --tensors REF"),
+        (call("plan", "..."), "store.plan(...)", "mstore plan ..."),
         (
             told_difference("base", "a b"),
-            "diff('base', 'a b'); skip=[PATTERN] leaves tensors out",
+            "store.diff('base', 'a b'); skip=[PATTERN] leaves tensors out",
             "mstore diff base 'a b'; --skip PATTERN leaves tensors out",
         ),
         (
@@ -91,9 +97,9 @@ def test_texts_of_stored_plans(stored: str, python: str) -> None:
 def test_a_phrase_is_text() -> None:
     """Callers search, join, copy and store phrases as text; the command line still spells them."""
     told = phrase("{why}: {it}", why=phrase("use {one}", one=Option("top_p")), it=call("gc"))
-    assert "top_p: gc()" in told
-    assert "\n".join([told, "more"]) == "use top_p: gc()\nmore"
-    assert json.dumps([told]) == '["use top_p: gc()"]'
+    assert "top_p: store.gc()" in told
+    assert "\n".join([told, "more"]) == "use top_p: store.gc()\nmore"
+    assert json.dumps([told]) == '["use top_p: store.gc()"]'
     for again in (told, copy.deepcopy(told), pickle.loads(pickle.dumps(told))):
         assert isinstance(again, Phrase)
         assert again.spelled(Typed(Path("s"))) == "use --top-p: mstore --store s gc"

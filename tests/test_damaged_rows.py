@@ -97,7 +97,7 @@ def test_a_damaged_row_is_named(
         damage(store, database, ROWS[row])
         problems = store.fsck().problems
         assert [problem.kind for problem in problems] == [database.rstrip("s")]
-        assert str(store.fsck().hint) == "reindex()"
+        assert str(store.fsck().hint) == "mstore.Store.reindex(PATH)"
         refused = {}
         for name, call in CALLS.items():
             try:
@@ -107,7 +107,7 @@ def test_a_damaged_row_is_named(
     assert refused.keys() >= met
     for name, error in refused.items():
         assert (error.where or "").startswith(where), name
-        assert error.hint == "reindex()"
+        assert error.hint == "mstore.Store.reindex(PATH)"
     Store.reindex(root / "store")
     with Store.open(root / "store") as store:
         assert store.fsck(read_data=True).problems == ()

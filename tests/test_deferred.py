@@ -219,7 +219,7 @@ def test_it_is_no_input(store: Store, family: Path) -> None:
     for ask in asks:
         with pytest.raises(BadRequest) as refused:
             ask()
-        assert (refused.value.where, refused.value.hint) == ("m", "materialize('m')")
+        assert (refused.value.where, refused.value.hint) == ("m", "store.materialize('m')")
     store.materialize("m")
     for ask in asks:
         ask()
@@ -283,7 +283,7 @@ def test_only_branches(store: Store) -> None:
         with pytest.raises(kind) as refused:
             store.materialize(name)
         assert refused.value.where == name
-        assert f"reset(NAME, {name!r}), then materialize(NAME)" == refused.value.hint
+        assert f"store.reset(NAME, {name!r}), then store.materialize(NAME)" == refused.value.hint
     with pytest.raises(NotFound):
         store.materialize("nothing")
     store.reset("branch", "v1")
@@ -314,7 +314,7 @@ def test_replay_needs_a_real_one(store: Store) -> None:
     virtual(store)
     with pytest.raises(BadRequest) as refused:
         store.replay("m")
-    assert refused.value.hint == "materialize('m')"
+    assert refused.value.hint == "store.materialize('m')"
     store.materialize("m")
     assert store.replay("m").same
 

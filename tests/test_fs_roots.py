@@ -177,8 +177,10 @@ def test_a_missing_root_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 ENTRIES = {
     **dict.fromkeys(("tmp", "stats", "lock", "index/lock.mdb"), "remove it: it is made anew"),
-    **dict.fromkeys(("index", "index/data.mdb", "refs", "refs/mirror"), "and run: reindex()"),
-    **dict.fromkeys(("packs", "packs/00"), "repair(read_data=True, sources=[BACKUP])"),
+    **dict.fromkeys(
+        ("index", "index/data.mdb", "refs", "refs/mirror"), "and run: mstore.Store.reindex(PATH)"
+    ),
+    **dict.fromkeys(("packs", "packs/00"), "store.repair(read_data=True, sources=[BACKUP])"),
     **dict.fromkeys(("format", "config"), "put back what belongs there"),
 }
 

@@ -83,7 +83,7 @@ def test_a_backup_one_commit_older(
         assert store.doubt() is not None
         with pytest.raises(Corrupt, match="older than the mirror") as refused:
             store.tag("v2", "base")
-        assert refused.value.hint == "reindex()"
+        assert refused.value.hint == "mstore.Store.reindex(PATH)"
         with pytest.raises(Corrupt, match="older than the mirror"):
             store.gc(reflog_days=0)
     assert packs <= {path.name for path in root.glob("packs/*/*")}

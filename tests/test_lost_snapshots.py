@@ -63,18 +63,18 @@ def test_what_is_left_is_told(path: Path, tmp_path: Path, *, repaired: bool) -> 
         assert {ref.name for ref in store.usage(["m/expert", "m/second"]).refs}
         with pytest.raises(NotFound, match="missing") as caught:
             store.usage(["m/base"])
-        assert caught.value.hint == "fsck()"
+        assert caught.value.hint == "store.fsck()"
         assert store.usage().refs
 
 
 def test_fsck_names_the_way_out_and_gc_waits_for_it(path: Path, tmp_path: Path) -> None:
     """While a ref names a missing snapshot gc refuses, with what to do; after that it goes on."""
     hint = drop(path, sources=(tmp_path / "base",))
-    assert "with none left: remove('m/base')" in hint
+    assert "with none left: store.remove('m/base')" in hint
     with Store.open(path) as store:
         with pytest.raises(Corrupt, match="m/base") as caught:
             store.gc()
-        assert caught.value.hint == "remove('m/base'), or reset('m/base', OTHER)"
+        assert caught.value.hint == "store.remove('m/base'), or store.reset('m/base', OTHER)"
         report = store.remove("m/base")
         assert report.removed == ("m/base",)
         # A parent that is missing ends the history there, and nothing else.

@@ -319,7 +319,7 @@ def test_a_raw_merge_says_what_stays_coded(places: Callable[[str], Place]) -> No
     again = store.merge(plan, name="second", codec="raw", memo=False)
     (note,) = again.notes
     assert "stored before and stay coded" in note
-    assert note.endswith("pin('second', raw=True)")
+    assert note.endswith("store.pin('second', raw=True)")
     store.pin("second", raw=True)
     assert store.merge(plan, name="third", codec="raw", memo=False).notes == ()
 

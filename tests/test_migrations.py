@@ -51,7 +51,7 @@ def test_an_older_format_says_how_to_go_on(old: Path) -> None:
     """Opening a store of an older format names the operation that migrates it."""
     with pytest.raises(Incompatible, match="older") as caught:
         Store.open(old)
-    assert caught.value.hint == "migrate()"
+    assert caught.value.hint == "mstore.Store.migrate(PATH)"
 
 
 def test_the_page_says_what_programs_say(old: Path, tmp_path: Path) -> None:

@@ -198,5 +198,5 @@ def test_a_later_mirror_is_never_replaced(catalog: Catalog) -> None:
         catalog.index.set_generation(rows, 1)
     with pytest.raises(Corrupt) as refusal:
         mirror.write(catalog.layout, catalog.index)
-    assert refusal.value.hint == "reindex()"
+    assert refusal.value.hint == "mstore.Store.reindex(PATH)"
     assert catalog.layout.mirror.read_bytes() == whole

@@ -37,9 +37,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 NOOPS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "30 for 30 %": ({"budget": 30}, "would read nothing", "did you mean 30%"),
+    "30 for 30 %": ({"budget": 30}, "would read nothing", "did you mean budget='30%'"),
     "few bytes": ({"budget": 500}, "fits 500 B", "sweep()"),
-    "few bytes of each": ({"expert_budget": 20}, "would read nothing", "did you mean 20%"),
+    "few bytes of each": (
+        {"expert_budget": 20},
+        "would read nothing",
+        "did you mean expert_budget='20%'",
+    ),
     "an error that the base keeps": ({"max_error": 10.0}, "allows the base itself", "smaller"),
     "all skipped": ({"skip": ["*"]}, "leave no tensor", "allow_noop=True"),
     "the base": ({"experts": ["base", "base"]}, "no expert differs", "allow_noop=True"),
@@ -96,7 +100,7 @@ def test_a_budget_of_few_bytes_is_asked_about(tmp_path: Path) -> None:
         ask: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "task_arithmetic"}
         with pytest.raises(BadRequest, match="hardly a block") as refusal:
             store.plan(MergeRequest(**ask, budget=40))
-        assert "did you mean 40%?" in (refusal.value.hint or "")
+        assert "did you mean budget='40%'?" in (refusal.value.hint or "")
         assert (
             store.plan(MergeRequest(**ask, budget=40), allow_noop=True).planned_expert_bytes == 16
         )
@@ -115,7 +119,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     for command in (["plan"], ["merge", "--name", "m"]):
         done = mstore(*command, *line)
         assert (done.status, done.out) == (2, "")
-        assert "did you mean 30%?" in done.err
+        assert "did you mean --budget 30%?" in done.err
         mstore.succeed(*command, *line, "--allow-noop")
     for share in ("0.0001%", "0.001%"):
         done = mstore("plan", *line[:-1], share)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import traceback
 from pathlib import Path
 
 import pytest
 
+from mstore import Store
 from mstore.errors import NotFound, did_you_mean
 from mstore.phrases import (
     Call,
@@ -21,6 +24,10 @@ from mstore.phrases import (
     phrase,
     to_json,
 )
+from mstore_fuse import mounts
+
+ROOT = Path(__file__).resolve().parent.parent
+_CALLED = re.compile(r"\b[Cc]all\(\s*\"([a-z_]+)\"")
 
 
 class Shouted:
@@ -52,14 +59,20 @@ TEXTS: list[Text] = [
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (call("fsck", read_data=True, repair=False, seed=None), "fsck(read_data=True)"),
-        (call("reset", "NAME", "old/m"), "reset(NAME, 'old/m')"),
-        (TEXTS[2], "repair(read_data=True, sources=[PLACE, 'a b'], store='/x y')"),
-        (TEXTS[3], "add(PATH, base=None, default_excludes=False)"),
+        (call("fsck", read_data=True, repair=False, seed=None), "store.fsck(read_data=True)"),
+        (call("reset", "NAME", "old/m"), "store.reset(NAME, 'old/m')"),
+        (TEXTS[2], "mstore.Store.open('/x y').repair(read_data=True, sources=[PLACE, 'a b'])"),
+        (TEXTS[3], "store.add(PATH, base=None, default_excludes=False)"),
         (call("merge", help=True), "help(mstore.Store.merge)"),
+        (call("reset", "V1", "OTHER"), "store.reset('V1', OTHER)"),
+        (call("init", store="nope"), "mstore.Store.init('nope')"),
+        (call("init", block_size=1 << 20), "mstore.Store.init(PATH, block_size=1048576)"),
+        (call("migrate"), "mstore.Store.migrate(PATH)"),
+        (call("methods", "ties"), "mstore.Store.methods('ties')"),
+        (call("mount", "REF", "DIR"), "mstore_fuse.mounts.mount(PATH, REF, DIR)"),
         (Option("budget"), "budget"),
         (Option("budget", "30%"), "budget='30%'"),
-        (TEXTS[6], "remove('m'), or reset('m', OTHER)"),
+        (TEXTS[6], "store.remove('m'), or store.reset('m', OTHER)"),
         (TEXTS[7], "skip of {x}: 3"),
     ],
 )
@@ -77,7 +90,28 @@ def test_a_face_spells_the_parts() -> None:
         phrase("no {it}", it=Option("x")), hint=did_you_mean("ab", ["abc"], call("refs"))
     )
     assert error.told(Shouted()) == ("no X", None, "did you mean abc?\nREFS")
-    assert (error.what, error.hint) == ("no x", "did you mean abc?\nrefs()")
+    assert (error.what, error.hint) == ("no x", "did you mean abc?\nstore.refs()")
+
+
+def test_a_traceback_shows_the_hint() -> None:
+    """The hint follows the error in a traceback, once: also of a changed hint, of a pickled error,
+    and where somebody else made a text of the traceback."""
+    error = NotFound("no such ref", where="cod", hint=joined("did you mean code?", call("refs")))
+    want = ["mstore.errors.NotFound: cod: no such ref", *_HINTS]
+    assert _told(error) == _told(pickle.loads(pickle.dumps(error))) == want
+    assert _told(NotFound(error.what)) == ["mstore.errors.NotFound: no such ref"]
+    error.add_note("of the caller")
+    error.advise("look")
+    assert _told(error) == [want[0], "of the caller", "hint: look"]
+    error.advise(None)
+    assert _told(pickle.loads(pickle.dumps(error))) == [want[0], "of the caller"]
+
+
+_HINTS = ["hint: did you mean code?", "hint: store.refs()"]
+
+
+def _told(error: Exception) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines()
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=str)
@@ -93,7 +127,7 @@ def test_a_text_crosses_processes_whole(text: Text) -> None:
 def test_what_json_lacks_becomes_text() -> None:
     """A value of another type reads the same on the other side."""
     told = phrase("{path} of {call}", path=Path("/a"), call=call("reset", "m", store=Path("/b")))
-    assert str(from_json(to_json(told))) == "/a of reset('m', store='/b')"
+    assert str(from_json(to_json(told))) == "/a of mstore.Store.open('/b').reset('m')"
 
 
 @pytest.mark.parametrize(
@@ -109,5 +143,17 @@ def test_other_json_is_refused(value: object) -> None:
 def test_no_text_is_none() -> None:
     """Joining nothing gives nothing, and one text stays itself."""
     assert joined(None, None) is None
-    assert str(joined(None, call("gc"))) == "gc()"
+    assert str(joined(None, call("gc"))) == "store.gc()"
     assert isinstance(joined("a"), Phrase)
+
+
+def test_every_operation_of_a_hint_is_there() -> None:
+    """Each operation that a hint names is a function, where the hint says that it is."""
+    sources = [path for top in ("mstore", "fuse") for path in (ROOT / top).rglob("*.py")]
+    named = {name for path in sources for name in _CALLED.findall(path.read_text())}
+    assert len(named) > 20
+    for name in sorted(named):
+        home = str(call(name)).partition(f".{name}(")[0]
+        owner = mounts if home == "mstore_fuse.mounts" else Store
+        assert home in ("store", "mstore.Store", "mstore_fuse.mounts")
+        assert callable(getattr(owner, name)), name

@@ -218,7 +218,7 @@ def test_what_is_no_plan_is_refused(edit: Callable[[str], str], store: Store, te
     """Text that is no plan gives a BadRequest that says where a plan comes from."""
     with pytest.raises(BadRequest, match="plan") as refused:
         store.import_plan(edit(text))
-    assert refused.value.hint == "plan(..., output='plan.json') writes one"
+    assert refused.value.hint == "store.export_plan(PLAN) writes one"
 
 
 def test_an_input_that_is_not_here(root: Path, text: str, tmp_path: Path) -> None:

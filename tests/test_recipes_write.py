@@ -299,19 +299,25 @@ def test_merges_of_earlier_versions_have_no_recipe(store: Store) -> None:
 
 
 def test_models_are_named_by_refs(store: Store) -> None:
-    """What is printed names models by refs, the shortest of each, and gives their ids as comments;
-    without a ref, a model has its id. It is read back to the same plan."""
+    """What is printed names models by refs, and gives their ids as comments: by the ref that the
+    merge named, else by a branch, else by a tag. Without a ref, a model has its id. It is read back
+    to the same plan."""
     merge = MergeRequest(base="base", experts=["math", "code"], method="task_arithmetic")
     plan = store.plan(merge)
     store.merge(plan, name="named")
     ids = {name: store[name].manifest.hex() for name in ("base", "math", "code")}
     store.tag("m", "math")
+    store.reset("co", "code")
     text = store.recipe("named")
+    assert f'- model: "code"  # {ids["code"]}\n' in text
     assert text.startswith("# The recipe of this merge. Models are named by refs")
     assert f'base_model: "base"  # {ids["base"]}\n' in text
-    assert f'- model: "m"  # {ids["math"]}\n' in text
+    assert f'- model: "math"  # {ids["math"]}\n' in text
     assert store.plan(store.read_recipe(text).request).plan == plan.plan
-    store.remove("m")
+    asked = dataclasses.replace(merge, experts=[store["m"].id], parameters={"lambda": 0.5})
+    store.merge(store.plan(asked), name="by-id")
+    assert f'- model: "math"  # {ids["math"]}\n' in store.recipe("by-id")
+    store.remove("m", "co", "by-id")
     store.merge(plan, name="gone")
     store.merge(store.plan(MergeRequest(base="base", experts=["gone"], method="linear")), name="of")
     id = store["gone"].manifest.hex()

@@ -126,7 +126,7 @@ def test_without_an_index(path: Path, damage: Callable[[Path], None]) -> None:
     damage(path / "index")
     with pytest.raises(MstoreError) as caught:
         Store.open_checked(path)
-    assert caught.value.hint == "reindex()"
+    assert caught.value.hint == "mstore.Store.reindex(PATH)"
     report = Store.reindex(path)
     assert not report.old_index
     assert told(path, with_history=False) == before
@@ -408,7 +408,7 @@ def test_names_are_made_where_all_are_lost(path: Path) -> None:
     assert report.recovered
     assert report.refs == len(report.recovered)
     assert all(name.startswith("recovered/") for name in report.recovered)
-    assert any("reset(NAME, 'recovered/" in str(note) for note in report.notes)
+    assert any("store.reset(NAME, 'recovered/" in str(note) for note in report.notes)
     with Store.open(path) as store:
         assert [ref.name for ref in store.refs()] == sorted(report.recovered)
         assert store.fsck().problems == ()

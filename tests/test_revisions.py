@@ -125,7 +125,7 @@ def test_past_the_previous_comes_the_base(lineage: Lineage) -> None:
     with pytest.raises(NotFound, match="lineage ends") as end:
         lineage.catalog.resolve("main~5")
     assert end.value.where == "main~5"
-    assert str(end.value.hint) == "log('main')"
+    assert str(end.value.hint) == "store.log('main')"
     with pytest.raises(NotFound, match="lineage ends"):
         lineage.catalog.resolve("main~999999999")
 
@@ -191,7 +191,7 @@ def test_the_reflog_survives_its_ref(tmp_path: Path) -> None:
     move_refs(lineage.catalog, [RefMove("main", last, None, "rm")])
     with pytest.raises(NotFound, match="was removed") as removed:
         lineage.catalog.resolve("main")
-    assert str(removed.value.hint) == "reset('main', 'main@{1}')"
+    assert str(removed.value.hint) == "store.reset('main', 'main@{1}')"
     with pytest.raises(NotFound, match="removed at that move"):
         lineage.catalog.resolve("main@{0}")
     assert lineage.catalog.resolve("main@{1}") == lineage.chain[3]

@@ -132,7 +132,8 @@ class Session:
         self.is_doubted = why is not None
         if why is not None:
             warn(
-                f"{store.path}: {why}; what is read may be out of date, and nothing is written",
+                f"{self.store_path()}: {why}; "
+                "what is read may be out of date, and nothing is written",
                 self.typed("mstore reindex"),
             )
         return store

@@ -33,8 +33,8 @@ _FLAGS: Final[Mapping[str, str]] = {
     "vocabulary": "--vocab",
 }
 """Options whose flag is not their name with two dashes."""
-_IN_MIB: Final = frozenset({"memory"})
-"""Options whose value is a number of whole MiB, in bytes."""
+_SIZES: Final = frozenset({"block_size", "memory"})
+"""Options whose value is a number of bytes, of whole MiB or else of whole KiB."""
 _JOINED: Final = frozenset({"reflink"})
 """Options that also go without a value: one is joined to them, as in `--reflink=never`."""
 
@@ -71,6 +71,10 @@ def _as_command(call: Call) -> Call:
         read = [option for option in call.options if option[0] == "read_data"]
         other = [option for option in call.options if option[0] != "read_data"]
         return Call("fsck", call.arguments, (*read, ("repair", True), *other))
+    if call.operation == "export_plan":
+        return Call("plan", ("...",), (("output", "plan.json"),))
+    if call.operation == "vouch":
+        return Call("configure", ("filesystem", *call.arguments), call.options)
     if call.operation == "read_file":
         return Call("cat", (":".join(call.arguments),), call.options)
     return call
@@ -95,8 +99,8 @@ def _given(name: str, value: object) -> Iterator[str]:
         yield f"{flag(name)}={value}"
     else:
         yield flag(name)
-        if isinstance(value, int) and name in _IN_MIB:
-            value = f"{value >> 20}MiB"
+        if isinstance(value, int) and name in _SIZES:
+            value = f"{value >> 20}MiB" if value >> 20 else f"{value >> 10}KiB"
         yield "none" if value is None else shlex.quote(str(value))
 
 

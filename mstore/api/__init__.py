@@ -11,6 +11,7 @@ the spawn method and open the store there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from mstore.api.adding import Adding
 from mstore.api.arguments import checked
@@ -19,7 +20,7 @@ from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.reading import Reading
 from mstore.api.snapshot import Snapshot
-from mstore.errors import BadName, NotFound
+from mstore.errors import BadName, BadRequest, NotFound
 from mstore.frozen import html
 from mstore.ids import Revision
 
@@ -40,11 +41,11 @@ class Store(Reading, Adding, Merging, Naming, Keeping):
         """
         return Snapshot(self, self._catalog.resolve(revision))
 
-    def __contains__(self, revision: Revision) -> bool:
+    def __contains__(self, revision: object) -> bool:
         """Return whether `store[revision]` finds a snapshot."""
         try:
-            self._catalog.resolve(revision)
-        except (NotFound, BadName):
+            self[cast(Revision, revision)]
+        except (NotFound, BadName, BadRequest):
             return False
         return True
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
@@ -231,7 +231,7 @@ class Adding(OpenStore):
         *,
         name: str,
         rank: int = 32,
-        dtype: str = "bfloat16",
+        dtype: str | Any = "bfloat16",
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
         message: str = "",
@@ -244,7 +244,7 @@ class Adding(OpenStore):
         the difference is left out.
 
         rank: of each product, 1 to 4096.
-        dtype: of the factors, bfloat16, float16 or float32.
+        dtype: of the factors, bfloat16, float16 or float32, by name or as torch or numpy has it.
         only, skip: patterns of tensor names; tensors that they leave out are neither compared nor
         read.
         message: the reason, in words.
@@ -277,7 +277,7 @@ class Adding(OpenStore):
         self,
         revision: Revision,
         *,
-        dtype: str,
+        dtype: str | Any,
         name: str | None = None,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
@@ -295,8 +295,8 @@ class Adding(OpenStore):
         config.json no longer states a quantization.  Tensors that have the type, integers and
         others are shared.
 
-        dtype: bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2.  Those in 8 bits
-        get no scales.
+        dtype: bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2, by name or as
+        torch or numpy has it.  Those in 8 bits get no scales.
         name: the ref; None means `cast/MODEL-DTYPE`.
         only, skip: patterns of tensor names; tensors that they leave out stay as they are.
         message: the reason, in words.
@@ -339,7 +339,7 @@ class Adding(OpenStore):
         name: str,
         parameters: Mapping[str, object] | None = None,
         rank: int | None = None,
-        dtype: str | None = None,
+        dtype: str | Any | None = None,
         message: str = "",
         progress: ProgressCallback | None = None,
     ) -> CombineReport:

@@ -25,7 +25,6 @@ from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
 
 _Class = TypeVar("_Class", bound=type)
-_ITEM: Final = ("__getitem__", "__contains__")
 _SHOWN = 60
 
 
@@ -40,7 +39,9 @@ class Kind(msgspec.Struct, frozen=True):
 
     def optional(self) -> Kind:
         """Return this kind extended by None."""
-        return Kind(lambda one: one is None or self.fits(one), f"{self.words}, or None", self.hint)
+        words = f"{self.words}, or None"
+        taken = lambda one: None if one is None else self.taken(one)  # noqa: E731
+        return Kind(lambda one: one is None or self.fits(one), words, self.hint, taken)
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -58,6 +59,13 @@ def _is_text(given: Any) -> bool:
 def _number(kind: type) -> Callable[[Any], bool]:
     """Return a test for numbers; a bool does not count as one."""
     return lambda one: isinstance(one, kind) and not isinstance(one, bool)
+
+
+def _own(given: Any) -> Any:
+    """Return Python's own number in place of another library's."""
+    if type(given) in (int, float) or not isinstance(given, Real):
+        return given
+    return int(given) if isinstance(given, Integral) else float(given)
 
 
 def _list(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -91,6 +99,12 @@ def _request(name: str) -> Callable[[Any], bool]:
     return _named("mstore.requests", name)
 
 
+def _dtype(given: Any) -> Any:
+    from mstore.requests import dtype_name  # late: few calls take one
+
+    return dtype_name(given)
+
+
 def _anything(_given: Any) -> bool:
     return True
 
@@ -110,11 +124,16 @@ def _at_home(path: Any) -> Any:
 
 _TEXT = Kind(_is_text, "text")
 _TEXTS = Kind(_list(_is_text), "a list of texts")
-_NUMBER = Kind(_number(Real), "a number")
-_COUNT = Kind(_number(Integral), "a whole number")
+_NUMBER = Kind(_number(Real), "a number", taken=_own)
+_COUNT = Kind(_number(Integral), "a whole number", taken=_own)
 _INSIDE = Kind(_is(str, os.PathLike), "a path (text or os.PathLike)")
 _PATH = Kind(_INSIDE.fits, _INSIDE.words, taken=_at_home)
 _SNAPSHOT = _named("mstore.api.snapshot", "Snapshot")
+_DTYPE = Kind(
+    lambda one: _is_text(_dtype(one)),
+    "the name of a dtype, or a dtype of torch or numpy",
+    taken=_dtype,
+)
 _REVISION = Kind(
     lambda one: isinstance(one, str | SnapshotId) or _SNAPSHOT(one),
     "a revision: text, a SnapshotId or a Snapshot",
@@ -130,7 +149,11 @@ _CHECKED_BY_THE_CALL = Kind(_anything, "")
 KINDS: Final[Mapping[str, Kind]] = {
     "str": _TEXT,
     "str | None": _TEXT.optional(),
-    "str | int": Kind(lambda one: _TEXT.fits(one) or _COUNT.fits(one), "text or a whole number"),
+    "str | Any": _DTYPE,
+    "str | Any | None": _DTYPE.optional(),
+    "str | int": Kind(
+        lambda one: _TEXT.fits(one) or _COUNT.fits(one), "text or a whole number", taken=_own
+    ),
     "bool": Kind(_is(bool), "True or False"),
     "int": _COUNT,
     "int | None": _COUNT.optional(),
@@ -138,8 +161,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "float | None": _NUMBER.optional(),
     "str | Path": _PATH,
     "str | os.PathLike[str]": _INSIDE,
-    "SnapshotId": Kind(
-        _is(SnapshotId), "a SnapshotId", "the SnapshotId of a Snapshot is its attribute id"
+    "Snapshot | SnapshotId": Kind(
+        lambda one: isinstance(one, SnapshotId) or _SNAPSHOT(one), "a Snapshot or a SnapshotId"
     ),
     "PlanReport | PlanId | str": Kind(
         lambda one: _PLAN_REPORT(one) or isinstance(one, PlanId | str),
@@ -221,7 +244,7 @@ def checked(owner: str) -> Callable[[_Class], _Class]:
 
     def decorate(kind: _Class) -> _Class:
         for name, member in list(vars(kind).items()):
-            if name.startswith("_") and name not in _ITEM:
+            if name.startswith("_") and name != "__getitem__":
                 continue
             if isinstance(member, staticmethod | classmethod):
                 setattr(kind, name, type(member)(_checking(owner, member.__func__)))

@@ -398,17 +398,20 @@ class Merging(OpenStore):
 
         return Input(self._clear(revision), str(revision))
 
-    def export_plan(self, plan: str) -> str:
-        """Return a plan (id or prefix) as JSON text, also one of this object that is not stored.
+    def export_plan(self, plan: PlanReport | PlanId | str) -> str:
+        """Return a plan as JSON text, also one of this object that is not stored.
+
+        plan: what `plan` returned, or the id (or id prefix) of a plan.
 
         Raises NotFound, BadName.
         """
         from mstore.merge.analysis.exchange import export_plan, plan_text
 
+        wanted = str(getattr(plan, "plan", plan))
         for id, (unkept, sources) in self._unkept.items():
-            if plan == id.hex():
+            if wanted == id.hex():
                 return plan_text(unkept, id, sources)
-        return export_plan(self._catalog, plan)
+        return export_plan(self._catalog, wanted)
 
     def import_plan(self, text: str) -> PlanReport:
         """Store a plan that `export_plan` wrote.

@@ -15,7 +15,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict
 from mstore.frozen import frozen
 from mstore.ids import Revision, SnapshotId
-from mstore.phrases import call, phrase
+from mstore.phrases import call, joined
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
 
@@ -92,7 +92,7 @@ class Naming(OpenStore):
                 raise Conflict(what, where=name, hint=call("tag", f"{name}-v1", str(revision)))
             if current is not None:
                 tag = call("tag", name, str(revision))
-                again = phrase("{rm} && {tag}", rm=call("remove", name), tag=tag)
+                again = joined(call("remove", name), tag)
                 raise Conflict("the name is taken by a tag", where=name, hint=again)
             return [RefMove(name, None, new, f"tag: {revision}")]
 

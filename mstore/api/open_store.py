@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 class OpenStore:
     """Opening, closing, and the identity of a store.
 
-    Use a store as a context manager, or call `close`.
+    Use a store as a context manager, or call `close`.  Two are equal if they are of one directory,
+    however its path was written.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -61,6 +62,7 @@ class OpenStore:
     ) -> None:
         """Set the fields.  catalog: None opens it when it is first used."""
         self._path = path
+        self._place = os.path.realpath(path)
         self._opened = catalog
         # Guards what is opened lazily, and the change to closed.
         self._lock = RLock()
@@ -88,9 +90,15 @@ class OpenStore:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._path)!r})"
 
+    def __eq__(self, other: object) -> bool:
+        return self._place == other._place if isinstance(other, OpenStore) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._place)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Travel as path and settings: another process opens the store when it first uses it."""
-        settings = (self._path.absolute(), None, self._cache_bytes, self._verify)
+        settings = (self._path, None, self._cache_bytes, self._verify)
         return _store_later, (type(self), settings)
 
     @classmethod
@@ -136,7 +144,8 @@ class OpenStore:
         if cache_bytes is not None and cache_bytes < 0:
             raise BadRequest("a cache has at least 0 bytes", where=Option("cache_bytes"))
         store = cls.__new__(cls)
-        store._begin(Path(path), Catalog.open(Path(path)), cache_bytes, verify)
+        catalog = Catalog.open(Path(path))
+        store._begin(catalog.layout.root, catalog, cache_bytes, verify)
         return store
 
     def _policy(self, codec: str | None) -> Policy:
@@ -223,7 +232,7 @@ class OpenStore:
 
     @property
     def path(self) -> Path:
-        """The store's directory."""
+        """The store's directory, as an absolute path."""
         return self._path
 
     @property

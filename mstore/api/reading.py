@@ -19,6 +19,7 @@ from mstore.phrases import Option, call
 from mstore.store import contents, damage, leases
 
 if TYPE_CHECKING:
+    from mstore.api.snapshot import Snapshot
     from mstore.checkout import CheckoutReport
     from mstore.compare import CompareReport
     from mstore.diff import DiffReport
@@ -85,6 +86,8 @@ class Reading(OpenStore):
 
         Raises NotFound, BadName.
         """
+        if limit is not None and limit < 0:
+            raise BadRequest("the limit is at least 0", where=Option("limit"))
         starts = None if revision is None else [self._catalog.resolve(revision)]
         if every:
             starts = self._catalog.snapshot_ids()
@@ -291,18 +294,21 @@ class Reading(OpenStore):
             computing=self._computing,
         )
 
-    def hold(self, snapshot: SnapshotId, *, sure: bool = False) -> leases.Hold:
+    def hold(self, snapshot: Snapshot | SnapshotId, *, sure: bool = False) -> leases.Hold:
         """Protect a snapshot's contents from garbage collection until the hold is released.
+
+        It is released by `release`, or at the end of a `with` block.
 
         The hold ends with the process.  If it cannot be taken (in a store that is read-only for
         this user), it protects nothing; that is not an error.  A hold that is taken while gc
         publishes may be too late. sure: wait for gc's publishing to end; raises Conflict if the
         snapshot was collected.
         """
-        hold = leases.Hold(self._catalog.layout, snapshot)
+        id = snapshot if isinstance(snapshot, SnapshotId) else snapshot.id
+        hold = leases.Hold(self._catalog.layout, id)
         if sure:
             try:
-                contents.require_held(self._catalog, snapshot)
+                contents.require_held(self._catalog, id)
             except BaseException:
                 hold.release()
                 raise

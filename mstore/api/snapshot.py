@@ -45,7 +45,7 @@ class Snapshot:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Snapshot):
             return NotImplemented
-        return (self._store.path, self.id) == (other._store.path, other.id)
+        return (self._store, self.id) == (other._store, other.id)
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -62,7 +62,7 @@ class Snapshot:
         """The names of its tensors, in file and data order."""
         return iter(self._view().tensors)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Return whether it has a tensor of this name."""
         return name in self._view().tensors
 

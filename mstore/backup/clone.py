@@ -84,7 +84,7 @@ def _made(
     layouts.require_local(
         path,
         catalog.config.filesystem,
-        lambda kind: call("configure", "filesystem", kind, store=str(catalog.layout.root)),
+        lambda kind: call("vouch", kind, store=str(catalog.layout.root)),
     )
     try:
         with layouts.creating(path, catalog.block_size, catalog.config.shared) as layout:

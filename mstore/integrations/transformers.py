@@ -49,9 +49,14 @@ def from_pretrained(kind: Any, store: Store, revision: Revision, **options: Any)
             f"the store is an open Store, not {type(store).__name__}",
             hint="Store.open(PATH)",
         )
+    is_auto = getattr(kind, "_model_mapping", None) is not None
+    if not (is_auto or issubclass(kind, transformers.PreTrainedModel)):
+        raise BadRequest(
+            f"{kind.__name__} makes no model, and reads files: check them out",
+            hint=call("checkout", "REF", "DIR", only=("*.json", "tokenizer*")),
+        )
     files = _Files(store[revision], options.pop("subfolder", ""))
     given, wants_info = options.pop("config", None), options.pop("output_loading_info", False)
-    is_auto = getattr(kind, "_model_mapping", None) is not None
     is_ready = isinstance(given, transformers.PreTrainedConfig)
     with files.open(None if is_ready else _CONFIG) as place:
         if is_auto and not is_ready:

@@ -71,6 +71,8 @@ class Layout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Open the root. Raises StorageFailed."""
+        # The working directory may change while a store is open.
+        msgspec.structs.force_setattr(self, "root", self.root.absolute())
         if self.opened is None:
             msgspec.structs.force_setattr(self, "opened", fs.Root(self.root))
 
@@ -212,12 +214,11 @@ def _is_block_size(size: int) -> bool:
     return MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
 
 
-def _nearest_block_size(size: int) -> str:
-    """Return the nearest allowed size, as people write it."""
+def _nearest_block_size(size: int) -> int:
+    """Return the nearest allowed size."""
     within = min(max(size, MIN_BLOCK_SIZE), MAX_BLOCK_SIZE)
     lower = 1 << (within.bit_length() - 1)
-    nearest = lower if within - lower <= 2 * lower - within else 2 * lower
-    return f"{nearest >> 20}MiB" if nearest >= 1 << 20 else f"{nearest >> 10}KiB"
+    return lower if within - lower <= 2 * lower - within else 2 * lower
 
 
 def _format_line(layout: Layout, version: int = FORMAT_VERSION) -> str:
@@ -417,7 +418,7 @@ def require_local(root: Path, vouched: str, vouch: Callable[[str], Call] | None 
             hint=phrase(
                 "use a local disk; or, if locks and shared maps hold there for all who use the "
                 "store: {vouch}",
-                vouch=vouch(kind) if vouch else call("configure", "filesystem", kind),
+                vouch=vouch(kind) if vouch else call("vouch", kind),
             ),
         )
 

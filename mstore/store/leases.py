@@ -24,6 +24,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn, Self
 
 import msgspec
 
@@ -134,6 +135,15 @@ class Hold:
                 # A sweeper saw the file just before it was locked, and removed it.
                 lock.release()
             self._lock = lock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.release()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a hold belongs to its process and cannot be pickled")
 
     def release(self) -> None:
         """Let go; idempotent."""

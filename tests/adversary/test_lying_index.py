@@ -70,7 +70,7 @@ def refused(life: Life, extra: Path) -> None:
     for call in WRITES:
         error = attempt(life.root, call, extra)
         assert isinstance(error, Corrupt), call
-        assert error.hint == "reindex()", call
+        assert error.hint == "mstore.Store.reindex(PATH)", call
     assert (before.read_bytes() if before.exists() else None) == told
     assert packs(life.root) == there
 
@@ -104,7 +104,7 @@ def test_an_older_index_is_read_and_not_written_by(life: Life, older: Path, extr
         assert {ref.name for ref in store.refs()} == {"base", "one", "two", "v1"}
         found = store.fsck()
         assert found.index_only
-        assert found.hint == "reindex()"
+        assert found.hint == "mstore.Store.reindex(PATH)"
     refused(life, extra)
     report = Store.reindex(life.root)
     assert report.notes
@@ -125,7 +125,7 @@ def test_an_older_index_without_a_mirror(life: Life, older: Path, extra: Path) -
     for call in WRITES:
         error = attempt(life.root, call, extra)
         assert isinstance(error, Corrupt), call
-        assert error.hint == "reindex()", call
+        assert error.hint == "mstore.Store.reindex(PATH)", call
     there = packs(life.root)
     report = Store.reindex(life.root)
     assert report.recovered
@@ -265,7 +265,7 @@ def test_a_bit_in_the_key_of_a_live_block(life: Life, byte: int, bit: int, extra
         copied = Life(life.root.with_name("copy"), life.sources, promises=life.promises)
         error = attempt(copied.root, "gc", extra)
         # A block that only what was removed needs may go.
-        assert error is None or error.hint in ("reindex()", "repair()"), error
+        assert error is None or error.hint in ("mstore.Store.reindex(PATH)", "repair()"), error
         Store.reindex(copied.root)
         copied.promises.require_kept(copied.root)
         shutil.rmtree(copied.root)
@@ -313,13 +313,13 @@ def test_a_bit_in_a_row(life: Life, database: str, part: str, extra: Path) -> No
                 else:
                     rows.put(keys[-1], changed, db=index.db(database))
             assert store.fsck().problems
-            assert store.fsck().hint == "reindex()"
+            assert store.fsck().hint == "mstore.Store.reindex(PATH)"
             with pytest.raises(Corrupt) as refusal:
                 store.repair()
-            assert refusal.value.hint == "reindex()"
+            assert refusal.value.hint == "mstore.Store.reindex(PATH)"
         there = packs(root)
         error = attempt(root, "gc", extra)
-        assert error is None or error.hint == "reindex()"
+        assert error is None or error.hint == "mstore.Store.reindex(PATH)"
         assert packs(root) == there
         copied = Life(root, life.sources, promises=life.promises)
         assert mirror_lines(copied) == mirrored
@@ -345,7 +345,7 @@ def test_rows_of_refs_that_are_gone(life: Life) -> None:
         assert "two" in " ".join(problem.what for problem in store.fsck().problems)
         with pytest.raises(Corrupt) as refusal:
             store.gc(reflog_days=0)
-        assert refusal.value.hint == "reindex()"
+        assert refusal.value.hint == "mstore.Store.reindex(PATH)"
     Store.reindex(life.root)
     life.promises.require_kept(life.root)
 

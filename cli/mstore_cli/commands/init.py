@@ -92,7 +92,7 @@ def init(
     with Store.init(path, block_size=size, **settings) as store:
         session.settled()
         document = {
-            "path": str(store.path),
+            "path": str(path),
             "uuid": str(store.uuid),
             "block_size": store.block_size,
             "codec": store.config["codec"],

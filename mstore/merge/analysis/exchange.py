@@ -183,7 +183,7 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
     Raises BadRequest for a text that is not a plan or was changed, Incompatible for another block
     size, NotFound if this store has no snapshot with one of its inputs.
     """
-    hint = phrase("{plan} writes one", plan=call("plan", "...", output="plan.json"))
+    hint = phrase("{plan} writes one", plan=call("export_plan", "PLAN"))
     if len(text) > MAX_TEXT:
         raise BadRequest("too long for a plan", hint=hint)
     try:

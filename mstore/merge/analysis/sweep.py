@@ -81,7 +81,7 @@ class SweepReport:
 
 def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
     """Return the shares in order, each once. Raises BadRequest."""
-    if not shares or not all(0 < share <= 1 for share in shares):
+    if not len(shares) or not all(0 < share <= 1 for share in shares):
         raise BadRequest(
             "a sweep goes over shares of the full cost, above 0 and at most 1",
             hint="shares=(0.1, 0.5, 1.0)",

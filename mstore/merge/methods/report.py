@@ -41,7 +41,7 @@ class MethodReport:
     source: str
     """where it was published"""
     experts: int | None
-    """how many experts it takes; null: any number from `least_experts` on"""
+    """how many experts it takes; None if the number is free, but at least `least_experts`"""
     least_experts: int
     """the fewest experts that it takes"""
     weighted: bool

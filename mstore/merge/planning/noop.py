@@ -126,10 +126,10 @@ def _too_small(
 ) -> BadRequest:
     if name in in_bytes and budget <= _PERCENT:
         hint = phrase(
-            "{given} is {bytes}; did you mean {budget}%? {allow}",
+            "{given} is {bytes}; did you mean {budget}? {allow}",
             given=Option(name, budget),
             bytes="1 byte" if budget == 1 else f"{budget} bytes",
-            budget=budget,
+            budget=Option(name, f"{budget}%"),
             allow=_ALLOW,
         )
     else:

@@ -5,11 +5,13 @@ Every merge writes one, so this imports nothing that reads recipes (`recipes`).
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from msgspec import structs
 
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import MERGEKIT
-from mstore.errors import BadRequest
+from mstore.errors import BadRequest, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Combine, Method, Select
@@ -21,6 +23,7 @@ from mstore.recipes.resolve import KnownMethod, KnownParameter
 from mstore.recipes.write import named, recipe_of
 from mstore.requests import PREPARED
 from mstore.store.catalog import Catalog
+from mstore.store.plans import sources_of
 
 
 def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> str:
@@ -52,14 +55,21 @@ def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> s
 def printed_recipe(catalog: Catalog, plan: Plan) -> str:
     """Return the recipe of a plan with the refs that this store has for its models.
 
-    Of several refs for one model the shortest counts; branches of models that were made for a
-    recipe do not, as they may be removed.  Raises BadRequest if no recipe can state the plan.
+    Of several refs for one model that which the merge named counts, else a branch before a tag, and
+    the shortest; branches of models that were made for a recipe do not, as they may be removed.
+    Raises BadRequest if no recipe can state the plan.
     """
     text = recipe_text(catalog, plan)
+    given: set[str] = set()
+    # An input may be collected: its content is named by its id.
+    with suppress(NotFound):
+        sources = sources_of(catalog, plan.id(), plan)
+        given = {one.name for one in (sources.base, *sources.experts)}
     refs: dict[str, str] = {}
-    for name, ref in sorted(catalog.refs().items(), key=lambda one: (len(one[0]), one[0])):
+    found = catalog.refs()
+    for name in sorted(found, key=lambda one: (one not in given, found[one].kind, len(one), one)):
         if not name.startswith(PREPARED):
-            refs.setdefault(catalog.snapshot(ref.snapshot_id()).manifest_id().hex(), name)
+            refs.setdefault(catalog.snapshot(found[name].snapshot_id()).manifest_id().hex(), name)
     return named(text, refs)
 
 

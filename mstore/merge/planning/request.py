@@ -163,7 +163,7 @@ def resolve(
         experts=(*experts, *fishers),
         operation=operation,
         budget=_limit(asked.budget, "budget"),
-        max_error=error,
+        max_error=None if error is None else float(error),
         dtype=None if asked.dtype is None else output_dtype(asked.dtype),
         analyze=asked.analyze,
         score=score_of(operation, asked.score),
@@ -262,7 +262,7 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
     parameters = dict(rule.parameters)
     if rule.method is None:
         parameters = {**asked.parameters, **parameters}
-    own = weights if rule.weights is None else rule.weights
+    own = weights if rule.weights is None else list(rule.weights)
     try:
         operation = registry.operation(rule.method or asked.method, parameters, own)
         dtype = None if rule.dtype is None else output_dtype(rule.dtype)
