@@ -390,12 +390,27 @@ class Environment:
             # Reuse one that is waiting for its last readers before it closes.
             found = _environments.get(key)
             if found is None:
-                found = _environments[key] = cls(path, databases, create=create, hint=hint)
+                found = cls._opened_anew(path, databases, create=create, hint=hint)
+                _environments[key] = found
             else:
                 found._guard()
                 found.require_in_place()
             found._users += 1
             return found
+
+    @classmethod
+    def _opened_anew(
+        cls, path: Path, databases: tuple[str, ...], *, create: bool, hint: Text
+    ) -> Environment:
+        """Open it; once more if `reindex` put other files in place meanwhile."""
+        while True:
+            before, _ = _named(path)
+            try:
+                return cls(path, databases, create=create, hint=hint)
+            except (StorageFailed, Corrupt):
+                now, _ = _named(path)
+                if now in (before, None):
+                    raise
 
     def release(self) -> None:
         """Release one use; the last one closes the environment when no thread is inside it.

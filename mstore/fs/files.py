@@ -345,6 +345,9 @@ def remove_empty(path: Path) -> None:
         os.rmdir(name, dir_fd=above)
 
 
+_REMOVALS: Final = 10
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory and everything below it; ignore a missing one.
 
@@ -366,7 +369,14 @@ def remove_tree(path: Path) -> None:
             # Imported late, as it imports every compression of Python; most directories are empty.
             import shutil
 
-            shutil.rmtree(name, dir_fd=above)
+            for left in reversed(range(_REMOVALS)):
+                try:
+                    shutil.rmtree(name, dir_fd=above)
+                    return
+                except OSError as error:
+                    # Who had it open may have put a file there meanwhile: LMDB does so.
+                    if error.errno != errno.ENOTEMPTY or not left:
+                        raise
 
 
 def sync_directory(path: Path) -> None:
