@@ -379,8 +379,8 @@ def test_experts_must_fit_the_base(tmp_path: Path) -> None:
             "t05 has shape [3, 2], the base [2, 3]; extra is not in the base"
         )
         assert refused.value.hint == (
-            "diff('base', 'odd'); skip=[PATTERN] leaves tensors out, allow_missing=True merges the "
-            "others"
+            "store.diff('base', 'odd'); skip=[PATTERN] leaves tensors out, allow_missing=True "
+            "merges the others"
         )
         with pytest.raises(Incompatible, match="t08 is missing; and 3 more"):
             store.plan(MergeRequest(base="base", experts=["few"], method="linear"))

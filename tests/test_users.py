@@ -91,7 +91,10 @@ def together(
     program = (
         "import json, sys; from pathlib import Path; from cli_runs import Program\n"
         "program = Program(Path(sys.argv[1]))\n"
-        "ran = [program(*line) for line in json.loads(sys.argv[2])]\n"
+        "ran = [\n"
+        "    Program(Path(line[1]))(*line[2:]) if line[0] == '--store' else program(*line)\n"
+        "    for line in json.loads(sys.argv[2])\n"
+        "]\n"
         "print(json.dumps([[one.status, one.out + one.err] for one in ran]))"
     )
     line = shlex.join(["python", "-c", program, str(store), json.dumps(lines)])

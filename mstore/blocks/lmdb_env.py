@@ -409,7 +409,7 @@ class Environment:
                 return cls(path, databases, create=create, hint=hint)
             except (StorageFailed, Corrupt):
                 now, _ = _named(path)
-                if now in (before, None):
+                if before is None or now in (before, None):
                     raise
 
     def release(self) -> None:

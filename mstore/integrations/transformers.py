@@ -53,7 +53,7 @@ def from_pretrained(kind: Any, store: Store, revision: Revision, **options: Any)
     if not (is_auto or issubclass(kind, transformers.PreTrainedModel)):
         raise BadRequest(
             f"{kind.__name__} makes no model, and reads files: check them out",
-            hint=call("checkout", "REF", "DIR", only=("*.json", "tokenizer*")),
+            hint=call("checkout", "REF", "DIR"),
         )
     files = _Files(store[revision], options.pop("subfolder", ""))
     given, wants_info = options.pop("config", None), options.pop("output_loading_info", False)
