@@ -204,6 +204,14 @@ def _sum_pairs(values: Iterable[tuple[float, float] | None]) -> tuple[float, flo
     return None if product is None or variance is None else (product, variance)
 
 
+def by_layer(sums: Mapping[str, Sums]) -> dict[str, Sums]:
+    """Return the sums over each layer.  sums: of tensors, by name."""
+    parts: dict[str, list[Sums]] = {}
+    for name, layer in layers_of(sums).items():
+        parts.setdefault(layer, []).append(sums[name])
+    return {layer: Sums.total(own) for layer, own in parts.items()}
+
+
 def comparable(
     inputs: Inputs, only: Sequence[str] = (), skip: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
@@ -352,10 +360,10 @@ class Measure:
                         missing.append((len(found), i, j))
             found.append(product)
         if missing and self._pool:
-            from mstore.stats.analysis import measured_apart
+            from mstore.stats.analysis import measure_apart
 
             pairs = [(i, j) for _, i, j in missing]
-            measured = measured_apart(
+            measured = measure_apart(
                 self._catalog, self._statistics, models, pairs, self._pool, self.meter
             )
             for (n, i, j), distance in zip(missing, measured, strict=True):
@@ -365,7 +373,7 @@ class Measure:
 
 def _square(rows: Digest | None, bound: float | None) -> float | None:
     """Return the square of a norm, by rows or else by a bound that is near; None if unknown."""
-    square = bound if rows is None else sum_of_squares(rows)
+    square = bound if rows is None else sum_of_squares(rows.rows)
     return square if square is not None and math.isfinite(square) else None
 
 
@@ -468,10 +476,7 @@ def compare(
                     progress(Progress("compare", len(found), len(can)))
         finally:
             statistics.flush()
-    parts: dict[str, list[Sums]] = {}
-    layers = layers_of(found)
-    for name in found if by == "tensor" else layers:
-        parts.setdefault(name if by == "tensor" else layers[name], []).append(found[name])
+    parts = found if by == "tensor" else by_layer(found)
     notes = []
     if cannot:
         more = "" if len(cannot) == 1 else f" and {len(cannot) - 1} more"
@@ -484,9 +489,7 @@ def compare(
         models=tuple(names),
         tensors=len(can),
         whole=Sums.total(list(found.values())).part(None, names),
-        parts=()
-        if by == "model"
-        else tuple(Sums.total(own).part(name, names) for name, own in parts.items()),
+        parts=() if by == "model" else tuple(own.part(name, names) for name, own in parts.items()),
         notes=tuple(notes),
         bytes_read=measure.meter.total,
         seconds=time.monotonic() - began,

@@ -79,15 +79,18 @@ def measure_pair(
 
 def measure_apart(
     catalog: Catalog,
-    records: Sequence[Tensor],
+    statistics: StatsStore,
+    sides: Sequence[tuple[TensorId, Tensor]],
     pairs: Sequence[tuple[int, int]],
     pool: ThreadPoolExecutor,
     meter: Meter,
 ) -> list[float]:
-    """Return the sum of squares of each difference of two of these tensors, as `measure_pair` does.
+    """Return the sum of squares of each difference of two of these tensors, and keep it.
 
-    pairs: positions of the records.  Each block is read once for all pairs.
+    pairs: positions of the sides.  Each block is read once for all pairs; summed as in
+    `measure_pair`.
     """
+    records = [record for _, record in sides]
     elements = math.prod(records[0].shape)
     groups: dict[int, list[tuple[int, int]]] = {}
     for one, other in pairs:
@@ -127,22 +130,9 @@ def measure_apart(
 
         columns = zip(*pool.map(take, range(-(-elements // chunk))), strict=True)
         found |= {pair: math.fsum(sums) for pair, sums in zip(group, columns, strict=True)}
-    return [found[pair] for pair in pairs]
-
-
-def measured_apart(
-    catalog: Catalog,
-    statistics: StatsStore,
-    sides: Sequence[tuple[TensorId, Tensor]],
-    pairs: Sequence[tuple[int, int]],
-    pool: ThreadPoolExecutor,
-    meter: Meter,
-) -> list[float]:
-    """Measure the squares of the distances of these pairs of sides, and keep them."""
-    found = measure_apart(catalog, [record for _, record in sides], pairs, pool, meter)
-    for (one, other), square in zip(pairs, found, strict=True):
+    for (one, other), square in found.items():
         keep_apart(statistics, (sides[one][0], sides[other][0]), square)
-    return found
+    return [found[pair] for pair in pairs]
 
 
 def measure_squares(

@@ -52,9 +52,9 @@ def known_rows(
     return found
 
 
-def sum_of_squares(rows: Digest) -> float:
+def sum_of_squares(rows: Rows) -> float:
     """Return the sum of squares of a pair's difference."""
-    return math.fsum(rows.rows["sum_squares"].tolist())
+    return math.fsum(rows["sum_squares"].tolist())
 
 
 def known_products(statistics: StatsStore, pairs: Sequence[Pair]) -> dict[Pair, float]:
@@ -71,7 +71,7 @@ def keep_products(statistics: StatsStore, rows: Mapping[Pair, Rows]) -> None:
     known = known_products(statistics, list(rows))
     for pair, own in rows.items():
         if pair not in known:
-            statistics.put_fact(*pair, _PRODUCT, math.fsum(own["sum_squares"].tolist()))
+            statistics.put_fact(*pair, _PRODUCT, sum_of_squares(own))
 
 
 def known_apart(statistics: StatsStore, pairs: Sequence[Pair]) -> dict[Pair, float]:
@@ -88,7 +88,7 @@ def known_apart(statistics: StatsStore, pairs: Sequence[Pair]) -> dict[Pair, flo
     for one, other in missing:
         known = rows.get((one, other)) or rows.get((other, one))
         if known is not None:
-            found[one, other] = sum_of_squares(known)
+            found[one, other] = sum_of_squares(known.rows)
     return found
 
 

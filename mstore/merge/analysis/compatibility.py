@@ -35,6 +35,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, call, joined, phrase
+from mstore.stats.known import known_rows
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.tied import own_head, ties, ties_embeddings
@@ -352,18 +353,13 @@ def _values(
     ]
     pairs = [(ours[name], theirs[name]) for name in names]
     squares = statistics.squares_of([one for one, _ in pairs])
-    # Tables of one row have no digest.
-    known = statistics.digests(pairs)
-    alone = [pair for pair, found in zip(pairs, known, strict=True) if found is None]
-    tables = dict(zip(alone, statistics.pairs(alone), strict=True))
-    odd = []
-    for name, pair, whole, digest in zip(names, pairs, squares, known, strict=True):
-        table = tables.get(pair)
-        is_finite = digest.is_finite if digest is not None else True
-        if table is not None:
-            is_finite = table.combined().reliable
-        if not is_finite and whole is not None and math.isfinite(whole):
-            odd.append(name)
+    rows = known_rows(statistics, pairs)
+    odd = [
+        name
+        for name, pair, whole in zip(names, pairs, squares, strict=True)
+        if pair in rows and not rows[pair].is_finite
+        if whole is not None and math.isfinite(whole)
+    ]
     if odd:
         told = f"infinite or NaN elements, or differences from the base, in {_told(odd)}"
         yield _finding(other, "values", WARNING, f"{told}; the result may have them", None)

@@ -267,8 +267,7 @@ class Method(msgspec.Struct, frozen=True):
                 where=Option("experts"),
             )
         if self.weight is None:
-            made = Operation(self, frozen, rounded)
-            return made.scaled() if made.is_whole and made.outer != 1 else made
+            return Operation(self, frozen, rounded).scaled()
         own = parameters[self.weight]
         assert isinstance(own, float)
         return Operation(
@@ -565,11 +564,12 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
             )
         own = (base, mixture.keeps_base) if self.is_whole else (1.0, True)
         rounded = Mixture(own[0], tuple(experts), own[1])
-        made = msgspec.structs.replace(self, weights=rounded.experts, mixture=rounded)
-        return made.scaled() if self.is_whole and self.outer != 1 else made
+        return msgspec.structs.replace(self, weights=rounded.experts, mixture=rounded).scaled()
 
     def scaled(self) -> Operation:
         """Return it with weights of whole experts times the scale.  Raises BadRequest."""
+        if not self.is_whole or self.outer == 1:
+            return self
         return msgspec.structs.replace(
             self,
             weights=tuple(

@@ -38,9 +38,9 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
-from mstore.stats.analysis import measure_pair, measure_squares, measured_apart
+from mstore.stats.analysis import measure_apart, measure_pair, measure_squares
 from mstore.stats.chunks import chunk_reader, row_length, tensor_chunk
-from mstore.stats.known import known_apart
+from mstore.stats.known import known_apart, sum_of_squares
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
@@ -352,7 +352,7 @@ class Facts:
         if missing:
             if not self._analyze:
                 raise _unknown(name)
-            measured = measured_apart(
+            measured = measure_apart(
                 self._catalog, self._statistics, sides, missing, pool, self._meter
             )
             found |= dict(zip(missing, measured, strict=True))
@@ -375,7 +375,7 @@ class Facts:
                 raise _unknown(name)
             table = self.measured(one, other, pool)
             assert table is not None
-            found = _sum_of_squares(table)
+            found = sum_of_squares(table.rows)
         return self._finite(name, found, (one, other), pool, lack)
 
     def _finite(
@@ -413,10 +413,6 @@ class Facts:
         else:
             why = f"all elements of the tensor are finite, but {what}"
         raise BadRequest(f"{why}, so {lacks}", where=name, hint=Option("skip", (name,)))
-
-
-def _sum_of_squares(table: DeltaTable) -> float:
-    return math.fsum(table.rows["sum_squares"].tolist())
 
 
 def _shared_key(least: float, others: Sequence[TensorId]) -> tuple[bytes, bytes]:

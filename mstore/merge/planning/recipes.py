@@ -148,7 +148,7 @@ def _check(recipe: Recipe) -> None:
         except BadRequest as error:
             found = registry.find(recipe.method.text)
             wanted = found.least if found.experts is None else found.experts
-            if len(own[1]) < wanted or len(own[1]) > (found.experts or len(own[1])):
+            if len(own[1]) < wanted or (found.experts is not None and len(own[1]) > wanted):
                 error.advise(_models_of(recipe, wanted))
             error.locate(at(recipe.where, recipe.method.line))
             raise

@@ -17,7 +17,7 @@ from typing import Final
 
 from mstore.adapters.inputs import Inputs
 from mstore.adapters.targets import is_adapter
-from mstore.compare import Measure, Sums, comparable
+from mstore.compare import Measure, Sums, by_layer, comparable
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
@@ -25,7 +25,6 @@ from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.request import Input
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.warnings import MergeWarning
-from mstore.objects.layers import layers_of
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE
 from mstore.phrases import call, phrase
@@ -76,10 +75,7 @@ def far_experts(
     if not sums:
         return {}
     whole = Sums.total(list(sums.values()))
-    layers: dict[str, list[Sums]] = {}
-    for name, layer in layers_of(sums).items():
-        layers.setdefault(layer, []).append(sums[name])
-    totals = {layer: Sums.total(parts) for layer, parts in layers.items()}
+    totals = by_layer(sums)
     moved = [whole.change(k) for k in range(len(experts))]
     found = {}
     for k, (name, own) in enumerate(zip(experts, moved, strict=True)):
@@ -213,11 +209,10 @@ def _shares(operation: Operation) -> tuple[float, ...]:
 def _factors(operation: Operation) -> tuple[float, ...]:
     """Return what each expert's change is multiplied by, at most."""
     own = abs(operation.outer_given if operation.is_whole else operation.factor_given)
-    if operation.is_informed or (operation.is_elected and operation.normalizes):
-        # Divided by the weights that agree, its own among them.
-        return (own,) * len(operation.weights)
-    if operation.method.mix is not None:
-        # Means on spheres are no longer than what they are means of.
+    # Divided by the weights that agree, its own among them.
+    is_shared = operation.is_informed or (operation.is_elected and operation.normalizes)
+    # Means on spheres are no longer than what they are means of.
+    if is_shared or operation.method.mix is not None:
         return (own,) * len(operation.weights)
     if operation.mixture is None:
         own /= abs(operation.divisor)

@@ -14,7 +14,8 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            Fishers, which expert's Fisher it is
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u32: how many elements are infinite or NaN, and are
-           finite in the base; u16: how many numbers of ties there are
+           finite in the base; u32: how many of these are finite in every expert; u16: how many
+           numbers of ties there are
 
 An absent expert does not affect a key if its absence does not affect the output, so a merge of K +
 1 experts finds the results of K.  Pure functions of plan and records; no block is read or looked
