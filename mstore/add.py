@@ -48,7 +48,7 @@ from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import chosen, matching, require_same_shapes
 from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
-from mstore.phrases import Call, Option, call, phrase
+from mstore.phrases import Call, Option, call, few, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store import refs
@@ -65,7 +65,6 @@ Kind = Literal["full", "delta"]
 """What the tensors of a checkpoint are: weights, or differences to those of the base."""
 
 GROUP_BYTES = 4 << 20
-_NAMED = 3
 
 
 @frozen
@@ -827,11 +826,8 @@ def _notes(
     if told is not None and not is_new and base.given and base.snapshot is None:
         notes.append("the snapshot is kept as it is, with its base; another name makes one without")
     if adder.not_finite:
-        named = ", ".join(adder.not_finite[:_NAMED])
-        more = len(adder.not_finite) - _NAMED
         notes.append(
-            f"infinite or NaN elements, or differences from the base, in {named}"
-            + (f" and {more} more" if more > 0 else "")
+            f"infinite or NaN elements, or differences from the base, in {few(adder.not_finite)}"
         )
     if adder.lost or adder.lost_tensors:
         blocks, tensors = len(adder.lost), adder.lost_tensors

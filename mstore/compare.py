@@ -39,7 +39,7 @@ from mstore.objects.layers import layers_of
 from mstore.objects.shapes import EMBEDDINGS, matching, require_matches
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option
+from mstore.phrases import Option, few
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import SKETCH_BUCKETS, inner
 from mstore.stats.digests import Digest
@@ -479,9 +479,8 @@ def compare(
     parts = found if by == "tensor" else by_layer(found)
     notes = []
     if cannot:
-        more = "" if len(cannot) == 1 else f" and {len(cannot) - 1} more"
         notes.append(
-            f"not compared: {cannot[0]}{more}, which not all have, or not in one shape and with "
+            f"not compared: {few(cannot, 1)}, which not all have, or not in one shape and with "
             "floating-point elements"
         )
     return CompareReport(

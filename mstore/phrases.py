@@ -11,7 +11,7 @@ gives a `Spelling`: the command line writes `call("fsck", read_data=True)` as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, Self
 
 import msgspec
@@ -218,3 +218,9 @@ def _python(value: object) -> str:
     if isinstance(value, str) and value in _PLACEHOLDERS:
         return value
     return repr(value)
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Name the first of several, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

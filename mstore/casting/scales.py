@@ -27,7 +27,7 @@ from mstore.ids import Buffer
 from mstore.numeric.casts import SIZES, widened
 from mstore.numeric.codes import EIGHT_BITS
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, phrase
+from mstore.phrases import Option, few, phrase
 
 Singles = npt.NDArray[np.float32]
 
@@ -203,7 +203,7 @@ def _require_known(
     if lacking:
         raise Incompatible(
             f"its config.json says that it is quantized ({stated.method}), and there are no scales "
-            f"of {_told(lacking)}",
+            f"of {few(lacking, _NAMED)}",
             where=where,
         )
     _require_no_others(tensors, known, where)
@@ -221,7 +221,7 @@ def _require_marked(
     if lacking:
         raise Incompatible(
             f"says that layers are quantized as {marks.formats[lacking[0]].name}, and there are no "
-            f"weights in fp8 with scales of {_told(lacking)}",
+            f"weights in fp8 with scales of {few(lacking, _NAMED)}",
             where=where,
         )
     if marks.scaled and not any(known.values()):
@@ -240,7 +240,7 @@ def _require_marked(
         if lacking:
             raise Incompatible(
                 f"says that its weights have scales ({mark}), and there are none of "
-                f"{_told(lacking)}",
+                f"{few(lacking, _NAMED)}",
                 where=where,
                 hint=phrase("{skip} leaves them as they are", skip=Option("skip", tuple(lacking))),
             )
@@ -252,7 +252,7 @@ def _require_one_scale(tensors: Mapping[str, Tensor], where: str) -> None:
     second = [name for name in tensors if name.endswith(_WEIGHT + _SECOND)]
     if second:
         raise Incompatible(
-            f"has scales of scales, as weights in 4 bits have: {_told(second)}",
+            f"has scales of scales, as weights in 4 bits have: {few(second, _NAMED)}",
             where=where,
             hint="dequantize it with the program that quantized it",
         )
@@ -266,15 +266,11 @@ def _require_no_others(
     if others:
         kinds = ", ".join(sorted({tensors[name].dtype for name in others}))
         raise Incompatible(
-            f"has scales of {kinds} elements: casting knows those of fp8 alone: {_told(others)}",
+            f"has scales of {kinds} elements: casting knows those of fp8 alone: "
+            f"{few(others, _NAMED)}",
             where=where,
             hint="dequantize it with the program that quantized it",
         )
-
-
-def _told(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _scale(

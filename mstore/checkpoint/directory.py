@@ -41,7 +41,7 @@ from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, several, told, walk
 from mstore.errors import BadCheckpoint
 from mstore.frozen import frozen
-from mstore.phrases import Phrase, call, joined, phrase
+from mstore.phrases import Phrase, call, few, joined, phrase
 from mstore.sizes import format_size
 
 # Files that mark the top of one model; a directory of several models has none of them.
@@ -492,5 +492,4 @@ def _sortable(text: str) -> bytes:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(quoted(name) for name in names[:_NAMES_SHOWN])
-    return f"{shown} and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else shown
+    return few([quoted(name) for name in names], _NAMES_SHOWN)

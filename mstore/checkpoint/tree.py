@@ -53,7 +53,7 @@ from mstore.checkpoint.reading import (
 )
 from mstore.errors import BadCheckpoint, MstoreError, NotFound
 from mstore.frozen import frozen
-from mstore.phrases import Call, Option, Phrase, Text, call, phrase
+from mstore.phrases import Call, Option, Phrase, Text, call, few, phrase
 from mstore.sizes import format_size
 
 # Keeps a hint that lists paths to one line.
@@ -268,11 +268,10 @@ def _no_revision(path: Path, where: str) -> BadCheckpoint:
     what = "does not name a snapshot of this model in the Hub's cache"
     if not there:
         return BadCheckpoint(f"{what}, which has none", where=where)
-    shown = ", ".join(quoted(each) for each in there[:_PATHS_SHOWN])
-    more = f" and {len(there) - _PATHS_SHOWN} more" if len(there) > _PATHS_SHOWN else ""
+    shown = few([quoted(each) for each in there], _PATHS_SHOWN)
     chosen = str(path / "snapshots" / there[0])
     return BadCheckpoint(
-        f"{what}, which has {shown}{more}",
+        f"{what}, which has {shown}",
         where=where,
         hint=call("add", chosen, name=given_name(path)),
     )

@@ -20,7 +20,7 @@ from mstore.numeric.codes import CODES, cast_hint
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
-from mstore.phrases import call, phrase
+from mstore.phrases import call, few, phrase
 from mstore.store.catalog import Catalog
 
 _NAMED: Final = 4
@@ -127,10 +127,8 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Membe
     unchanged = {one: id for one, id in tensors.items() if is_unchanged(one)}
     whole = [one for one in tensors if one not in used and one not in unchanged]
     if whole:
-        more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
         raise Incompatible(
-            f"has tensors that are not products: {', '.join(whole[:_NAMED])}{more} "
-            "(modules_to_save, bias)",
+            f"has tensors that are not products: {few(whole, _NAMED)} (modules_to_save, bias)",
             where=name,
             hint=INSTEAD,
         )

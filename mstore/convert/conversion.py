@@ -41,6 +41,7 @@ from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.tree import Found, Tree, walk
 from mstore.errors import BadCheckpoint, Unavailable
 from mstore.frozen import frozen
+from mstore.phrases import few
 
 PROGRAM = Path(__file__).with_name("program.py")
 PICKLE_INDEX_SUFFIX = ".bin.index.json"
@@ -177,11 +178,8 @@ def _notes(tasks: Iterable[_Task], files: Iterable[_File]) -> Iterable[str]:
         noun = "tensor" if file.tensors == 1 else "tensors"
         yield f"converted {task.pickle.path} to {task.path}: {file.tensors} {noun}"
         if file.left_out:
-            shown = ", ".join(quoted(name) for name in file.left_out[:_LEFT_OUT_SHOWN])
-            more = len(file.left_out) - _LEFT_OUT_SHOWN
-            yield f"left out of {task.pickle.path}: {shown}" + (
-                f" and {more} more" if more > 0 else ""
-            )
+            shown = few([quoted(name) for name in file.left_out], _LEFT_OUT_SHOWN)
+            yield f"left out of {task.pickle.path}: {shown}"
 
 
 def _indexes(

@@ -21,7 +21,7 @@ from mstore.blocks.reader import located
 from mstore.check import index_file
 from mstore.errors import Corrupt
 from mstore.ids import BlockId, PackId
-from mstore.phrases import call, phrase
+from mstore.phrases import call, few, phrase
 from mstore.reachability import Reach
 from mstore.store import generation, lost_found, mirror
 from mstore.store.catalog import Catalog
@@ -60,7 +60,7 @@ def require_sound_names(catalog: Catalog) -> None:
         differ = mirror.differences(told, catalog.index, transaction)
     if differ:
         raise Corrupt(
-            f"index and mirror of the refs do not agree about {_some(differ)}",
+            f"index and mirror of the refs do not agree about {few(differ, _SHOWN)}",
             where=str(catalog.layout.mirror),
             hint=_REINDEX,
         )
@@ -175,8 +175,3 @@ def _wrong(key: Key, what: str) -> Corrupt:
         where=f"{key[0].name.lower()} {key[1].hex()}",
         hint=_REINDEX,
     )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from mstore.phrases import few
 from mstore_cli import hub
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
@@ -356,9 +357,7 @@ def _show_one(screen: Screen, report: AddReport) -> None:
 def _left_out(report: AddReport) -> str | None:
     if not report.excluded:
         return None
-    shown = ", ".join(report.excluded[:NAMES_SHOWN])
-    more = len(report.excluded) - NAMES_SHOWN
-    names = f"{shown} and {more} more" if more > 0 else shown
+    names = few(report.excluded, NAMES_SHOWN)
     files = counted(report.excluded_files, "file")
     return f"{files}, {format_size(report.excluded_bytes)}: {names}"
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from mstore.phrases import few
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError, notes
@@ -122,9 +123,8 @@ def diff(
         _draw(screen, report, blocks=blocks)
         odd = [one.name for one in report.tensors if one.not_finite]
         if odd:
-            more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
             screen.line()
-            screen.line(f"note: infinite or NaN elements in {', '.join(odd[:SHOWN])}{more}")
+            screen.line(f"note: infinite or NaN elements in {few(odd)}")
         if any(one.relative_l2_bounds is not None for one in report.tensors):
             screen.line()
             again = shlex.join(["mstore", "diff", a, b, "--values"])

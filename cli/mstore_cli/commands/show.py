@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mstore.phrases import few
 from mstore_cli.command import command
 from mstore_cli.graph import how
 from mstore_cli.options import Revision
@@ -57,17 +58,11 @@ def _not_finite(report: SnapshotReport) -> str | None:
     if not report.not_finite:
         return None
     if report.not_finite[0].elements is None:
-        shown = ", ".join(one.tensor for one in report.not_finite[:SHOWN])
-        told = f"some elements may be infinite or NaN: {shown}"
-    else:
-        total = sum(one.elements or 0 for one in report.not_finite)
-        shown = ", ".join(
-            f"{one.tensor} {one.elements} of {one.elements_total}"
-            for one in report.not_finite[:SHOWN]
-        )
-        told = f"{counted(total, 'element')}, infinite or NaN: {shown}"
-    more = len(report.not_finite) - SHOWN
-    return told + (f" and {more} more" if more > 0 else "")
+        shown = few([one.tensor for one in report.not_finite], SHOWN)
+        return f"some elements may be infinite or NaN: {shown}"
+    total = sum(one.elements or 0 for one in report.not_finite)
+    each = [f"{one.tensor} {one.elements} of {one.elements_total}" for one in report.not_finite]
+    return f"{counted(total, 'element')}, infinite or NaN: {few(each, SHOWN)}"
 
 
 def _named(parent: ParentReport) -> str:

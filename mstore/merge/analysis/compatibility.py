@@ -26,7 +26,6 @@ from mstore.ids import TensorId
 from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.request import Input, Request
 from mstore.merge.planning.sense import far_experts, known_sums, swapped
-from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.survey import odd_types
 from mstore.merge.planning.tied import first_names, told_of_head
 from mstore.merge.planning.warnings import told_of_moved
@@ -34,7 +33,7 @@ from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, call, joined, phrase
+from mstore.phrases import Option, call, few, joined, phrase
 from mstore.stats.known import known_rows
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
@@ -271,11 +270,11 @@ def _tensors(
     hint = scales or hint
     if missing:
         told = ": the base's count for them" if is_allowed else ""
-        yield _finding(other, "names", severity, f"lacks {_told(missing)}{told}", hint)
+        yield _finding(other, "names", severity, f"lacks {few(missing, _NAMED)}{told}", hint)
     if extra:
         out = ": left out" if is_allowed else ""
         yield _finding(
-            other, "names", severity, f"has {_told(extra)}, and the base has not{out}", hint
+            other, "names", severity, f"has {few(extra, _NAMED)}, and the base has not{out}", hint
         )
     differing = [
         name for name, one in ours.items() if name in theirs and theirs[name].shape != one.shape
@@ -291,7 +290,7 @@ def _tensors(
         if name not in rows
     ]
     if others:
-        yield _finding(other, "shapes", ERROR, _told(others), skips)
+        yield _finding(other, "shapes", ERROR, few(others, _NAMED), skips)
     if rows:
         one = rows[0]
         yield _finding(
@@ -325,7 +324,7 @@ def _tensors(
             other,
             "dtypes",
             ERROR,
-            f"elements of {told} cannot be merged, and differ: {_told(list(odd))}",
+            f"elements of {told} cannot be merged, and differ: {few(list(odd), _NAMED)}",
             joined(hint_for_types(base.name, other.name, pairs), skips, between="; or "),
         )
     if types:
@@ -361,7 +360,7 @@ def _values(
         if whole is not None and math.isfinite(whole)
     ]
     if odd:
-        told = f"infinite or NaN elements, or differences from the base, in {_told(odd)}"
+        told = f"infinite or NaN elements, or differences from the base, in {few(odd, _NAMED)}"
         yield _finding(other, "values", WARNING, f"{told}; the result may have them", None)
 
 
@@ -371,10 +370,6 @@ def _records(
     names = chosen(dict.fromkeys(tensors, ()), request.only, request.skip).keys()
     wanted = [name for name in tensors if name in names]
     return dict(zip(wanted, catalog.tensors([tensors[name] for name in wanted]), strict=True))
-
-
-def _told(names: Sequence[str]) -> str:
-    return few(names, _NAMED)
 
 
 # -- configs and tokenizers --------------------------------------------------------------------

@@ -39,11 +39,10 @@ from mstore.merge.planning.informed import InformedModel
 from mstore.merge.planning.model import Model, States
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.scores import lottery, seed
-from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.surveyed import Survey, SurveyedTensor
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED
-from mstore.phrases import Option, phrase
+from mstore.phrases import Option, few, phrase
 from mstore.sizes import exact_size
 
 # Sums of squares and their roots are off by less than this: 2^-53 per step, in at most 2^28 steps.

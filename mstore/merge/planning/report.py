@@ -10,10 +10,10 @@ from mstore.frozen import frozen
 from mstore.ids import PlanId
 from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.costs import Costs
-from mstore.merge.planning.stored_texts import few, phrased
+from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, not_finite_warnings
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
-from mstore.phrases import call, phrase
+from mstore.phrases import call, few, phrase
 from mstore.sizes import exact_size, format_size
 from mstore.store.not_finite import NotFiniteTensor, may_be
 from mstore.store.plan_rows import Sources

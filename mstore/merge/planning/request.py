@@ -13,11 +13,10 @@ from mstore.ids import SnapshotId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
-from mstore.merge.planning.stored_texts import few
 from mstore.numeric.codes import output_dtype
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.shapes import Globs, require_patterns, unmatched
-from mstore.phrases import Option, phrase
+from mstore.phrases import Option, few, phrase
 from mstore.requests import MergeRequest, TensorRule
 from mstore.sizes import Budget
 

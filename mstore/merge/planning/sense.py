@@ -23,11 +23,10 @@ from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.request import Input
-from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE
-from mstore.phrases import call, phrase
+from mstore.phrases import call, few, phrase
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Sources

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from mstore.merge.planning.stored_texts import few
+from mstore.phrases import few
 from mstore.recipes.layout import COUNTS, TEXT_CONFIGS
 
 _MOST_LAYERS: Final = 1 << 16

@@ -6,7 +6,6 @@ options as the command line does.  Reports say them with `phrased`, in the words
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from mstore.phrases import Option, phrase
@@ -39,9 +38,3 @@ def phrased(stored: str) -> str:
     if stored.startswith(_SKIP):
         return phrase("{skip}", skip=Option("skip", (stored.removeprefix(_SKIP),)))
     return _TOLD.get(stored, stored)
-
-
-def few(names: Sequence[str], most: int = 3) -> str:
-    """Name the first of several, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

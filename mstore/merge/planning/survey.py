@@ -34,7 +34,7 @@ from mstore.merge.planning.fishers import Fisher, grouped
 from mstore.merge.planning.known_pairs import KnownPairs
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
-from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, few, skipped
+from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, skipped
 from mstore.merge.planning.surveyed import (
     KEEPS_NONE,
     NEEDS_ANALYSIS,
@@ -59,7 +59,7 @@ from mstore.objects.shapes import (
     told_difference,
 )
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, Text, call, joined, phrase
+from mstore.phrases import Option, Text, call, few, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, Rows, finite
 from mstore.stats.chunks import tensor_chunk

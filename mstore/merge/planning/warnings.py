@@ -16,7 +16,6 @@ from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.stacked_config import stacked_config
-from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.tied import (
     left_to_base,
     names_of_plan,
@@ -28,6 +27,7 @@ from mstore.objects.manifest import File, Manifest
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanExpert
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
+from mstore.phrases import few
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 from mstore.store.not_finite import NotFiniteTensor
