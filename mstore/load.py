@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -34,7 +34,7 @@ from mstore.view import SnapshotView, array_form
 
 Bytes = npt.NDArray[np.uint8]
 
-_PIECE_BYTES: Final = 8 << 20
+_PIECE_BYTES: Final = 4 << 20
 """What one thread reads at a time."""
 _LEAST_MAPPED: Final = 1 << 16
 """Smaller tensors are copied: each would keep a page of the pack, and they are the most."""
@@ -60,6 +60,17 @@ def load(
     """
     with contents.held(catalog, [view.id]):
         return _Load(catalog, view, for_torch, progress).run(names, threads)
+
+
+def load_one(
+    catalog: Catalog, view: SnapshotView, name: str, *, threads: int, for_torch: bool
+) -> npt.NDArray[Any]:
+    """Return one tensor as `load` does, without holding the snapshot: that costs a file each time.
+
+    Raises as `load`.
+    """
+    with contents.or_collected(catalog, [view.id]):
+        return _Load(catalog, view, for_torch, None).run([name], threads)[name]
 
 
 @dataclass(slots=True)
@@ -97,8 +108,11 @@ class _Load:
 
     def _do(self, work: Sequence[Callable[[], int]], total: int, threads: int) -> None:
         done = 0
-        with ThreadPoolExecutor(threads, "load") as pool:
-            for _, length in in_order(pool.submit, work, ahead=4 * threads):
+        others = min(threads, len(work)) - 1
+        with ThreadPoolExecutor(max(1, others), "load") as pool:
+            # What no other thread begins is done by this one.
+            submit = pool.submit if others > 0 else lambda do: Future()
+            for _, length in in_order(submit, work, ahead=4 * threads, helping=lambda do: do()):
                 done += length
                 if self.progress is not None:
                     self.progress(Progress("load", done, total))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -36,9 +36,9 @@ class Source(Protocol):
 
     def _view(self, file: str | None) -> SnapshotView: ...
 
-    def _load(
-        self, view: SnapshotView, names: Sequence[str], *, for_torch: bool
-    ) -> dict[str, np.ndarray[Any, Any]]: ...
+    def _load_one(
+        self, view: SnapshotView, name: str, *, for_torch: bool
+    ) -> np.ndarray[Any, Any]: ...
 
 
 class SafeOpen:
@@ -110,7 +110,7 @@ class SafeOpen:
         record = view.record(name)
         if record.nbytes < _LEAST_LOADED:
             return self._given(name, view.tensor(name, for_torch=self._is_torch), record.dtype)
-        array = self._snapshot._load(view, [name], for_torch=self._is_torch)[name]
+        array = self._snapshot._load_one(view, name, for_torch=self._is_torch)
         return to_torch(name, array, record.dtype, self._device) if self._is_torch else array
 
     def get_slice(self, name: str) -> TensorSlice:

@@ -16,6 +16,8 @@ from later import Later
 from mstore import Store
 from mstore.errors import BadRequest, Corrupt, NotFound, Unavailable
 from mstore.integrations.transformers import from_pretrained
+from mstore.safe_open import TensorSlice
+from mstore.store import leases
 
 torch = Later("torch")
 transformers = Later("transformers")
@@ -194,6 +196,24 @@ def test_only_what_is_needed_is_read(store: Store, tmp_path: Path) -> None:
         assert len(from_pretrained(kind, own, "m", num_hidden_layers=2).model.layers) == 2
         with pytest.raises(Corrupt):
             from_pretrained(kind, own, "m")
+
+
+def test_a_snapshot_is_held_while_its_model_is_made(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One hold lasts from the config to the last tensor."""
+    held = []
+    read = TensorSlice.__getitem__
+
+    def noting(part: TensorSlice, index: Any) -> Any:
+        held.append(leases.holds(store._catalog.layout))
+        return read(part, index)
+
+    monkeypatch.setattr(TensorSlice, "__getitem__", noting)
+    from_pretrained(transformers.AutoModelForCausalLM, store, "tied")
+    assert held
+    assert all(one == {store["tied"].id} for one in held)
+    assert not leases.holds(store._catalog.layout)
 
 
 def test_the_store_is_not_changed_by_training(store: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from later import Later
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound
+from mstore.ids import SnapshotId
+from mstore.store import leases
+from mstore.store.layout import Layout
 
 safetensors = Later("safetensors")
 torch = Later("torch")
@@ -87,6 +91,34 @@ def test_raw_tensors_are_not_copied(root: Path) -> None:
     same(found, dict(layered().base))
     with Store.open(root / "dense") as store:
         assert not is_mapped(store["tuned"].load()["model.embed.weight"])
+
+
+def test_one_thread_is_that_of_the_caller(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever allows one thread gets no other; nor does a tensor that one thread reads at once."""
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(thread.name))
+    monkeypatch.setattr("mstore.safe_open._LEAST_LOADED", 0)
+    family = layered()
+    same(store["tuned"].load(threads=1), dict(family.experts[0]))
+    wanted = family.experts[0]["model.embed.weight"]
+    assert store["tuned"].safe_open().get_tensor("model.embed.weight").tobytes() == wanted.tobytes()
+
+
+def test_one_tensor_is_read_without_a_hold(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one tensor makes no file in the store, as a hold would; a whole model is held."""
+    monkeypatch.setattr("mstore.safe_open._LEAST_LOADED", 0)
+    made = []
+    hold = leases.Hold
+
+    def holding(layout: Layout, id: SnapshotId) -> leases.Hold:
+        made.append(id)
+        return hold(layout, id)
+
+    monkeypatch.setattr(leases, "Hold", holding)
+    snapshot = store["tuned"]
+    snapshot.safe_open().get_tensor("model.embed.weight")
+    assert not made
+    snapshot.load()
+    assert made == [snapshot.id]
 
 
 def test_progress_is_told(store: Store) -> None:

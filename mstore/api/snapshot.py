@@ -181,6 +181,12 @@ class Snapshot:
             progress=progress,
         )
 
+    def _load_one(self, view: SnapshotView, name: str, *, for_torch: bool) -> np.ndarray[Any, Any]:
+        from mstore.load import load_one
+
+        threads = thread_count(None)
+        return load_one(self._store._catalog, view, name, threads=threads, for_torch=for_torch)
+
     def safe_open(
         self, framework: str = "np", device: Any = None, *, file: str | None = None
     ) -> SafeOpen:

@@ -58,7 +58,8 @@ def from_pretrained(kind: Any, store: Store, revision: Revision, **options: Any)
     files = _Files(store[revision], options.pop("subfolder", ""))
     given, wants_info = options.pop("config", None), options.pop("output_loading_info", False)
     is_ready = isinstance(given, transformers.PreTrainedConfig)
-    with files.open(None if is_ready else _CONFIG) as place:
+    # For all tensors at once: a hold is a file.
+    with store.hold(files.snapshot), files.open(None if is_ready else _CONFIG) as place:
         if is_auto and not is_ready:
             _require_type(transformers, files.fields(_CONFIG), str(revision))
             given, options = _config(transformers, place, options)
