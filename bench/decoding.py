@@ -1,69 +1,66 @@
 """What a block costs to decode and to encode: one thread, from memory to memory.
 
-    python bench/decoding.py WORK [--rounds 20]
+    python bench/decoding.py WORK [--rounds 20] [--other CHECKOUT] [--level NAME]
 
 Writes and prints bench/results/decoding.json.  WORK is not written to.  Blocks are 1 MiB of normal
 weights of deviation 0.02; a delta is to a base that is given, as it is after the base was read.
-GB/s of plain bytes by processor time of the thread, the best of the rounds.  bf16 is coded by
-class, and, beside that, ordered by class, as before.  What is ordered: with the ordering that this
-processor has, and one element at a time, as where AVX-512 VBMI2 is missing (the rest of that code
-still takes what the processor has).  "checked": with the block's BLAKE3, as readers do.
+GB/s of plain bytes by processor time of the thread, the best of the rounds.  "checked": with the
+block's BLAKE3, as readers do.  "encode": with the sample that chooses the codec, and the check by
+decoding.  Also measured in turn: --other, a checkout of another version, with its kernels; and
+--level, the code for lesser processors (`scripts/kernels.py NAME` makes it).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import ml_dtypes
 import numpy as np
 from blake3 import blake3
 from measure import keep, machine, options
-from numba import carray
 
-from mstore.blocks import classes, codecs, planes
-from mstore.blocks.codecs import Elements, Encoded, Policy, decode_into, encode
-from mstore.blocks.plane_passes import SCRATCH, steps
+from mstore.blocks.codecs import Codec, Elements, Encoded, Policy, decode_into, encode
 from mstore.ids import BlockId
-from mstore.numeric.compiling import compiled, pointer
-from mstore.numeric.expansion import IS_WIDE
 
+ROOT = Path(__file__).resolve().parent.parent
 BYTES = 1 << 20
+TURNS = 3
+RATES = ("decode", "decode checked", "encode")
 BLOCKS = 2
 """So few that a base is in the cache, as if it had just been read."""
 DEVIATION = 0.02
 NOISES = (1e-2, 3e-3, 1e-3)
-TYPES = {"bf16": np.uint16, "f32": np.uint32}
-Numbers = np.ndarray[Any, np.dtype[Any]]
+TYPES: dict[str, Any] = {
+    "bf16": ml_dtypes.bfloat16,
+    "f16": np.float16,
+    "f32": np.float32,
+    "fp8 e4m3": ml_dtypes.float8_e4m3fn,
+}
 Pair = tuple[BlockId, bytes, bytes]
 Figures = dict[str, Any]
 
 
-def stored(values: Numbers, word: Any) -> bytes:
-    """Float32 values as bf16, rounded to nearest, or as they are."""
-    bits = values.astype(np.float32).view(np.uint32)
-    if word is np.uint32:
-        return bits.tobytes()
-    return ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).tobytes()
-
-
-def pairs(word: Any, noise: float) -> list[Pair]:
-    """(Id of the base, base, expert)."""
+def pairs(kind: Any, noise: float) -> list[Pair]:
+    """(Id of the base, base, expert); fp8 has scales, so that its weights fill its range."""
     draw = np.random.default_rng(7)
+    scale = 32.0 if np.dtype(kind).itemsize == 1 else 1.0
     found = []
     for _ in range(BLOCKS):
-        of_base = stored(draw.normal(0, DEVIATION, BYTES // word().itemsize), word)
+        count = BYTES // np.dtype(kind).itemsize
+        base = draw.normal(0, DEVIATION * scale, count).astype(np.float32).astype(kind)
         # An expert is trained from what is stored.
-        bits = np.frombuffer(of_base, dtype=word).astype(np.uint32) << np.uint32(
-            32 - 8 * word().itemsize
-        )
-        expert = bits.view(np.float32) + draw.normal(0, DEVIATION * noise, bits.size)
-        found.append((BlockId.of(of_base), of_base, stored(expert, word)))
+        moved = base.astype(np.float32) + draw.normal(0, DEVIATION * scale * noise, count)
+        expert = moved.astype(np.float32).astype(kind)
+        found.append((BlockId.of(base.tobytes()), base.tobytes(), expert.tobytes()))
     return found
 
 
@@ -77,47 +74,6 @@ def rate(rounds: int, calls: list[Callable[[], Any]]) -> float:
         if number:
             best = min(best, time.thread_time() - began)
     return len(calls) * BYTES / best / 1e9
-
-
-@contextmanager
-def one_at_a_time(word: Any) -> Iterator[None]:
-    """Let `planes` order elements one at a time, whatever the processor has."""
-    width = word().itemsize
-    split, join = steps(word, 8 * width, is_wide=False)
-
-    @compiled
-    def array(address: Any, size: int) -> Any:
-        return carray(pointer(address), (size,), np.uint8)
-
-    @compiled
-    def split_at(mode: int, n: int, data: Any, base: Any, into: Any, scratch: Any) -> None:
-        size = n * width
-        room = array(scratch, SCRATCH + size)
-        split(mode, n, array(data, size), array(base, size), array(into, size), room)
-
-    @compiled
-    def join_at(mode: int, n: int, source: Any, base: Any, into: Any, scratch: Any) -> None:
-        size = n * width
-        room = array(scratch, SCRATCH + size)
-        join(mode, n, array(source, size), array(base, size), array(into, size), room)
-
-    own = planes._split[width], planes._join[width]
-    planes._split[width], planes._join[width] = split_at, join_at
-    try:
-        yield
-    finally:
-        planes._split[width], planes._join[width] = own
-
-
-@contextmanager
-def ordered() -> Iterator[None]:
-    """Let `codecs` order all differences by class, and code none by class."""
-    own = codecs._CLASSES_WIDTH
-    codecs._CLASSES_WIDTH = 0
-    try:
-        yield
-    finally:
-        codecs._CLASSES_WIDTH = own
 
 
 def measured(rounds: int, of: list[Pair], elements: Elements) -> Figures:
@@ -135,9 +91,10 @@ def measured(rounds: int, of: list[Pair], elements: Elements) -> Figures:
         blake3(target).digest()
 
     found: Figures = {}
-    for name, alone in (("delta", False), ("planes", True)):
+    for name, alone in (("delta", False), ("alone", True)):
         made = [(coded(pair, alone=alone), None if alone else pair[1]) for pair in of]
         found[name] = {
+            "codec": Codec(made[0][0].codec).name.lower(),
             "share": sum(len(one.payload) for one, _ in made) / (len(made) * BYTES),
             "decode": rate(rounds, [lambda a=a, b=b: decoded(a, b) for a, b in made]),
             "decode checked": rate(rounds, [lambda a=a, b=b: checked(a, b) for a, b in made]),
@@ -146,21 +103,62 @@ def measured(rounds: int, of: list[Pair], elements: Elements) -> Figures:
     return found
 
 
+def turn(checkout: Path, level: str, rounds: int, name: str, noise: float) -> Figures:
+    """What a version, or its code for a level of processor, takes, in a process of its own."""
+    program = (
+        "import json, sys; sys.argv[1:] = []; import decoding as bench\n"
+        "from mstore.numeric import levels, passes\n"
+        f"if {level!r}: passes.runnable = lambda: (levels.named({level!r}),)\n"
+        f"print(json.dumps(bench.one({rounds}, {name!r}, {noise})))"
+    )
+    places = os.pathsep.join([str(checkout), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        # The directory that Python looks in first.
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": places},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    found: Figures = json.loads(done.stdout)
+    return found
+
+
+def one(rounds: int, name: str, noise: float) -> Figures:
+    """The figures of one kind of differences."""
+    kind = TYPES[name]
+    return measured(rounds, pairs(kind, noise), Elements(np.dtype(kind).itemsize, True))
+
+
+def best(turns: list[Figures]) -> Figures:
+    """The best rate of each kind."""
+    return {
+        way: own | {key: max(turn[way][key] for turn in turns) for key in RATES}
+        for way, own in turns[0].items()
+    }
+
+
 def main() -> None:
-    given = options(__doc__, rounds=20, millions=0.0).parse_args()
-    results: Figures = {"machine": machine(), "rounds": given.rounds, "wide": IS_WIDE}
-    for name, word in TYPES.items():
-        for noise in NOISES:
-            of = pairs(word, noise)
-            elements = Elements(word().itemsize, True)
-            found = {}
-            if word().itemsize == classes.WIDTH:
-                found["by class"] = measured(given.rounds, of, elements)
-            with ordered():
-                found["own"] = measured(given.rounds, of, elements)
-                with one_at_a_time(word):
-                    found["one at a time"] = measured(given.rounds, of, elements)
-            results[f"{name} {noise:g}"] = found
+    parser = options(__doc__, rounds=20, millions=0.0)
+    parser.add_argument("--other", type=Path)
+    parser.add_argument("--level", default="")
+    given = parser.parse_args()
+    results: Figures = {"machine": machine(), "rounds": given.rounds}
+    for name in TYPES:
+        # Of fp8, smaller noise moves nothing.
+        for noise in NOISES if name != "fp8 e4m3" else (3e-2,):
+            found: dict[str, list[Figures]] = {}
+            # Who else is on the machine changes within seconds: each version has several turns.
+            for _ in range(TURNS):
+                for version, where, level in (
+                    ("now", ROOT, ""),
+                    ("before", given.other, ""),
+                    (given.level, ROOT if given.level else None, given.level),
+                ):
+                    if where:
+                        told = turn(where, level, given.rounds, name, noise)
+                        found.setdefault(version, []).append(told)
+            results[f"{name} {noise:g}"] = {key: best(turns) for key, turns in found.items()}
     keep(given.results, "decoding", results)
 
 

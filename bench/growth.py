@@ -110,7 +110,7 @@ class Simulated:
     def block(self, id: bytes, base: bytes | None) -> None:
         """A block of 1 MiB, raw, or a delta of RATIO."""
         stored = BLOCK if base is None else int(BLOCK * RATIO)
-        codec = Codec.RAW if base is None else Codec.DELTA_FLOATS
+        codec = Codec.RAW if base is None else Codec.DELTA
         self._entry(id, Kind.BLOCK, int(codec), 2, stored, BLOCK, base or bytes(32), "blocks", id)
 
     def record(self, record: Any) -> bytes:

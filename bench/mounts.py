@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from generate import BASE, dense, write_family
 from growth import simulate
-from measure import drop_cache, keep, machine, options, spread, warm_memory
+from measure import drop_cache, keep, machine, options, spread
 from store import Store
 
 READING = Path(__file__).parent / "reading.py"
@@ -47,7 +47,6 @@ PEERS = ("restic", "borg")
 PARTLY = {"checkout": ("read", "from_pretrained"), **dict.fromkeys(PEERS, ("read",))}
 """Places that are not read in every way."""
 BLOCKS, SNAPSHOTS = 100_000, 10_000
-WARM_GIGABYTES = 2
 TICKS = os.sysconf("SC_CLK_TCK")
 REPOSITORY = {
     **os.environ,
@@ -243,13 +242,12 @@ class Bench:
         return {name: spread(values) for name, values in found.items()}
 
     def state(self, state: str, files: list[Path]) -> None:
-        """Bring files at rest into a state, and have memory at hand for all alike."""
+        """Bring files at rest into a state."""
         if state == "cold":
             drop_cache(*files)
         else:
             for file in files:
                 file.read_bytes()
-        warm_memory(WARM_GIGABYTES)
 
     def round(self) -> dict[str, float]:
         """Every way in every place and state: MB/s, and what mounts took."""
@@ -285,7 +283,6 @@ class Bench:
                 found[f"cpu {place.name} {state}"] = taken
                 found[f"memory {place.name} {state}"] = float(mount.memory())
             if state == "cold":
-                warm_memory(WARM_GIGABYTES)
                 if way == "random":
                     # It read a third: the rest must be there, too.
                     seconds("read", mount.folder)

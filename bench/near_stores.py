@@ -13,19 +13,24 @@ CODECS = ("raw", "dense")
 
 
 class NearStores:
-    """A base and its experts below `work`; the plain files stay for the next run."""
+    """A base and its experts below `work`; the plain files stay for the next run.
 
-    def __init__(self, work: Path, millions: float) -> None:
+    checkout: of another version, which makes the stores.
+    """
+
+    def __init__(self, work: Path, millions: float, checkout: Path | None = None) -> None:
         self.work = work
+        self.checkout = checkout
+        self._suffix = "" if checkout is None else "-before"
         self.family = work / f"near{millions:g}"
         self.models = [BASE, *(near(number) for number in range(EXPERTS))]
         write_family(self.family, millions, self.models)
         self.plain_bytes = sum(path.stat().st_size for path in (self.family / "base").iterdir())
-        self.scratch = Store(work / "scratch")
+        self.scratch = Store(work / f"scratch{self._suffix}", checkout)
 
     def store(self, codec: str) -> Store:
         """The store of a policy."""
-        return Store(self.work / f"store-{codec}")
+        return Store(self.work / f"store-{codec}{self._suffix}", self.checkout)
 
     def fill(self) -> None:
         """Base and experts, in both stores."""

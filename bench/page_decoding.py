@@ -6,10 +6,10 @@ from tables import Told, machine, percent, table
 
 DECODING = """\
 {machine} `python bench/decoding.py WORK`. One thread, blocks of 1 MiB in memory, the base given;
-the best of {rounds} rounds, GB/s of plain bytes by processor time. *By class*: the code by class,
-which bf16 has. *Own*: ordered by class and compressed, as others are and bf16 was, with the
-ordering that this processor has{wide}. *One*: the same, one element at a time. *Checked* includes
-BLAKE3 of the result.
+the best of {rounds} rounds, GB/s of plain bytes by processor time. *Checked* includes BLAKE3 of
+the result; *encode* includes the choice of a codec and the check by decoding. *Before* is the
+version that had a code by class for bf16 and zstd over byte planes for all else, in the same run;
+a name is that of the code for lesser processors (x86-64-v3: AVX2), on this one.
 """
 
 KEYS = ("decode", "decode checked", "encode")
@@ -19,19 +19,21 @@ def section(told: Told) -> str:
     """The section of bench/decoding.py."""
     rows = []
     for name, found in told.items():
-        if not isinstance(found, dict) or "own" not in found:
+        if not isinstance(found, dict) or "now" not in found:
             continue
-        ways = {way: each["delta"] for way, each in found.items()}
-        for way, label in (("by class", "by class"), ("own", "own"), ("one at a time", "one")):
-            if way in ways:
-                rates = (f"{ways[way][key]:.2f}" for key in KEYS)
-                rows.append((name, label, percent(ways[way]["share"]), *rates))
-    head = ("difference, noise", "", "stored", "decode", "checked", "encode")
-    wide = " (AVX-512 VBMI2)" if told["wide"] else " (not AVX-512 VBMI2)"
+        for way in ("delta", "alone"):
+            for version in ("before", "now", *sorted(found.keys() - {"before", "now"})):
+                if version not in found or (way == "alone" and not name.endswith(("0.01", "0.03"))):
+                    continue
+                each = found[version][way]
+                rates = (f"{each[key]:.2f}" for key in KEYS)
+                what = f"{name}, {way}" if way == "delta" else f"{name.split()[0]}, no base"
+                rows.append((what, version, percent(each["share"]), *rates))
+    head = ("elements, noise", "", "stored", "decode", "checked", "encode")
     return "\n".join(
         [
             "## Decoding and encoding, a processor\n",
-            DECODING.format(machine=machine(told), rounds=told["rounds"], wide=wide),
+            DECODING.format(machine=machine(told), rounds=told["rounds"]),
             table(head, rows),
         ]
     )

@@ -7,11 +7,10 @@ from tables import Told, machine, span, table, wall
 LIMITS = """\
 {machine} `python bench/limits.py WORK`. The family is `generate.near`, {plain:.0f} MB a checkpoint,
 {experts} experts; medians of {rounds} rounds. Each part is measured alone on these bytes: `read` is
-pread from the page cache, `hash` BLAKE3, `decode` what codecs cannot do without (zstd's decoding,
-or the pass of the code by class), `kernel` the merge alone, `write` writing and fdatasync. The
-limit is the start of an interpreter and the larger of the processor's parts, shared by {cores}
-processors, and the disk's. A limit does not count planning, looking up, joining byte planes, coding
-what a dense store writes, or publishing.
+pread from the page cache, `hash` BLAKE3, `decode` the codecs alone, `kernel` the merge alone,
+`write` writing and fdatasync. The limit is the start of an interpreter and the larger of the
+processor's parts, shared by {cores} processors, and the disk's. A limit does not count planning,
+looking up, coding what a dense store writes, or publishing.
 """
 
 

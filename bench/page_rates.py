@@ -17,9 +17,10 @@ OUT = """\
 a dense expert, two blocks are read and decoded for each block written.
 """
 USE = """\
-The same family ({raw:.0f} MB of packs if raw, {dense:.0f} MB if dense) merged (TIES, density 0.2,
-{experts} experts, full budget, synced) and mounted (one shard of an expert, read by a process that
-does nothing else, packs in the page cache; *again* is from the kernel's cache).
+The same family ({raw:.0f} MB of packs if raw, {dense:.0f} MB if dense) merged (TIES, density
+0.2, and linear; {experts} experts, full budget, synced) and mounted (one shard of an expert, read
+by a process that does nothing else, packs in the page cache; *again* is from the kernel's cache).
+*Before* is the version before blocks had one code (design 040), in the same rounds.
 """
 
 
@@ -57,7 +58,8 @@ def section(told: Told) -> str:
                 dense=told["stored_bytes"]["dense"] / 1e6,
                 experts=told["experts"],
             ),
-            _beside(told["merge"], (told["experts"] + 1) * plain, "wall, times raw"),
+            _beside(told["ties"], (told["experts"] + 1) * plain, "TIES: wall, times raw"),
+            _beside(told["linear"], (told["experts"] + 1) * plain, "linear: wall, times raw"),
             _mount(told["mount"]),
         ]
     )

@@ -22,10 +22,8 @@ from typing import Any
 import blake3
 import numpy as np
 import numpy.typing as npt
-import zstandard
 
-from mstore.blocks import classes
-from mstore.blocks.codecs import Codec, decode
+from mstore.blocks.codecs import Codec, decode, decode_into
 from mstore.blocks.packs import Kind, read_table
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
 from mstore.merge.methods import registry
@@ -46,7 +44,6 @@ class Own(threading.local):
     def __init__(self) -> None:
         self.room = np.empty((8, MIB), dtype=np.uint8)
         self.counts = np.zeros((0x8000, 2), dtype=np.int64)
-        self.decompressor = zstandard.ZstdDecompressor()
 
 
 own = Own()
@@ -74,8 +71,10 @@ def plain(directory: Path) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """The payload of a block that is not raw. base: plain bytes, for a difference by class."""
+    """The payload of a block that is not raw. base: plain bytes, for a delta."""
 
+    codec: Codec
+    width: int
     payload: bytes
     length: int
     base: bytes | None = None
@@ -96,12 +95,11 @@ class Payloads:
                     continue
                 file.seek(entry.offset)
                 payload, length = file.read(entry.stored_length), entry.raw_length
-                if entry.codec == Codec.DELTA_CLASSES:
-                    found.append(Coded(payload, length, self._bases[entry.base]))
-                    continue
-                found.append(Coded(payload, length))
-                if entry.codec == Codec.PLANES:
-                    plain = decode(entry.codec, payload, entry.width, length)
+                codec = Codec(entry.codec)
+                base = self._bases[entry.base] if codec.is_delta else None
+                found.append(Coded(codec, entry.width, payload, length, base))
+                if base is None:
+                    plain = decode(codec, payload, entry.width, length)
                     self._bases[entry.id] = bytes(plain)
         return found
 
@@ -142,12 +140,11 @@ def hashed(data: Bytes) -> float:
 
 
 def decoded(payloads: Sequence[Coded]) -> float:
-    """Processor seconds of what codecs cannot do without: zstd's decoding, or the code by class."""
+    """Processor seconds of decoding."""
 
     def piece(one: Coded) -> float:
-        if one.base is None:
-            return timed(own.decompressor.decompress, one.payload)
-        return timed(classes.decode, one.payload, one.base, own.room[0][: one.length].data)
+        room = own.room[0][: one.length].data
+        return timed(decode_into, one.codec, one.payload, one.width, room, one.base)
 
     return processor(payloads, piece)
 

@@ -1,17 +1,19 @@
 """add and checkout beside plain tools, raw and dense; merging and mounting a dense family.
 
-    python bench/rates.py WORK [--rounds 5] [--millions 300] [--small]
+    python bench/rates.py WORK [--rounds 5] [--millions 300] [--small] [--before CHECKOUT]
 
 Writes and prints bench/results/rates.json.  WORK is a directory on a local disk with 10 GB free.
 Needs b3sum (`apt install b3sum`) and, for the mount, FUSE.  The family is `generate.near`: a base
 and four experts whose deltas compress.  Page cache warm, as many threads as cores in every program.
 Peers run in the same round as what they are compared with, in turn; a ratio is the median of the
-ratios of the rounds.  `cp` and `checkout` are followed by `sync -d` of what they wrote.
+ratios of the rounds.  `cp` and `checkout` are followed by `sync -d` of what they wrote.  --before:
+a checkout of another version, with its kernels, measured in the same rounds.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ from near_stores import CODECS, EXPERTS, NearStores
 from spine import SHARD, map_through, read_through
 
 WARM_GIGABYTES = 3
+METHODS = {"ties": ["--param", "density=0.2"], "linear": []}
 Figures = dict[str, Any]
 
 
@@ -58,23 +61,24 @@ class Bench(NearStores):
         return self._out('cp -r "$1" "$2"', str(self.family / "expert0"))
 
     def checked_out(self, codec: str, name: str) -> Run:
-        program = f"{sys.executable} -m mstore_cli --no-progress"
-        command = f'{program} --store "$1" checkout {name} "$2"'
-        return self._out(command, str(self.store(codec).path))
+        store = self.store(codec)
+        words = shlex.join([*store.command(), "checkout", name])
+        return self._out(f'{words} "$2"', str(store.path), store.environment())
 
-    def _out(self, command: str, source: str) -> Run:
+    def _out(self, command: str, source: str, env: dict[str, str] | None = None) -> Run:
         out = self.work / "out"
         shutil.rmtree(out, ignore_errors=True)
-        done = run(["sh", "-ec", f'{command} && sync -d "$2"/*', "sh", source, str(out)])
+        script = f'{command} && sync -d "$2"/*'
+        done = run(["sh", "-ec", script, "sh", source, str(out)], env=env)
         shutil.rmtree(out)
         return done
 
     # -- merge and mount -------------------------------------------------------------------------
 
-    def merge(self, codec: str) -> Run:
-        """TIES of all experts at full budget, into a fresh copy of the store."""
+    def merge(self, codec: str, method: str) -> Run:
+        """All experts at full budget, into a fresh copy of the store."""
         words = [f"--expert=expert{number}" for number in range(EXPERTS)]
-        words += ["--method", "ties", "--param", "density=0.2", "--name", "merged"]
+        words += ["--method", method, *METHODS[method], "--name", "merged"]
         with self.store(codec).copy(self.work / "round") as store:
             os.sync()
             warm_memory(WARM_GIGABYTES)
@@ -125,19 +129,25 @@ def ratios(ours: Sequence[Run], peers: Sequence[Run]) -> list[float]:
 def main() -> None:
     parser = options(__doc__, rounds=5, millions=300.0)
     parser.add_argument("--small", action="store_true", help="one round of one layer")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier version")
     given = parser.parse_args()
     if given.small:
         given.rounds, given.millions = 1, 70.0
     bench = Bench(given.work.absolute(), given.millions)
+    versions = {"": bench}
+    if given.before:
+        versions[", before"] = Bench(bench.work, given.millions, given.before.absolute())
     adds: dict[str, Callable[[], Run]] = {"cp + b3sum": bench.copy_and_hash}
     outs: dict[str, Callable[[], Run]] = {"cp -r": bench.copied}
-    merges: dict[str, Callable[[], Run]] = {}
+    merges: dict[str, dict[str, Callable[[], Run]]] = {method: {} for method in METHODS}
     for codec in CODECS:
-        adds[f"{codec} base"] = partial(bench.add_base, codec)
-        adds[f"{codec} expert"] = partial(bench.add_expert, codec)
-        outs[f"{codec} base"] = partial(bench.checked_out, codec, "base")
-        outs[f"{codec} expert"] = partial(bench.checked_out, codec, "expert0")
-        merges[codec] = partial(bench.merge, codec)
+        for words, one in versions.items():
+            adds[f"{codec} base{words}"] = partial(one.add_base, codec)
+            adds[f"{codec} expert{words}"] = partial(one.add_expert, codec)
+            outs[f"{codec} base{words}"] = partial(one.checked_out, codec, "base")
+            outs[f"{codec} expert{words}"] = partial(one.checked_out, codec, "expert0")
+            for method, own in merges.items():
+                own[f"{codec}{words}"] = partial(one.merge, codec, method)
     results: Figures = {
         "machine": machine(),
         "threads": len(os.sched_getaffinity(0)),
@@ -146,15 +156,18 @@ def main() -> None:
         "experts": EXPERTS,
         "add": beside(in_turn(given.rounds, adds), "cp + b3sum"),
     }
-    bench.fill()
+    for one in versions.values():
+        one.fill()
     results["stored_bytes"] = {
         codec: sum(path.stat().st_size for path in bench.store(codec).path.rglob("*.pack"))
         for codec in CODECS
     }
     results["checkout"] = beside(in_turn(given.rounds, outs), "cp -r")
-    results["merge"] = beside(in_turn(given.rounds, merges), "raw")
+    for method, own in merges.items():
+        results[method] = beside(in_turn(given.rounds, own), "raw")
     results["mount"] = bench.mount_rates(given.rounds)
-    bench.close()
+    for one in versions.values():
+        one.close()
     keep(given.results, "rates", results)
 
 

@@ -20,14 +20,31 @@ from measure import Run, run
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A store at `path`, which need not be there yet."""
+    """A store at `path`, which need not be there yet.
+
+    checkout: of another version, with its kernels, whose command line is run instead.
+    """
 
     path: Path
+    checkout: Path | None = None
+
+    def command(self) -> list[str]:
+        """The program, on this store."""
+        # -P: not what lies in the working directory.
+        program = [sys.executable, "-P", "-m", "mstore_cli", "--no-progress"]
+        return [*program, "--store", str(self.path)]
+
+    def environment(self) -> dict[str, str] | None:
+        """Where the program finds the other version."""
+        if self.checkout is None:
+            return None
+        parts = [self.checkout, *(self.checkout / part for part in ("cli", "fuse", "serve"))]
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        return env | {"PYTHONPATH": os.pathsep.join(map(str, parts))}
 
     def mstore(self, *words: str) -> Run:
         """Run the command line on this store."""
-        command = [sys.executable, "-m", "mstore_cli", "--store", str(self.path)]
-        return run([*command, "--no-progress", *words])
+        return run([*self.command(), *words], env=self.environment())
 
     def make(self, block_size: int | None = None, codec: str = "raw") -> None:
         """An empty store, in place of any that is there."""
@@ -63,7 +80,7 @@ class Store:
                 shutil.copy2(source, target)
 
         shutil.copytree(self.path, path, ignore=left_out, copy_function=link_packs)
-        return Store(path)
+        return Store(path, self.checkout)
 
     @contextmanager
     def copy(self, path: Path, *, memo: bool = False) -> Iterator[Store]:

@@ -65,7 +65,7 @@ class CodecUsage:
     """Blocks stored with one codec: how many, and their bytes."""
 
     codec: str
-    """raw, constant, planes, or a delta"""
+    """raw, constant, zstd, floats or delta"""
     blocks: int
     """number of blocks"""
     plain_bytes: int

@@ -20,7 +20,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -35,14 +35,18 @@ from mstore.numeric.passes import ENDING, KERNELS, Pass, Trailer, sealed, traile
 
 MAKER = Path(__file__).with_name("machine_code.py")
 # These compile longest, so they begin first.
-LONGEST = ("arithmetic.passes", "attribution_passes", "stats.passes", "plane_passes")
+LONGEST = ("arithmetic.passes", "attribution_passes", "stats.passes", "blocks.rans")
 
 
 class Wanted(NamedTuple):
-    """What a worker compiles: one pass, and its file for each level."""
+    """What a worker compiles: one pass, and its file for each level.
+
+    source: where the pass is in C; None for numba's.
+    """
 
     module: str
     name: str
+    source: Path | None
     files: tuple[tuple[Level, Path, Trailer], ...]
 
 
@@ -63,22 +67,17 @@ def passes() -> Iterator[Pass]:
 
 
 def jobs(every: Iterable[Pass], levels: Sequence[Level]) -> list[list[Wanted]]:
-    """What is missing: passes of one module, at levels for which numba does the same."""
+    """What is missing: numba's passes of one module, or one pass in C, at all levels."""
     maker = blake3(MAKER.read_bytes()).digest()
-    found: dict[tuple[str, bool], list[Wanted]] = defaultdict(list)
+    found: dict[tuple[str, ...], list[Wanted]] = defaultdict(list)
     for one in every:
         made = Trailer(one.stamp(), maker)
-        # Only with `expansion` does it matter to numba what a level has.
-        is_apart = any(source.stem == "expansion" for source in one.sources)
-        for is_wide in (True, False) if is_apart else (False,):
-            files = tuple(
-                (level, one.path(level), made)
-                for level in levels
-                if level.is_wide == is_wide or not is_apart
-                if not _is_there(one.path(level), made)
-            )
-            if files:
-                found[one.module, files[0][0].is_wide].append(Wanted(one.module, one.name, files))
+        places = [(level, one.path(level), made) for level in levels]
+        files = tuple(place for place in places if not _is_there(*place[1:]))
+        if files:
+            in_c = one.sources[0] if one.sources[0].suffix == ".c" else None
+            job = (one.module, one.name) if in_c else (one.module,)
+            found[job].append(Wanted(one.module, one.name, in_c, files))
     return sorted(found.values(), key=lambda job: not job[0].module.endswith(LONGEST))
 
 
@@ -90,7 +89,7 @@ def _is_there(path: Path, made: Trailer) -> bool:
 
 
 def _prepare(level: Level) -> None:
-    """Make numba, in a new process, accept what `expansion` uses at a level, or do without."""
+    """Make numba, in a new process, leave to `machine_code` what depends on the level."""
     # An empty list would be this processor's.
     features = level.features or {"aarch64": "+neon"}.get(level.machine, "+sse2")
     os.environ |= {
@@ -110,12 +109,16 @@ def _make(job: Sequence[Wanted]) -> int:
     import machine_code
 
     for one in job:
-        # numba works once for all levels.
-        assembly = getattr(importlib.import_module(one.module), one.name).assembly()
+        if one.source:
+            make = partial(machine_code.made_of_c, one.source, one.name)
+        else:
+            # numba works once for all levels.
+            entry = getattr(importlib.import_module(one.module), one.name)
+            make = partial(machine_code.made, entry.assembly())
         for level, path, made in one.files:
             path.parent.mkdir(parents=True, exist_ok=True)
             own = path.with_name(f".{path.name}.{os.getpid()}")
-            own.write_bytes(sealed(machine_code.made(assembly, level), made))
+            own.write_bytes(sealed(make(level), made))
             own.replace(path)
     return len(job)
 
@@ -125,20 +128,13 @@ def compile_all(wanted: Sequence[Sequence[Wanted]]) -> None:
     began = time.monotonic()
     total = sum(len(job) for job in wanted)
     say(f"compiling {total} passes")
-    with ExitStack() as pools:
-        running = []
-        # numba learns once in a process what a level has.
-        for is_wide in (True, False):
-            of_kind = [job for job in wanted if job[0].files[0][0].is_wide == is_wide]
-            if of_kind:
-                pool = ProcessPoolExecutor(
-                    min(len(of_kind), len(os.sched_getaffinity(0))),
-                    mp_context=get_context("spawn"),
-                    initializer=_prepare,
-                    initargs=(of_kind[0][0].files[0][0],),
-                )
-                pools.callback(pool.shutdown, cancel_futures=True)
-                running += [pool.submit(_make, job) for job in of_kind]
+    with ProcessPoolExecutor(
+        min(len(wanted), len(os.sched_getaffinity(0))),
+        mp_context=get_context("spawn"),
+        initializer=_prepare,
+        initargs=(wanted[0][0].files[0][0],),
+    ) as pool:
+        running = [pool.submit(_make, job) for job in wanted]
         done = 0
         for future in as_completed(running):
             done += future.result()

@@ -1,6 +1,7 @@
-"""From LLVM's language to the machine code of one pass: a shared library for a level of processor.
+"""From LLVM's language, or C, to the machine code of one pass: a shared library for a level.
 
-Owns the passes of LLVM, in numba's order, and the linking, by LLD from the wheel of ziglang.  What
+Owns the passes of LLVM, in numba's order; the compiler of C, clang, and the linking, by LLD, both
+from the wheel of ziglang.  What
 a library of kernels may not have is refused here: state, and calls of anything but the functions of
 the C library that give the same bits everywhere.
 """
@@ -8,6 +9,7 @@ the C library that give the same bits everywhere.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import struct
 import subprocess
@@ -29,6 +31,13 @@ _NOTHING_TO_FREE: Final = "define void @NRT_MemInfo_call_dtor(ptr %info) {\n ret
 # numba defines, beside each function, one of the same name after `cfunc.` for callers in C.
 _NAMED: Final = re.compile(r'^define [^@\n]*@"?cfunc\.([^"(\n]+)"?\(', re.MULTILINE)
 _TARGET: Final = re.compile(r"^target (triple|datalayout) = .*$", re.MULTILINE)
+_COMPILING: Final = (
+    *("-std=c11", "-O3", "-ffreestanding", "-fPIC", "-g0"),
+    *("-Werror", "-Wall", "-Wno-unused-function"),
+    # What zig adds: code that stops where C leaves a result open.
+    "-fno-sanitize=all",
+    *("-fno-stack-protector", "-fno-unwind-tables", "-fno-asynchronous-unwind-tables"),
+)
 _LINKING: Final = (
     *("-shared", "-s", "--build-id=none", "--hash-style=gnu", "--no-rosegment"),
     # No library is needed whose functions are not called, none is found later.
@@ -61,6 +70,17 @@ def made(assembly: str, level: Level) -> bytes:
     return linked(machine.emit_object(module), level)
 
 
+def made_of_c(source: Path, name: str, level: Level) -> bytes:
+    """Return the shared library of the pass of this name in C.  Raises Refused."""
+    features = level.features.replace(",", "").replace("-prefer-256-bit", "-prefer_256_bit")
+    cpu = level.cpu.replace("-", "_") + features
+    with TemporaryDirectory(prefix="mstore-kernels-") as place:
+        code = Path(place, "code.o")
+        words = ("-target", f"{level.machine}-linux-gnu", f"-mcpu={cpu}", f"-D{name.upper()}")
+        _run("cc", *words, *_COMPILING, "-c", str(source), "-o", str(code), folder=Path(place))
+        return linked(code.read_bytes(), level)
+
+
 def linked(code: bytes, level: Level) -> bytes:
     """Return an object as a shared library.  Raises Refused."""
     with TemporaryDirectory(prefix="mstore-kernels-") as place:
@@ -90,12 +110,23 @@ def _libraries(level: Level) -> tuple[tuple[str, bytes], ...]:
 
 
 def _link(folder: Path, *words: str) -> None:
+    _run("ld.lld", *words, folder=folder)
+
+
+def _run(*words: str, folder: Path) -> None:
     program = Path(str(importlib.import_module("ziglang").__file__)).with_name("zig")
+    caches = {"ZIG_GLOBAL_CACHE_DIR": str(folder), "ZIG_LOCAL_CACHE_DIR": str(folder)}
     done = subprocess.run(
-        [program, "ld.lld", *words], cwd=folder, capture_output=True, text=True, check=False
+        [program, *words],
+        cwd=folder,
+        env={**os.environ, **caches},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
-        raise Refused(f"the code cannot be linked: {done.stderr.strip()}")
+        step = "compiled" if words[0] == "cc" else "linked"
+        raise Refused(f"the code cannot be {step}: {done.stderr.strip()}")
 
 
 def _check(library: bytes) -> None:

@@ -9,7 +9,6 @@ page forbids raises FormatError.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -30,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 PAGE = 4096
 KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage", "virtual", "signature")
 BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE, VIRTUAL, SIGNATURE = range(8)
-RAW, CONSTANT, PLANES, DELTA_FLOATS, DELTA_INTEGERS, DELTA_CLASSES = range(6)
+RAW, CONSTANT, ZSTD, FLOATS, DELTA = range(5)
 CONTEXTS = {
     TENSOR: "mstore 1 tensor record",
     MANIFEST: "mstore 1 manifest",
@@ -601,7 +600,7 @@ class Entry:
 
     @property
     def is_delta(self) -> bool:
-        return self.codec in (DELTA_FLOATS, DELTA_INTEGERS, DELTA_CLASSES)
+        return self.codec == DELTA
 
 
 @dataclass(frozen=True)
@@ -617,7 +616,7 @@ def verify_pack(path: Path) -> Pack:
 
     Header, tail, table hash, PackId against name and directory, order and bounds of the entries,
     every payload against its id, records' canonical form, and zero wherever nothing is said to be.
-    Of a delta whose base is in another pack only the frame is looked at, if it has one.
+    Of a delta whose base is in another pack only what stands before its words is looked at.
 
     Page congruence can be checked for a raw block if a tensor record of this pack lists it and a
     manifest of this pack names that tensor: block sizes are multiples of 4096, so each block of a
@@ -640,8 +639,8 @@ def verify_pack_bytes(data: bytes, path: Path) -> Pack:
         require((BLOCK, entry.base) != (BLOCK, entry.id), "a block that is its own base")
         if entry.is_delta and (BLOCK, entry.base) in payloads:
             read_payload(entry, _slice(data, entry), payloads[BLOCK, str(entry.base)])
-        elif entry.is_delta and entry.codec != DELTA_CLASSES:
-            read_frame(entry, _slice(data, entry))
+        elif entry.is_delta:
+            read_coded(_slice(data, entry), entry.width, entry.plain, is_delta=True)
     records = {
         key: READERS[key[0]](payload) for key, payload in payloads.items() if key[0] in READERS
     }
@@ -697,12 +696,10 @@ def _check_lengths(entry: Entry) -> None:
     if entry.kind == BLOCK and entry.codec == CONSTANT:
         require(entry.stored == entry.width, "a constant of another width")
         require(entry.plain % entry.width == 0, "half an element")
-    elif entry.kind == BLOCK and entry.codec in (PLANES, DELTA_FLOATS, DELTA_INTEGERS):
-        require(entry.stored < entry.plain, "a frame that saves nothing")
+    elif entry.kind == BLOCK and entry.codec in (ZSTD, FLOATS, DELTA):
+        require(entry.stored < entry.plain, "a payload that saves nothing")
         require(entry.plain % entry.width == 0, "half an element")
-    elif entry.kind == BLOCK and entry.codec == DELTA_CLASSES:
-        require(entry.stored < entry.plain, "a delta that saves nothing")
-        require(entry.width == 2 and entry.plain % 2 == 0, "a code by class of another width")
+        require(entry.codec == ZSTD or entry.width <= 4, "wide elements that are coded")
     else:
         require(entry.codec == RAW, f"codec {entry.codec} for a {KINDS[entry.kind]}")
         require(entry.stored == entry.plain, "raw bytes of another length")
@@ -719,12 +716,11 @@ def read_payload(entry: Entry, stored: bytes, base: bytes | None = None) -> byte
     plain = stored
     if entry.codec == CONSTANT:
         plain = stored * (entry.plain // entry.width)
-    elif entry.codec == DELTA_CLASSES:
-        require(base is not None and len(base) == entry.plain, "the base has another length")
-        assert base is not None
-        plain = from_classes(stored, base)
-    elif entry.codec != RAW:
-        plain = _from_planes(entry, read_frame(entry, stored), base)
+    elif entry.codec == ZSTD:
+        plain = read_frame(entry, stored)
+    elif entry.codec in (FLOATS, DELTA):
+        require((base is not None) == entry.is_delta, "a base that is missing, or none's")
+        plain = from_coded(stored, entry.width, entry.plain, base)
     if entry.kind == BLOCK:
         digest = blake3(plain).hexdigest()
     else:
@@ -734,139 +730,223 @@ def read_payload(entry: Entry, stored: bytes, base: bytes | None = None) -> byte
 
 
 def read_frame(entry: Entry, stored: bytes) -> bytes:
-    """The planes in the one frame of a payload."""
+    """The plain bytes in the one frame of a payload."""
     try:
         told = zstandard.get_frame_parameters(stored)
         require(told.content_size == entry.plain, "a frame of another length")
         require(told.window_size <= 1 << 20, "a frame with a wide window")
-        require(told.has_checksum and told.dict_id == 0, "no checksum, or a dictionary")
+        require(not told.has_checksum and told.dict_id == 0, "a checksum or a dictionary")
         return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError(f"the frame of block {entry.id}: {error}") from error
 
 
-def _from_planes(entry: Entry, planes: bytes, base: bytes | None) -> bytes:
-    """The elements again, one by one."""
-    width, count = entry.width, entry.plain // entry.width
-    numbers = [int.from_bytes(planes[i::count], "little") for i in range(count)]
-    if entry.codec == PLANES:
-        return b"".join(number.to_bytes(width, "little") for number in numbers)
-    require(base is not None and len(base) == entry.plain, "the base has another length")
-    assert base is not None
-    bits = 8 * width
-    bases = [int.from_bytes(base[i : i + width], "little") for i in range(0, len(base), width)]
-    places = list(range(count))
-    if entry.codec == DELTA_FLOATS:
-        places.sort(key=lambda i: (bases[i] << 1) % (1 << bits) >> (bits - 8))
-    found = [b""] * count
-    for number, i in zip(numbers, places, strict=True):
-        difference = -(number // 2) - 1 if number % 2 else number // 2
-        if entry.codec == DELTA_FLOATS:
-            element = _ordered(_ordered(bases[i], bits) + difference, bits, back=True)
-        else:
-            element = bases[i] + difference
-        found[i] = (element % (1 << bits)).to_bytes(width, "little")
-    return b"".join(found)
+# --- coded elements ------------------------------------------------------------------------------
+
+ALONE, OF_FLOATS, OF_INTEGERS = range(3)
+CODED_HEADER = struct.Struct("<B B B B B B 2s I")
+LEAST_STATE = 1 << 16
 
 
-def from_classes(stored: bytes, base: bytes) -> bytes:
-    """The plain bytes of a payload of codec 5, one element after the other."""
-    end = len(stored) - 8
-    require(end >= 24 and stored[end:] == bytes(8), "no zeros at the end")
-    contexts, lists = stored[0], stored[1]
-    require(lists <= 1 and stored[2:4] == b"\0\0", "a header with other flags")
-    escaped, *lanes = (int.from_bytes(stored[at : at + 4], "little") for at in range(4, 24, 4))
-    at = 24 + contexts
-    lowest = stored[24:at]
-    falls = all(a > b for a, b in itertools.pairwise(lowest))
-    require(1 <= contexts <= 32 and falls and lowest[-1] == 0, "contexts that are none")
-    tables = []
-    for _ in range(contexts):
-        low, high = stored[at], stored[at + 1]
-        at += 2
-        frequencies = [0] * 256
-        for symbol in range(low, high + 1):
-            byte, at = stored[at], at + 1
-            if byte >= 128:
-                byte, at = byte - 128 + 128 * stored[at], at + 1
-            frequencies[symbol] = byte
-        require(sum(frequencies) == 1024, "a table with another sum")
-        tables.append(_states(frequencies))
-    bases = [int.from_bytes(base[i : i + 2], "little") for i in range(0, len(base), 2)]
-    count = len(bases)
-    groups = -(-count // 64)
-    listed = [False] * groups
-    if lists:
-        listed = [bool(stored[at + group // 8] >> (group % 8) & 1) for group in range(groups)]
-        at += -(-groups // 8)
-        require(
-            groups % 8 == 0 or stored[at - 1] >> (groups % 8) == 0, "a list filled up otherwise"
+@dataclass(frozen=True)
+class Coded:
+    """A payload of codec 3 or 4, as far as it can be read without the base."""
+
+    mode: int
+    width: int
+    count: int
+    zeros: int
+    shift: int
+    lowest: int
+    lists: bool
+    empty: list[bool]
+    raw_bits: list[int]
+    slots: list[list[tuple[int, int, int]]]
+    words: tuple[int, ...]
+    states: list[int]
+
+    @property
+    def bits(self) -> int:
+        """The n of the page."""
+        return 8 * self.width - self.zeros
+
+    def elements(self, base: bytes) -> bytes:
+        """The plain bytes; base: zeros for codec 3."""
+        known = [
+            int.from_bytes(base[at : at + self.width], "little")
+            for at in range(0, len(base), self.width)
+        ]
+        require(all(b % (1 << self.zeros) == 0 for b in known), "a base with lower bits")
+        known = [b >> self.zeros for b in known]
+        lanes = len(self.states)
+        known += [0] * (len(self.empty) * lanes - self.count)
+        contexts = self._contexts(known)
+        found: list[int] = []
+        words = iter(self.words)
+        states = list(self.states)
+        for row, empty in enumerate(self.empty):
+            mine = slice(row * lanes, (row + 1) * lanes)
+            numbers = [0] * lanes if empty else self._row(states, words, contexts[mine])
+            require(empty or not self.lists or any(numbers), "an empty row that is not listed")
+            found += map(self._element, numbers, known[mine])
+        require(states == [LEAST_STATE] * lanes, "a state at the end that is none")
+        require(next(words, None) is None, "words that are left")
+        require(not any(found[self.count :]), "an element behind the block")
+        return b"".join(
+            (x << self.zeros).to_bytes(self.width, "little") for x in found[: self.count]
         )
-    escapes = [
-        int.from_bytes(stored[at + 2 * i : at + 2 * i + 2], "little") for i in range(escaped)
-    ]
-    at += 2 * escaped
-    strings = []
-    for bits in lanes:
-        size = -(-bits // 8)
-        string = int.from_bytes(stored[at : at + size], "little")
-        require(string % (1 << (8 * size - bits)) == 0, "bits before a lane")
-        strings.append([string >> (8 * size - bits), bits])
-        at += size
-    require(at == end, "something between the lanes and the end")
 
-    def read(lane: int, bits: int) -> int:
-        found = strings[lane][0] & ((1 << bits) - 1)
-        strings[lane][0] >>= bits
-        strings[lane][1] -= bits
-        return found
+    def _contexts(self, known: list[int]) -> list[int]:
+        """The context of each element."""
+        if self.mode != OF_FLOATS:
+            return [0] * len(known)
+        last, magnitude = len(self.slots) - 1, (1 << (self.bits - 1)) - 1
+        return [min(max(((b & magnitude) >> self.shift) - self.lowest, 0), last) for b in known]
 
-    states = [read(lane, 10) for lane in range(4)]
-    found, used = [], 0
-    for i in range(64 * groups):
-        other = bases[i] if i < count else 0
-        number = 0
-        if not listed[i // 64]:
-            own = (other << 1) % 65536 >> 8
-            context = next(c for c, least in enumerate(lowest) if own >= least)
-            number, bits, begin = tables[context][states[i % 4]]
-            states[i % 4] = begin + read(i % 4, bits)
-        if number == 255:
-            number, used = escapes[used], used + 1
-        difference = -(number // 2) - 1 if number % 2 else number // 2
-        element = _ordered(_ordered(other, 16) + difference, 16, back=True)
-        if i < count:
-            found.append((element % 65536).to_bytes(2, "little"))
-        else:
-            require(number == 0, "a difference behind the block")
-    require(states == [0] * 4 and used == escaped, "a payload that ends elsewhere")
-    require(all(bits == 0 for _, bits in strings), "bits that are left")
-    return b"".join(found)
+    def _row(self, states: list[int], words: Iterator[int], contexts: list[int]) -> list[int]:
+        """The numbers of one row, in the steps of the page."""
+        symbols = []
+        for lane, context in enumerate(contexts):
+            s = states[lane]
+            symbol, frequency, within = self.slots[context][s % 1024]
+            states[lane] = _refilled(frequency * (s // 1024) + within, words)
+            symbols.append(symbol)
+        widths = [
+            0 if symbol == 0 else self.bits if symbol == 255 else self.raw_bits[context]
+            for symbol, context in zip(symbols, contexts, strict=True)
+        ]
+        raw = [0] * len(states)
+        for done in (0, 16):
+            for lane, width in enumerate(widths):
+                now = min(max(width - done, 0), 16)
+                if now:
+                    s = states[lane]
+                    raw[lane] |= s % (1 << now) << done
+                    states[lane] = _refilled(s >> now, words)
+        return [
+            self._number(symbol, bits, context)
+            for symbol, bits, context in zip(symbols, raw, contexts, strict=True)
+        ]
+
+    def _number(self, symbol: int, raw: int, context: int) -> int:
+        if symbol == 0:
+            return 0
+        raw_bits = self.raw_bits[context]
+        if symbol == 255:
+            own = ((raw - 1) >> raw_bits) + 1 if raw else 0
+            has_own = own < 255 and any(symbol == own for symbol, _, _ in self.slots[context])
+            require(not has_own, "a number that another symbol has")
+            return raw
+        number = ((symbol - 1) << raw_bits) + raw + 1
+        require(number < 1 << self.bits, "a number of too many bits")
+        return number
+
+    def _element(self, number: int, base: int) -> int:
+        n = self.bits
+        every = (1 << n) - 1
+        if self.mode == ALONE:
+            return number >> 1 | (number & 1) << (n - 1)
+        difference = number >> 1 ^ (every if number & 1 else 0)
+        if self.mode == OF_INTEGERS:
+            return base + difference & every
+        high = 1 << (n - 1)
+        ordered = (base ^ every if base & high else base | high) + difference & every
+        return ordered ^ high if ordered & high else ordered ^ every
 
 
-def _states(frequencies: list[int]) -> list[tuple[int, int, int]]:
-    """(symbol, bits to read, the state that they are added to) of each of the 1024 states."""
-    symbols = [0] * 1024
-    at = 0
-    for symbol, times in enumerate(frequencies):
-        for _ in range(times):
-            symbols[at] = symbol
-            at = (at + 643) % 1024
-    following = list(frequencies)
-    found = []
-    for symbol in symbols:
-        x = following[symbol]
-        following[symbol] += 1
-        bits = 11 - x.bit_length()
-        found.append((symbol, bits, (x << bits) - 1024))
-    return found
+def _refilled(state: int, words: Iterator[int]) -> int:
+    if state >= LEAST_STATE:
+        return state
+    word = next(words, None)
+    if word is None:
+        raise FormatError("too few words")
+    return state << 16 | word
 
 
-def _ordered(value: int, bits: int, *, back: bool = False) -> int:
-    """m of the page, or its inverse."""
-    value %= 1 << bits
-    negative = (value >> (bits - 1) == 0) if back else (value >> (bits - 1) == 1)
-    return value ^ ((1 << bits) - 1) if negative else value ^ (1 << (bits - 1))
+def from_coded(stored: bytes, width: int, length: int, base: bytes | None = None) -> bytes:
+    """The `length` plain bytes of a payload of codec 4, or of 3 without a base."""
+    require(base is None or len(base) == length, "the base has another length")
+    coded = read_coded(stored, width, length, is_delta=base is not None)
+    return coded.elements(bytes(length) if base is None else base)
+
+
+def read_coded(stored: bytes, width: int, length: int, *, is_delta: bool) -> Coded:
+    """What a payload of codec 3 or 4 says before any of its words is used."""
+    take = _Taker(stored)
+    mode, zeros, contexts, shift, lowest, lists, zero, count = CODED_HEADER.unpack(
+        take(CODED_HEADER.size)
+    )
+    require(mode in ((OF_FLOATS, OF_INTEGERS) if is_delta else (ALONE,)), f"mode {mode}")
+    require(zeros <= (24 if width == 4 else 0), f"{zeros} zero bits")
+    n = 8 * width - zeros
+    require(1 <= contexts <= (8 if mode == OF_FLOATS else 1), f"{contexts} contexts")
+    require(shift < n, f"a shift by {shift} bits")
+    require(mode == OF_FLOATS or shift == lowest == 0, "classes that nothing has")
+    require(lists <= (mode != ALONE) and _blank(zero), "a header with other flags")
+    elements = length // width
+    lanes = 32 if elements < 16384 else 128
+    rows = -(-elements // lanes)
+    listed = int.from_bytes(take(-(-rows // 8) if lists else 0), "little")
+    require(listed >> rows == 0, "a row behind the last one")
+    raw_bits = list(take(contexts))
+    require(all(r < n for r in raw_bits), "raw bits of a whole element")
+    slots = [_read_slots(take) for _ in range(contexts)]
+    words = struct.unpack(f"<{count}H", take(2 * count))
+    states = struct.unpack(f"<{lanes}I", take(4 * lanes))
+    require(take.is_at_end, "something behind the states")
+    require(all(s >= LEAST_STATE for s in states), "a state that is none")
+    return Coded(
+        mode,
+        width,
+        elements,
+        zeros,
+        shift,
+        lowest,
+        bool(lists),
+        [bool(listed >> row & 1) for row in range(rows)],
+        raw_bits,
+        slots,
+        words,
+        list(states),
+    )
+
+
+class _Taker:
+    """Bytes, taken from the first on."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def __call__(self, length: int) -> bytes:
+        require(self._at + length <= len(self._data), "the payload ends too early")
+        self._at += length
+        return self._data[self._at - length : self._at]
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._at == len(self._data)
+
+
+def _read_slots(take: _Taker) -> list[tuple[int, int, int]]:
+    """(symbol, its frequency, place among its slots) of each slot that one table gives."""
+    low, high = take(2)
+    require(low <= high, "a table of no symbols")
+    slots = []
+    symbol = low
+    while symbol <= high:
+        (frequency,) = take(1)
+        if frequency == 0:
+            after = symbol + 1 + take(1)[0]
+            require(low < symbol and after <= high, "a table that begins or ends with no frequency")
+            symbol = after
+            continue
+        if frequency >= 128:
+            frequency += 128 * take(1)[0] - 128
+            require(frequency >= 128, "a frequency in two bytes for one")
+        slots += [(symbol, frequency, place) for place in range(frequency)]
+        symbol += 1
+    require(len(slots) == 1024, "a table with another sum")
+    return slots
 
 
 def _offsets_in_files(records: dict[tuple[int, str], Any]) -> dict[str, set[int]]:

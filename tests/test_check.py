@@ -567,13 +567,13 @@ def test_a_codec_that_is_not_known_is_no_damage(
     dense: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of a newer program stop fsck and repair with what to do; none is dropped."""
-    known = codecs._checked
+    known = codecs._check
 
-    def checked(codec: int, *given: Any) -> codecs.Codec:
-        return known(99 if codec == codecs.Codec.PLANES else codec, *given)
+    def check(codec: int, *given: Any) -> None:
+        known(99 if codec == codecs.Codec.FLOATS else codec, *given)
 
     with monkeypatch.context() as older:
-        older.setattr(codecs, "_checked", checked)
+        older.setattr(codecs, "_check", check)
         with pytest.raises(Incompatible, match="newer mstore"):
             dense.fsck(read_data=True)
         with pytest.raises(Incompatible, match="newer mstore"):

@@ -389,7 +389,7 @@ def test_pinned_files(tmp_path: Path, index: bool) -> None:
 
 @pytest.mark.parametrize("index", [True, False])
 def test_codecs(tmp_path: Path, index: bool) -> None:
-    """Planes and differences of every width decode as the page says, to the very bytes."""
+    """Frames, floats and differences of every width decode as the page says, to the very bytes."""
     draw = np.random.default_rng(21)
     floats = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
     floats += [np.float16, np.float32, np.float64]
@@ -418,11 +418,22 @@ def test_codecs(tmp_path: Path, index: bool) -> None:
     for name, report in zip(("base", "expert"), added, strict=True):
         plain = (tmp_path / name / "model.safetensors").read_bytes()
         assert read.file_bytes(str(report.snapshot), "model.safetensors") == plain
-    entries = [read.place(reader.BLOCK, id)[1] for id in read.ids(reader.BLOCK)]
-    found = {(entry.codec, entry.width) for entry in entries}
-    widths = {reader.DELTA_FLOATS: {1, 4, 8}, reader.DELTA_CLASSES: {2}}
-    for codec in (reader.PLANES, reader.DELTA_FLOATS, reader.DELTA_INTEGERS, reader.DELTA_CLASSES):
-        assert {one[1] for one in found if one[0] == codec} >= widths.get(codec, {1, 2, 4, 8})
+    found = set()
+    for id in read.ids(reader.BLOCK):
+        path, entry = read.place(reader.BLOCK, id)
+        mode = path.read_bytes()[entry.offset] if entry.codec in CODED else None
+        found.add((entry.codec, mode, entry.width))
+    assert {one[2] for one in found if one[0] == reader.ZSTD} == {1, 2, 4, 8}
+    for codec, mode in CODED_AS:
+        assert {one[2] for one in found if one[:2] == (codec, mode)} == {1, 2, 4}
+
+
+CODED = (reader.FLOATS, reader.DELTA)
+CODED_AS = (
+    (reader.FLOATS, reader.ALONE),
+    (reader.DELTA, reader.OF_FLOATS),
+    (reader.DELTA, reader.OF_INTEGERS),
+)
 
 
 def test_directory(made: Made, indexed: IndependentStore) -> None:
@@ -835,12 +846,14 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
         (spoil("weight", stored=13), "raw bytes of another length"),
         (spoil("weight", stored=0, plain=0), "an empty payload"),
         (spoil("weight", width=3), "element width 3"),
-        (spoil("weight", codec=2), "a frame that saves nothing"),
+        (spoil("weight", codec=2), "a payload that saves nothing"),
         (spoil("weight", codec=2, plain=14), "the frame of block"),
-        (spoil("weight", codec=3, plain=14), "a base without a delta"),
-        (spoil("weight", codec=3, plain=14, base=b"\1" * 32), "the frame of block"),
+        (spoil("weight", codec=3, plain=14), "mode 100"),
+        (spoil("weight", codec=3, plain=16, width=8), "wide elements that are coded"),
+        (spoil("weight", codec=4, plain=14), "a base without a delta"),
+        (spoil("weight", codec=4, plain=14, base=b"\1" * 32), "mode 100"),
         (spoil("weight", codec=2, plain=13), "half an element"),
-        (spoil("weight", codec=6), "codec 6"),
+        (spoil("weight", codec=5), "codec 5"),
         (spoil("weight", base=b"\1" * 32), "a base without a delta"),
         (spoil("weight", zero=b"\0\0\0\0\1"), "entry with more than zeros"),
         (spoil("weight", id=bytes(32)), "has other bytes"),
@@ -863,6 +876,111 @@ def test_unsound_packs(change: Callable[[Draft], object], why: str) -> None:
     change(made)
     with pytest.raises(FormatError, match=why):
         reader.verify_pack_bytes(*made.seal())
+
+
+# --- coded elements by hand ----------------------------------------------------------------------
+
+ONE = 1 << 16
+BASE = b"".join(struct.pack("<H", 500 * i) for i in range(128))
+
+
+def coded(**changes: Any) -> bytes:
+    """A payload of 128 integers of two bytes, each one more than the base's: all have symbol 2."""
+    made = {
+        "head": [2, 0, 1, 0, 0, 0],
+        "zero": bytes(2),
+        "count": len(changes.get("words", ())),
+        "listed": b"",
+        "raw": bytes(1),
+        "table": [2, 2, 128, 8],
+        "words": [],
+        "states": [ONE] * 32,
+        "behind": b"",
+        **changes,
+    }
+    start = bytes(made["head"]) + made["zero"] + struct.pack("<I", made["count"])
+    start += made["listed"] + made["raw"] + bytes(made["table"])
+    words = struct.pack(f"<{len(made['words'])}H", *made["words"])
+    return start + words + struct.pack("<32I", *made["states"]) + made["behind"]
+
+
+def added(*differences: int) -> bytes:
+    """The base, with one difference for each row of 32 elements."""
+    base = struct.unpack("<128H", BASE)
+    return struct.pack("<128H", *((b + differences[i // 32]) % ONE for i, b in enumerate(base)))
+
+
+def test_coded_elements_by_hand() -> None:
+    """Payloads put together by hand from the page are what the page says."""
+    assert reader.from_coded(coded(), 2, 256, BASE) == added(1, 1, 1, 1)
+    listed = coded(head=[2, 0, 1, 0, 0, 1], listed=b"\x06")
+    assert reader.from_coded(listed, 2, 256, BASE) == added(1, 0, 0, 1)
+    # All are escapes: a state has the number itself, and then a word of the next row's.
+    numbers = {"states": [ONE + 7] * 32, "words": [9] * 32 + [ONE - 1] * 32 + [8] * 32 + [0] * 32}
+    escapes = coded(table=[255, 255, 128, 8], **numbers)
+    assert reader.from_coded(escapes, 2, 256, BASE) == added(-4, -5, -(ONE // 2), 4)
+    # 17 and more: symbol 3, and three raw bits of the state, which ends without them.
+    raw = coded(table=[3, 3, 128, 8], raw=b"\3", states=[ONE << 12 | 0o7531] * 32)
+    assert reader.from_coded(raw, 2, 256, BASE) == added(9, 10, 11, 12)
+
+
+MANY = {"words": [0] * 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"head": [0, 0, 1, 0, 0, 0]}, "mode 0"),
+        ({"head": [3, 0, 1, 0, 0, 0]}, "mode 3"),
+        ({"head": [2, 1, 1, 0, 0, 0]}, "1 zero bits"),
+        ({"head": [2, 0, 0, 0, 0, 0]}, "0 contexts"),
+        ({"head": [2, 0, 2, 0, 0, 0]}, "2 contexts"),
+        ({"head": [1, 0, 9, 0, 0, 0]}, "9 contexts"),
+        ({"head": [1, 0, 1, 16, 0, 0]}, "a shift by 16 bits"),
+        ({"head": [2, 0, 1, 1, 0, 0]}, "classes that nothing has"),
+        ({"head": [2, 0, 1, 0, 1, 0]}, "classes that nothing has"),
+        ({"head": [2, 0, 1, 0, 0, 2]}, "a header with other flags"),
+        ({"zero": b"\0\1"}, "a header with other flags"),
+        ({"head": [2, 0, 1, 0, 0, 1], "listed": b"\x10"}, "a row behind the last one"),
+        (
+            {"head": [2, 0, 1, 0, 0, 1], "listed": b"\1", "table": [0, 0, 128, 8]},
+            "an empty row that is not listed",
+        ),
+        ({"raw": b"\x10"}, "raw bits of a whole element"),
+        ({"table": [3, 2]}, "a table of no symbols"),
+        ({"table": [2, 2, 127]}, "a table with another sum"),
+        ({"table": [2, 3, 128, 8, 1]}, "a table with another sum"),
+        ({"table": [2, 2, 228, 0]}, "a frequency in two bytes for one"),
+        ({"table": [1, 2, 0, 0, 128, 8]}, "a table that begins or ends"),
+        ({"table": [2, 3, 128, 8, 0, 0]}, "a table that begins or ends"),
+        ({"states": [ONE] * 31 + [ONE - 1]}, "a state that is none"),
+        ({"states": [ONE] * 31 + [ONE + 1]}, "a state at the end"),
+        ({"count": 1}, "the payload ends too early"),
+        ({"words": [0]}, "words that are left"),
+        ({"words": [0], "count": 0}, "something behind the states"),
+        ({"behind": bytes(4)}, "something behind the states"),
+        ({"table": [255, 255, 128, 8]}, "too few words"),
+        ({"table": [3, 3, 128, 8], "raw": b"\x0f", **MANY}, "a number of too many bits"),
+        # Half of the slots are symbol 3's, and half escapes, which tell a number of symbol 3.
+        (
+            {"table": [3, 255, 128, 4, 0, 250, 128, 4], "states": [131587] * 32, **MANY},
+            "a number that another symbol has",
+        ),
+    ],
+)
+def test_unsound_coded_elements(changes: dict[str, Any], why: str) -> None:
+    """A payload that breaks one rule of the page is refused for that rule."""
+    with pytest.raises(FormatError, match=why):
+        reader.from_coded(coded(**changes), 2, 256, BASE)
+
+
+def test_what_fills_up_the_last_row() -> None:
+    """An element behind the block is zero."""
+    with pytest.raises(FormatError, match="an element behind the block"):
+        reader.from_coded(coded(), 2, 254, BASE[:-2])
+
+
+# --- values --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

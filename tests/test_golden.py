@@ -1,7 +1,7 @@
 """Golden stores: what a store of each format version held when it was made, this version reads.
 
-A store and the JSON file beside it are made once, by `golden/make.py`, and never again.  git keeps
-no empty directories and no modes but the executable bit; a copy of a store gets `tmp/` back.
+`golden/make.py` makes a store and the JSON file beside it; a released one stays as it is.  git
+keeps no empty directories and no modes but the executable bit; a copy of a store gets `tmp/` back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 from checkpoints import write_safetensors
-from independent_reader import Entry, IndependentStore, verify_pack
+from independent_reader import (
+    ALONE,
+    BLOCK,
+    OF_FLOATS,
+    Entry,
+    IndependentStore,
+    read_coded,
+    verify_pack,
+)
 
 from mstore.api import Store
 from mstore.blocks.codecs import Codec
@@ -63,9 +71,8 @@ def expected(golden: Path) -> dict[str, Any]:
 
 
 def test_there_is_one_of_this_version() -> None:
-    """Each format version that there was has its store, and another one with the last codec."""
-    assert [path.name for path in STORES] == ["format-1", "format-2", "format-2-by-class"]
-    assert STORES[-1].name.startswith(f"format-{FORMAT_VERSION}")
+    """The format version that this program writes has its store."""
+    assert [path.name for path in STORES] == [f"format-{FORMAT_VERSION}"]
 
 
 def test_it_is_read_exactly(copy: Path, expected: dict[str, Any]) -> None:
@@ -132,18 +139,39 @@ def test_a_pruned_snapshot_is_told_of(copy: Path, expected: dict[str, Any]) -> N
 
 
 def test_everything_that_the_format_knows_is_in_it(golden: Path) -> None:
-    """All codecs of its time and all kinds of records: one that lacks any proves little."""
-    is_older = golden.name in ("format-1", "format-2")
-    assert codecs_of(golden) == set(Codec) - ({Codec.DELTA_CLASSES} if is_older else set())
-    assert {entry.kind for entry in entries_of(golden)} == set(range(8))
+    """All codecs and all kinds of records: one that lacks any proves little."""
+    entries = [entry for _, entry in entries_of(golden)]
+    assert {entry.codec for entry in entries if entry.kind == BLOCK} == set(Codec)
+    assert {entry.kind for entry in entries} == set(range(8))
 
 
-def entries_of(golden: Path) -> list[Entry]:
-    """What its packs list, after all of it was checked."""
-    packs = [verify_pack(path) for path in (golden / "packs").glob("*/*.pack")]
-    return [entry for pack in packs for entry in pack.entries]
+def test_every_way_to_code_elements_is_in_it(golden: Path) -> None:
+    """Each mode in each width, few lanes and many, rows that are listed, raw bits, low zeros."""
+    coded = [
+        read_coded(_slice(data, entry), entry.width, entry.plain, is_delta=entry.is_delta)
+        for data, entry in entries_of(golden)
+        if entry.kind == BLOCK and entry.codec in (Codec.FLOATS, Codec.DELTA)
+    ]
+    every = {(mode, width) for mode in range(3) for width in (1, 2, 4)}
+    assert {(one.mode, one.width) for one in coded} == every
+    floats = [one for one in coded if one.mode == OF_FLOATS]
+    lists = {(one.width, one.lists, len(one.states)) for one in floats}
+    assert {(width, lists) for width, lists, _ in lists} == {
+        (width, lists) for width in (1, 2, 4) for lists in (False, True)
+    }
+    assert {(lists, lanes) for _, lists, lanes in lists} == {
+        (lists, lanes) for lists in (False, True) for lanes in (32, 128)
+    }
+    assert {one.width for one in floats if any(one.raw_bits)} == {2, 4}
+    assert {one.mode for one in coded if one.zeros} >= {ALONE, OF_FLOATS}
+    assert {len(one.slots) for one in floats} >= {1, 8}
 
 
-def codecs_of(golden: Path) -> set[int]:
-    """The codecs of its blocks."""
-    return {entry.codec for entry in entries_of(golden) if entry.kind == 0}
+def entries_of(golden: Path) -> list[tuple[bytes, Entry]]:
+    """What its packs list, with their bytes, after all of it was checked."""
+    packs = [(path.read_bytes(), verify_pack(path)) for path in golden.glob("packs/*/*.pack")]
+    return [(data, entry) for data, pack in packs for entry in pack.entries]
+
+
+def _slice(data: bytes, entry: Entry) -> bytes:
+    return data[entry.offset : entry.offset + entry.stored]

@@ -11,8 +11,9 @@ import kernels as build
 import pytest
 from blake3 import blake3
 
+from mstore.blocks import rans
 from mstore.numeric import halves, levels, passes
-from mstore.numeric.passes import KERNELS, Pass, Trailer, sealed, trailer
+from mstore.numeric.passes import Pass, Trailer, sealed, trailer
 
 ROOT = Path(__file__).resolve().parent.parent
 BEST = levels.runnable()[0]
@@ -59,7 +60,7 @@ def _build(here: Path, given: str, *names: str) -> subprocess.CompletedProcess[s
 def test_every_pass_is_found() -> None:
     """The build knows each pass of the library once, and the file of each is another."""
     found = list(build.passes())
-    assert len({one.path(BEST) for one in found}) == len(found) >= 36
+    assert len({one.path(BEST) for one in found}) == len(found) >= 29
     assert all(path.is_file() for one in found for path in one.sources)
 
 
@@ -130,14 +131,13 @@ def test_only_what_changed_is_compiled(tmp_path: Path, monkeypatch: pytest.Monke
         assert left() == 1
 
 
-def test_numba_works_once_for_levels_that_are_alike_to_it() -> None:
-    """One job has a module's passes at all levels, but for those whose steps a wide level has."""
-
-    def missing(path: Path) -> Pass:
-        return Pass("mstore.nowhere", "one", "i", (path,))
-
+def test_numba_works_once_for_all_levels() -> None:
+    """One job has all levels of a module's passes in numba, or of one pass in C."""
     every = list(levels.LEVELS)
-    [job] = build.jobs([missing(halves._SOURCES[0])], every)
-    assert [level for level, _, _ in job[0].files] == every
-    apart = build.jobs([missing(KERNELS.with_name("expansion.py"))], every)
-    assert [{level.is_wide for level, _, _ in job[0].files} for job in apart] == [{True}, {False}]
+    in_numba = [Pass("mstore.nowhere", name, "i", (halves._SOURCES[0],)) for name in "ab"]
+    in_c = [Pass("mstore.nowhere.c", name, "i", rans._SOURCES) for name in "ab"]
+    found = build.jobs([*in_numba, *in_c], every)
+    assert [[one.name for one in job] for job in found] == [["a", "b"], ["a"], ["b"]]
+    for job in found:
+        assert all([level for level, _, _ in one.files] == every for one in job)
+        assert {one.source for one in job} <= {None, rans._SOURCES[0]}

@@ -73,7 +73,7 @@ def laid_out(
             elif part.kind in ("zeros", "ones"):
                 codec, stored = Codec.CONSTANT, part.data[:2]
             elif part.kind == "coded":
-                codec, stored = Codec.PLANES, b"not what is shown"
+                codec, stored = Codec.FLOATS, b"not what is shown"
             at = Location(pack_id(part.pack), len(pack), len(stored), len(part.data), codec, 2)
             pack += stored
             found.append(Piece(offset, len(part.data), 0, BlockId.of(part.data), at))
@@ -215,7 +215,7 @@ def test_much_that_is_coded_is_refused_with_its_size() -> None:
     mib = 1 << 20
     few = COPIED_BYTES // mib
     raw = [piece(n * mib, Codec.RAW, n * mib) for n in range(few)]
-    coded = [piece((few + n) * mib, Codec.PLANES, 0) for n in range(few)]
+    coded = [piece((few + n) * mib, Codec.FLOATS, 0) for n in range(few)]
     Survey({"a": raw + coded}, []).require_few_copies("main")
     odd = [piece((2 * few + n) * mib, Codec.RAW, 3 + n * mib) for n in range(2)]
     with pytest.raises(Incompatible) as caught:

@@ -35,12 +35,8 @@ COMPARING = (
     "tests/test_arcee_fusion.py::test_divergences_are_exact",
     "tests/test_attribution.py::test_elements_that_are_not_finite_are_counted_apart[ties]",
     "tests/test_attribution.py::test_shares_are_those_of_the_definition[alike-ties]",
-    "tests/test_codecs.py::test_every_codec_holds_every_block",
-    "tests/test_codecs.py::test_every_codec_holds_every_width",
-    "tests/test_codecs.py::test_the_classes_of_a_base_are_counted_again_unless_it_is_the_last",
-    "tests/test_codecs.py::test_planes_are_what_the_page_says",
-    "tests/test_codecs.py::test_code_by_class_is_what_the_page_says",
-    "tests/test_codecs.py::test_a_sample_tells_what_a_block_will_take",
+    "tests/test_rans.py::test_every_block_comes_back",
+    "tests/test_rans.py::test_payloads_are_the_same_everywhere",
     "tests/test_fisher.py::test_a_merge_equals_the_reference",
     "tests/test_product_rows.py::test_no_row_is_less_than_what_is_measured",
     "tests/test_row_wise.py::test_each_row_has_its_own_angles[BF16-nuslerp]",
@@ -210,7 +206,7 @@ def test_code_needs_no_compiler() -> None:
     )
     found = _run(NOT_INSTALLED + script)
     assert found.stderr == ""
-    assert len(found.stdout.split()) >= 36
+    assert len(found.stdout.split()) >= 29
 
 
 def test_no_written_memory_has_to_become_executable(

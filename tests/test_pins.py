@@ -100,7 +100,7 @@ def test_files_are_pieces_of_packs(store: Store) -> None:
     before = codecs(store)
     report = store.pin("t1", raw=True)
     own = {spot.block for blocks in spots(store, "t1").values() for spot in blocks}
-    assert {Codec.CONSTANT, Codec.PLANES, Codec.DELTA_CLASSES} <= {before[block] for block in own}
+    assert {Codec.CONSTANT, Codec.FLOATS, Codec.DELTA} <= {before[block] for block in own}
     assert runs_of(store, "t1") == {"model.safetensors": 1, "config.json": 1}
     for file, data in model_files(7, 1).items():
         first = store.view("t1").physical_extents(file)[0].location
@@ -124,7 +124,7 @@ def test_nothing_else_changes(store: Store) -> None:
     assert [(one.name, one.snapshot) for one in store.refs()] == [
         (one.name, one.snapshot) for one in refs
     ]
-    assert Codec.DELTA_CLASSES in codecs(store).values()
+    assert Codec.DELTA in codecs(store).values()
     require_whole(store)
 
 
@@ -244,7 +244,7 @@ def test_a_damaged_block_stops_it(store: Store) -> None:
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(Corrupt, match=r"match|decompress|by class"):
+    with pytest.raises(Corrupt, match=r"match|coded block"):
         store.pin("t1", raw=True)
     assert places(store) == before
     assert store.fsck().garbage == ()
@@ -675,7 +675,7 @@ def files(draw: st.DrawFn) -> tuple[list[Spot], list[Location]]:
         elif last is not None and draw(st.booleans()):
             place = Location(last.pack, last.offset + length, length, length, last.codec, 1)
         else:
-            codec = draw(st.sampled_from([Codec.RAW, Codec.RAW, Codec.PLANES]))
+            codec = draw(st.sampled_from([Codec.RAW, Codec.RAW, Codec.FLOATS]))
             start = draw(st.integers(1, 60)) * PAGE + draw(st.sampled_from([0, 0, 7])) + offset
             place = Location(draw(st.sampled_from(PACKS)), start, length, length, codec, 1)
         found.append(Spot(block, offset, length, None, number, PLAIN_BYTES))
@@ -729,6 +729,6 @@ def test_long_runs_stay() -> None:
         Spot(BlockId(bytes([n]) * 32), n * length, length, None, n, PLAIN_BYTES) for n in range(6)
     ]
     where = [Location(PACKS[0], PAGE + n * length, length, length, Codec.RAW, 1) for n in range(6)]
-    where[4] = Location(PACKS[0], 0, 10, length, Codec.PLANES, 2)
+    where[4] = Location(PACKS[0], 0, 10, length, Codec.FLOATS, 2)
     assert to_copy(found, where, set(), long_run=4 * length) == found[4:]
     assert to_copy(found, where, set(), long_run=5 * length) == found

@@ -93,7 +93,8 @@ def weights(seed: int, moved: float = 0.0) -> bytes:
 CASES = {
     "raw": (os.urandom(5001), None),
     "constant": (bytes(4096), None),
-    "planes": (weights(1), None),
+    "floats": (weights(1), None),
+    "zstd": (bytes(range(256)) * 16, None),
     "delta": (weights(1, 1e-4), weights(1)),
 }
 
@@ -161,7 +162,7 @@ def test_a_wrong_base_is_blamed() -> None:
 
 def test_lengths_are_checked_before_anything_is_read() -> None:
     """A block longer than the block size, or a target of another length, is refused unread."""
-    id, at, _ = at_rest(*CASES["planes"])
+    id, at, _ = at_rest(*CASES["floats"])
     nowhere = Memory({})
     with pytest.raises(Corrupt, match="block size"):
         BlockReader(nowhere, 1024).block(id, at)

@@ -14,7 +14,6 @@ from small_models import BLOCK, files_of, small_model
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
-from mstore.blocks.codecs import Codec
 from mstore.blocks.packs import PAGE, Kind
 from mstore.errors import BadCheckpoint, Corrupt, NotFound, StorageFailed
 from mstore.ids import SnapshotId
@@ -255,58 +254,6 @@ def test_payloads_under_a_broken_footer_are_saved(root: Path) -> None:
         assert len(report.condemned) == len(packs(root / "other"))
         assert store.fsck(read_data=True).problems == ()
     assert contents(root / "store") == before
-
-
-def break_checksums(path: Path) -> list[bytes]:
-    """Flip a bit in the checksum at the end of every frame; returns the blocks."""
-    with Store.open(path) as store:
-        index = store._catalog.index
-        with index.env.read() as rows:
-            found = [
-                (bytes(id), store._catalog.packs.path(at.pack), at.offset + at.stored_length - 1)
-                for id, at in index.blocks(rows)
-                if at.codec in (Codec.PLANES, Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS)
-            ]
-    for _, pack, place in found:
-        flip(pack, place)
-    return [id for id, _, _ in found]
-
-
-def test_a_block_with_a_wrong_checksum_is_its_own_copy(root: Path) -> None:
-    """Where only checksums of frames are damaged, a repair needs no source and drops nothing."""
-    before = contents(root / "other")
-    broken = break_checksums(root / "store")
-    with Store.open(root / "store") as store:
-        assert store.fsck(read_data=True).problems
-        report = store.repair(read_data=True)
-        assert report.dropped == ()
-        assert broken
-        assert {f"block {id.hex()}" for id in broken} <= {*report.healed}
-        assert store.fsck(read_data=True).problems == ()
-    assert contents(root / "store") == before
-
-
-def test_gc_copies_blocks_with_a_wrong_checksum(tmp_path: Path) -> None:
-    """Where only checksums of frames are damaged, gc rewrites packs, and mends the checksums."""
-    with Store.init(tmp_path / "store", block_size=BLOCK, codec="dense") as store:
-        made = sources(tmp_path)
-        store.add(made["base"], name="base", threads=1)
-        for number in range(8):
-            one = shutil.copytree(made["expert"], tmp_path / "one", dirs_exist_ok=True)
-            model = next(one.glob("*.safetensors"))
-            data = bytearray(model.read_bytes())
-            data[-2 - 4 * number] ^= 1
-            model.write_bytes(data)
-            store.add(one, name=f"e{number}", base="base", threads=1)
-    before = contents(tmp_path / "store")
-    assert break_checksums(tmp_path / "store")
-    with Store.open(tmp_path / "store") as store:
-        assert store.fsck(read_data=True).problems
-        report = store.gc()
-        assert len(report.packs_rewritten) == 9
-        assert report.left == ()
-        assert store.fsck(read_data=True).problems == ()
-    assert contents(tmp_path / "store") == before
 
 
 def test_a_row_that_lies_is_healed_from_its_own_pack(root: Path) -> None:

@@ -278,7 +278,7 @@ def test_preparing_keeps_within_the_cache(slow: Slow, monkeypatch: pytest.Monkey
     catalog = slow.catalog
     slow.go.set()
     coded = [BlockId(bytes([n]) * 32) for n in range(40)]
-    place = Location(PackId(bytes(32)), 4096, 100, BLOCK, Codec.PLANES, 2)
+    place = Location(PackId(bytes(32)), 4096, 100, BLOCK, Codec.FLOATS, 2)
     cache = BlockCache(catalog, limit=16 * BLOCK)
     begun: list[BlockId] = []
     monkeypatch.setattr(cache, "_fill", lambda block, location: begun.append(block))

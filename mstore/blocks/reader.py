@@ -84,16 +84,6 @@ class BlockReader:
         self.unchecked_into(id, at, target, base)
         verify(id, at, target, base)
 
-    def served(self, id: BlockId, at: Location, base: Buffer | None = None) -> memoryview:
-        """Return the checked plain bytes of a block, as those who read files get them.
-
-        Like `block`, but damage to a frame's own checksum alone is no damage: the id decides.
-        """
-        self.check_lengths(id, at)
-        target = memoryview(bytearray(at.raw_length))
-        self.block_into(id, at, target, base)
-        return target
-
     def unchecked_into(
         self, id: BlockId, at: Location, target: memoryview, base: Buffer | None = None
     ) -> None:
@@ -153,15 +143,10 @@ def decode_into(
     payload: Buffer,
     target: memoryview,
     base: Buffer | None = None,
-    *,
-    same_base: bool = False,
 ) -> None:
-    """Decode a payload into `target`, which is as long as the block; does not check the id.
-
-    same_base: as for `codecs.decode_into`.
-    """
+    """Decode a payload into `target`, which is as long as the block; does not check the id."""
     try:
-        codecs.decode_into(at.codec, payload, at.width, target, base, same_base=same_base)
+        codecs.decode_into(at.codec, payload, at.width, target, base)
     except (Corrupt, Incompatible) as error:
         raise _named(error, id) from error
 

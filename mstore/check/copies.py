@@ -75,10 +75,7 @@ class Place(Protocol):
 
 
 class PackCopies:
-    """The sealed packs of one store.
-
-    A block of which only a frame's own checksum is damaged is a good copy of itself.
-    """
+    """The sealed packs of one store."""
 
     def __init__(self, packs: Path, block_size: int) -> None:
         self._packs = packs
@@ -138,7 +135,7 @@ class PackCopies:
         if kind != Kind.BLOCK:
             return reader.record(typed(kind, id), at)
         base = None if at.base == NO_BASE else self._base(reader, BlockId(at.base), bases)
-        return reader.served(BlockId(id), at, base)
+        return reader.block(BlockId(id), at, base)
 
     def _base(
         self, reader: BlockReader, block: BlockId, bases: dict[Key, list[tuple[PackId, Entry]]]
@@ -146,7 +143,7 @@ class PackCopies:
         for pack, entry in bases.get((Kind.BLOCK, bytes(block)), ()):
             if entry.base == NO_BASE:
                 with suppress(Corrupt):
-                    return reader.served(block, located(pack, entry))
+                    return reader.block(block, located(pack, entry))
         return None
 
 

@@ -354,7 +354,7 @@ class _Shelf:
             return codecs.encode(copy.data, elements, self._catalog.config.codec)
         base = None if form.base is None else self._base(form.base)
         policy = Policy.RAW if form.codec == Codec.RAW else Policy.DENSE
-        elements = Elements(form.width, form.codec.is_of_floats)
+        elements = Elements(form.width, form.codec in (Codec.FLOATS, Codec.DELTA))
         return codecs.encode(copy.data, elements, policy, base)
 
     def _base(self, block: BlockId) -> tuple[BlockId, Buffer] | None:

@@ -11,7 +11,6 @@ import errno
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.location_rows import Key, Row
 from mstore.blocks.packs import NO_BASE, Kind, SealedPack
@@ -136,13 +135,7 @@ class Copies:
             base = memoryview(bytearray(location.raw_length))
             [lies] = self._catalog.locate([BlockId(location.base)])
             self._catalog.read_block_into(BlockId(location.base), lies, base)
-        try:
-            verify(block, location, decoded(block, location, payload, base), base)
-        except Corrupt:
-            # Readers serve a block of which only the frame's own checksum is damaged.
-            form = location.codec, payload, location.width, location.raw_length, base
-            payload = codecs.mended(*form)
-            verify(block, location, decoded(block, location, payload, base), base)
+        verify(block, location, decoded(block, location, payload, base), base)
         return payload
 
     def _sealed(self, pack: SealedPack) -> None:

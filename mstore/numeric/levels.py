@@ -19,7 +19,7 @@ class Level(NamedTuple):
     """One level: its name in paths, and what the compiler calls it.
 
     machine: as the kernel names the architecture. needs: words of a processor's flags in
-    /proc/cpuinfo. is_wide: whether `expansion` may be used.
+    /proc/cpuinfo.
     """
 
     name: str
@@ -28,7 +28,6 @@ class Level(NamedTuple):
     cpu: str
     features: str
     needs: frozenset[str]
-    is_wide: bool = False
 
 
 _X86: Final = ("x86_64", "x86_64-unknown-linux-gnu")
@@ -38,7 +37,6 @@ LEVELS: Final = (
         # Processors that have it run vectors of 64 bytes at full speed; earlier ones did not.
         *("x86-64-v4-vbmi2", *_X86, "x86-64-v4", "+avx512vbmi2,-prefer-256-bit"),
         _V4 | {"avx512_vbmi2"},
-        is_wide=True,
     ),
     Level("x86-64-v4", *_X86, "x86-64-v4", "", _V4),
     Level("x86-64-v3", *_X86, "x86-64-v3", "", _V3),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from mstore import fs
 from mstore.blocks import location_rows
-from mstore.blocks.codecs import DELTAS, Codec
+from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
@@ -663,7 +663,7 @@ class Catalog:
 
 def _is_delta(location: Location) -> bool:
     # The decoder refuses a codec of a newer version.
-    return location.codec in DELTAS
+    return location.codec == Codec.DELTA
 
 
 def _all_stored(blocks: Sequence[bytes], rows: Sequence[Row | None]) -> list[Row]:

@@ -40,7 +40,7 @@ CODEC_COLUMNS = (
 SHARED_SHOWN = 10
 UNIQUE, SHARED = "unique", "shared"
 DIFFERENCES = "differences"
-WORDS = {"raw": "as they are", "constant": "constant", "planes": "compressed"}
+WORDS = {"raw": "as they are", "constant": "constant", "zstd": "zstd", "floats": "floats"}
 """How blocks are stored, in the words of the picture; the other codecs store differences."""
 
 

@@ -242,7 +242,6 @@ class _Reader:
         self._packs = packs
         self._scratch = scratch
         self._moved = moved
-        self._last_base: memoryview | None = None
 
     def read(
         self, targets: Targets, bases: Mapping[BlockId, memoryview], meter: Meter
@@ -272,12 +271,7 @@ class _Reader:
     def _decoded(self, run: Targets, bases: Mapping[BlockId, memoryview], meter: Meter) -> None:
         meter.charge(sum([source.at.stored_length for source, _ in run]))
         for source, payload, view in self._fetched(run):
-            base = _base_of(source, bases)
-            # Each base has one view as long as its bytes are there.
-            is_same = base is not None and base is self._last_base
-            decode_into(source.id, source.at, payload, view, base, same_base=is_same)
-            if base is not None:
-                self._last_base = base
+            decode_into(source.id, source.at, payload, view, _base_of(source, bases))
 
     def _fetched(self, run: Targets) -> list[tuple[Source, memoryview, memoryview]]:
         """Read adjacent blocks: raw ones into their targets, other payloads for decoding."""

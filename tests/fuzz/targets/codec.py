@@ -16,7 +16,7 @@ def target(data: bytes) -> None:
     """codec, width, plain length (three bytes), whether there is a base; then the payload."""
     codec, width = data[:1], data[1:2]
     length = min(int.from_bytes(data[2:5], "little"), 1 << 20)
-    base = None if data[5:6] in (b"", b"\0") else (BASE * -(-length // len(BASE)))[:length]
+    base = None if data[5:6] in (b"", b"\0") else _base(length)
     plain = decode(int.from_bytes(codec), data[6:], int.from_bytes(width), length, base)
     assert len(plain) == length
 
@@ -24,21 +24,40 @@ def target(data: bytes) -> None:
 def seeds() -> Iterable[bytes]:
     yield bytes([Codec.RAW, 1, 4, 0, 0, 0]) + b"data"
     yield bytes([Codec.CONSTANT, 2, 0, 1, 0, 0]) + b"ab"
-    yield from _encoded()
+    yield from _framed()
+    yield from _coded()
 
 
-def _encoded() -> Iterable[bytes]:
+def _base(length: int) -> bytes:
+    return (BASE * -(-length // len(BASE)))[:length]
+
+
+def _framed() -> Iterable[bytes]:
     from mstore.blocks.codecs import Elements, Policy, encode
-    from mstore.ids import BlockId
 
-    near = bytes([*BASE[:-1], 7])
-    for width in (1, 2, 4, 8):
-        for base in (None, (BlockId.of(BASE), BASE)):
-            made = encode(near, Elements(width, width > 1), Policy.DENSE, base)
-            has_base = made.base is not None
-            head = [made.codec, width, *made.raw_length.to_bytes(3, "little"), has_base]
-            yield bytes(head) + bytes(made.payload)
-    from mstore.blocks import classes
+    made = encode(BASE, Elements(8, True), Policy.DENSE)
+    assert made.codec == Codec.ZSTD
+    yield bytes([made.codec, 8, *made.raw_length.to_bytes(3, "little"), 0]) + bytes(made.payload)
 
-    payload = classes.encode(near, BASE)
-    yield bytes([Codec.DELTA_CLASSES, 2, *len(near).to_bytes(3, "little"), 1]) + payload
+
+def _coded() -> Iterable[bytes]:
+    """Each mode and width: with escapes, raw bits and listed rows, for few lanes and many."""
+    import numpy as np
+
+    from mstore.blocks.rans import WIDTHS, Mode, encode
+
+    draw = np.random.default_rng(1)
+    for width in WIDTHS:
+        for count in (1000, 16_400):
+            base = np.frombuffer(_base(count * width), f"<u{width}")
+            # A tenth of the elements move, some of them far.
+            steps = draw.integers(0, 8, count) * draw.choice([1, 9_999], count)
+            moved = ((np.arange(count) % 256 < 26) * steps).astype(base.dtype)
+            for mode in Mode:
+                under = None if mode is Mode.ALONE else base.tobytes()
+                data = (moved if under is None else base + moved).tobytes()
+                payload = encode(mode, width, data, under, len(data) - 1)
+                if payload is not None:
+                    codec = Codec.FLOATS if under is None else Codec.DELTA
+                    head = [codec, width, *len(data).to_bytes(3, "little"), under is not None]
+                    yield bytes(head) + payload.tobytes()
