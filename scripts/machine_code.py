@@ -1,9 +1,8 @@
 """From LLVM's language, or C, to the machine code of one pass: a shared library for a level.
 
 Owns the passes of LLVM, in numba's order; the compiler of C, clang, and the linking, by LLD, both
-from the wheel of ziglang.  What
-a library of kernels may not have is refused here: state, and calls of anything but the functions of
-the C library that give the same bits everywhere.
+from the wheel of ziglang.  What a library of kernels may not have is refused here: state, and calls
+of anything but the functions of the C library that give the same bits everywhere.
 """
 
 from __future__ import annotations

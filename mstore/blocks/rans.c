@@ -44,7 +44,6 @@ enum { NO_RAW, ESCAPES_ONLY, RAW_BITS };
 
 /* How elements become numbers, and which context each has. */
 typedef struct {
-    u32 mode;
     u32 zeros;    /* so many low bits of all elements are zero, and left out */
     u32 bits;     /* of an element, without those */
     u32 contexts; /* 1 to CONTEXTS */
@@ -127,15 +126,19 @@ INLINE Token token(int mode, const Model *own, int raw_bits, Is x, Is base) {
     return made;
 }
 
-/* Whether tables have differences in the place of symbols, and ESCAPED for an escape. */
+/* Whether tables have differences in the place of symbols: -128 for an escape. */
 INLINE int has_differences(int mode, int raw_bits) { return mode != ALONE && raw_bits != RAW_BITS; }
+
+/* The number of an escape, as the tables have it. */
+INLINE V told_by(int are_differences, V z) { return are_differences ? difference(z) : z; }
 
 /* Decode a row of `lanes` elements. */
 INLINE const u8 *decode_row(int width, int mode, int lanes, int raw_bits, const Model *own,
                             const u32 *table, const u8 *base, u8 *data, u32 *states,
                             const u8 *words) {
-    enum { MOST = MANY / W, ESCAPED = -128 };
+    enum { MOST = MANY / W };
     const int vectors = lanes / W, are_differences = has_differences(mode, raw_bits);
+    const u32 escaped = are_differences ? (u32)-128 : ESCAPE;
     V x[MOST], entry[MOST], raws[MOST], more = 0;
     EVERY_VECTOR
     for (int v = 0; v < vectors; v++) {
@@ -160,7 +163,7 @@ INLINE const u8 *decode_row(int width, int mode, int lanes, int raw_bits, const 
         z[v] = are_differences ? (V)((Is)entry[v] >> 24) : entry[v] >> 24;
         escape[v] = 0;
         if (raw_bits == NO_RAW) continue;
-        Is escapes = are_differences ? (Is)z[v] == ESCAPED : (Is)z[v] == ESCAPE;
+        Is escapes = z[v] == escaped;
         if (raw_bits == ESCAPES_ONLY && !any(escapes)) continue;
         V count = escapes ? (V)own->bits : raws[v];
         if (raw_bits == RAW_BITS) count = z[v] == 0 ? 0 : count;
@@ -174,7 +177,7 @@ INLINE const u8 *decode_row(int width, int mode, int lanes, int raw_bits, const 
         } else if (width == 4)
             escape[v] = raw;
         else
-            z[v] = escapes ? (are_differences ? difference(raw) : raw) : z[v];
+            z[v] = escapes ? told_by(are_differences, raw) : z[v];
         if (width == 4) raws[v] = count - step;
     }
     if (raw_bits && width == 4 && any(more)) EVERY_VECTOR
@@ -188,10 +191,8 @@ INLINE const u8 *decode_row(int width, int mode, int lanes, int raw_bits, const 
     }
     EVERY_VECTOR
     for (int v = 0; v < vectors; v++) {
-        if (width == 4 && raw_bits == ESCAPES_ONLY) {
-            Is escapes = are_differences ? (Is)z[v] == ESCAPED : (Is)z[v] == ESCAPE;
-            z[v] = escapes ? (are_differences ? difference(escape[v]) : escape[v]) : z[v];
-        }
+        if (width == 4 && raw_bits == ESCAPES_ONLY)
+            z[v] = z[v] == escaped ? told_by(are_differences, escape[v]) : z[v];
         if (mode != ALONE && !are_differences) z[v] = difference(z[v]);
         Is b = mode == ALONE ? (Is)0 : load(width, base + v * W * width) >> own->zeros;
         store(width, element(mode, own, z[v], b) << own->zeros, data + v * W * width);
@@ -287,6 +288,8 @@ INLINE const u8 *whole_row(int width, i64 lanes, i64 left, const u8 *at, u8 *roo
     return room;
 }
 
+INLINE int is_listed(const u8 *empties, i64 row) { return empties[row / 8] >> (row % 8) & 1; }
+
 /* -- the model of a block ---------------------------------------------------------------------- */
 
 /* Return how many low bits are zero in all elements of 4 bytes: the first that are not end it. */
@@ -323,8 +326,7 @@ static i64 take_sample(int width, i64 n, const u8 *from, u8 *to) {
 /* Choose the finest classes of which CONTEXTS in turn have nearly all elements of the sample.
 
    A context that few elements have would cost more than it saves. */
-static void choose_contexts(i64 n, i64 sampled, Model *own, Scratch *room) {
-    u32 least_shift = own->bits > 9 ? own->bits - 9 : 0;
+static void choose_contexts(i64 n, i64 sampled, Model *own, const Scratch *room) {
     i64 few = sampled / RARE;
     if (few < TABLE * sampled / n) few = TABLE * sampled / n;
     if (few < 1) few = 1;
@@ -347,7 +349,7 @@ static void choose_contexts(i64 n, i64 sampled, Model *own, Scratch *room) {
             outside += mass[class];
         if (outside * OUTSIDE > sampled && more < 7) continue;
         if (high >= CONTEXTS && low < high - (CONTEXTS - 1)) low = high - (CONTEXTS - 1);
-        own->shift = least_shift + more;
+        own->shift += more;
         own->lowest = low;
         own->contexts = high - low + 1;
         return;
@@ -381,7 +383,6 @@ INLINE u32 element_at(int width, const u8 *from, i64 j) {
 /* Choose the model of a block by a sample, which stays in scratch; return its elements. */
 INLINE i64 choose_model(int width, int mode, i64 n, const u8 *data, const u8 *base, Scratch *room) {
     Model *own = &room->model;
-    own->mode = mode;
     own->zeros = width == 4 ? zero_bits(n, data, mode == ALONE ? 0 : base) : 0;
     own->bits = 8 * width - own->zeros;
     own->contexts = 1;
@@ -396,10 +397,11 @@ INLINE i64 choose_model(int width, int mode, i64 n, const u8 *data, const u8 *ba
     take_sample(width, n, base, room->sample[1]);
     if (mode == FLOATS) {
         FILL(room->classes, 0, sizeof room->classes);
-        u32 shift = own->bits > 9 ? own->bits - 9 : 0;
+        /* The finest classes: SYMBOLS of them. */
+        own->shift = own->bits > 9 ? own->bits - 9 : 0;
         for (i64 j = 0; j < sampled; j++) {
             u32 b = element_at(width, room->sample[1], j) >> own->zeros;
-            room->classes[(b & (all_bits(own) >> 1)) >> shift]++;
+            room->classes[(b & (all_bits(own) >> 1)) >> own->shift]++;
         }
         choose_contexts(n, sampled, own, room);
     }
@@ -470,7 +472,7 @@ INLINE void count_empties(int width, int mode, i64 n, i64 lanes, const u8 *base,
     const Model own = fixed(width, &room->model);
     const i64 rows = (n + lanes - 1) / lanes;
     for (i64 first = 0, row = 0; row < rows; first += lanes, row++) {
-        if (!(empties[row / 8] >> (row % 8) & 1) || !is_counted(row, rows)) continue;
+        if (!is_listed(empties, row) || !is_counted(row, rows)) continue;
         const u8 *b = whole_row(width, lanes, n - first, base + first * width, room->row[1]);
         for (i64 j = 0; j < lanes; j++) {
             u32 class = mode == FLOATS ? class_of(&own, element_at(width, b, j) >> own.zeros) : 0;
@@ -479,16 +481,20 @@ INLINE void count_empties(int width, int mode, i64 n, i64 lanes, const u8 *base,
     }
 }
 
-INLINE int are_listed(i64 empty, i64 rows) { return empty > 0 && empty * SELDOM >= rows; }
-
-/* Sum the counts of a block with so many rows. */
-INLINE void sum_counts(i64 rows, Scratch *room) {
+/* Count the symbols of a block; return whether its empty rows are listed, and so not counted. */
+INLINE int count_block(int width, int mode, i64 n, i64 lanes, const u8 *data, const u8 *base,
+                       u8 *empties, Scratch *room) {
+    const i64 rows = (n + lanes - 1) / lanes;
+    i64 empty = count_symbols(width, mode, n, lanes, data, base, empties, room);
+    int are_listed = empty > 0 && empty * SELDOM >= rows;
+    if (empty && !are_listed) count_empties(width, mode, n, lanes, base, empties, room);
     for (int place = 0; place < CONTEXTS * SYMBOLS; place++)
         room->counts[0][place] +=
             room->counts[1][place] + room->counts[2][place] + room->counts[3][place];
     /* What was not counted may have any symbol: as an escape. */
     for (int c = 0; rows >= COUNTED && c < CONTEXTS; c++)
         room->counts[0][c * SYMBOLS + ESCAPE]++;
+    return are_listed;
 }
 
 /* -- tables ------------------------------------------------------------------------------------ */
@@ -585,8 +591,8 @@ static const u8 *read_table(const u8 *at, const u8 *end, u32 *frequencies) {
     return total == WHOLE ? at : 0;
 }
 
-/* A symbol of frequency f that begins at c takes x to x + x / f * (WHOLE - f) + c. The division is
-   a product with the inverse, rounded up, exact below 2^31 (Granlund and Montgomery 1994). */
+/* A symbol of frequency f that begins at c takes x to x / f * WHOLE + x % f + c.  The division is a
+   product with the inverse, rounded up (Granlund and Montgomery 1994), and a correction. */
 static void prepare_encoding(const u32 *frequencies, u32 *steps, u32 *inverses) {
     u32 begin = 0;
     for (int s = 0; s < SYMBOLS; s++) {
@@ -628,7 +634,9 @@ static u32 read32(const u8 *at) {
 
 /* -- a block ----------------------------------------------------------------------------------- */
 
-INLINE int uses_raw(const Model *own, const u32 frequencies[CONTEXTS][SYMBOLS]) {
+/* Which of the codes for rows a block needs; for short blocks there is one. */
+INLINE int uses_raw(i64 lanes, const Model *own, const u32 frequencies[CONTEXTS][SYMBOLS]) {
+    if (lanes == FEW) return RAW_BITS;
     int found = NO_RAW;
     for (u32 c = 0; c < own->contexts; c++)
         if (own->raw[c])
@@ -638,6 +646,12 @@ INLINE int uses_raw(const Model *own, const u32 frequencies[CONTEXTS][SYMBOLS]) 
     return found;
 }
 
+#define BY_ROWS(lanes, raw_bits, call)                                                             \
+    ((lanes) == FEW               ? call(FEW, RAW_BITS)                                            \
+     : (raw_bits) == RAW_BITS     ? call(MANY, RAW_BITS)                                           \
+     : (raw_bits) == ESCAPES_ONLY ? call(MANY, ESCAPES_ONLY)                                       \
+                                  : call(MANY, NO_RAW))
+
 INLINE u8 *encode_rows(int width, int mode, int lanes, int raw_bits, i64 n, const u8 *data,
                        const u8 *base, const u8 *empties, const u8 *begin, u8 *words,
                        Scratch *room) {
@@ -645,7 +659,7 @@ INLINE u8 *encode_rows(int width, int mode, int lanes, int raw_bits, i64 n, cons
     u32 states[MANY];
     COPY(states, room->states, sizeof states);
     for (i64 row = (n + lanes - 1) / lanes - 1; row >= 0; row--) {
-        if (empties && empties[row / 8] >> (row % 8) & 1) continue;
+        if (empties && is_listed(empties, row)) continue;
         if (words - begin < 2 * (3 + 1) * lanes + 64) return 0;
         i64 first = row * lanes;
         const u8 *x = whole_row(width, lanes, n - first, data + first * width, room->row[0]);
@@ -661,16 +675,14 @@ INLINE u8 *encode_rows(int width, int mode, int lanes, int raw_bits, i64 n, cons
 
 INLINE i64 encode_block(int width, int mode, i64 n, const u8 *data, const u8 *base, u8 *payload,
                         i64 capacity, Scratch *room) {
-    const i64 lanes = lanes_of(n), rows = (n + lanes - 1) / lanes, listed = (rows + 7) / 8;
+    const i64 lanes = lanes_of(n), rows = (n + lanes - 1) / lanes;
     const Model *own = &room->model;
     choose_model(width, mode, n, data, base, room);
     u8 *at = payload + HEAD;
-    i64 empty = lanes == MANY ? count_symbols(width, mode, n, MANY, data, base, at, room)
-                              : count_symbols(width, mode, n, FEW, data, base, at, room);
-    const u8 *empties = are_listed(empty, rows) ? at : 0;
-    if (empty && !empties) count_empties(width, mode, n, lanes, base, at, room);
-    if (empties) at += listed;
-    sum_counts(rows, room);
+    int are_listed = lanes == MANY ? count_block(width, mode, n, MANY, data, base, at, room)
+                                   : count_block(width, mode, n, FEW, data, base, at, room);
+    const u8 *empties = are_listed ? at : 0;
+    if (empties) at += (rows + 7) / 8;
     for (u32 c = 0; c < own->contexts; c++)
         *at++ = own->raw[c];
     for (u32 c = 0; c < own->contexts; c++) {
@@ -682,17 +694,10 @@ INLINE i64 encode_block(int width, int mode, i64 n, const u8 *data, const u8 *ba
     }
     for (int lane = 0; lane < MANY; lane++)
         room->states[lane] = LOW;
-    u8 *end = payload + capacity, *words = end;
-    int raw_bits = uses_raw(own, room->frequencies);
-    if (lanes == FEW)
-        words = encode_rows(width, mode, FEW, RAW_BITS, n, data, base, empties, at, words, room);
-    else if (raw_bits == RAW_BITS)
-        words = encode_rows(width, mode, MANY, RAW_BITS, n, data, base, empties, at, words, room);
-    else if (raw_bits == ESCAPES_ONLY)
-        words =
-            encode_rows(width, mode, MANY, ESCAPES_ONLY, n, data, base, empties, at, words, room);
-    else
-        words = encode_rows(width, mode, MANY, NO_RAW, n, data, base, empties, at, words, room);
+    u8 *end = payload + capacity;
+#define ROWS(lanes, raw) encode_rows(width, mode, lanes, raw, n, data, base, empties, at, end, room)
+    u8 *words = BY_ROWS(lanes, uses_raw(lanes, own, room->frequencies), ROWS);
+#undef ROWS
     if (!words) return -1;
     __builtin_memmove(at, words, end - words);
     u32 count = (end - words) / 2;
@@ -715,7 +720,7 @@ INLINE int decode_rows(int width, int mode, int lanes, int raw_bits, i64 n, cons
     int is_tail = 0;
     for (i64 first = 0, row = 0; first < n; first += lanes, row++) {
         i64 left = n - first;
-        if (empties && empties[row / 8] >> (row % 8) & 1) {
+        if (empties && is_listed(empties, row)) {
             COPY(data + first * width, base + first * width, smaller(left, lanes) * width);
             continue;
         }
@@ -753,7 +758,6 @@ INLINE int decode_block(int width, int mode, i64 n, i64 length, const u8 *payloa
     const i64 lanes = lanes_of(n), rows = (n + lanes - 1) / lanes, listed = (rows + 7) / 8;
     if (length < HEAD + 4 * lanes || payload[0] != mode) return 0;
     Model *own = &room->model;
-    own->mode = mode;
     own->zeros = payload[1];
     own->contexts = payload[2];
     own->shift = payload[3];
@@ -778,7 +782,7 @@ INLINE int decode_block(int width, int mode, i64 n, i64 length, const u8 *payloa
         at = read_table(at, end, room->frequencies[c]);
         if (!at) return 0;
     }
-    const int raw_bits = lanes == FEW ? RAW_BITS : uses_raw(own, room->frequencies);
+    const int raw_bits = uses_raw(lanes, own, room->frequencies);
     for (u32 c = 0; c < own->contexts; c++)
         prepare_decoding(has_differences(mode, raw_bits), room->frequencies[c],
                          room->table + c * WHOLE);
@@ -787,13 +791,9 @@ INLINE int decode_block(int width, int mode, i64 n, i64 length, const u8 *payloa
     COPY(room->states, end, 4 * lanes);
     for (i64 lane = 0; lane < lanes; lane++)
         if (room->states[lane] < LOW) return 0;
-    if (lanes == FEW)
-        return decode_rows(width, mode, FEW, RAW_BITS, n, at, end, empties, base, data, room);
-    if (raw_bits == RAW_BITS)
-        return decode_rows(width, mode, MANY, RAW_BITS, n, at, end, empties, base, data, room);
-    if (raw_bits == ESCAPES_ONLY)
-        return decode_rows(width, mode, MANY, ESCAPES_ONLY, n, at, end, empties, base, data, room);
-    return decode_rows(width, mode, MANY, NO_RAW, n, at, end, empties, base, data, room);
+#define ROWS(lanes, raw) decode_rows(width, mode, lanes, raw, n, at, end, empties, base, data, room)
+    return BY_ROWS(lanes, raw_bits, ROWS);
+#undef ROWS
 }
 
 /* -- estimates --------------------------------------------------------------------------------- */
@@ -810,14 +810,9 @@ INLINE i64 measure_block(int width, int mode, i64 n, const u8 *data, const u8 *b
                          Scratch *room) {
     u8 empties[SAMPLED / FEW / 8];
     i64 sampled = choose_model(width, mode, n, data, base, room), rows = (sampled + FEW - 1) / FEW;
-    i64 empty =
-        count_symbols(width, mode, sampled, FEW, room->sample[0], room->sample[1], empties, room);
     i64 bits = 0, head = HEAD + 4 * lanes_of(n);
-    if (are_listed(empty, rows))
+    if (count_block(width, mode, sampled, FEW, room->sample[0], room->sample[1], empties, room))
         bits = rows << 16;
-    else if (empty)
-        count_empties(width, mode, sampled, FEW, room->sample[1], empties, room);
-    sum_counts(rows, room);
     const Model *own = &room->model;
     for (u32 c = 0; c < own->contexts; c++) {
         u32 *counts = room->counts[0] + c * SYMBOLS;
