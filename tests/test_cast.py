@@ -506,7 +506,7 @@ def test_lineage_and_a_second_time(store: Store, tmp_path: Path) -> None:
     source = store.add(save(tmp_path / "m", every()), name="m").snapshot
     report = store.cast("m", dtype="float16", name="out", message="why", threads=1)
     shown = store.log("out")[0]
-    assert (shown.origin, shown.message) == ("add", "why")
+    assert (shown.made, shown.message) == ("cast", "why")
     assert [(one.role, one.snapshot) for one in shown.parents] == [("base", source)]
     again = store.cast("m", dtype="F16", name="out", threads=3)
     assert not again.new_snapshot

@@ -23,6 +23,7 @@ from mstore.adapters.truncation import Errors, Singles, TruncatedTensor, squares
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
+from mstore.made.snapshots import Publication
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
 from mstore.numeric.singles import singles
 from mstore.objects.manifest import Manifest
@@ -33,13 +34,12 @@ from mstore.objects.shapes import (
     require_same_shapes,
     told_difference,
 )
-from mstore.objects.snapshot import BASE, EXPERT, Parent
+from mstore.objects.snapshot import BASE, EXPERT, EXTRACT, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, Phrase, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
-from mstore.store.derived import derived
 from mstore.store.tied import HEAD, Tied
 from mstore.store.transaction import Transaction
 from mstore.view import array_dtype
@@ -143,23 +143,22 @@ def extract(
         # What is not finite is refused by name.
         with np.errstate(over="ignore", invalid="ignore"):
             manifest = run.manifest(base[0])
-        snapshot, record, move = derived(
-            catalog,
-            transaction,
+        publication = Publication(catalog, transaction)
+        record, is_new = publication.put(
             name,
             current,
             manifest,
+            EXTRACT,
             (Parent(BASE, base[1]), Parent(EXPERT, expert[1])),
             message=message or f"{expert[0]} less {base[0]}, rank {rank}",
-            action="extract-lora",
+            action=f"extract: {expert[0]} less {base[0]}",
         )
-        if record is not None and move is not None:
-            transaction.commit(snapshots=[record], moves=[move])
+        publication.commit()
         written = transaction.bytes_written
     return ExtractReport(
         name=name,
-        snapshot=snapshot,
-        new_snapshot=record is not None,
+        snapshot=record.id(),
+        new_snapshot=is_new,
         rank=rank,
         products=len(work.products),
         whole=len(work.whole),

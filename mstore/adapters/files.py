@@ -17,11 +17,11 @@ from mstore.adapters.config import CONFIG
 from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.small_files import json_bytes
 from mstore.errors import BadRequest, Corrupt, NotFound
+from mstore.made.files import new_header
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.store.catalog import Catalog
-from mstore.store.rebuilt import new_header
 from mstore.store.refs import Ref
 from mstore.store.transaction import Transaction, branch_to_move, tip_of
 from mstore.view import array_dtype

@@ -110,8 +110,8 @@ class Adding(OpenStore):
         default_excludes: start with the patterns for files that are not part of a model
         (`mstore.checkpoint.exclusion`).
         codec: auto, raw or dense; None uses the store's setting.
-        message: the reason, in words; without one, a snapshot of a Hugging Face cache tells the
-        model and its commit.
+        message: the reason, in words. A snapshot of a Hugging Face cache also tells its origin:
+        address, revision and commit.
         threads: the most threads to use; None means one per processor.
         convert: load pickled weights in a child process with these limits, and store them as
         safetensors.

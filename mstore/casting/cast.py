@@ -25,17 +25,17 @@ from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
+from mstore.made.files import header_of, index_of, shards_of, with_dtype
+from mstore.made.snapshots import Publication, branch_below
 from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import chosen, require_matches
-from mstore.objects.snapshot import BASE, EXPERT, Parent
+from mstore.objects.snapshot import BASE, CAST, EXPERT, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
-from mstore.store.derived import branch_below, derived
-from mstore.store.rebuilt import header_of, index_of, shards_of, with_dtype
 from mstore.store.transaction import Transaction, branch_to_move
 
 BRANCHES: Final = "cast"
@@ -125,26 +125,22 @@ def cast(
                 where=model[0],
                 hint=phrase("{allow} publishes it as it is", allow=Option("allow_nonfinite", True)),
             )
-        snapshot, record, move = derived(
-            catalog,
-            transaction,
+        publication = Publication(catalog, transaction)
+        record, is_new = publication.put(
             branch,
             current,
             made,
+            CAST,
             _parents(catalog, model[1], manifest),
             message=message or f"{model[0]} in {told}",
             action=f"cast: {model[0]} to {told}",
         )
-        if record is not None and move is not None:
-            transaction.commit(snapshots=[record], moves=[move])
-        elif transaction.has_news:
-            # A repair had dropped some of its blocks or records: they are stored again.
-            transaction.commit()
+        publication.commit()
         written = transaction.bytes_written
     return CastReport(
         name=branch,
-        snapshot=snapshot,
-        new_snapshot=record is not None,
+        snapshot=record.id(),
+        new_snapshot=is_new,
         dtype=told,
         cast=len(plan.cast),
         scaled=len(plan.scaled),

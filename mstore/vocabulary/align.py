@@ -19,16 +19,16 @@ from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import Revision, SnapshotId, TensorId
+from mstore.made.files import header_of, index_of, shards_of
+from mstore.made.snapshots import Publication, branch_below
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
+from mstore.objects.snapshot import ALIGN, BASE, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.progress import ProgressCallback
 from mstore.requests import MergeRequest, Vocabulary
 from mstore.store.catalog import Catalog
-from mstore.store.derived import branch_below, derived
-from mstore.store.rebuilt import header_of, index_of, shards_of
-from mstore.store.transaction import RefMove, Transaction, branch_to_move
+from mstore.store.transaction import Transaction, branch_to_move
 from mstore.vocabulary.common import with_new_decoder, with_new_ids
 from mstore.vocabulary.embeddings import Embeddings
 from mstore.vocabulary.members import Member, member
@@ -206,16 +206,12 @@ class _Models:
     def publish(self, embeddings: Embeddings) -> dict[SnapshotId, AlignedModel]:
         """Put all that changes into the transaction and commit it."""
         written = embeddings.written(self._transaction)
-        published: dict[SnapshotId, AlignedModel] = {}
-        snapshots, moves = [], []
-        for one, tensors, branch in zip(self._members, written, self._branches(), strict=True):
-            model, record, move = self._model(one, tensors, branch)
-            published[one.snapshot] = model
-            if record is not None and move is not None:
-                snapshots.append(record)
-                moves.append(move)
-        if snapshots or self._transaction.has_news:
-            self._transaction.commit(snapshots=snapshots, moves=moves)
+        publication = Publication(self._catalog, self._transaction)
+        published = {
+            one.snapshot: self._model(one, tensors, branch, publication)
+            for one, tensors, branch in zip(self._members, written, self._branches(), strict=True)
+        }
+        publication.commit()
         return published
 
     def _branches(self) -> list[str]:
@@ -231,26 +227,24 @@ class _Models:
         return found
 
     def _model(
-        self, one: Member, tensors: Mapping[str, Tensor], branch: str
-    ) -> tuple[AlignedModel, SnapshotRecord | None, RefMove | None]:
-        """Return a member as aligned, and the snapshot and the move that publish it, if any."""
+        self, one: Member, tensors: Mapping[str, Tensor], branch: str, publication: Publication
+    ) -> AlignedModel:
+        """Return a member as aligned; put it, if it is another than before."""
         model = _unchanged(one, self._target)
         manifest = self._manifest(one, tensors)
         if manifest == one.manifest:
-            return model, None, None
+            return model
         told = f"{one.name} with {len(self._target.ids)} tokens, {self._target.told}"
-        id, record, move = derived(
-            self._catalog,
-            self._transaction,
+        record, is_new = publication.put(
             branch,
             branch_to_move(self._catalog, branch),
             manifest,
+            ALIGN,
             (Parent(BASE, one.snapshot),),
             message=told,
             action=f"align: {told}",
         )
-        model = replace(model, ref=branch, snapshot=id, new_snapshot=record is not None)
-        return model, record, move
+        return replace(model, ref=branch, snapshot=record.id(), new_snapshot=is_new)
 
     def _manifest(self, one: Member, tensors: Mapping[str, Tensor]) -> Manifest:
         ids = self._transaction.put_records(list(tensors.values()))

@@ -18,10 +18,10 @@ from mstore.merge.methods.method import Combine, Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
 from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
+from mstore.objects.snapshot import PREPARE
 from mstore.recipes.nodes import DEFAULT_LIMITS
 from mstore.recipes.resolve import KnownMethod, KnownParameter
 from mstore.recipes.write import named, recipe_of
-from mstore.requests import PREPARED
 from mstore.store.catalog import Catalog
 from mstore.store.plans import sources_of
 
@@ -68,8 +68,9 @@ def printed_recipe(catalog: Catalog, plan: Plan) -> str:
     refs: dict[str, str] = {}
     found = catalog.refs()
     for name in sorted(found, key=lambda one: (one not in given, found[one].kind, len(one), one)):
-        if not name.startswith(PREPARED):
-            refs.setdefault(catalog.snapshot(found[name].snapshot_id()).manifest_id().hex(), name)
+        record = catalog.snapshot(found[name].snapshot_id())
+        if record.made != PREPARE:
+            refs.setdefault(record.manifest_id().hex(), name)
     return named(text, refs)
 
 

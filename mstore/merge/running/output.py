@@ -18,6 +18,7 @@ from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
+from mstore.made.files import with_dtype
 from mstore.merge.planning.tied import left_to_base, own_head_of
 from mstore.merge.running.stacking import Stack
 from mstore.merge.running.task import Tasks
@@ -26,7 +27,6 @@ from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
-from mstore.store.rebuilt import with_dtype
 from mstore.store.tied import untied
 
 

@@ -14,13 +14,13 @@ from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.made.files import header_of, index_of, shards_of
 from mstore.merge.planning.stacked_config import stacked_config
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
-from mstore.store.rebuilt import header_of, index_of, shards_of
 
 
 class Stack:

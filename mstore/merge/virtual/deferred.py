@@ -14,25 +14,25 @@ from mstore.checkpoint.dtypes import nbytes
 from mstore.errors import BadRequest, Conflict
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.made.snapshots import Publication, made_of
 from mstore.merge.planning.validate import check_fits
-from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_of, run_merge
+from mstore.merge.running.commit import Merged, is_merge_of, parents_of, run_merge
 from mstore.merge.running.output import Layout
 from mstore.merge.running.papers import Papers, form_of
 from mstore.merge.running.task import Tasks
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
-from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
+from mstore.objects.snapshot import BASE, EXPERT, MERGE, SnapshotRecord
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import Phrase, call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import refs
-from mstore.store.catalog import Catalog, now_ns
+from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor
 from mstore.store.plan_rows import Source, Sources
 from mstore.store.plans import sources_of
-from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
-from mstore.version import TOOL
+from mstore.store.transaction import Transaction, branch_to_move, tip_of
 
 
 @frozen
@@ -96,42 +96,28 @@ def commit_virtual(
         output = _Output(catalog, plan, transaction)
         manifest = output.manifest()
         parents = parents_of(sources)
-        tip, previous = tip_of(catalog, current)
-        if current is not None and tip is not None and is_merge_of(tip, plan, parents):
-            # Virtual or real, the branch already is the requested merge.
-            if tip.is_virtual and transaction.has_news:
-                # Some of its blocks or records were lost: store them again.
-                transaction.rely_on_manifest(manifest)
-                transaction.rely_on_inputs(plan)
-                transaction.commit()
-            return _deferred(current.snapshot_id(), tip, False, 0, output)
-        record = SnapshotRecord(
-            manifest=transaction.put_record(manifest),
-            parents=(*previous, *parents),
-            origin="merge",
-            plan=transaction.put_record(plan),
-            coverage=None,
-            message=message,
-            time_ns=now_ns(),
-            tool=TOOL,
-        )
-        transaction.rely_on_manifest(manifest)
-        transaction.rely_on_inputs(plan)
-        action = f"merge: {plan.method}, virtual" + (f": {message}" if message else "")
-        new = refs.Ref(refs.BRANCH, record.id())
-        transaction.commit(snapshots=[record], moves=[RefMove(name, current, new, action)])
-    return _deferred(record.id(), record, True, transaction.bytes_written, output)
-
-
-def _deferred(
-    id: SnapshotId, record: SnapshotRecord, is_new: bool, written: int, output: _Output
-) -> Deferred:
+        record, _ = tip_of(catalog, current)
+        is_new = False
+        # The branch may be the requested merge already, and real.
+        if record is None or record.is_virtual or not is_merge_of(record, plan, parents):
+            publication = Publication(catalog, transaction)
+            record, is_new = publication.put(
+                name,
+                current,
+                manifest,
+                MERGE,
+                parents,
+                message=message,
+                action=f"merge: {plan.method}, virtual" + (f": {message}" if message else ""),
+                plan=plan,
+            )
+            publication.commit()
     return Deferred(
-        snapshot=id,
+        snapshot=record.id(),
         manifest=record.manifest_id(),
         is_new=is_new,
         is_virtual=record.is_virtual,
-        bytes_written=written,
+        bytes_written=transaction.bytes_written if is_new else 0,
         blocks_total=output.blocks_total,
         blocks_reused=output.blocks_reused,
     )
@@ -253,7 +239,7 @@ def _materialized(
 def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -> Sources:
     """Return the inputs under their planned names, as the snapshots that the merge records."""
     named = sources_of(catalog, id, plan)
-    inputs = made_from(record)
+    inputs = made_of(record)
     if [parent.role for parent in inputs] != [BASE, *[EXPERT] * len(named.experts)]:
         return named
     base, *experts = inputs

@@ -46,8 +46,8 @@ MANIFESTS = (
 )
 PARENTS = (Parent(PREVIOUS, B), Parent(BASE, C), Parent(EXPERT, A))
 SNAPSHOTS = (
-    SnapshotRecord(A, (), "add", None, None, "why", 1, "mstore"),
-    SnapshotRecord(A, PARENTS, "merge", B, C, "", 1, "mstore"),
+    SnapshotRecord(A, (), "add", None, "", None, None, "why", 1, "mstore"),
+    SnapshotRecord(A, PARENTS, "merge", None, "", B, C, "", 1, "mstore"),
 )
 PLANS = (
     Plan(
