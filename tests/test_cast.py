@@ -662,7 +662,7 @@ def file_of(
 ) -> Path:
     """A single file as ComfyUI has them; formats: what its header says of layers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt", "modelspec.title": "video"}
+    metadata = {"format": "pt", "modelspec.architecture": "video"}
     if formats is not None:
         metadata["_quantization_metadata"] = json.dumps({"layers": formats})
     write(path, tensors, metadata)
@@ -711,7 +711,7 @@ def test_a_single_file_with_scales(store: Store, tmp_path: Path, form: str) -> N
     assert (report.scaled, report.scales_dropped) == (1, 2 + len(marks))
     store.checkout("out", tmp_path / "out")
     with safe_open(tmp_path / "out" / "video.safetensors", "np") as opened:
-        assert opened.metadata() == {"format": "pt", "modelspec.title": "video"}
+        assert opened.metadata() == {"format": "pt", "modelspec.architecture": "video"}
 
 
 W = np.ones((4, 6), KINDS["F8_E4M3"])

@@ -318,7 +318,7 @@ class _Run:
             self.errors.add_whole(squares)
             tensors[self._whole_name(name)] = theirs
             self._tick(theirs)
-        return put_files(self._transaction, tensors, self._config(base))
+        return put_files(self._catalog, self._transaction, tensors, self._config(base))
 
     def _whole_name(self, name: str) -> str:
         """Return PEFT's name of a tensor that is stored whole."""

@@ -20,12 +20,11 @@ from mstore.casting.streaming import Caster, CastTensor, Job
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.header import LENGTH_BYTES, METADATA_KEY
-from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
-from mstore.made.files import header_of, index_of, shards_of, with_dtype
+from mstore.made.files import Slot, assembled, texts_of, with_dtype
 from mstore.made.snapshots import Publication, branch_below
 from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
@@ -201,8 +200,10 @@ class _Slot:
         return str(self.part.name)
 
     @property
-    def record(self) -> Tensor:
-        return self.source if self.target is None else self.target
+    def entry(self) -> Slot:
+        """The tensor's entry in the output's header."""
+        record = self.source if self.target is None else self.target
+        return Slot(self.name, record.dtype, record.shape)
 
 
 class _Plan:
@@ -368,7 +369,6 @@ class _Run:
         self._plan = plan
         self._ahead = ahead
         self._progress = progress
-        self._new: dict[TensorId, Tensor] = {}
         self._known: dict[tuple[TensorId, Scale | None], tuple[Part, CastTensor]] = {}
         slots = (slot for own in plan.files.values() for slot in own)
         cast = {(slot.part.tensor, slot.scale): slot for slot in slots if slot.target is not None}
@@ -381,29 +381,20 @@ class _Run:
     def manifest(self) -> Manifest:
         """Store the output's files and return what it consists of; the manifest is not stored."""
         plan = self._plan
-        files = {file.path: file for file in plan.before.files if file.path not in plan.removed}
+        before = [file for file in plan.before.files if file.path not in plan.removed]
+        weights = {path: [slot.entry for slot in slots] for path, slots in plan.files.items()}
+        texts = texts_of(self._catalog, before, weights, without=[HEADER_KEY]) | plan.configs
         self._tick(0)
-        for path, slots in plan.files.items():
-            files[path] = self._weights(files[path], slots)
-        for path, raw in plan.configs.items():
-            files[path] = self._file(path, raw)
-        for path in [path for path in files if path.endswith(INDEX_SUFFIX)]:
-            fields = json_object(self._catalog.read_parts(files[path].parts))
-            shards = shards_of(path, fields, files.values())
-            if any(shard.path in plan.files for shard in shards):
-                files[path] = self._file(path, index_of(fields, shards, self._records(shards)))
         for path in sorted(plan.removed):
             self.notes.append(f"{path} is left out: it states the quantization")
-        return Manifest(tuple(files[path] for path in sorted(files)))
 
-    def _weights(self, file: File, slots: Sequence[_Slot]) -> File:
-        """Store the header and the tensors of a file, in their order."""
-        before = self._catalog.read_parts(file.parts[:1])
-        raw = header_of(
-            before, [slot.name for slot in slots], [slot.record for slot in slots], [HEADER_KEY]
-        )
-        header = self._transaction.put_bytes(raw, file.path)
-        begin = header.nbytes
+        def tensors(path: str) -> Sequence[Part]:
+            return self._tensors(path, plan.files[path], begin=len(texts[path]))
+
+        return assembled(before, texts, weights, tensors, self._transaction.put_bytes)
+
+    def _tensors(self, path: str, slots: Sequence[_Slot], *, begin: int) -> list[Part]:
+        """Store the tensors of a file, in their order. begin: the first one's offset."""
         jobs: dict[tuple[TensorId, Scale | None], Job] = {}
         names: dict[tuple[TensorId, Scale | None], str] = {}
         for slot in slots:
@@ -411,17 +402,12 @@ class _Run:
             if slot.target is not None and key not in self._known:
                 jobs.setdefault(key, Job(slot.source, slot.scale, slot.target, begin))
                 names.setdefault(key, slot.name)
-            begin += slot.record.nbytes
-        found = self._caster.cast(
-            list(jobs.values()), file.path, ahead=self._ahead, tick=self._tick
-        )
+            begin += slot.entry.nbytes
+        found = self._caster.cast(list(jobs.values()), path, ahead=self._ahead, tick=self._tick)
         ids = self._transaction.put_records([one.record for one in found])
         for key, one, id in zip(jobs, found, ids, strict=True):
-            part = Part(names[key], id, one.record.nbytes)
-            self._new[part.tensor_id()] = one.record
-            self._known[key] = part, one
-        parts = (header, *map(self._part, slots))
-        return File(file.path, SAFETENSORS, sum(part.nbytes for part in parts), parts)
+            self._known[key] = Part(names[key], id, one.record.nbytes), one
+        return [self._part(slot) for slot in slots]
 
     def _part(self, slot: _Slot) -> Part:
         if slot.target is None:
@@ -432,15 +418,6 @@ class _Run:
         if found.products:
             self.products[slot.name] = found.products
         return Part(slot.name, part.tensor, part.nbytes)
-
-    def _records(self, files: Sequence[File]) -> list[Tensor]:
-        ids = [part.tensor_id() for file in files for part in file.tensors()]
-        stored = iter(self._catalog.tensors([id for id in ids if id not in self._new]))
-        return [self._new[id] if id in self._new else next(stored) for id in ids]
-
-    def _file(self, path: str, raw: bytes) -> File:
-        part = self._transaction.put_bytes(raw, path)
-        return File(path, OPAQUE, part.nbytes, (part,))
 
     def _tick(self, length: int) -> None:
         self._done += length

@@ -326,6 +326,7 @@ class _Run:
         first = self._members[0]
         settings = {key: first.settings[key] for key in _KEPT if key in first.settings}
         return put_files(
+            self._catalog,
             self._transaction,
             tensors,
             {

@@ -1,6 +1,10 @@
-"""Files of a model whose tensors are others than before: headers, the shard index, its config.
+"""The files of a model that is made of another's: which change, and what they then have.
 
-Owns these forms.  Does not own which tensors a file has.
+Whoever makes a model says which tensors its files of weights have and puts their bytes. This makes
+the headers, the shard indexes, and the manifest of it all. A file whose tensors stay is the same
+file.
+
+Owns these forms.  Does not own which tensors a file has, nor what small files say of the model.
 """
 
 from __future__ import annotations
@@ -8,76 +12,228 @@ from __future__ import annotations
 import json
 import math
 import posixpath
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
-from mstore.checkpoint.small_files import header_bytes, json_bytes
-from mstore.objects.manifest import File
-from mstore.objects.tensor import Tensor
+from mstore.checkpoint.dtypes import nbytes
+from mstore.checkpoint.header import LENGTH_BYTES, METADATA_KEY
+from mstore.checkpoint.partition import block_count
+from mstore.checkpoint.paths import INDEX_SUFFIX
+from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
+from mstore.ids import TensorId
+from mstore.made import metadata
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.store.catalog import Catalog
+
+NEW: Final[Mapping[str, str]] = {"format": "pt"}
+"""The metadata of a file of weights that no model had."""
+
+_FIRST: Final = re.compile(rf'\s*\{{\s*"{METADATA_KEY}"\s*:\s*(?=\{{)')
 
 
-def header_of(
-    before: bytes, names: Sequence[str], records: Sequence[Tensor], without: Collection[str] = ()
-) -> bytes:
-    """Return the header of a safetensors file with these tensors in data order.
+class Slot(NamedTuple):
+    """A tensor's entry in a header."""
 
-    before: the header that it had; its metadata stay, but for those `without` names.
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Plain bytes."""
+        return nbytes(self.dtype, self.shape)
+
+
+class _Shaped(Protocol):
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Weights = Mapping[str, Sequence[Slot] | None]
+"""By path, the files of weights whose tensors become others: their tensors in data order, or None
+if names, types and shapes stay."""
+
+
+def slots_of(
+    catalog: Catalog, parts: Iterable[Part], new: Mapping[TensorId, _Shaped] | None = None
+) -> list[Slot]:
+    """Return the entries of tensors. new: records of tensors that are not stored yet."""
+    parts, new = list(parts), new or {}
+    asked = [part.tensor_id() for part in parts if part.tensor_id() not in new]
+    records: dict[TensorId, _Shaped] = dict(zip(asked, catalog.tensors(asked), strict=True))
+    records |= new
+    found = ((str(part.name), records[part.tensor_id()]) for part in parts)
+    return [Slot(name, record.dtype, record.shape) for name, record in found]
+
+
+def texts_of(
+    catalog: Catalog, before: Collection[File], weights: Weights, without: Collection[str] = ()
+) -> dict[str, bytes]:
+    """Return the headers and shard indexes that change, by path.
+
+    before: the files that the model is made of. without: keys of metadata that no header keeps.
     """
-    known: dict[str, Any] = json.loads(before[8:])
-    metadata = known.get("__metadata__")
-    if metadata is not None:
-        metadata = {key: text for key, text in metadata.items() if key not in without}
-    return new_header(metadata, names, records)
+    texts: dict[str, bytes] = {}
+    files = {file.path: file for file in before}
+    changed = dict(weights)
+    for path, fields in _indexes(catalog, before, changed):
+        shards = shards_of(path, fields, files)
+        if not changed.keys() & set(shards):
+            continue
+        # A title is that of all shards.
+        changed = {**dict.fromkeys(shards), **changed}
+        if any(changed[shard] is not None for shard in shards):
+            text = _index(catalog, fields, {shard: files[shard] for shard in shards}, changed)
+            texts |= {} if text is None else {path: text}
+    for path, slots in changed.items():
+        raw = catalog.read_parts(files[path].parts[:1]) if path in files else None
+        header = _header(raw, slots, without)
+        texts |= {} if header is None else {path: header}
+    return texts
 
 
-def new_header(metadata: object, names: Sequence[str], records: Sequence[Tensor]) -> bytes:
-    """Return the header of a safetensors file with these tensors in data order.
+def assembled(
+    before: Iterable[File],
+    texts: Mapping[str, bytes],
+    weights: Collection[str],
+    tensors: Callable[[str], Sequence[Part]],
+    put: Callable[[bytes, str], Part],
+) -> Manifest:
+    """Return what a model consists of.
 
-    metadata: texts by name, None for none.
+    before: the files that it is made of. texts: headers of files of weights, and whole other files,
+    that are new or others than before. weights: paths of files of weights that may have other
+    tensors. tensors: stores and returns those of one, after its header. put: stores the bytes of a
+    file.
     """
-    fields: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    offset = 0
-    for name, record in zip(names, records, strict=True):
-        ends = [offset, offset + record.nbytes]
-        fields[name] = {
-            "dtype": record.dtype,
-            "shape": list(record.shape),
-            "data_offsets": ends,
-        }
-        offset += record.nbytes
-    return header_bytes(fields)
+    found: dict[str, File] = {file.path: file for file in before}
+    # Headers lie before their tensors, as readers take them.
+    for path in (*sorted(weights), *sorted(texts.keys() - set(weights))):
+        file = found.get(path)
+        first = put(texts[path], path) if path in texts else None
+        is_weights = path in weights or (file is not None and file.form == SAFETENSORS)
+        header = first if first is not None or file is None else file.parts[0]
+        assert header is not None
+        rest = tensors(path) if path in weights else () if file is None else file.parts[1:]
+        parts = (header, *rest) if is_weights else (header,)
+        form = SAFETENSORS if is_weights else OPAQUE
+        found[path] = File(path, form, sum(part.nbytes for part in parts), parts)
+    return Manifest(tuple(found[path] for path in sorted(found)))
 
 
-def shards_of(path: str, fields: Mapping[str, Any], files: Collection[File]) -> tuple[File, ...]:
-    """Return the files, of `files`, that the shard index at `path` names."""
-    weight_map = fields.get("weight_map")
-    if not isinstance(weight_map, dict):
-        return ()
-    directory = posixpath.dirname(path)
-    shards = {str(shard) for shard in weight_map.values()}
-    return tuple(
-        file
-        for file in files
-        if posixpath.dirname(file.path) == directory and posixpath.basename(file.path) in shards
+def blocks_of(manifest: Manifest, block_size: int) -> int:
+    """Return how many blocks the files of a manifest have."""
+    return sum(
+        block_count(part.nbytes, block_size) for file in manifest.files for part in file.parts
     )
 
 
-def index_of(fields: Mapping[str, Any], shards: Sequence[File], records: Sequence[Tensor]) -> bytes:
-    """Return a shard index of these shards.
+# -- headers -----------------------------------------------------------------------------------
 
-    fields: the index before; sizes that it stated are stated again. records: of all tensors.
+
+def _header(
+    before: bytes | None, slots: Sequence[Slot] | None, without: Collection[str]
+) -> bytes | None:
+    """Return a header, None if it stays.  Names that it had keep their order."""
+    told = NEW if before is None else metadata_of(before)
+    left = None if told is None else metadata.kept(told, without)
+    if slots is None and left == told:
+        return None
+    known: dict[str, Any] = {METADATA_KEY: left}
+    if before is not None:
+        known = json.loads(before[LENGTH_BYTES:])
+    entries = dict(known) if slots is None else _entries(slots)
+    entries |= {METADATA_KEY: left}
+    found = {key: entries.pop(key) for key in known if key in entries} | entries
+    if not left:
+        del found[METADATA_KEY]
+    return header_bytes(found)
+
+
+def _entries(slots: Iterable[Slot]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    offset = 0
+    for slot in slots:
+        ends = [offset, offset + slot.nbytes]
+        found[slot.name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": ends}
+        offset = ends[1]
+    return found
+
+
+def metadata_of(header: bytes) -> dict[str, str] | None:
+    """Return the metadata of a header that was read before, None if it has none."""
+    if METADATA_KEY.encode() not in header:
+        return None
+    text = header[LENGTH_BYTES:].decode()
+    # Most programs write it first; what follows may be long.
+    first = _FIRST.match(text)
+    if first is not None:
+        found: dict[str, str] = json.JSONDecoder().raw_decode(text, first.end())[0]
+        return found
+    told: dict[str, str] | None = json.loads(text).get(METADATA_KEY)
+    return told
+
+
+# -- shard indexes -----------------------------------------------------------------------------
+
+
+def _indexes(
+    catalog: Catalog, before: Iterable[File], changed: Weights
+) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Yield the shard indexes beside files that change, and what they say."""
+    directories = {posixpath.dirname(path) for path in changed}
+    for file in before:
+        is_index = file.form == OPAQUE and file.path.endswith(INDEX_SUFFIX)
+        if is_index and posixpath.dirname(file.path) in directories:
+            yield file.path, json_object(catalog.read_parts(file.parts))
+
+
+def shards_of(path: str, fields: Mapping[str, Any], files: Collection[str]) -> list[str]:
+    """Return the paths, of `files`, that the shard index at `path` names."""
+    weight_map = fields.get("weight_map")
+    if not isinstance(weight_map, dict):
+        return []
+    directory = posixpath.dirname(path)
+    named = dict.fromkeys(posixpath.join(directory, str(shard)) for shard in weight_map.values())
+    return sorted(named.keys() & set(files))
+
+
+def _index(
+    catalog: Catalog, fields: Mapping[str, Any], shards: Mapping[str, File], changed: Weights
+) -> bytes | None:
+    """Return a shard index of these shards, None if it stays.
+
+    fields: the index before. Sizes that it stated are stated again.
     """
-    places = {
-        str(part.name): posixpath.basename(file.path) for file in shards for part in file.tensors()
+    found = {
+        path: slots_of(catalog, file.tensors()) if slots is None else slots
+        for path, file in shards.items()
+        for slots in (changed[path],)
     }
-    changed = {**fields, "weight_map": dict(sorted(places.items()))}
-    metadata = fields.get("metadata")
-    told = dict(metadata) if isinstance(metadata, dict) else {}
-    if "total_size" in told:
-        told["total_size"] = sum(record.nbytes for record in records)
-    if isinstance(told.get("total_parameters"), int):
-        told["total_parameters"] = sum(math.prod(record.shape) for record in records)
-    return json_bytes(changed | {"metadata": told} if told else changed)
+    known = fields["weight_map"]
+    places: dict[str, str] = {}
+    for path, slots in found.items():
+        shard = posixpath.basename(path)
+        for slot in slots:
+            # Of a tensor in two shards, the index says which counts.
+            if slot.name not in places or known.get(slot.name) == shard:
+                places[slot.name] = shard
+    new = {**fields, "weight_map": dict(sorted(places.items()))}
+    told = fields.get("metadata")
+    if isinstance(told, dict):
+        every = [slot for slots in found.values() for slot in slots]
+        new["metadata"] = told = dict(told)
+        if "total_size" in told:
+            told["total_size"] = sum(slot.nbytes for slot in every)
+        if isinstance(told.get("total_parameters"), int):
+            told["total_parameters"] = sum(math.prod(slot.shape) for slot in every)
+    return None if new == fields else json_bytes(new)
+
+
+# -- configs -----------------------------------------------------------------------------------
 
 
 def with_dtype(

@@ -14,12 +14,10 @@ from dataclasses import replace
 from typing import Final
 
 from mstore.adapters.targets import is_adapter
-from mstore.checkpoint.paths import INDEX_SUFFIX
-from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
-from mstore.ids import Revision, SnapshotId, TensorId
-from mstore.made.files import header_of, index_of, shards_of
+from mstore.ids import Revision, SnapshotId
+from mstore.made.files import assembled, slots_of, texts_of
 from mstore.made.snapshots import Publication, branch_below
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.snapshot import ALIGN, BASE, Parent
@@ -253,34 +251,19 @@ class _Models:
             for (name, record), id in zip(tensors.items(), ids, strict=True)
         }
         records = {Part.tensor_id(part): tensors[name] for name, part in parts.items()}
-        files = {file.path: self._weights(file, parts, records) for file in one.manifest.files}
-        for path in [path for path in files if path.endswith(INDEX_SUFFIX)] if parts else ():
-            fields = json_object(self._catalog.read_parts(files[path].parts))
-            shards = shards_of(path, fields, files.values())
-            if shards:
-                raw = index_of(fields, shards, self._records(shards, records))
-                files[path] = self._file(path, raw)
+        files = {file.path: file for file in one.manifest.files}
+        changed = {
+            file.path: [parts.get(str(part.name), part) for part in file.tensors()]
+            for file in files.values()
+            if file.form == SAFETENSORS and any(part.name in parts for part in file.tensors())
+        }
+        weights = {path: slots_of(self._catalog, own, records) for path, own in changed.items()}
+        texts = texts_of(self._catalog, files.values(), weights)
         self._retokenize(one, files)
         if one is self._members[0]:
             self._set_template(files)
-        return Manifest(tuple(files[path] for path in sorted(files)))
-
-    def _weights(
-        self, file: File, parts: Mapping[str, Part], records: Mapping[TensorId, Tensor]
-    ) -> File:
-        names = [str(part.name) for part in file.tensors()]
-        if file.form != SAFETENSORS or not parts.keys() & names:
-            return file
-        tensors = [parts.get(str(part.name), part) for part in file.tensors()]
-        before = self._catalog.read_parts(file.parts[:1])
-        changed = _replaced(file, tensors)
-        header = header_of(before, names, self._records([changed], records))
-        return _replaced(file, tensors, self._transaction.put_bytes(header, file.path))
-
-    def _records(self, files: Sequence[File], new: Mapping[TensorId, Tensor]) -> list[Tensor]:
-        ids = [part.tensor_id() for file in files for part in file.tensors()]
-        stored = iter(self._catalog.tensors([id for id in ids if id not in new]))
-        return [new[id] if id in new else next(stored) for id in ids]
+        put = self._transaction.put_bytes
+        return assembled(files.values(), texts, changed, changed.__getitem__, put)
 
     def _retokenize(self, one: Member, files: dict[str, File]) -> None:
         """Replace tokenizer and configs in `files`."""
@@ -385,9 +368,3 @@ class _Models:
     def _file(self, path: str, raw: bytes) -> File:
         part = self._transaction.put_bytes(raw, path)
         return File(path, OPAQUE, part.nbytes, (part,))
-
-
-def _replaced(file: File, tensors: Sequence[Part], header: Part | None = None) -> File:
-    """Return a safetensors file with other tensors, and another header."""
-    parts = (file.parts[0] if header is None else header, *tensors)
-    return File(file.path, file.form, sum(part.nbytes for part in parts), parts)

@@ -26,10 +26,10 @@ from mstore.store.catalog import Catalog
 from mstore.store.plans import sources_of
 
 
-def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> str:
+def recipe_text(catalog: Catalog, plan: Plan) -> str:
     """Return the recipe of a plan.  Raises BadRequest if no recipe can state it.
 
-    tells_stacks: with comments that say how models that are stacks of layers were made.
+    Comments say how models that are stacks of layers were made.
     """
     if registry.fishers_of(plan):
         raise BadRequest("no recipe can state this merge: recipes name no Fishers")
@@ -46,7 +46,7 @@ def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> s
         if is_adapter(catalog.manifest(expert.manifest_id()).tensors()) and not is_adapter(names)
     )
     text = recipe_of(plan, method, names, adapters)
-    if tells_stacks and not plan.layers:
+    if not plan.layers:
         members = dict.fromkeys([plan.base, *(expert.manifest for expert in plan.experts)])
         text += "".join(_stack_told(catalog, ManifestId(member)) for member in members)
     return text

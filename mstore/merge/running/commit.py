@@ -15,7 +15,6 @@ from mstore.made.snapshots import Publication, made_of
 from mstore.merge.planning.warnings import told_counts
 from mstore.merge.running.engine import Engine, Outcome, Resources
 from mstore.merge.running.memory import MEMORY
-from mstore.merge.running.papers import Form
 from mstore.merge.running.ready import Ready
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import READ, SHARED, Plan
@@ -60,7 +59,6 @@ def run_merge(
     slice_bytes: int = SLICE_BYTES,
     policy: Policy | None = None,
     materialized: refs.Ref | None = None,
-    papers: Form = Form.CURRENT,
     made: str = MERGE,
     ready: Ready | None = None,
 ) -> Merged:
@@ -71,7 +69,7 @@ def run_merge(
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
     engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
-    moved, nothing is published. papers, ready: as in engine.Engine. made: one of
+    moved, nothing is published. ready: as in engine.Engine. made: one of
     `snapshot.PLANNED`.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
@@ -94,7 +92,6 @@ def run_merge(
             resources=resources,
             policy=policy,
             memo=memo,
-            papers=papers,
             progress=progress,
             ready=ready,
         ).run()

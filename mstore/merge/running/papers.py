@@ -17,7 +17,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from functools import cached_property, partial
 from pathlib import PurePosixPath
 
@@ -40,10 +39,8 @@ from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
-from mstore.objects.coverage import Coverage
 from mstore.objects.manifest import OPAQUE, File, Manifest
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
-from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Sources
@@ -66,10 +63,6 @@ _OF_NAMES = """\
 A name is what a model's own card says (`model_name`), or what all experts' cards call their
 base. Content is mstore's id of all of a parent's files. Put the names of the models in place
 of ids in `base_model` before you publish this."""
-_OF_BUDGETS = """\
-for a budget, an error that was allowed, or a share of blocks to write. The command above
-makes the whole merge.
-"""
 _OF_RULES = """\
 Some tensors were merged by rules of their own, which options cannot state; `mstore explain REF`
 shows the method and the sources of each.
@@ -117,34 +110,12 @@ class Parent(msgspec.Struct, frozen=True):
         return self.name or self.manifest.hex()
 
 
-class Form(IntEnum):
-    """Which papers a merge has: the base's own, this version's, or those of earlier versions.
-
-    EARLIER: the card gives, for a merge that leaves chunks out, only the command of the whole
-    merge. EARLIER and CARD: there is no recipe, but the base's if it has one. STACKLESS: the recipe
-    does not tell how a parent was stacked, and a parent that is a merge names the base. They are
-    made where such a merge is run again.
-    """
-
-    NONE = 0
-    CURRENT = 1
-    EARLIER = 2
-    CARD = 3
-    STACKLESS = 4
-
-    @property
-    def has_recipe(self) -> bool:
-        """Whether the merge has a recipe of its own."""
-        return self in (Form.CURRENT, Form.STACKLESS)
-
-
 class Papers:
     """Card and licence files of one plan's merge. Reads the parents' cards, and nothing else."""
 
-    def __init__(self, catalog: Catalog, plan: Plan, form: Form = Form.CURRENT) -> None:
+    def __init__(self, catalog: Catalog, plan: Plan) -> None:
         self._catalog = catalog
         self._plan = plan
-        self._form = form
         self._fishers = registry.fishers_of(plan)
 
     def files(self, not_finite: int = 0) -> tuple[tuple[File, ...], dict[str, bytes]]:
@@ -157,7 +128,7 @@ class Papers:
             return base.files, {}
         new = {CARD: self.card(not_finite).encode()}
         replaced = {CARD.casefold()}
-        if self._form.has_recipe and not _has_directory(base, MERGEKIT):
+        if not _has_directory(base, MERGEKIT):
             # Another merge's recipe is not this one's, even if this one has none.
             replaced.add(MERGEKIT.casefold())
             new |= self.files_of_recipe()
@@ -176,9 +147,7 @@ class Papers:
     def recipe(self) -> str | None:
         """Return the text of mergekit_config.yml, None if no recipe can state the plan."""
         try:
-            return recipe_text(
-                self._catalog, self._plan, tells_stacks=self._form is not Form.STACKLESS
-            )
+            return recipe_text(self._catalog, self._plan)
         except BadRequest:
             return None
 
@@ -212,13 +181,6 @@ class Papers:
     def licence_warnings(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield warnings: the parents concerned (0 the base, experts from 1 on), and the text."""
         return conflicts([parent.licence for parent in self.models])
-
-    def is_card_of(self, id: ManifestId, not_finite: int) -> bool:
-        """Return whether a content has exactly this card, and this recipe if there is one."""
-        new = {CARD: self.card(not_finite).encode()}
-        if self._form.has_recipe:
-            new |= self.files_of_recipe()
-        return all(self._start(id, path, len(data) + 1) == data for path, data in new.items())
 
     # -- the card ------------------------------------------------------------------------------
 
@@ -283,9 +245,7 @@ class Papers:
             of = "one model" if models == 1 else f"{models} models"
             return f"# A stack of {len(plan.layers)} layers of {of}"
         models = len(self.models) - 1
-        count = f"{models} models"
-        if models == 1 and self._form is Form.CURRENT:
-            count = "one model"
+        count = "one model" if models == 1 else f"{models} models"
         return f"# A merge of {count} by {plan.method}"
 
     def _how(self) -> Iterator[str]:
@@ -304,23 +264,18 @@ class Papers:
                 yield f"{left} of {all_of_it} chunks of experts that matter were left out, for a"
                 yield "budget, an allowed error, or a share of blocks to write."
             return
-        if left and self._form is not Form.EARLIER:
+        if left:
             yield from ("```sh", "mstore merge --plan REF --name NEW", "```", "", _OF_THIS_PLAN)
             yield f"{left} of {all_of_it} chunks of experts that matter were left out, for a"
             yield f"budget, an allowed error, or a share of blocks to write. {_OF_THE_WHOLE}"
             yield ""
         yield from ("```sh", self._command(), "```", "")
-        if left and self._form is Form.EARLIER:
-            yield f"{left} of {all_of_it} chunks of experts that matter were left out:"
-            yield _OF_BUDGETS
 
     def _has_whole_recipe(self) -> bool:
         """Return whether the recipe beside the card, run alone, is this merge."""
         asked = self._plan.criteria
         more = asked.only or asked.skip or self._plan.allows_missing
-        if not self._form.has_recipe or more:
-            return False
-        return MERGEKIT in self.files_of_recipe()
+        return not more and MERGEKIT in self.files_of_recipe()
 
     def _command(self) -> str:
         plan, words = self._plan, ["mstore", "merge", "--base", self._plan.base_id().hex()]
@@ -383,7 +338,7 @@ class Papers:
             if expert.manifest == self._plan.base:
                 continue
             id = expert.manifest_id()
-            if self._form is Form.CURRENT and self._is_merge(id):
+            if self._is_merge(id):
                 # What it was merged of is not what it was tuned from.
                 return None
             names = declared_bases(partial(self._start, id))
@@ -408,33 +363,6 @@ class Papers:
                     break
                 data += self._catalog.read_block(block)
         return data[:length]
-
-
-def form_of(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> Form:
-    """Return which card a recorded merge has: running it again makes the same one."""
-    ours, base = (catalog.manifest(id) for id in (record.manifest_id(), plan.base_id()))
-    coverage = record.coverage_id()
-    odd = 0
-    if coverage is not None:
-        odd = sum(count for _, count in catalog.record(Coverage, coverage).not_finite)
-    if ours.file(CARD) == base.file(CARD):
-        return Form.NONE
-    earlier = Papers(catalog, plan, Form.EARLIER)
-    if earlier.is_card_of(record.manifest_id(), odd) and not _has_own_recipe(ours, base):
-        return Form.EARLIER
-    if not _has_own_recipe(ours, base):
-        # A merge that no recipe can state, and whose base has none, looks like an earlier one.
-        current = Papers(catalog, plan, Form.CURRENT)
-        is_current = base.file(MERGEKIT) is None and current.is_card_of(record.manifest_id(), odd)
-        return Form.CURRENT if is_current else Form.CARD
-    stackless = Papers(catalog, plan, Form.STACKLESS)
-    is_stackless = stackless.is_card_of(record.manifest_id(), odd)
-    return Form.STACKLESS if is_stackless else Form.CURRENT
-
-
-def _has_own_recipe(ours: Manifest, base: Manifest) -> bool:
-    """Return whether a merge's recipe is not the base's: its own, or none though the base has."""
-    return ours.file(MERGEKIT) != base.file(MERGEKIT)
 
 
 def stated_name(matter: list[str]) -> str | None:

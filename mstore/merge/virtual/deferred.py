@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import time
 
-from mstore.checkpoint.dtypes import nbytes
+from mstore.checkpoint.partition import block_count
 from mstore.errors import BadRequest, Conflict
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.made.files import Slot, blocks_of
 from mstore.made.snapshots import Publication, made_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import Merged, is_merge_of, parents_of, run_merge
 from mstore.merge.running.output import Layout
-from mstore.merge.running.papers import Papers, form_of
+from mstore.merge.running.papers import Papers
 from mstore.merge.running.task import Tasks
-from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.manifest import Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, MERGE, SnapshotRecord
 from mstore.objects.virtual import VirtualTensor
@@ -137,42 +138,25 @@ class _Output:
 
     def manifest(self) -> Manifest:
         """Return the manifest: the base's tensors and files, virtual tensors for merged ones."""
-        files, new = Papers(self._catalog, self._plan).files()
-        found = [self._file(self._layout.file(file)) for file in files]
-        for path, data in new.items():
-            part = self._transaction.put_bytes(data, path)
-            self.blocks_total += -(-part.nbytes // self._catalog.block_size)
-            found.append(File(path, OPAQUE, part.nbytes, (part,)))
-        return Manifest(tuple(sorted(found, key=lambda file: file.path)))
+        made = self._layout.manifest(
+            Papers(self._catalog, self._plan),
+            0,
+            record_of=self._record,
+            put_records=self._transaction.put_records,
+            put_bytes=self._transaction.put_bytes,
+        )
+        size = self._catalog.block_size
+        own = {part for file in self._layout.base.files for part in file.parts}
+        parts = [part for file in made.files for part in file.parts]
+        self.blocks_total = blocks_of(made, size)
+        self.blocks_reused = sum(block_count(one.nbytes, size) for one in parts if one in own)
+        return made
 
-    def _file(self, file: File) -> File:
-        parts = list(file.parts)
-        new = self._layout.new_bytes(file)
-        if new is not None:
-            parts[0] = self._transaction.put_bytes(new, file.path)
-        parts = [part if part.name is None else self._tensor(part) for part in parts]
-        before: list[Part | None] = [*file.parts]
-        for one in self._layout.added(file) if file.form == SAFETENSORS else ():
-            record = VirtualTensor(one.dtype, one.shape, one.nbytes, self._id, one.name)
-            parts.append(Part(one.name, self._transaction.put_record(record), record.nbytes))
-            before.append(None)
-        for part, old in zip(parts, before, strict=True):
-            blocks = -(-part.nbytes // self._catalog.block_size)
-            self.blocks_total += blocks
-            self.blocks_reused += blocks if part == old else 0
-        return File(file.path, file.form, sum(part.nbytes for part in parts), tuple(parts))
-
-    def _tensor(self, part: Part) -> Part:
-        name = self._layout.planned_name(part)
-        empty = self._layout.retyped_empty(part)
-        if empty is not None:
-            return Part(part.name, self._transaction.put_record(empty), 0)
-        if name is None:
-            return part
-        shape = self._catalog.tensor(part.tensor_id()).shape
-        dtype = self._layout.out_dtype(part)
-        record = VirtualTensor(dtype, shape, nbytes(dtype, shape), self._id, name)
-        return Part(part.name, self._transaction.put_record(record), record.nbytes)
+    def _record(self, name: str, part: Part | Slot) -> VirtualTensor:
+        if isinstance(part, Part):
+            shape = self._catalog.tensor(part.tensor_id()).shape
+            part = Slot(name, self._layout.out_dtype(part), shape)
+        return VirtualTensor(part.dtype, part.shape, part.nbytes, self._id, name)
 
 
 def materialize(
@@ -210,7 +194,6 @@ def materialize(
         progress=progress,
         memo=memo,
         materialized=current,
-        papers=form_of(catalog, record, plan),
     )
     return _materialized(name, merged.snapshot, catalog.snapshot(merged.snapshot), merged, began)
 
