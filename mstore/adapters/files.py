@@ -89,7 +89,7 @@ def put_files(
         for name, record, id in zip(names, records, transaction.put_records(records), strict=True)
     ]
     slots = [Slot(name, tensors[name].dtype, tensors[name].shape) for name in names]
-    texts = texts_of(catalog, (), {WEIGHTS: slots})
+    texts = texts_of(catalog, Manifest(()), {WEIGHTS: slots})
     texts[CONFIG] = json_bytes({**_SETTINGS, **settings})
     if card is not None:
         texts[CARD] = card.encode()

@@ -35,6 +35,7 @@ from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.store.models import tensors_of
 from mstore.store.transaction import Transaction, branch_to_move
 
 BRANCHES: Final = "cast"
@@ -161,7 +162,7 @@ def _idle(plan: _Plan, told: str) -> Iterator[str]:
 
 def _parents(catalog: Catalog, id: SnapshotId, manifest: Manifest) -> tuple[Parent, ...]:
     """Return the source as the base; if it is an adapter, its base stays the adapter's."""
-    if not is_adapter(manifest.tensors()):
+    if not is_adapter(tensors_of(catalog, manifest)):
         return (Parent(BASE, id),)
     bases = [one for one in catalog.snapshot(id).parents if one.role == BASE]
     return (*bases[:1], Parent(EXPERT, id))
@@ -383,7 +384,7 @@ class _Run:
         plan = self._plan
         before = [file for file in plan.before.files if file.path not in plan.removed]
         weights = {path: [slot.entry for slot in slots] for path, slots in plan.files.items()}
-        texts = texts_of(self._catalog, before, weights, without=[HEADER_KEY]) | plan.configs
+        texts = texts_of(self._catalog, plan.before, weights, without=[HEADER_KEY]) | plan.configs
         self._tick(0)
         for path in sorted(plan.removed):
             self.notes.append(f"{path} is left out: it states the quantization")

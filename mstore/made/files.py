@@ -13,18 +13,19 @@ import json
 import math
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.header import LENGTH_BYTES, METADATA_KEY
+from mstore.checkpoint.models import is_index
 from mstore.checkpoint.partition import block_count
-from mstore.checkpoint.paths import INDEX_SUFFIX
 from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
 from mstore.ids import TensorId
 from mstore.made import metadata
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in
 
 NEW: Final[Mapping[str, str]] = {"format": "pt"}
 """The metadata of a file of weights that no model had."""
@@ -70,26 +71,24 @@ def slots_of(
 
 
 def texts_of(
-    catalog: Catalog, before: Collection[File], weights: Weights, without: Collection[str] = ()
+    catalog: Catalog, before: Manifest, weights: Weights, without: Collection[str] = ()
 ) -> dict[str, bytes]:
     """Return the headers and shard indexes that change, by path.
 
-    before: the files that the model is made of. without: keys of metadata that no header keeps.
+    before: what the model is made of. without: keys of metadata that no header keeps.
     """
     texts: dict[str, bytes] = {}
-    files = {file.path: file for file in before}
-    changed = dict(weights)
+    # A title is that of all files of a model.
+    models = filter(None, map(models_in(catalog, before).of_file, weights))
+    changed = {**dict.fromkeys(path for model in models for path in model.files), **weights}
     for path, fields in _indexes(catalog, before, changed):
-        shards = shards_of(path, fields, files)
-        if not changed.keys() & set(shards):
-            continue
-        # A title is that of all shards.
-        changed = {**dict.fromkeys(shards), **changed}
-        if any(changed[shard] is not None for shard in shards):
-            text = _index(catalog, fields, {shard: files[shard] for shard in shards}, changed)
+        shards = _shards_of(path, fields, before)
+        if any(changed.get(shard.path) is not None for shard in shards):
+            text = _index(catalog, fields, shards, changed)
             texts |= {} if text is None else {path: text}
     for path, slots in changed.items():
-        raw = catalog.read_parts(files[path].parts[:1]) if path in files else None
+        file = before.file(path)
+        raw = None if file is None else catalog.read_parts(file.parts[:1])
         header = _header(raw, slots, without)
         texts |= {} if header is None else {path: header}
     return texts
@@ -138,7 +137,7 @@ def _header(
     before: bytes | None, slots: Sequence[Slot] | None, without: Collection[str]
 ) -> bytes | None:
     """Return a header, None if it stays.  Names that it had keep their order."""
-    told = NEW if before is None else metadata_of(before)
+    told = NEW if before is None else _metadata_of(before)
     left = None if told is None else metadata.kept(told, without)
     if slots is None and left == told:
         return None
@@ -163,7 +162,7 @@ def _entries(slots: Iterable[Slot]) -> dict[str, Any]:
     return found
 
 
-def metadata_of(header: bytes) -> dict[str, str] | None:
+def _metadata_of(header: bytes) -> dict[str, str] | None:
     """Return the metadata of a header that was read before, None if it has none."""
     if METADATA_KEY.encode() not in header:
         return None
@@ -181,56 +180,54 @@ def metadata_of(header: bytes) -> dict[str, str] | None:
 
 
 def _indexes(
-    catalog: Catalog, before: Iterable[File], changed: Weights
-) -> Iterable[tuple[str, dict[str, Any]]]:
+    catalog: Catalog, before: Manifest, changed: Weights
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the shard indexes beside files that change, and what they say."""
     directories = {posixpath.dirname(path) for path in changed}
-    for file in before:
-        is_index = file.form == OPAQUE and file.path.endswith(INDEX_SUFFIX)
-        if is_index and posixpath.dirname(file.path) in directories:
+    for file in before.files:
+        is_there = is_index(file.path) and posixpath.dirname(file.path) in directories
+        if file.form == OPAQUE and is_there:
             yield file.path, json_object(catalog.read_parts(file.parts))
 
 
-def shards_of(path: str, fields: Mapping[str, Any], files: Collection[str]) -> list[str]:
-    """Return the paths, of `files`, that the shard index at `path` names."""
+def _shards_of(path: str, fields: Mapping[str, Any], before: Manifest) -> list[File]:
+    """Return the files that the shard index at `path` names."""
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict):
         return []
     directory = posixpath.dirname(path)
-    named = dict.fromkeys(posixpath.join(directory, str(shard)) for shard in weight_map.values())
-    return sorted(named.keys() & set(files))
+    named = {posixpath.join(directory, str(shard)) for shard in weight_map.values()}
+    return [file for file in before.files if file.path in named]
 
 
 def _index(
-    catalog: Catalog, fields: Mapping[str, Any], shards: Mapping[str, File], changed: Weights
+    catalog: Catalog, fields: Mapping[str, Any], shards: Iterable[File], changed: Weights
 ) -> bytes | None:
     """Return a shard index of these shards, None if it stays.
 
     fields: the index before. Sizes that it stated are stated again.
     """
-    found = {
-        path: slots_of(catalog, file.tensors()) if slots is None else slots
-        for path, file in shards.items()
-        for slots in (changed[path],)
-    }
     known = fields["weight_map"]
     places: dict[str, str] = {}
-    for path, slots in found.items():
-        shard = posixpath.basename(path)
+    every: list[Slot] = []
+    for file in shards:
+        shard = posixpath.basename(file.path)
+        new = changed.get(file.path)
+        slots = slots_of(catalog, file.tensors()) if new is None else new
+        every += slots
         for slot in slots:
             # Of a tensor in two shards, the index says which counts.
             if slot.name not in places or known.get(slot.name) == shard:
                 places[slot.name] = shard
-    new = {**fields, "weight_map": dict(sorted(places.items()))}
+    found = {**fields, "weight_map": dict(sorted(places.items()))}
     told = fields.get("metadata")
     if isinstance(told, dict):
-        every = [slot for slots in found.values() for slot in slots]
-        new["metadata"] = told = dict(told)
+        found["metadata"] = told = dict(told)
         if "total_size" in told:
             told["total_size"] = sum(slot.nbytes for slot in every)
         if isinstance(told.get("total_parameters"), int):
             told["total_parameters"] = sum(math.prod(slot.shape) for slot in every)
-    return None if new == fields else json_bytes(new)
+    return None if found == fields else json_bytes(found)
 
 
 # -- configs -----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from mstore.phrases import Option
 from mstore.progress import ProgressCallback
 from mstore.requests import MergeRequest, Vocabulary
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.vocabulary.common import with_new_decoder, with_new_ids
 from mstore.vocabulary.embeddings import Embeddings
@@ -132,7 +133,7 @@ def align(
     found: dict[SnapshotId, Member] = {}
     adapters: dict[SnapshotId, str] = {}
     for name, id in models:
-        if is_adapter(catalog.manifest(catalog.snapshot(id).manifest_id()).tensors()):
+        if is_adapter(tensors_of(catalog, catalog.manifest(catalog.snapshot(id).manifest_id()))):
             adapters[id] = str(name)
         elif id not in found:
             found[id] = member(catalog, str(name), id)
@@ -258,7 +259,7 @@ class _Models:
             if file.form == SAFETENSORS and any(part.name in parts for part in file.tensors())
         }
         weights = {path: slots_of(self._catalog, own, records) for path, own in changed.items()}
-        texts = texts_of(self._catalog, files.values(), weights)
+        texts = texts_of(self._catalog, one.manifest, weights)
         self._retokenize(one, files)
         if one is self._members[0]:
             self._set_template(files)

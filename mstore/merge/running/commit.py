@@ -18,7 +18,7 @@ from mstore.merge.running.memory import MEMORY
 from mstore.merge.running.ready import Ready
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import READ, SHARED, Plan
-from mstore.objects.snapshot import BASE, EXPERT, MERGE, Parent, SnapshotRecord
+from mstore.objects.snapshot import BASE, COMPANION, EXPERT, MERGE, Parent, SnapshotRecord
 from mstore.phrases import Option, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import contents, refs
@@ -105,7 +105,7 @@ def run_merge(
             current,
             outcome.manifest,
             made,
-            parents_of(sources),
+            parents_of(plan, sources),
             message=message,
             action=f"{word}: {plan.method}" + (f": {message}" if message else ""),
             plan=plan,
@@ -143,10 +143,12 @@ def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) 
     )
 
 
-def parents_of(sources: Sources) -> tuple[Parent, ...]:
-    """Return the parents of a merge: its base and experts."""
-    experts = (Parent(EXPERT, expert.snapshot) for expert in sources.experts)
-    return (Parent(BASE, sources.base.snapshot), *experts)
+def parents_of(plan: Plan, sources: Sources) -> tuple[Parent, ...]:
+    """Return the parents of a merge: its base, experts and companions."""
+    roles = [EXPERT] * len(plan.experts) + [COMPANION] * len(plan.companions)
+    inputs = zip(roles, sources.experts, strict=True)
+    others = (Parent(role, source.snapshot) for role, source in inputs)
+    return (Parent(BASE, sources.base.snapshot), *others)
 
 
 @contextmanager

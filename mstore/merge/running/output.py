@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from mstore.adapters.inputs import files_merged_into
 from mstore.checkpoint.declared import CONFIG
+from mstore.checkpoint.models import name_in_model
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.ids import Id
 from mstore.made.files import Slot, assembled, slots_of, texts_of, with_dtype
@@ -24,6 +26,7 @@ from mstore.objects.plan import PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in
 from mstore.store.tied import untied
 
 
@@ -38,16 +41,18 @@ class Layout:
         self._tasks = tasks
         self._dtype = tasks.plan.dtype
         self._own_dtypes = {one.name: one.dtype for one in tasks.plan.tensors if one.dtype}
-        self.base: Manifest = catalog.manifest(tasks.plan.base_id())
+        whole = catalog.manifest(tasks.plan.base_id())
+        self._models = models_in(catalog, whole)
+        self.base: Manifest = files_merged_into(catalog, tasks.plan)
         self._stack = (
             Stack(catalog, tasks.plan, tasks.inputs, self.base) if tasks.plan.layers else None
         )
         own_head = own_head_of(catalog, tasks.plan, tasks.inputs, tasks.first)
         self._has_own_head = own_head is not None
-        self._left_out = left_to_base(self.base.tensors(), tasks.plan.criteria)
+        self._left_out = left_to_base(tasks.inputs.base, tasks.plan.criteria)
         self._added = self._placed(tasks.new_tensors())
         self._retypes = any(
-            self._is_retyped(part)
+            self._is_retyped(file, part)
             for file in self.base.files
             if is_safetensors(file)
             for part in file.tensors()
@@ -62,8 +67,8 @@ class Layout:
         for file in self.base.files:
             if not is_safetensors(file):
                 continue
-            for part in file.tensors():
-                for planned in left.pop(part.name or "", ()):
+            for part, name in self._models.parts(file):
+                for planned in left.pop(name, ()):
                     record = self._catalog.tensor(part.tensor_id())
                     dtype = planned.dtype or self._dtype or record.dtype
                     placed.setdefault(file.path, []).append(Slot(planned.name, dtype, record.shape))
@@ -74,36 +79,37 @@ class Layout:
         return file if self._stack is None else self._stack.file(file)
 
     def added(self, file: File) -> Sequence[Slot]:
-        """Return the tensors that follow those of the base in a file, in order."""
+        """Return the tensors that follow those of the base in a file, as they are called."""
         return self._added.get(file.path, ())
 
-    def planned_name(self, part: Part) -> str | None:
+    def planned_name(self, file: File, part: Part) -> str | None:
         """Return the name under which a part's tensor is merged; None if it is the base's own."""
-        assert part.name is not None
         if self._stack is not None:
             return None
-        if not self._tasks.is_planned(part.name, part.tensor_id()):
-            return None
-        return self._tasks.first[part.name]
+        name = self._models.name(file.path, part)
+        return None if name is None else self._tasks.planned_name(name)
 
-    def out_dtype(self, part: Part) -> str:
+    def out_dtype(self, file: File, part: Part) -> str:
         """Return the dtype of a named part in the output."""
         tensor = self._catalog.tensor(part.tensor_id())
-        name = self.planned_name(part)
+        name = self.planned_name(file, part)
         if name is not None:
             return self._own_dtypes.get(name) or self._dtype or tensor.dtype
-        return self._dtype if self._dtype and self._is_empty(part) else tensor.dtype
+        return self._dtype if self._dtype and self._is_empty(file, part) else tensor.dtype
 
-    def retyped_empty(self, part: Part) -> Tensor | None:
+    def retyped_empty(self, file: File, part: Part) -> Tensor | None:
         """Return the record of a tensor without elements that gets another dtype; else None."""
-        if not self._is_empty(part) or not self._is_retyped(part):
+        if not self._is_empty(file, part) or not self._is_retyped(file, part):
             return None
         assert self._dtype is not None
         return Tensor(self._dtype, self._catalog.tensor(part.tensor_id()).shape, 0, b"")
 
-    def _is_empty(self, part: Part) -> bool:
+    def _is_empty(self, file: File, part: Part) -> bool:
         """Return whether a tensor has no elements: it is in no plan, but counts as merged."""
-        if part.nbytes or part.name in self._left_out:
+        if part.nbytes:
+            return False
+        name = self._models.name(file.path, part)
+        if name is None or name in self._left_out or name not in self._tasks.inputs.base:
             return False
         tensor = self._catalog.tensor(part.tensor_id())
         return 0 in tensor.shape and tensor.dtype in CODES
@@ -113,38 +119,43 @@ class Layout:
         papers: Papers,
         not_finite: int,
         *,
-        record_of: Callable[[str, Part | Slot], Tensor | VirtualTensor],
+        record_of: Callable[[str, File, Part | Slot], Tensor | VirtualTensor],
         put_records: Callable[[Sequence[Record]], Sequence[Id]],
         put_bytes: Callable[[bytes, str], Part],
     ) -> Manifest:
         """Store the output's files and records; return what it consists of.
 
         not_finite: for the card. record_of: returns the record of a merged tensor by its planned
-        name, and its part in the base, or its entry if the base lacks it.
+        name, and its file and part in the base, or its entry if the base lacks it.
         """
         weights: dict[str, Sequence[Part]] = {}
         for file in filter(is_safetensors, self.base.files):
             ours: list[Part | Slot] = [*self.file(file).tensors(), *self.added(file)]
-            records = [self._record(one, record_of) for one in ours]
+            records = [self._record(file, one, record_of) for one in ours]
             new = [record for record in records if record is not None]
             ids = iter(put_records(new))
             weights[file.path] = [
                 one
                 if record is None and isinstance(one, Part)
-                else Part(one.name, next(ids), one.nbytes if record is None else record.nbytes)
+                else Part(
+                    _own_name(one), next(ids), one.nbytes if record is None else record.nbytes
+                )
                 for one, record in zip(ours, records, strict=True)
             ]
         before, texts = papers.files(not_finite)
         return assembled(before, texts | self.texts, weights, weights.__getitem__, put_bytes)
 
     def _record(
-        self, one: Part | Slot, record_of: Callable[[str, Part | Slot], Tensor | VirtualTensor]
+        self,
+        file: File,
+        one: Part | Slot,
+        record_of: Callable[[str, File, Part | Slot], Tensor | VirtualTensor],
     ) -> Tensor | VirtualTensor | None:
         """Return the record of a tensor that is new; None if it is the base's own."""
         if isinstance(one, Slot):
-            return record_of(one.name, one)
-        name = self.planned_name(one)
-        return self.retyped_empty(one) if name is None else record_of(name, one)
+            return record_of(one.name, file, one)
+        name = self.planned_name(file, one)
+        return self.retyped_empty(file, one) if name is None else record_of(name, file, one)
 
     def _texts(self) -> dict[str, bytes]:
         """Return headers, shard indexes and configs that change, by path."""
@@ -155,7 +166,7 @@ class Layout:
             for file in filter(is_safetensors, self.base.files)
             if self._changes(file)
         }
-        texts = texts_of(self._catalog, self.base.files, weights)
+        texts = texts_of(self._catalog, self.base, weights)
         config = self.base.file(CONFIG)
         changed = None if config is None or config.form != OPAQUE else self._config(config)
         return texts if changed is None else texts | {CONFIG: changed}
@@ -165,7 +176,8 @@ class Layout:
         if self._stack is not None:
             return self._stack.file(file).parts != file.parts
         return bool(self.added(file)) or any(
-            self.planned_name(part) is not None or self._is_retyped(part) for part in file.tensors()
+            self.planned_name(file, part) is not None or self._is_retyped(file, part)
+            for part in file.tensors()
         )
 
     def _slots(self, file: File) -> Sequence[Slot] | None:
@@ -173,13 +185,13 @@ class Layout:
         if self._stack is not None:
             return slots_of(self._catalog, self._stack.file(file).tensors())
         added = self.added(file)
-        if not added and not any(map(self._is_retyped, file.tensors())):
+        if not added and not any(self._is_retyped(file, part) for part in file.tensors()):
             return None
         slots = slots_of(self._catalog, file.tensors())
-        types = map(self.out_dtype, file.tensors())
+        types = [self.out_dtype(file, part) for part in file.tensors()]
         return [
             *(slot._replace(dtype=dtype) for slot, dtype in zip(slots, types, strict=True)),
-            *added,
+            *(slot._replace(name=_own_name(slot)) for slot in added),
         ]
 
     def _config(self, file: File) -> bytes | None:
@@ -196,10 +208,15 @@ class Layout:
         before = self._catalog.read_parts(file.parts) if changed is None else changed
         return json_bytes(untied(json_object(before)))
 
-    def _is_retyped(self, part: Part) -> bool:
+    def _is_retyped(self, file: File, part: Part) -> bool:
         return (self._dtype is not None or bool(self._own_dtypes)) and (
-            self.out_dtype(part) != self._catalog.tensor(part.tensor_id()).dtype
+            self.out_dtype(file, part) != self._catalog.tensor(part.tensor_id()).dtype
         )
+
+
+def _own_name(one: Part | Slot) -> str:
+    """Return the name of a tensor in its file; what is added has that by which it is called."""
+    return name_in_model(one.name) if isinstance(one, Slot) else str(one.name)
 
 
 def tensor_bytes(file: File) -> int:

@@ -54,7 +54,7 @@ class Records:
         made = self._layout.manifest(
             self._papers,
             not_finite,
-            record_of=lambda name, _: tensors[name],
+            record_of=lambda name, *_: tensors[name],
             put_records=self._put_records,
             put_bytes=self._put_bytes,
         )

@@ -8,12 +8,14 @@ Reads configs, no weights.
 from __future__ import annotations
 
 from mstore.adapters.inputs import Inputs
+from mstore.checkpoint.models import name_in_model
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.merge.planning.stacked_config import stacked_config
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.store.models import models_in
 
 
 class Stack:
@@ -25,13 +27,14 @@ class Stack:
         ids = [inputs.members[one.member][one.source] for one in plan.taken]
         records = inputs.records(ids)
         taken = {
-            one.name: Part(one.name, id, record.nbytes)
+            one.name: Part(name_in_model(one.name), id, record.nbytes)
             for one, id, record in zip(plan.taken, ids, records, strict=True)
         }
         dropped = set(plan.dropped)
         self._files: dict[str, File] = {}
         files = [file for file in base.files if file.form == SAFETENSORS]
-        places = {part.name: file.path for file in reversed(files) for part in file.tensors()}
+        models = models_in(catalog, base)
+        places = {name: file.path for file in reversed(files) for _, name in models.parts(file)}
         added: dict[str, list[str]] = {}
         for one in plan.taken:
             if one.name not in inputs.base:
@@ -40,9 +43,11 @@ class Stack:
         for file in files:
             parts = [file.parts[0]]
             for part in file.tensors():
-                assert part.name is not None
-                if part.name not in dropped:
-                    parts.append(taken.get(part.name, part))
+                name = models.name(file.path, part)
+                if name is None:
+                    parts.append(part)
+                elif name not in dropped:
+                    parts.append(taken.get(name, part))
             parts += [taken[name] for name in added.get(file.path, [])]
             self._files[file.path] = File(
                 file.path, file.form, sum(part.nbytes for part in parts), tuple(parts)

@@ -21,9 +21,9 @@ from mstore.merge.running.commit import Merged, is_merge_of, parents_of, run_mer
 from mstore.merge.running.output import Layout
 from mstore.merge.running.papers import Papers
 from mstore.merge.running.task import Tasks
-from mstore.objects.manifest import Manifest, Part
+from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.plan import Plan
-from mstore.objects.snapshot import BASE, EXPERT, MERGE, SnapshotRecord
+from mstore.objects.snapshot import MERGE, SnapshotRecord
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import Phrase, call, phrase
 from mstore.progress import ProgressCallback
@@ -96,7 +96,7 @@ def commit_virtual(
         current = branch_to_move(catalog, name)
         output = _Output(catalog, plan, transaction)
         manifest = output.manifest()
-        parents = parents_of(sources)
+        parents = parents_of(plan, sources)
         record, _ = tip_of(catalog, current)
         is_new = False
         # The branch may be the requested merge already, and real.
@@ -152,10 +152,10 @@ class _Output:
         self.blocks_reused = sum(block_count(one.nbytes, size) for one in parts if one in own)
         return made
 
-    def _record(self, name: str, part: Part | Slot) -> VirtualTensor:
+    def _record(self, name: str, file: File, part: Part | Slot) -> VirtualTensor:
         if isinstance(part, Part):
             shape = self._catalog.tensor(part.tensor_id()).shape
-            part = Slot(name, self._layout.out_dtype(part), shape)
+            part = Slot(name, self._layout.out_dtype(file, part), shape)
         return VirtualTensor(part.dtype, part.shape, part.nbytes, self._id, name)
 
 
@@ -223,7 +223,7 @@ def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -
     """Return the inputs under their planned names, as the snapshots that the merge records."""
     named = sources_of(catalog, id, plan)
     inputs = made_of(record)
-    if [parent.role for parent in inputs] != [BASE, *[EXPERT] * len(named.experts)]:
+    if [one.role for one in inputs] != [one.role for one in parents_of(plan, named)]:
         return named
     base, *experts = inputs
     return Sources(
