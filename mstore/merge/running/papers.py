@@ -14,20 +14,16 @@ Statements of parents' cards are read with limits and repeated, never interprete
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property, partial
-from pathlib import PurePosixPath
 
 import msgspec
-import numpy as np
 
 from mstore.adapters.inputs import files_merged_into
 from mstore.checkpoint.declared import (
     CARD,
     CONFIG,
-    DEFAULT_LIMITS,
     MERGEKIT,
     declared_bases,
     front_matter,
@@ -35,29 +31,29 @@ from mstore.checkpoint.declared import (
 )
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId
+from mstore.made.cards import (
+    NAME,
+    WORD,
+    conflicts,
+    is_licence,
+    is_one_licence,
+    licence_lines,
+    licence_section,
+    number_text,
+    said,
+    start_of,
+)
 from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
-from mstore.objects.manifest import OPAQUE, File, Manifest
+from mstore.objects.manifest import File, Manifest
 from mstore.objects.plan import BASE, DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Sources
 
 LICENCES = "licenses"
-_LICENCE_FILE = re.compile(
-    r"(licen[cs]es?|copying|notice|use[_-]policy)([._-].*)?|.*[_-]licen[cs]e([._-].*)?",
-    re.IGNORECASE,
-)
-_TEXTS = {"", ".txt", ".md", ".rst", ".html", ".pdf", ".0"}
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9._-]{1,95})?")
-"""A model's name that a card repeats; other text, such as a path, it does not."""
-_WORD = re.compile(r"[A-Za-z0-9._-]{1,60}")
-_FORBIDS = {
-    "commercial use": re.compile(r"(^|-)nc(-|$)|non-?commercial|research"),
-    "derivatives": re.compile(r"(^|-)nd(-|$)|no-?deriv"),
-}
 
 _OF_NAMES = """\
 A name is what a model's own card says (`model_name`), or what all experts' cards call their
@@ -132,8 +128,8 @@ class Papers:
             replaced.add(MERGEKIT.casefold())
             new |= self.files_of_recipe()
         kept = [file for file in base.files if file.path.casefold() not in replaced]
-        if not self._is_one_licence():
-            kept = [file for file in kept if not _is_licence(file)]
+        if not is_one_licence(self._stated):
+            kept = [file for file in kept if not is_licence(file)]
             kept += self._licence_files()
         return tuple(kept), new
 
@@ -178,7 +174,11 @@ class Papers:
 
     def licence_warnings(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield warnings: the parents concerned (0 the base, experts from 1 on), and the text."""
-        return conflicts([parent.licence for parent in self.models])
+        return conflicts(self._stated)
+
+    @property
+    def _stated(self) -> list[str | None]:
+        return [parent.licence for parent in self.models]
 
     # -- the card ------------------------------------------------------------------------------
 
@@ -193,22 +193,15 @@ class Papers:
             # Quoted: YAML reads an unquoted id of digits only, or with one e, as a number.
             yield f"- {json.dumps(label)}"
         yield "base_model_relation: merge"
-        yield from self._licence_lines()
+        yield from licence_lines(self._stated)
         yield from self._kept_keys()
         yield from ("tags:", "- merge", "- mstore", "---")
 
-    def _licence_lines(self) -> Iterator[str]:
-        stated = [parent.licence for parent in self.models]
-        if self._is_one_licence():
-            yield f"license: {json.dumps(stated[0])}"
-        elif any(stated):
-            yield from ("license: other", 'license_name: "see-parents"')
-
     def _kept_keys(self) -> Iterator[str]:
-        matter = front_matter(self._start(self._plan.base_id(), CARD))
+        matter = front_matter(start_of(self._catalog, self._plan.base_id(), CARD))
         for key in ("library_name", "pipeline_tag"):
             found = values(matter, key)
-            if len(found) == 1 and _WORD.fullmatch(found[0]):
+            if len(found) == 1 and WORD.fullmatch(found[0]):
                 yield f"{key}: {json.dumps(found[0])}"
 
     def _body(self, not_finite: int) -> Iterator[str]:
@@ -227,10 +220,8 @@ class Papers:
             yield f"| {parent.role} | {name} | {weight} | {licence} | `{parent.manifest.hex()}` |"
         yield ""
         yield _OF_NAMES
-        yield from ("", "## Licences", "")
-        said = [text for _, text in self.licence_warnings()]
-        yield from [f"- {text}" for text in said] or ["Every parent's own terms apply."]
-        if not self._is_one_licence():
+        yield from licence_section(self._stated)
+        if not is_one_licence(self._stated):
             yield f"\nTexts that came with the parents, if any, are in `{LICENCES}/`."
         yield from ("", "## How it was made", "")
         yield from self._how()
@@ -310,10 +301,6 @@ class Papers:
 
     # -- licences ------------------------------------------------------------------------------
 
-    def _is_one_licence(self) -> bool:
-        first = self.models[0].licence
-        return first not in (None, "other") and all(p.licence == first for p in self.models)
-
     def _licence_files(self) -> list[File]:
         return [
             msgspec.structs.replace(
@@ -327,15 +314,9 @@ class Papers:
 
     def _parent(self, role: str, id: ManifestId, weight: float | None) -> Parent:
         manifest = self._catalog.manifest(id)
-        matter = front_matter(self._start(id, CARD))
-        return Parent(
-            role=role,
-            manifest=id,
-            weight=weight,
-            name=stated_name(matter),
-            licence=stated_licence(matter),
-            texts=tuple(file for file in manifest.files if _is_licence(file)),
-        )
+        own = said(self._catalog, id)
+        texts = tuple(file for file in manifest.files if is_licence(file))
+        return Parent(role, id, weight, own.name, own.licence, texts)
 
     def _name_of_base(self) -> str | None:
         found: set[str | None] = set()
@@ -346,58 +327,15 @@ class Papers:
             if self._is_merge(id):
                 # What it was merged of is not what it was tuned from.
                 return None
-            names = declared_bases(partial(self._start, id))
+            names = declared_bases(partial(start_of, self._catalog, id))
             stated = [one.name for one in names if one.is_base and one.source in (CARD, CONFIG)]
             found.add(stated[0] if len(stated) == 1 and NAME.fullmatch(stated[0]) else None)
         return found.pop() if len(found) == 1 else None
 
     def _is_merge(self, id: ManifestId) -> bool:
-        return values(front_matter(self._start(id, CARD)), "base_model_relation") == ["merge"]
-
-    def _start(
-        self, id: ManifestId, path: str, length: int = DEFAULT_LIMITS.max_card_bytes
-    ) -> bytes | None:
-        """Return the first bytes of a small file, None if it is missing."""
-        file = self._catalog.manifest(id).file(path)
-        if file is None or file.form != OPAQUE:
-            return None
-        data = b""
-        for part in file.parts:
-            for block in self._catalog.tensor(part.tensor_id()).block_ids():
-                if len(data) >= length:
-                    break
-                data += self._catalog.read_block(block)
-        return data[:length]
-
-
-def stated_name(matter: list[str]) -> str | None:
-    """Return the name that the front matter of a card gives its model, None for none or several."""
-    names = [name for name in values(matter, "model_name") if NAME.fullmatch(name)]
-    return names[0] if len(names) == 1 else None
-
-
-def stated_licence(matter: list[str]) -> str | None:
-    """Return the licence that the front matter of a card states, None for nothing."""
-    licences = [one for one in values(matter, "license") if _WORD.fullmatch(one)]
-    if licences == ["other"]:
-        own = [one for one in values(matter, "license_name") if _WORD.fullmatch(one)]
-        licences = own or licences
-    return " and ".join(sorted({one.lower() for one in licences})) or None
-
-
-def conflicts(stated: Sequence[str | None]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield what models' licences say against a merge: the numbers of the models, and the text."""
-    for what, pattern in _FORBIDS.items():
-        who = tuple(n for n, one in enumerate(stated) if one and pattern.search(one))
-        if who:
-            yield who, f"may forbid {what}: {', '.join(sorted({str(stated[n]) for n in who}))}"
-    known = sorted({one for one in stated if one is not None})
-    if len(known) > 1:
-        who = tuple(n for n, one in enumerate(stated) if one is not None)
-        yield who, f"licences differ ({', '.join(known)}): all of them bind the merge"
-    silent = tuple(n for n, one in enumerate(stated) if one is None)
-    if known and silent:
-        yield silent, "no licence is stated; nothing says that a merge may be passed on"
+        return values(front_matter(start_of(self._catalog, id, CARD)), "base_model_relation") == [
+            "merge"
+        ]
 
 
 def licence_warnings(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
@@ -425,17 +363,5 @@ def _odd(count: int) -> str:
     return f"**{many} infinite or NaN**, and finite in the base: see `mstore show REF`."
 
 
-def _is_licence(file: File) -> bool:
-    """Judge by the first part of the path: a file at the top, or all of a directory of texts."""
-    top = file.path.split("/")[0]
-    is_text = PurePosixPath(top).suffix.lower() in _TEXTS
-    return file.form == OPAQUE and is_text and bool(_LICENCE_FILE.fullmatch(top))
-
-
 def _has_directory(manifest: Manifest, path: str) -> bool:
     return any(file.path.startswith(f"{path}/") for file in manifest.files)
-
-
-def number_text(value: float) -> str:
-    """Return the shortest text of a float32."""
-    return str(np.float32(value))
