@@ -21,11 +21,11 @@ MODULES = {
         "lmdb_table lmdb_types location location_rows meter pack_numbers packs reader room "
         "row_batches"
     ),
-    "mstore.checkpoint": "dtypes paths",
+    "mstore.checkpoint": "dtypes models paths",
     "mstore.fs": "disks files locks maps rights roots trees",
     "mstore.objects": "canonical coverage limits manifest plan snapshot tensor virtual",
     "mstore.store": (
-        "backup_row catalog config contents damage generation layout leases mirror not_finite "
+        "backup_row catalog config contents damage generation layout leases mirror models not_finite "
         "pin_rows plan_rows pruned_rows record_cache refs revisions signature_report "
         "snapshot_rows stored_lengths unseen"
     ),
