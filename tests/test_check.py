@@ -289,7 +289,7 @@ def test_a_parent_that_is_missing(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "contents", [None, b"", b"mstore refs 1", b"mstore refs 1\nbranch", b"\xff" * 50]
+    "contents", [None, b"", b"mstore refs 2", b"mstore refs 2\nbranch", b"\xff" * 50]
 )
 def test_a_damaged_mirror(store: Store, contents: bytes | None) -> None:
     """A mirror that is missing, cut or overwritten is a problem; one a move behind is not."""

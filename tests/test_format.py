@@ -662,7 +662,7 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
 STORE_UUID = bytes(range(16))
 SAFETENSORS_HEADER = b'{"w":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}}'
 WEIGHT = bytes(range(100, 112))
-GOLDEN_ID = "37fa253e19a4e8f10d12e037b29d1616f35791b361140bd569a72da8b2587f87"
+GOLDEN_ID = "759d7280a0164d192eee97cf2a5ed1aee9831bd33d9ff315fb45a617ce067dc8"
 
 
 def digest(data: bytes, context: str) -> bytes:
@@ -710,10 +710,10 @@ class Draft:
         data = bytes(self.head) + bytes(self.start - 4096) + body + self.gap
         table = b"".join(row[1:] for row in self.ordered(rows))
         fields = {"offset": len(data), "length": len(table), "hash": blake3(table).digest()}
-        fields |= {"version": 1, "zero": bytes(4), "magic": b"KPEROTSM", **self.tail}
+        fields |= {"version": 2, "zero": bytes(4), "magic": b"KPEROTSM", **self.tail}
         data += table + bytes(-(len(data) + len(table) + 64) % 4096)
         data += struct.pack("<QQ32sI4s8s", *fields.values())
-        name = digest(data[:64] + table, "mstore 1 pack").hex()
+        name = digest(data[:72] + table, "mstore 1 pack").hex()
         return data, Path("packs") / name[:2] / f"{name}.pack"
 
     def snapshot(self, manifest: bytes, time: bytes) -> None:
@@ -725,7 +725,7 @@ class Draft:
 def draft() -> Draft:
     """A safetensors file and 5000 zero bytes, with all the records that a reader needs."""
     made = Draft(
-        bytearray(struct.pack("<8sII16s32s4032x", b"MSTOREPK", 1, 0, STORE_UUID, b"n" * 32))
+        bytearray(struct.pack("<8sII16s32sQ4024x", b"MSTOREPK", 2, 0, STORE_UUID, b"n" * 32, 1))
     )
     header = struct.pack("<Q", len(SAFETENSORS_HEADER)) + SAFETENSORS_HEADER
     head = made.put("header", 0, header, blake3(header).digest())
@@ -769,7 +769,9 @@ def test_golden_store(tmp_path: Path) -> None:
     (tmp_path / "format").write_text("mstore 2 00010203-0405-0607-0809-0a0b0c0d0e0f 65536\n")
     snapshot = made.entries["snapshot"]["id"].hex()
     (tmp_path / "refs").mkdir()
-    (tmp_path / "refs" / "mirror").write_text(f"mstore refs 1\nbranch {snapshot} hand/made\n")
+    body = f"mstore refs 2\ngeneration 1\nbranch {snapshot} hand/made\n"
+    hash = blake3(body.encode()).hexdigest()
+    (tmp_path / "refs" / "mirror").write_text(f"{body}blake3 {hash}\n")
     store = IndependentStore(tmp_path, index=False)
     assert store.refs() == {"hand/made": snapshot}
     assert {path: store.file_bytes(snapshot, path) for path in store.files(snapshot)} == {
@@ -824,7 +826,7 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
     ("change", "why"),
     [
         (spoil_head(0, 0), "magic or version of the header"),
-        (spoil_head(8, 2), "magic or version of the tail"),
+        (spoil_head(8, 1), "magic or version of the header"),
         (spoil_head(8, 3), "magic or version of the header"),
         (spoil_head(12, 1), "header with more than zeros"),
         (spoil_head(4095, 1), "header with more than zeros"),
@@ -837,7 +839,7 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
         (spoil_draft(tail={"length": 8 * 88 + 1}), "half an entry"),
         (spoil_draft(tail={"length": 7 * 88}), "table hash"),
         (spoil_draft(tail={"hash": bytes(32)}), "table hash"),
-        (spoil_draft(tail={"version": 2}), "magic or version of the tail"),
+        (spoil_draft(tail={"version": 3}), "magic or version of the tail"),
         (spoil_draft(tail={"zero": b"\0\0\0\1"}), "tail with more than zeros"),
         (spoil_draft(tail={"magic": b"MSTOREPK"}), "magic or version of the tail"),
         (spoil("header", offset=4095), "payload in the header"),

@@ -197,10 +197,6 @@ class Index:
         """Record how many commits were published, in the transaction that publishes one."""
         self.put(transaction, COUNTERS, _GENERATION, _COUNT.pack(generation))
 
-    def has_generation(self, transaction: IndexTransaction) -> bool:
-        """Return whether a generation was ever recorded; does not check the row."""
-        return transaction.get(_GENERATION, db=self.db(COUNTERS)) is not None
-
     # -- locations ---------------------------------------------------------------------------
 
     def block(self, transaction: IndexTransaction, block: BlockId) -> Location | None:

@@ -60,17 +60,16 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
 class Move(msgspec.Struct, frozen=True, array_like=True):
     """One line of a reflog. `old` is None for a creation, `new` for a removal.
 
-    generation: of the commit that moved the ref; 0 for moves from before generations existed. kind:
-    what the ref is after the move, BRANCH or TAG; empty for a removal, and where it was not
-    recorded.
+    generation: of the commit that moved the ref. kind: what the ref is after the move, BRANCH or
+    TAG; empty for a removal.
     """
 
     old: bytes | None
     new: bytes | None
     action: str
     time_ns: int
-    generation: int = 0
-    kind: str = ""
+    generation: int
+    kind: str
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode
