@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from mstore.adapters.inputs import Inputs, stand_ins
 from mstore.adapters.targets import is_adapter
+from mstore.blocks.schema import Source, Sources
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations, fishers_of
@@ -31,7 +32,6 @@ from mstore.phrases import few
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.store.plan_rows import Source, Sources
 from mstore.store.tied import own_head, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
