@@ -228,23 +228,7 @@ BACKUP: Final = Table(
     is_own=True,
 )
 
-TABLES: Final[tuple[Table[Any, Any], ...]] = (
-    BLOCKS,
-    RECORDS,
-    PACKS,
-    PACK_IDS,
-    CONDEMNED,
-    SNAPSHOTS,
-    CONTENTS,
-    CHILDREN,
-    REFS,
-    REFLOG,
-    LEASES,
-    COUNTERS,
-    PRUNED,
-    PINNED,
-    PLANS,
-    SIGNATURES,
-    BACKUP,
+TABLES: Final[tuple[Table[Any, Any], ...]] = tuple(
+    one for one in list(globals().values()) if isinstance(one, Table)
 )
 DATABASES: Final = tuple(table.name for table in TABLES)

@@ -111,16 +111,8 @@ TIES: Final = Table(
     "elements of that magnitude in each chunk up to the one in which the quota ends; "
     "none where all are kept",
 )
-TABLES: Final[tuple[Table[Any, Any], ...]] = (
-    PAIRS,
-    BATCHES,
-    SQUARES,
-    FACTS,
-    SUMS,
-    DIGESTS,
-    CUTS,
-    THRESHOLDS,
-    TIES,
+TABLES: Final[tuple[Table[Any, Any], ...]] = tuple(
+    one for one in list(globals().values()) if isinstance(one, Table)
 )
 DATABASES: Final = tuple(table.name for table in TABLES)
 

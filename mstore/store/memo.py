@@ -38,7 +38,7 @@ REQUESTS: Final = Table(
     form(id_of(PlanId)),
     "the plan that was made for it",
 )
-TABLES: Final[tuple[Table[Any, Any], ...]] = (OUTPUTS, REQUESTS)
+TABLES: Final[tuple[Table[Any, Any], ...]] = OUTPUTS, REQUESTS
 DATABASES: Final = tuple(table.name for table in TABLES)
 _BATCH = 4096
 _END = struct.Struct("<IIH")
