@@ -18,6 +18,7 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import listing
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in, tensors_of
 from mstore.store.not_finite import NotFiniteTensor, of_snapshot
 from mstore.store.signature_report import SignatureReport
 
@@ -199,7 +200,7 @@ def _described(
         refs=tuple(names.get(id, ())),
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
-        tensors=len(manifest.tensors()),
+        tensors=len(tensors_of(catalog, manifest)),
         pruned=id in pruned,
         pinned=id in pinned,
         not_finite=_not_finite(catalog, record, manifest),
@@ -232,7 +233,7 @@ def _not_finite(
     catalog: Catalog, record: SnapshotRecord, manifest: Manifest
 ) -> tuple[NotFiniteTensor, ...]:
     with suppress(NotFound, Corrupt):
-        return of_snapshot(catalog, record, manifest.tensors())
+        return of_snapshot(catalog, record, tensors_of(catalog, manifest))
     return ()
 
 
@@ -367,13 +368,11 @@ def _named(
 
 def tensors(catalog: Catalog, id: SnapshotId) -> list[TensorReport]:
     """Report the tensors of a snapshot, in file and data order."""
-    manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+    models = models_in(catalog, catalog.manifest_of(id))
     found = []
-    for file in manifest.files:
-        for part in file.tensors():
-            assert part.name is not None
-            tensor = catalog.content(part.tensor_id())
-            found.append(
-                TensorReport(part.name, tensor.dtype, tensor.shape, tensor.nbytes, file.path)
-            )
+    for name, tensor_id in models.tensors.items():
+        tensor = catalog.content(tensor_id)
+        found.append(
+            TensorReport(name, tensor.dtype, tensor.shape, tensor.nbytes, models.home(name))
+        )
     return found

@@ -298,7 +298,7 @@ class Reach:
 
     def _keep_inputs(self, id: PlanId) -> None:
         plan = self._load(Plan, id)
-        for manifest in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
+        for manifest in (expert.manifest_id() for expert in plan.inputs):
             self._mark(Kind.MANIFEST, manifest)
             self._manifests.append(manifest)
 
@@ -312,7 +312,7 @@ class Reach:
                 # Damaged, so its inputs are unknown; keep it, it is small.
                 self.live[Kind.PLAN][number] = True
                 continue
-            inputs = (plan.base_id(), *(expert.manifest_id() for expert in plan.experts))
+            inputs = (expert.manifest_id() for expert in plan.inputs)
             if all(id in self._contents for id in inputs):
                 self.live[Kind.PLAN][number] = True
 

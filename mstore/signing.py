@@ -405,7 +405,7 @@ def read_everything(
     if plan is not None:
         made = catalog.record(Plan, plan)
         if coverage is None:
-            manifests += [made.base_id(), *(expert.manifest_id() for expert in made.experts)]
+            manifests += [*(expert.manifest_id() for expert in made.inputs)]
     if coverage is not None:
         catalog.record(Coverage, coverage)
     blocks = _blocks(catalog, manifests)

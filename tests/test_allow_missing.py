@@ -88,8 +88,10 @@ def test_a_missing_tensor_counts_as_the_bases(name: str, store: Store) -> None:
     weights = [weight for _, weight in request.weighted()]
     names = ["part", "whole"][: len(weights)] + ["base"] * (len(weights) - 2)
     request = replace(request, experts=list(zip(names, weights, strict=True)))
-    if request.fishers:
-        request = replace(request, fishers=["fisher"] * len(weights))
+    if request.companions:
+        request = replace(
+            request, companions=families.fishers_for(names, ["fisher"] * len(weights))
+        )
     filled = [("filled" if one == "part" else one, weight) for one, weight in request.weighted()]
     for budget in (None, 0.5):
         lacking = replace(request, allow_missing=True, budget=budget)

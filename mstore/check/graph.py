@@ -103,7 +103,7 @@ class Graph:
 
     def _inputs(self, id: PlanId) -> None:
         plan = self._catalog.record(Plan, id)
-        for manifest in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
+        for manifest in (expert.manifest_id() for expert in plan.inputs):
             self._manifest(manifest, f"plan {id.short}", with_contents=True)
 
     def _own_rows(self, id: SnapshotId, record: SnapshotRecord) -> None:

@@ -32,6 +32,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.stats.streaming import BaseBlocks
 from mstore.store import contents
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 from mstore.store.publishing import MAX_PACK_BYTES
 
 
@@ -244,8 +245,8 @@ def _base_of(
 
 
 def _alike(catalog: Catalog, own: Manifest, base: Manifest) -> Iterator[tuple[str, Tensor]]:
-    bases = base.tensors()
-    for name, id in own.tensors().items():
+    bases = tensors_of(catalog, base)
+    for name, id in tensors_of(catalog, own).items():
         # What of the base is virtual, pruned or damaged is no base.
         with suppress(NotFound, Corrupt, BadRequest):
             if name in bases:

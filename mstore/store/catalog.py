@@ -553,6 +553,10 @@ class Catalog:
             return self.manifest(id)
         return None
 
+    def manifest_of(self, snapshot: SnapshotId) -> Manifest:
+        """Return the manifest of a snapshot."""
+        return self.manifest(self.snapshot(snapshot).manifest_id())
+
     def snapshot(self, id: SnapshotId) -> SnapshotRecord:
         """Return a snapshot record."""
         return self.record(SnapshotRecord, id)

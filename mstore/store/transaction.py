@@ -253,7 +253,7 @@ class Transaction:
 
     def rely_on_inputs(self, plan: Plan) -> None:
         """Require all that a plan may read to be stored, for publishing a virtual merge."""
-        for id in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
+        for id in (expert.manifest_id() for expert in plan.inputs):
             self._relied_records.add((Kind.MANIFEST, id))
             self.rely_on_manifest(self._catalog.manifest(id))
 
