@@ -22,7 +22,7 @@ from small_models import small_model
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.blocks.schema import CONDEMNED, PRUNED, TABLES
+from mstore.blocks.schema import BACKUP, CONDEMNED, PINNED, PRUNED, TABLES
 from mstore.check import reindex as reindexing
 from mstore.errors import Corrupt, MstoreError, Unavailable
 from mstore.ids import PackId, SnapshotId
@@ -293,7 +293,9 @@ def test_a_bit_in_a_row(life: Life, database: str, part: str, extra: Path) -> No
         index = store._catalog.index
         with index.env.write() as rows:
             index.put(rows, CONDEMNED, 256, (PackId(bytes(32)), 4096, ()))
-            index.put(rows, PRUNED, SnapshotId(b"\1" * 32), 0)
+            for marks in (PRUNED, PINNED):
+                index.put(rows, marks, SnapshotId(b"\1" * 32), 0)
+            index.put(rows, BACKUP, 1, ())
         named = {ref.name: (ref.kind, ref.snapshot) for ref in store.refs()}
     keys = keys_of(life, database)
     mirrored = mirror_lines(life)
