@@ -264,7 +264,7 @@ def test_the_layout_is_that_of_the_format(directory: Path) -> None:
     assert blake3(head[:4064], derive_key_context=context).hexdigest() == name.decode()
     key = blake3(nonce, derive_key_context="mstore 1 segment page").digest()
     for number, page in enumerate(pages):
-        assert page[4064:] == blake3(number.to_bytes(4, "big") + page[:4064], key=key).digest()
+        assert page[4064:] == blake3(page[:4064] + number.to_bytes(32, "big"), key=key).digest()
     buckets = (1 << bits) + 1
     cuts = [1, 1 - (-buckets // 1016)]
     cuts += [cuts[1] - (-count // 46), len(pages)]
@@ -422,7 +422,7 @@ def forge(directory: Path, *sections: Sequence[bytes], bits: int = 1, **head: in
         hasher = blake3()
         for given_body in section:
             body = given_body.ljust(4064, b"\0")
-            check = blake3((len(pages) + 1).to_bytes(4, "big") + body, key=key).digest()
+            check = blake3(body + (len(pages) + 1).to_bytes(32, "big"), key=key).digest()
             hasher.update(check)
             pages.append(body + check)
         digests.append(hasher.digest())
@@ -433,7 +433,7 @@ def forge(directory: Path, *sections: Sequence[bytes], bits: int = 1, **head: in
     body = body.ljust(4064, b"\0")
     id = SegmentId.of(body)
     directory.mkdir()
-    check = blake3(bytes(4) + body, key=key).digest()
+    check = blake3(body + bytes(32), key=key).digest()
     (directory / f"{id}.segment").write_bytes(body + check + b"".join(pages))
     listed = f"mstore segments 1\n{id} {head.get('listed', rows)}\n".encode()
     (directory / "list").write_bytes(listed + f"blake3 {blake3(listed).hexdigest()}\n".encode())
