@@ -129,6 +129,13 @@ class PackId(Id):
     context = "mstore 1 pack"
 
 
+class SegmentId(Id):
+    """Names a segment by its header, which names all its pages."""
+
+    __slots__ = ()
+    context = "mstore 1 segment"
+
+
 @runtime_checkable
 class Identified(Protocol):
     """What a SnapshotId names: a `Snapshot`."""
