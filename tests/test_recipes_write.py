@@ -22,7 +22,7 @@ from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
 from mstore.merge.running import commit, papers
 from mstore.objects.canonical import decode
-from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanOperation, PlanTensor
+from mstore.objects.plan import Criteria, Plan, PlanInput, PlanOperation, PlanTensor
 from mstore.recipes.parse import parse
 from mstore.recipes.resolve import resolve
 from mstore.recipes.write import HEAD, named, recipe_of
@@ -223,14 +223,18 @@ def test_filters_name_no_other_tensor(chosen: Mapping[str, int], density: list[f
     """Whatever names are parts of each other, each tensor has the plan's value again."""
     used = sorted({number for number in chosen.values() if number})
     plan = Plan(
-        method="ties",
-        parameters=(("density", density[0]), ("lambda", 1.0), ("normalize", True)),
-        base=b"\1" * 32,
-        experts=(PlanExpert(b"\2" * 32, 0.5),),
+        operations=tuple(
+            PlanOperation(
+                "ties", (("density", density[n]), ("lambda", 1.0), ("normalize", True)), (0.5,)
+            )
+            for n in (0, *used)
+        ),
+        inputs=(PlanInput("base", None, b"\1" * 32), PlanInput("expert", None, b"\2" * 32)),
         dtype=None,
         block_size=1 << 16,
         budget=None,
         criteria=Criteria("trimmed"),
+        allow_missing=False,
         full_expert_bytes=0,
         planned_expert_bytes=0,
         error_bound=None,
@@ -240,13 +244,7 @@ def test_filters_name_no_other_tensor(chosen: Mapping[str, int], density: list[f
             for name, n in chosen.items()
         ),
         copied=(),
-        notes=(),
-        operations=tuple(
-            PlanOperation(
-                "ties", (("density", density[n]), ("lambda", 1.0), ("normalize", True)), (0.5,)
-            )
-            for n in used
-        ),
+        remarks=(),
     )
     assert decode(Plan, plan.encode(), "the plan") == plan
     method = known_method(registry.find("ties"))
