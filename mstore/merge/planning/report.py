@@ -137,6 +137,11 @@ def plan_report(
             f"{size} of experts were read for statistics or exact thresholds that "
             f"were missing, apart from the budget, {again}"
         )
+    if plan.allow_missing:
+        notes.append(
+            "tensors may be missing: the base's count for what an expert lacks, and what the base "
+            "lacks is left out"
+        )
     if not kept:
         notes.append("this store can be read and not written: the plan is not kept in it")
     if plan.budget is not None and costs.planned > plan.budget:
