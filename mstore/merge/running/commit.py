@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from mstore.blocks.codecs import Policy
+from mstore.blocks.schema import Sources
 from mstore.errors import Incompatible, StorageFailed
 from mstore.ids import ManifestId, SnapshotId
 from mstore.made.snapshots import Publication, made_of
@@ -25,7 +26,6 @@ from mstore.store import contents, refs
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor, counted
-from mstore.store.plan_rows import Sources
 from mstore.store.transaction import Transaction, branch_to_move
 
 

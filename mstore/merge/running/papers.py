@@ -21,6 +21,7 @@ from functools import cached_property, partial
 import msgspec
 
 from mstore.adapters.inputs import files_merged_into
+from mstore.blocks.schema import Sources
 from mstore.checkpoint.declared import (
     CARD,
     CONFIG,
@@ -51,7 +52,6 @@ from mstore.objects.manifest import File, Manifest
 from mstore.objects.plan import BASE, DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.store import contents
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Sources
 
 LICENCES = "licenses"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 
+from mstore.blocks.schema import Source, Sources
 from mstore.checkpoint.partition import block_count
 from mstore.errors import BadRequest, Conflict
 from mstore.frozen import frozen
@@ -31,7 +32,6 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.store.plan_rows import Source, Sources
 from mstore.store.plans import sources_of
 from mstore.store.transaction import Transaction, branch_to_move, tip_of
 
