@@ -21,7 +21,7 @@ SHOWN = 5
 
 @command(example="mstore show llama/merged")
 def show(session: Session, revision: Revision) -> None:
-    """Print one snapshot: content, parents, message, and by whom and how it was made."""
+    """Print one snapshot: content, parents, author, message."""
     with session.open_to_look() as store:
         report = store.show(revision)
         if report.signatures:
