@@ -27,7 +27,7 @@ def asked(place: Place, method: str) -> dict[str, Any]:
     experts = list(zip(place.family.names, weights, strict=False))
     fishers = place.family.fisher_names if method == "fisher" else []
     companions = families.fishers_for(experts, fishers)
-    models = {"base": "base", "experts": experts, "companions": companions}
+    models: dict[str, Any] = {"base": "base", "experts": experts, "companions": companions}
     return models | {"method": method, "parameters": parameters}
 
 

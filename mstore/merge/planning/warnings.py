@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mstore.adapters.inputs import Inputs, stand_ins
 from mstore.adapters.targets import is_adapter
+from mstore.blocks.schema import Source, Sources
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations
@@ -31,7 +32,6 @@ from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 from mstore.store.models import models_in, paired, tensors_of
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.store.plan_rows import Source, Sources
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
