@@ -38,6 +38,7 @@ from mstore.merge.running.worker import execute
 from mstore.objects.plan import READ, SHARED, Plan
 from mstore.sizes import format_size
 from mstore.stats.chunks import chunk_blocks
+from mstore.store.models import tensors_of
 from mstore.store.plans import sources_of
 
 METHODS: dict[str, dict[str, Any]] = {
