@@ -43,7 +43,6 @@ PACK_CONTEXT = "mstore 1 pack"
 ROLES = ("previous", "base", "expert")
 
 HEADER = struct.Struct("<8s I 4s 16s 32s Q")
-OLD_HEADER_BYTES = 64
 UNCHECKED = ("blocks", "records", "leases")
 TAIL = struct.Struct("<Q Q 32s I 4s 8s")
 ENTRY = struct.Struct("<32s 32s Q I I B B B 5s")
@@ -655,9 +654,8 @@ def verify_pack_bytes(data: bytes, path: Path) -> Pack:
 def _read_pack(data: bytes) -> Pack:
     require(len(data) >= PAGE + TAIL.size and len(data) % PAGE == 0, "no pack has this size")
     magic, version, zero, owner, _, _ = HEADER.unpack_from(data)
-    require(magic == b"MSTOREPK" and version in (1, 2), "magic or version of the header")
-    covered = HEADER.size if version == 2 else OLD_HEADER_BYTES
-    require(_blank(zero) and _blank(data[covered:PAGE]), "header with more than zeros")
+    require(magic == b"MSTOREPK" and version == 2, "magic or version of the header")
+    require(_blank(zero) and _blank(data[HEADER.size : PAGE]), "header with more than zeros")
     start, length, digest, again, zero, magic = TAIL.unpack(data[-TAIL.size :])
     require((magic, again) == (b"KPEROTSM", version), "magic or version of the tail")
     require(_blank(zero), "tail with more than zeros")
@@ -666,7 +664,7 @@ def _read_pack(data: bytes) -> Pack:
     table = data[start : start + length]
     require(blake3(table).digest() == digest, "table hash")
     require(_blank(data[start + length : -TAIL.size]), "padding with more than zeros")
-    pack_id = blake3(data[:covered] + table, derive_key_context=PACK_CONTEXT).hexdigest()
+    pack_id = blake3(data[: HEADER.size] + table, derive_key_context=PACK_CONTEXT).hexdigest()
     entries = [_read_entry(row) for row in ENTRY.iter_unpack(table)]
     require(all((a.kind, a.id) < (b.kind, b.id) for a, b in pairwise(entries)), "entry order")
     require(all(e.offset + e.stored <= start for e in entries), "payload in the table")
@@ -1087,17 +1085,12 @@ class IndependentStore:
         data = (self.path / "refs" / "mirror").read_bytes()
         first, *lines = data.decode().split("\n")
         require(lines[-1:] == [""], "last line of the mirror")
-        if first == "mstore refs 2":
-            body, hash, _ = data[:-72], data[-72:-1].decode(), lines.pop()
-            require(hash == f"blake3 {blake3(body).hexdigest()}", "the mirror's hash")
-            require(lines.pop() == hash, "last line of the mirror")
-            require(
-                re.fullmatch(r"generation (0|[1-9]\d*)", lines.pop(0)), "the mirror's generation"
-            )
-            lines.append("")
-        else:
-            require(first == "mstore refs 1", "first line of the mirror")
-        rows = [re.fullmatch(r"(\S+) ([0-9a-f]{64}) (\S+)", line) for line in lines[:-1]]
+        require(first == "mstore refs 2", "first line of the mirror")
+        body, hash, _ = data[:-72], data[-72:-1].decode(), lines.pop()
+        require(hash == f"blake3 {blake3(body).hexdigest()}", "the mirror's hash")
+        require(lines.pop() == hash, "last line of the mirror")
+        require(re.fullmatch(r"generation (0|[1-9]\d*)", lines.pop(0)), "the mirror's generation")
+        rows = [re.fullmatch(r"(\S+) ([0-9a-f]{64}) (\S+)", line) for line in lines]
         require(all(rows), "a line of the mirror")
         refs = _check_refs((row[3], row[1], row[2]) for row in rows if row)
         require(list(refs) == sorted(refs), "the mirror is out of order")

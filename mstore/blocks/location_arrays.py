@@ -1,7 +1,7 @@
 """All rows of `blocks` and `records` at one moment, as arrays.
 
 About 67 bytes per block. `HEAD` is the form of a location without its base
-(`mstore.blocks.location_rows`); the bases are row numbers.
+(`mstore.blocks.location`); the bases are row numbers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from mstore.blocks.id_search import (
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_columns import Columns, Unexpected
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_rows import BLOCKS, RECORDS, Row
+from mstore.blocks.location import Row
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import BLOCKS, RECORDS
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES
 from mstore.phrases import call
@@ -154,7 +155,7 @@ def read(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
 
 
 def _block_table(index: Index, transaction: IndexTransaction) -> Table:
-    count = index.count(transaction, BLOCKS)
+    count = index.count(transaction, BLOCKS.name)
     try:
         return _table(count, _Pages(index, transaction))
     except Unexpected:
@@ -215,7 +216,7 @@ class _Pages:
 
     def __init__(self, index: Index, transaction: IndexTransaction) -> None:
         lengths = HEAD.itemsize, _DELTA.itemsize
-        self._columns = Columns(index.env, transaction, BLOCKS, ID_BYTES, lengths)
+        self._columns = Columns(index.env, transaction, BLOCKS.name, ID_BYTES, lengths)
 
     def ids(self) -> Iterator[npt.NDArray[np.void]]:
         for nodes in self._columns.batches():
@@ -262,7 +263,7 @@ class _Cursor:
     def _column(self, what: str) -> Iterator[list[bytes]]:
         """Yield the keys, or the rows, in batches; both at once take twice as long."""
         index, transaction = self._ask
-        with transaction.cursor(db=index.db(BLOCKS)) as cursor:
+        with transaction.cursor(db=index.db(BLOCKS.name)) as cursor:
             column: Any = cursor.iternext(keys=what == "keys", values=what == "rows")
             while batch := list(islice(column, _BATCH)):
                 yield batch
@@ -270,13 +271,13 @@ class _Cursor:
 
 def _require(is_sound: bool) -> None:
     if not is_sound:
-        raise Corrupt("the index has rows of another form", where=BLOCKS, hint=call("reindex"))
+        raise Corrupt("the index has rows of another form", where=BLOCKS.name, hint=call("reindex"))
 
 
 def _record_tables(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
     keys = {kind: bytearray() for kind in Kind}
     heads = {kind: bytearray() for kind in Kind}
-    with transaction.cursor(db=index.db(RECORDS)) as cursor:
+    with transaction.cursor(db=index.db(RECORDS.name)) as cursor:
         for key, row in cursor:
             # Ignore kinds that this version does not know; their packs stay.
             with suppress(ValueError):
