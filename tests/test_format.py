@@ -265,11 +265,15 @@ def test_plan(made: Made, read: IndependentStore) -> None:
     keys = ("base", "one", "two")
     tensors = [tensor_ids(read, made.snapshots[key]) for key in keys]
     manifests = [read.snapshot(made.snapshots[key]).manifest for key in keys]
-    assert [plan.base, *(expert for expert, _ in plan.experts)] == manifests
-    assert [weight for _, weight in plan.experts] == [1.0, 0.5]
-    assert (plan.method, plan.dtype, plan.block_size) == ("ties", None, BLOCK_SIZE)
-    assert plan.parameters == made.plan.parameters
-    assert plan.parameters["density"] == 0.3
+    assert [one.manifest for one in plan.inputs] == manifests
+    assert [one.role for one in plan.inputs] == ["base", "expert", "expert"]
+    assert {(one.of, one.model) for one in plan.inputs} == {(None, None)}
+    (operation,) = plan.operations
+    assert operation.weights == [1.0, 0.5]
+    assert (operation.method, plan.dtype, plan.block_size) == ("ties", None, BLOCK_SIZE)
+    assert (plan.allow_missing, plan.layers, plan.without) == (False, [], [])
+    assert operation.parameters == made.plan.parameters
+    assert operation.parameters["density"] == 0.3
     assert sorted(t.name for t in plan.tensors) == ["body.weight", "head.weight"]
     planned = 0
     for tensor in plan.tensors:

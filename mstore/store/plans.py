@@ -92,7 +92,7 @@ def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
         return told
     return Sources(
         _stand_in(catalog, plan.base_id()),
-        tuple(_stand_in(catalog, expert.manifest_id()) for expert in plan.experts),
+        tuple(_stand_in(catalog, one.manifest_id()) for one in plan.inputs[1:]),
     )
 
 

@@ -341,7 +341,7 @@ def _experts_of(catalog: Catalog, plan: Plan) -> tuple[Names, ...]:
         return Inputs.of(catalog, plan).experts
     except (NotFound, Corrupt):
         return tuple(
-            tensors_of(catalog, catalog.manifest(one.manifest_id())) for one in plan.experts
+            tensors_of(catalog, catalog.manifest(one.manifest_id())) for one in plan.inputs[1:]
         )
 
 
