@@ -31,6 +31,7 @@ NAMES = (
     *(f"model.layers.{n}.input_layernorm.weight" for n in range(LAYERS)),
     "lm_head.weight",
 )
+FISHER = 4
 TOKENS = [f"t{n}" for n in range(8)]
 SAID = {
     "format": "pt",
@@ -44,14 +45,15 @@ KEPT = {"format": "pt", "modelspec.architecture": "test"}
 
 
 def arrays(seed: int, tokens: int = len(TOKENS)) -> Arrays:
-    """A base (seed 0), or a fine-tune of it."""
+    """A base (seed 0), or a fine-tune of it; or a Fisher, which has no negative elements."""
     found = {}
     for number, name in enumerate(NAMES):
         rows = tokens if name in (NAMES[0], NAMES[-1]) else 64
         shape = (64,) if "norm" in name else (rows, 48)
         value = np.random.default_rng(number).standard_normal(shape)
         other = np.random.default_rng(100 * seed + number).standard_normal(shape)
-        found[name] = (value + (seed > 0) * other / 16).astype(np.float32)
+        tuned = value + (seed > 0) * other / 16
+        found[name] = (np.abs(tuned) if seed == FISHER else tuned).astype(np.float32)
     return found
 
 
@@ -110,13 +112,13 @@ class Making(ABC):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
-        """A store with a base, two fine-tunes of it, and one that has a token more."""
+        """A store with a base, two fine-tunes of it, one that has a token more, and a Fisher."""
         Store.init(tmp_path / "store", block_size=BLOCK, codec="raw").close()
         with Store.open(tmp_path / "store", author="Ada") as store:
-            for seed, name in enumerate(("base", "math", "code", "wide")):
+            for seed, name in enumerate(("base", "math", "code", "wide", "fisher")):
                 tokens = [*TOKENS, "more"] if name == "wide" else TOKENS
                 path = write_model(tmp_path / name, seed, tokens)
-                store.add(path, name=name, base=None if name in ("base", "wide") else "base")
+                store.add(path, name=name, base="base" if name in ("math", "code") else None)
             for name in self.adapters:
                 store.extract_lora(name, "base", name=f"lora/{name}", rank=2, skip=["*norm*"])
             yield store
@@ -298,6 +300,26 @@ class TestVirtual(TestMerge):
     def make(self, store: Store) -> str:
         plan = store.plan(MergeRequest(base="base", experts=["math", "code"], method="linear"))
         return store.merge(plan, name="out", virtual=True).name
+
+
+class TestInformed(TestMerge):
+    """A merge in which Fishers weigh: companions, which are parents and no experts."""
+
+    roles = ("base", "expert", "expert", "companion", "companion")
+    card = "A merge of 2 models by fisher"
+    licences = (
+        *TestMerge.licences,
+        *(f"licenses/fisher-{one}/LICENSE" for one in (1, 2)),
+    )
+
+    def make(self, store: Store) -> str:
+        request = MergeRequest(
+            base="base",
+            experts=["math", "code"],
+            method="fisher",
+            companions={"fisher:math": "fisher", "fisher:code": "fisher"},
+        )
+        return store.merge(store.plan(request), name="out", memo=False).name
 
 
 class TestStack(Making):
