@@ -19,6 +19,8 @@ from mstore.fs import files
 from mstore.gc.collect import Collector
 from mstore.pins.rewriting import Rewriting
 from mstore.reachability import Reach
+from mstore.store import pack_list, publishing
+from mstore.store.publishing import NewPacks
 from mstore.store.transaction import Transaction
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -75,10 +77,10 @@ def index_before_packs(patch: pytest.MonkeyPatch) -> None:
     commit = Transaction.commit
 
     def reversed_commit(self: Transaction, **what: Any) -> None:
-        packs = self._packs
-        publish, packs.publish = packs.publish, packs.seal  # type: ignore[method-assign]
-        commit(self, **what)
-        publish()
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(NewPacks, "_give_names", lambda self: None)
+            commit(self, **what)
+        self._packs._give_names()
 
     patch.setattr(Transaction, "commit", reversed_commit)
 
@@ -156,14 +158,30 @@ def copies_named_late(patch: pytest.MonkeyPatch) -> None:
     publish = Rewriting.publish
 
     def backwards(self: Rewriting, also: Any) -> None:
-        packs = self._packs
-        named = packs.publish
-        packs.publish = packs.seal  # type: ignore[method-assign]
-        publish(self, also)
-        named()
-        packs.keep()
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(NewPacks, "_give_names", lambda self: None)
+            publish(self, also)
+        self._packs._give_names()
 
     patch.setattr(Rewriting, "publish", backwards)
+
+
+def names_before_the_list(patch: pytest.MonkeyPatch) -> None:
+    """Packs get their names before the list has a line for them."""
+
+    def backwards(self: NewPacks) -> None:
+        if self.sealed:
+            catalog = self._catalog
+            publishing.give_names(catalog.layout.packs, self.sealed)
+            new = [pack.id for pack in self.sealed]
+            pack_list.add(catalog.layout, catalog.index, new, catalog.packs.is_there)
+
+    patch.setattr(NewPacks, "_give_names", backwards)
+
+
+def list_directory_not_synced(patch: pytest.MonkeyPatch) -> None:
+    """The name of the list is not synced before packs get theirs."""
+    _without_directory_syncs(patch, lambda path: path.name == "refs")
 
 
 def condemned_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -186,6 +204,8 @@ MUTANTS: list[tuple[str, Mutant]] = [
     ("first_steps", index_directory_not_synced),
     ("first_steps", store_directory_not_synced),
     ("moving_add", index_before_packs),
+    ("moving_add", names_before_the_list),
+    ("moving_add", list_directory_not_synced),
     ("plan_and_merge", index_before_packs),
     ("moving_add", index_not_synced),
     ("plan_and_merge", nothing_swept),

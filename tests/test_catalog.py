@@ -83,7 +83,7 @@ def test_a_new_store(tmp_path: Path) -> None:
         uuid = store.uuid
         assert store.fsck(read_data=True).problems == ()
     root = tmp_path / "a" / "store"
-    assert (root / "format").read_text() == f"mstore 2 {uuid} 65536\n"
+    assert (root / "format").read_text() == f"mstore 3 {uuid} 65536\n"
     assert sorted(path.name for path in root.iterdir()) == [
         "config", "format", "index", "lock", "packs", "refs", "stats", "tmp",
     ]  # fmt: skip
@@ -235,8 +235,8 @@ def test_a_newer_format_is_refused(template: Path, tmp_path: Path) -> None:
     line = (root / "format").read_text()
     newer, older = "pip install -U mstore", "mstore.Store.migrate(PATH)"
     others = {
-        line.replace("mstore 2", "mstore 3"): newer,
-        line.replace("mstore 2", "mstore 1"): older,
+        line.replace("mstore 3", "mstore 4"): newer,
+        line.replace("mstore 3", "mstore 2"): older,
         "mstore 10 something new\n": newer,
         "mstore 0\n": older,
     }
@@ -258,8 +258,8 @@ def test_a_newer_format_is_refused(template: Path, tmp_path: Path) -> None:
         lambda line: line.upper(),
         lambda line: line.replace("65536", "065536"),
         lambda line: line.replace("65536", "many"),
-        lambda line: line.replace("mstore 2", "mstore two"),
-        lambda line: line.replace("mstore 2", "mstore 9" + "9" * 5000),
+        lambda line: line.replace("mstore 3", "mstore two"),
+        lambda line: line.replace("mstore 3", "mstore 9" + "9" * 5000),
         lambda line: line.replace("mstore", "mst\u00f6re"),
         lambda line: line.replace(" ", "  "),
     ],

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import pack_lines
 import pytest
 from blake3 import blake3
 from checkpoints import write_safetensors
@@ -139,6 +140,7 @@ def test_garbage_is_listed_and_harmless(store: Store) -> None:
     orphan = store.path / "packs" / "00" / f"{'00' * 32}.pack"
     orphan.parent.mkdir(exist_ok=True)
     shutil.copy(packs(store)[0], orphan)
+    pack_lines.give(store.path, orphan.stem)
     (store.path / "tmp" / "0123456789abcdef").mkdir()
     report = store.fsck(read_data=True)
     assert report.problems == ()

@@ -38,7 +38,6 @@ WHOLE = {
     "mstore/blocks/checked_rows.py": "puts the check behind a value, whatever the value is",
     "mstore/blocks/index_copy.py": "copies rows as they are",
     "mstore/blocks/row_batches.py": "reads rows in batches for their owners",
-    "mstore/store/migrations.py": "adds checks to the rows of a store of format 1",
 }
 """Modules that handle rows of any table, without knowing what they mean."""
 

@@ -807,7 +807,7 @@ def test_leftovers_are_decoded_with_their_bases(
     def leave(name: str, under: BlockId, like: bytes) -> Path:
         encoded = codecs.encode(moved, elements, Policy.DENSE, (under, like))
         assert encoded.base == under
-        writer = PackWriter(tmp_path / name, catalog.layout.uuid.bytes, 1)
+        writer = PackWriter(tmp_path / name)
         writer.append_encoded(BlockId.of(moved), encoded, "f", 0)
         return writer.seal().path
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from uuid import UUID
 
 import numpy as np
 import pytest
@@ -172,10 +171,9 @@ def test_lengths_are_checked_before_anything_is_read() -> None:
 
 def test_records_are_checked(tmp_path: Path) -> None:
     """A record is given where it hashes to its id; a flipped bit, or a codec, is refused."""
-    store = UUID(int=7)
     data = b"some record"
     id = SnapshotId.of(data)
-    writer = PackWriter(tmp_path / "one.pack", store.bytes, 1)
+    writer = PackWriter(tmp_path / "one.pack")
     writer.append_small(id, Kind.SNAPSHOT, Codec.RAW, 1, data, len(data))
     sealed = writer.seal()
     whole = sealed.path.read_bytes()

@@ -341,7 +341,7 @@ def test_requests_are_forgotten_and_outputs_are_not(path: Path) -> None:
 def test_killed_anywhere_it_leaves_one_of_the_two(path: Path) -> None:
     """Failing at any step, reindex leaves a store that opens and tells the same."""
     before = contents(path)
-    for at in range(60):
+    for at in range(90):
         done = 0
 
         def fail(operation: fs.Operation, at: int = at) -> None:

@@ -3,8 +3,8 @@
     lock of the destination -> lease in the source -> rows of one commit into a new index
     -> packs that the destination has not: copied to tmp/incoming/, synced, proved
     -> everything that names need is in the new index, or comes from the old one, or is reported
-    -> locks of the destination: packs get their names -> the new index takes the place of the old
-       one -> mirror, settings, format -> packs that the source has no more are removed
+    -> locks of the destination: pack list -> packs get their names -> the new index takes the place
+       of the old one -> mirror, settings, format -> packs that the source has no more are removed
 
 Before the new index is in place a crash leaves the state of the last backup, and in tmp/ what was
 copied whole, from which the next run goes on.  After it, the new state.
@@ -44,8 +44,18 @@ from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
 from mstore.sharing import Sharing
-from mstore.store import condemned, generation, leases, lost_found, mirror, pruned_rows, refs
+from mstore.store import (
+    condemned,
+    generation,
+    leases,
+    lost_found,
+    mirror,
+    pack_list,
+    pruned_rows,
+    refs,
+)
 from mstore.store.catalog import Catalog
+from mstore.store.pack_list import PackList
 from mstore.store.publishing import give_names
 
 _ATTEMPTS = 20
@@ -151,7 +161,8 @@ class _Backup:
                 number = index.generation(transaction)
                 names = dict(refs.walk(index, transaction))
                 snapshots = index.count(transaction, "snapshots")
-        removed, aside, waiting = self._publish(fresh, staged)
+            lines = self._lines(index, number)
+        removed, aside, waiting = self._publish(fresh, staged, lines)
         return BackupReport(
             path=str(self._layout.root),
             uuid=str(self._layout.uuid),
@@ -234,7 +245,7 @@ class _Backup:
         files = PlacedPacks(self._layout.packs, staged)
         try:
             layout = self._layout
-            proof = Proof(index, files, layout.uuid.bytes, layout.block_size, self._findings)
+            proof = Proof(index, files, layout.block_size, self._findings)
             here = [pack for pack in missing if pack.id in staged]
             tick = self._ticks.of("verify", sum(pack.size for pack in here))
             proof.run(here, tick, threads=self._threads)
@@ -304,14 +315,24 @@ class _Backup:
                 return path.stat().st_size if fs.is_there(path) else 0
         return size
 
+    def _lines(self, index: Index, number: int) -> PackList:
+        """Return the list of all packs that the new index knows."""
+        since = {**pack_list.read(self._layout).since}
+        since |= pack_list.read(self._catalog.layout).since
+        with index.env.read() as transaction:
+            known = [pack for pack, _ in index.packs(transaction)]
+            known += [pack.pack for pack in index.condemned(transaction)]
+        return PackList(number, {pack: since.get(pack, number) for pack in known})
+
     def _publish(
-        self, fresh: Path, staged: dict[PackId, Path]
+        self, fresh: Path, staged: dict[PackId, Path], lines: PackList
     ) -> tuple[list[Condemned], list[Path], int]:
         """Make the new state the state; what was removed, put aside, and waits for its readers."""
         layout, into = self._layout, self._into
         with into.publishing():
             sealed = [SealedPack(pack, path, 0, ()) for pack, path in sorted(staged.items())]
-            give_names(layout.packs, sealed, [])
+            pack_list.write(layout, lines)
+            give_names(layout.packs, sealed)
             into.replace_index(fresh)
             with closing(Index(layout.index)) as index:
                 mirror.write(layout, index)

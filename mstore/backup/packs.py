@@ -29,14 +29,12 @@ from mstore.ids import BlockId, Buffer, PackId
 PART = ".part"
 _READ_BYTES = 8 << 20
 _GROUP_BYTES = 8 << 20
-_STORE_UUID = slice(16, 32)
 
 
-def copy(source: Path, target: Path, tick: Tick, *, store: bytes | None = None) -> None:
+def copy(source: Path, target: Path, tick: Tick) -> None:
     """Copy a pack durably, except for its name; rename it to `target` when complete.
 
-    store: the UUID to write into the copy's header. Raises Corrupt if the source has lost the pack
-    or a part of it, StorageFailed.
+    Raises Corrupt if the source has lost the pack or a part of it, StorageFailed.
     """
     descriptor = open_pack(source)
     try:
@@ -45,8 +43,6 @@ def copy(source: Path, target: Path, tick: Tick, *, store: bytes | None = None) 
         file = fs.NewFile(part)
         try:
             while data := _read(descriptor, file.size, source):
-                if store is not None and not file.size:
-                    data = data[: _STORE_UUID.start] + store + data[_STORE_UUID.stop :]
                 start = file.append(data)
                 file.begin_writing_back(start, len(data))
                 tick(len(data))
@@ -102,13 +98,10 @@ class Proof:
     work as all errors do but damage.
     """
 
-    def __init__(
-        self, index: Index, files: PackFiles, store: bytes, block_size: int, findings: Findings
-    ) -> None:
+    def __init__(self, index: Index, files: PackFiles, block_size: int, findings: Findings) -> None:
         self._index = index
         self._files = files
         self._reader = BlockReader(files, block_size)
-        self._store = store
         self._findings = findings
 
     def run(self, packs: Sequence[NamedPack], tick: Tick, *, threads: int) -> None:
@@ -149,7 +142,7 @@ class Proof:
         except Corrupt as error:
             self._findings.tell_pack(pack.id, error.what)
             return []
-        if (footer.id, footer.size, footer.store) != (pack.id, pack.size, self._store):
+        if (footer.id, footer.size) != (pack.id, pack.size):
             self._findings.tell_pack(pack.id, f"not {pack.size} bytes long, or another pack")
             return []
         found = []

@@ -1,8 +1,8 @@
 """Packs: sealed, immutable files of payloads with a footer table.
 
     offset            size   what
-    0                 4096   header: magic "MSTOREPK", u32 version, 4 zero bytes, store UUID (16),
-                             nonce (32), u64 generation, zero bytes
+    0                 4096   header: magic "MSTOREPK", u32 version, 4 zero bytes, nonce (32), zero
+                             bytes
     4096              ...    payloads, anywhere, with zero bytes between them where a run is aligned
     table_offset      88*n   entries sorted by (kind, id)
                       ...    zero bytes up to the tail
@@ -13,11 +13,11 @@
            u8 kind, u8 codec, u8 element width, 5 zero bytes
 
 All integers are little-endian.  The file's size is a multiple of 4096.  PackId = BLAKE3 with the
-"mstore 1 pack" context over the first 72 header bytes and the table.  The generation is the one
-after the index's when the writer began: the commit that publishes the pack has this generation or a
-later one (`mstore.store.generation`).  Raw payloads of one file follow each other in file order;
-such a run starts at a pack offset congruent to its file offset modulo 4096, so that whole pages of
-the file are whole pages of the pack.
+"mstore 1 pack" context over the first 48 header bytes and the table.  The nonce is random: no two
+packs have one name, whatever is in them.  A pack does not say whose it is: the store does
+(`mstore.store.pack_list`).  Raw payloads of one file follow each other in file order; such a run
+starts at a pack offset congruent to its file offset modulo 4096, so that whole pages of the file
+are whole pages of the pack.
 
 Crash promise: a pack gets its final name only after its bytes are synced, so every name in packs/
 is a complete pack.  A writer belongs to one thread; any number of threads may use `PackFiles`.
@@ -48,7 +48,7 @@ from mstore.ids import Buffer, PackId
 from mstore.phrases import call
 
 PAGE = 4096
-VERSION = 2
+VERSION = 3
 MAGIC = b"MSTOREPK"
 TAIL_MAGIC = b"KPEROTSM"
 NONCE_BYTES = 32
@@ -64,8 +64,7 @@ MOST_OPEN = 128
 _SHARE = 8
 
 _NAME = re.compile(r"[0-9a-f]{64}\.pack")
-_HEADER = struct.Struct("<8sI4x16s32sQ")
-_STORE_UUID = slice(16, 32)
+_HEADER = struct.Struct("<8sI4x32s")
 _TAIL = struct.Struct("<QQ32sI4x8s")
 ENTRY = struct.Struct("<32s32sQIIBBB5x")
 
@@ -155,13 +154,10 @@ class PackWriter:
     into one write.  After `seal` or `abandon` the writer is done.
     """
 
-    def __init__(
-        self, path: Path, store_uuid: bytes, generation: int, *, held_limit: int = 8 << 20
-    ) -> None:
+    def __init__(self, path: Path, *, held_limit: int = 8 << 20) -> None:
         self._held_limit = held_limit
         self._file = fs.NewFile(path)
-        nonce = os.urandom(NONCE_BYTES)
-        self._head = _HEADER.pack(MAGIC, VERSION, store_uuid, nonce, generation)
+        self._head = _HEADER.pack(MAGIC, VERSION, os.urandom(NONCE_BYTES))
         self._entries: list[Entry] = []
         self._gathered = bytearray()
         self._held: list[tuple[Entry, bytes]] = []
@@ -317,11 +313,10 @@ def open_pack(path: Path | str) -> int:
 
 
 class Footer(msgspec.Struct, frozen=True):
-    """What a pack says of itself; the store is a UUID."""
+    """What a pack says of itself."""
 
     id: PackId
     entries: tuple[Entry, ...]
-    store: bytes
     size: int
 
 
@@ -337,7 +332,7 @@ def read_footer(path: Path) -> Footer:
         head, offset, length, digest = _ends(file, where)
         table = _table(file, offset, length, digest, where)
     entries = tuple(_entries(table, offset, where))
-    return Footer(PackId.of(head + table), entries, head[_STORE_UUID], size)
+    return Footer(PackId.of(head + table), entries, size)
 
 
 def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
@@ -350,21 +345,6 @@ def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
         yield file
-
-
-def store_of(path: Path) -> bytes:
-    """Return the UUID of the store that a pack was written for.  Raises as `read_footer` does."""
-    return _covered_head(path)[_STORE_UUID]
-
-
-def generation_of(path: Path) -> int:
-    """Return a pack's generation.  Raises as `read_footer` does."""
-    return int(_HEADER.unpack(_covered_head(path))[4])
-
-
-def _covered_head(path: Path) -> bytes:
-    with _opened(path) as file:
-        return _ends(file, str(path))[0]
 
 
 def dead_bytes(path: Path, rows: int, stored: int) -> int:
@@ -390,7 +370,7 @@ def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
     file.seek(size - _TAIL.size)
     tail = file.read(_TAIL.size)
     offset, length, digest, version, magic = _TAIL.unpack(tail)
-    head_magic, head_version, *_ = _HEADER.unpack(head)
+    head_magic, head_version, _ = _HEADER.unpack(head)
     if magic != TAIL_MAGIC or head_magic != MAGIC:
         raise Corrupt("not a pack, or damaged at an end", where=where)
     if version != head_version:

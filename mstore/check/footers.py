@@ -174,9 +174,6 @@ class Footers:
         if footer.size != size:
             self._findings.tell_pack(pack, f"not {size} bytes long")
             return None
-        if footer.store != self._catalog.layout.uuid.bytes:
-            # The pack is sound; the id in the store's `format` file may be wrong.
-            self._findings.tell("format", pack.hex(), "the pack carries the id of another store")
         return footer.entries
 
     def _compare(self, kind: Kind, entry: Entry, row: Row, location: Location) -> None:

@@ -19,7 +19,16 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.store import mirror, plan_rows, pruned_rows, refs, signature_rows, snapshot_rows
+from mstore.phrases import few
+from mstore.store import (
+    mirror,
+    pack_list,
+    plan_rows,
+    pruned_rows,
+    refs,
+    signature_rows,
+    snapshot_rows,
+)
 from mstore.store.catalog import Catalog
 
 
@@ -42,7 +51,7 @@ class Graph:
         self.snapshots = 0
 
     def run(self, *, with_mirror: bool = True) -> None:
-        """Check everything; a copy that is being made has no mirror yet."""
+        """Check everything; a copy that is being made has no mirror and no pack list yet."""
         self.names = self._refs()
         known = set(self._catalog.snapshot_ids())
         self.snapshots = len(known)
@@ -60,6 +69,7 @@ class Graph:
         self._sources()
         if with_mirror:
             self._mirror()
+            self._pack_list()
 
     def _refs(self) -> dict[str, refs.Ref]:
         def tell(name: str) -> None:
@@ -222,3 +232,13 @@ class Graph:
                 self.findings.is_index_wrong = True
                 what = f"{name}: the mirror has {_shown(mirrored.refs.get(name))}, the index not"
                 self.findings.tell("mirror", str(path), what)
+
+    def _pack_list(self) -> None:
+        """Check that the list has each pack. It was written before the index named them."""
+        with self._index.env.read() as transaction:
+            named = set(self._index.pack_ids(transaction))
+        missing = named - pack_list.read(self._catalog.layout).since.keys()
+        if missing:
+            self.findings.stale_mirror = True
+            what = f"no readable list has a line for {few(sorted(map(bytes.hex, missing)))}"
+            self.findings.tell("pack list", str(self._catalog.layout.pack_list), what)

@@ -31,7 +31,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.check import names as witnesses
-from mstore.check import old_index
+from mstore.check import old_index, pack_rows
 from mstore.check.names import Names
 from mstore.check.old_index import OldIndex
 from mstore.check.pack_rows import PackRows
@@ -44,10 +44,12 @@ from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import (
+    generation,
     leases,
     lost_found,
     memo,
     mirror,
+    pack_list,
     pin_rows,
     plan_rows,
     pruned_rows,
@@ -118,10 +120,11 @@ def reindex(
         fs.make_directory(workplace, private=True)
         try:
             fs.make_directory(workplace / "index")
-            returned = lost_found.bring_back(layout)
+            returned = lost_found.bring_back(layout, pack_rows.fits)
             index = Index(workplace / "index", create=True)
             try:
                 built = _Building(layout, index, old, returned, progress).run()
+                _list_packs(layout, index)
             finally:
                 index.close()
             kept = _put_in_place(layout, workplace, keep=bool(built.notes))
@@ -149,6 +152,16 @@ def reindex(
         kept_index=None if kept is None else str(kept),
         seconds=time.monotonic() - began,
     )
+
+
+def _list_packs(layout: Layout, index: Index) -> None:
+    """Give each pack a line in the list of the new index, taken or not, before it is in place."""
+    with index.env.read() as transaction:
+        own = index.generation(transaction)
+    since = pack_list.read(layout).since
+    found = (PackId(bytes.fromhex(path.stem)) for path in generation.listed_packs(layout))
+    lines = {pack: since.get(pack, own) for pack in found}
+    pack_list.write(layout, pack_list.PackList(own, lines))
 
 
 def _make_directories(layout: Layout) -> None:
@@ -287,7 +300,7 @@ class _Building:
         self._index = index
         self._old = old or OldIndex()
         self._returned = frozenset(returned)
-        self._packs = PackRows(layout, index, self._old.condemned, progress)
+        self._packs = PackRows(layout, index, self._old, progress)
         self._notes: list[str] = [f"old index: {note}" for note in self._old.notes]
         if returned:
             self._notes.append(f"packs taken back from lost+found: {len(returned)}")
@@ -328,8 +341,7 @@ class _Building:
     def _begin_generation(self, settled: Names) -> None:
         """Set a generation later than any that a witness states, so that nothing looks newer."""
         with self._index.env.write() as transaction:
-            latest = max(settled.generation, self._packs.generation)
-            self._index.set_generation(transaction, latest + 1)
+            self._index.set_generation(transaction, settled.generation + 1)
 
     def _tell_lost_moves(self, settled: Names) -> None:
         known = self._old.generation
@@ -343,8 +355,6 @@ class _Building:
         """Return snapshots that the old index no longer had, if it is the latest witness."""
         old = self._old
         if old.snapshots is None or old.generation is None or old.generation < settled.generation:
-            return set()
-        if self._packs.generation > old.generation + 1:
             return set()
         known = old.packs - self._returned
         return {id for id, packs in self._packs.homes.items() if packs <= known} - old.snapshots

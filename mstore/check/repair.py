@@ -38,7 +38,7 @@ from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import condemned, leases, snapshot_rows
+from mstore.store import condemned, leases, pack_list, snapshot_rows
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
@@ -230,6 +230,10 @@ class Repair:
         One transaction; a row that changed since it was found broken stays.
         """
         index = catalog.index
+        if damage.stale_mirror:
+            # The commit below writes the mirror.
+            with catalog.publishing():
+                pack_list.add(catalog.layout, index, (), catalog.packs.is_there)
         snapshots = list(_readable(catalog, damage.incomplete))
         dropped, condemned = [], []
         with catalog.committing() as transaction:
@@ -393,9 +397,8 @@ class _Shelf:
         """Replace the rows that were found broken; return the keys of what was published."""
         if not self.keys:
             return set()
-        self._packs.publish()
         index = self._catalog.index
-        with self._catalog.committing() as transaction:
+        with self._packs.committing() as transaction:
             for key in self.keys:
                 row = damage.rows.get(key)
                 if row is not None:
@@ -405,13 +408,11 @@ class _Shelf:
                 index.insert_pack(transaction, pack)
             for snapshot in self._snapshots:
                 snapshot_rows.insert(index, transaction, snapshot)
-            self._packs.keep()
         return set(self.keys)
 
     def abandon(self) -> None:
         """Remove what is not published."""
         self._packs.abandon()
-        self._packs.take_back()
 
 
 def _form(row: Row | None, length: int) -> Form | None:

@@ -1,8 +1,8 @@
 """New places for stored blocks: copied or coded again into new packs, published as one step.
 
-    lock of garbage collection -> lease -> payloads into tmp/ -> footer, fsync -> rename into packs/
-    -> fsync of the directories -> writer lock -> ONE index transaction: point rows at the copies,
-       and set or remove the mark of the pin -> acknowledge
+    lock of garbage collection -> lease -> payloads into tmp/ -> footer, fsync -> writer lock
+    -> pack list, fsync -> rename into packs/ -> fsync of the directories -> ONE index transaction:
+       point rows at the copies, and set or remove the mark of the pin -> acknowledge
 
 A crash before the index commit leaves only garbage; after it, everything is done.  Old payloads are
 garbage that gc frees, once those who may be reading them have ended.
@@ -78,7 +78,6 @@ class Rewriting:
                     yield own
                 finally:
                     own._packs.abandon()
-                    own._packs.take_back()
             finally:
                 lease.release()
 
@@ -115,9 +114,8 @@ class Rewriting:
 
         also: changes further rows there.  Raises Conflict, StorageFailed; then nothing is changed.
         """
-        self._packs.publish()
         catalog = self._catalog
-        with catalog.committing() as transaction:
+        with self._packs.committing() as transaction:
             for block in self._became_bases(transaction):
                 del self._rows[Kind.BLOCK, block]
             moved = 0
@@ -131,7 +129,6 @@ class Rewriting:
             self._require_bases(transaction)
             also(transaction)
             self._lease.drop_row(transaction)
-            self._packs.keep()
         self.blocks = moved
 
     def _became_bases(self, transaction: IndexTransaction) -> set[BlockId]:

@@ -26,7 +26,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import Kind, Outdated, PackFiles, PackGone, PackWriter
+from mstore.blocks.packs import Kind, Outdated, PackFiles, PackGone
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
 from mstore.blocks.room import Room
 from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
@@ -215,15 +215,6 @@ class Catalog:
             self.follow()
         with self.index.env.read() as transaction:
             return self.index.generation(transaction)
-
-    def new_pack(self, path: Path) -> PackWriter:
-        """Start a pack of this store; its next commit or a later one publishes it."""
-        return PackWriter(path, self.layout.uuid.bytes, self.next_generation())
-
-    def next_generation(self) -> int:
-        """Return the generation of the next commit, unless another comes first."""
-        with self.index.env.read() as transaction:
-            return self.index.generation(transaction) + 1
 
     # -- blocks ------------------------------------------------------------------------------
 

@@ -55,7 +55,11 @@ def sweep(layout: Layout, index: Index) -> list[Condemned]:
     for pack in packs:
         if held.isdisjoint(pack.leases):
             with suppress(StorageFailed):
-                fs.unlink(pack_path(layout.packs, pack.pack), missing_ok=True)
+                path = pack_path(layout.packs, pack.pack)
+                fs.unlink(path, missing_ok=True)
+                # Else a power loss may bring the file back after its line in the list went.
+                if fs.is_there(path.parent):
+                    fs.sync_directory(path.parent)
                 gone.append(pack)
     if gone:
         with index.env.write() as transaction:

@@ -1,16 +1,18 @@
 """Generations: how a store detects that its index is outdated.
 
-Each commit that publishes something gives the index the next *generation*. The mirror of the refs
-records the generation after which it was written, and a pack the one for which it was begun.  Both
-are in other files than the index.  So they reveal an index that was replaced by an older one, or
-that fell back to an earlier state because of damage:
+Each commit that publishes something gives the index the next *generation*. Other files than the
+index tell of generations, and so reveal an index that was replaced by an older one, or that fell
+back to an earlier state because of damage:
 
     mirror        never has a later generation than the index that it was written from; one that
                   was replaced and kept has an earlier one, also where an older mirror and index
                   were both copied over newer ones
-    pack          is published by a commit of its generation or a later one; one that the index
-                  does not name may be a writer's that was killed before its commit, but then the
-                  index is at most one generation behind it
+    pack list     is written for the next commit, whose writer may have been killed before it: the
+                  index is at most one generation behind the newest list, whatever its name was
+                  kept for
+    pack          has a line in the list before it gets its name. One without a line, which the
+                  index does not name, tells that the list was replaced by an older one, too, or
+                  that somebody put the pack there
 
 An outdated index can only be read: writers refuse it until `reindex` rebuilds it.  Functions change
 nothing.
@@ -21,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mstore import fs
 from mstore.blocks import packs as packfiles
 from mstore.blocks.index import Index
-from mstore.errors import Corrupt, Incompatible
+from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, PackId
 from mstore.phrases import call
-from mstore.store import backup_row, mirror
+from mstore.store import backup_row, mirror, pack_list
 from mstore.store.layout import BACKUP_MARKER, Layout
 
 _ID_IN_NAME = slice(-len(".pack") - 2 * ID_BYTES, -len(".pack"))
@@ -51,29 +54,45 @@ def damaged_when_copied(index: Index) -> frozenset[PackId]:
 def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
     """Return why the index is not trusted; None if it is current.
 
-    packs: also check packs that the index does not know, not only the mirror.
+    packs: also check packs that the index does not know, not only names and texts in refs/.
     """
     # Read the evidence first: the index then includes anything published in between.
     told = mirror.generation(layout)
-    newest = max(told or 0, mirror.replaced_by(layout))
+    mirrored = max(told or 0, mirror.replaced_by(layout))
+    listed = pack_list.newest(layout) - 1
     try:
-        # A readable mirror records the last acknowledged commit.
         unknown = unknown_packs(layout, index) if packs or told is None else []
         index.env.refresh()
         with index.env.read() as transaction:
             own = index.generation(transaction)
     except Corrupt as error:
         return error.what
-    if newest > own:
-        return (
-            f"the index is older than the mirror of the refs (it is of generation {own}, refs/ "
-            f"tells of {newest}): it was replaced by an older one, or is damaged"
-        )
-    excused = own if told is None else own + 1
-    for path in unknown:
-        if (pack := _pack_generation(path)) > excused:
+    for newest, what in ((mirrored, "the mirror of the refs"), (listed, "the pack list")):
+        if newest > own:
             return (
-                f"the index is older than pack {path.stem[:12]} (generation {own}, {pack}): it was "
+                f"the index is older than {what} (it is of generation {own}, refs/ tells of "
+                f"{newest}): it was replaced by an older one, or is damaged"
+            )
+    # A readable mirror records the last acknowledged commit.
+    return _told_by(layout, unknown, own if told is None else own + 1)
+
+
+def _told_by(layout: Layout, unknown: Sequence[Path], excused: int) -> str | None:
+    """Return what packs that the index does not name say of it.
+
+    excused: the generation in which a killed writer may have left them.
+    """
+    since = pack_list.read(layout).since if unknown else {}
+    for path in unknown:
+        pack = PackId(_id(str(path)))
+        if pack not in since and fs.is_there(path):
+            return (
+                f"pack {pack.short} has no line in the pack list: index and list were replaced by "
+                "older ones, or somebody put it there"
+            )
+        if since.get(pack, 0) > excused:
+            return (
+                f"the index is older than pack {pack.short} (of generation {since[pack]}): it was "
                 "replaced by an older one, or is damaged"
             )
     return None
@@ -95,17 +114,12 @@ def listed_packs(layout: Layout) -> Iterator[Path]:
 
 
 def unknown_packs(layout: Layout, index: Index) -> list[Path]:
-    """Return packs that the index does not name.  A running writer's may be among them."""
+    """Return packs that the index does not name.
+
+    A running writer's may be among them, but not while the caller holds the writer lock.
+    """
     # List files first: the index then includes anything published in between.
-    return _unknown(list(packfiles.listed(layout.packs)), index)
-
-
-def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
-    """Return those of these packs that the index does not name now."""
-    return _unknown(list(map(str, listed)), index)
-
-
-def _unknown(files: Sequence[str], index: Index) -> list[Path]:
+    files = list(packfiles.listed(layout.packs))
     index.env.refresh()
     with index.env.read() as transaction:
         # Reading and checking all rows takes long, and nearly always every pack is named.
@@ -121,11 +135,3 @@ def _unknown(files: Sequence[str], index: Index) -> list[Path]:
 
 def _id(file: str) -> bytes:
     return bytes.fromhex(file[_ID_IN_NAME])
-
-
-def _pack_generation(path: Path) -> int:
-    try:
-        return packfiles.generation_of(path)
-    except (Corrupt, Incompatible):
-        # Damaged, deleted meanwhile, or of a version that no index here names: it proves nothing.
-        return 0

@@ -11,12 +11,12 @@ index has lost track of; the index alone cannot tell. So garbage collection move
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks.packs import listed, pack_path, read_footer
+from mstore.blocks.packs import Footer, listed, pack_path, read_footer
 from mstore.errors import Corrupt, Incompatible, StorageFailed
 from mstore.ids import PackId
 from mstore.store.layout import Layout
@@ -69,8 +69,8 @@ def packs(layout: Layout) -> Iterator[Path]:
         yield from map(Path, listed(layout.lost_found))
 
 
-def bring_back(layout: Layout) -> list[PackId]:
-    """Move every readable pack of this store back into packs/, durably; return their ids.
+def bring_back(layout: Layout, fits: Callable[[Layout, Path, Footer], bool]) -> list[PackId]:
+    """Move every readable pack that fits back into packs/, durably; return their ids.
 
     Call with the lock of garbage collection held.
     """
@@ -78,9 +78,9 @@ def bring_back(layout: Layout) -> list[PackId]:
     for path in list(packs(layout)):
         try:
             footer = read_footer(path)
+            if not fits(layout, path, footer):
+                continue
         except (Corrupt, Incompatible):
-            continue
-        if footer.store != layout.uuid.bytes:
             continue
         target = pack_path(layout.packs, footer.id)
         fs.make_directory(target.parent, exist_ok=True)

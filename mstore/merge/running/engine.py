@@ -125,8 +125,6 @@ class Engine:
         first = Slice(
             packs=catalog.layout.packs,
             target=(Path() if sink is None else sink.directory) / "0.pack",
-            store=catalog.layout.uuid.bytes,
-            generation=catalog.next_generation(),
             block_size=catalog.block_size,
             policy=None if sink is None else policy,
             bounds=limits,

@@ -65,8 +65,6 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
 
     packs: Path
     target: Path
-    store: bytes
-    generation: int
     block_size: int
     policy: Policy | None
     bounds: Bounds

@@ -44,7 +44,7 @@ def _with_its_hash(data: bytes) -> bytes:
 def seeds() -> Iterable[bytes]:
     path = samples.scratch() / "seed.pack"
     path.unlink(missing_ok=True)
-    writer = PackWriter(path, bytes(16), 1)
+    writer = PackWriter(path)
     block = b"block" * 100
     writer.append_raw(BlockId.of(block), block, 1, "f", 0)
     for record in (*samples.TENSORS[:1], *samples.SNAPSHOTS):
