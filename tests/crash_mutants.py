@@ -14,12 +14,12 @@ import pytest
 
 from mstore import fs
 from mstore.blocks.index import Index
-from mstore.blocks.packs import Kind, pack_path
+from mstore.blocks.packs import Kind
 from mstore.fs import files
 from mstore.gc.collect import Collector
 from mstore.pins.rewriting import Rewriting
 from mstore.reachability import Reach
-from mstore.store import pack_list, publishing
+from mstore.store import pack_list
 from mstore.store.publishing import NewPacks
 from mstore.store.transaction import Transaction
 
@@ -107,7 +107,7 @@ def unlinked_before_the_commit(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: Any, reach: Any, choice: Any, *rest: Any) -> None:
         for use in (*choice.remove, *choice.rewrite):
-            fs.unlink(pack_path(self._catalog.layout.packs, use.pack))
+            fs.unlink(Path(self._catalog.packs.where(use.pack)))
         commit(self, reach, choice, *rest)
 
     patch.setattr(Collector, "_commit", hasty)
@@ -172,7 +172,7 @@ def names_before_the_list(patch: pytest.MonkeyPatch) -> None:
     def backwards(self: NewPacks) -> None:
         if self.sealed:
             catalog = self._catalog
-            publishing.give_names(catalog.layout.packs, self.sealed)
+            catalog.packs.put(self.sealed)
             new = [pack.id for pack in self.sealed]
             pack_list.add(catalog.layout, catalog.index, new, catalog.packs.is_there)
 
@@ -186,7 +186,7 @@ def list_directory_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 def condemned_for_ever(patch: pytest.MonkeyPatch) -> None:
     """What is condemned is never removed."""
-    patch.setattr("mstore.store.condemned.sweep", lambda layout, index: [])
+    patch.setattr("mstore.store.condemned.sweep", lambda layout, index, packs: [])
 
 
 MUTANTS: list[tuple[str, Mutant]] = [

@@ -393,7 +393,7 @@ def test_every_block_reads_as_what_it_is(catalog: Catalog) -> None:
 def test_a_flipped_bit_is_an_error_that_names_the_block(catalog: Catalog) -> None:
     """No damaged byte of any payload is handed out; the error says which block, pack and offset."""
     for id, location in blocks(catalog).items():
-        path = catalog.packs.path(location.pack)
+        path = Path(catalog.packs.where(location.pack))
         for place in (0, location.stored_length // 2, location.stored_length - 1):
             flip(path, location.offset + place)
             with pytest.raises(Corrupt) as refusal:
@@ -418,12 +418,16 @@ def test_a_damaged_record_is_an_error_that_names_it(catalog: Catalog) -> None:
         Kind.SNAPSHOT: lambda raw: catalog.snapshot(SnapshotId(raw)),
     }
     for kind, raw, location in records:
-        flip(catalog.packs.path(location.pack), location.offset + location.stored_length // 2)
+        flip(
+            Path(catalog.packs.where(location.pack)), location.offset + location.stored_length // 2
+        )
         with pytest.raises(Corrupt, match="does not match") as refusal:
             read[kind](raw)
         assert refusal.value.where is not None
         assert raw.hex() in refusal.value.where
-        flip(catalog.packs.path(location.pack), location.offset + location.stored_length // 2)
+        flip(
+            Path(catalog.packs.where(location.pack)), location.offset + location.stored_length // 2
+        )
         read[kind](raw)
 
 

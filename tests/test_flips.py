@@ -32,7 +32,7 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import DATABASES
-from mstore.blocks.packs import Entry, read_table
+from mstore.blocks.packs import Entry, read_footer
 from mstore.errors import MstoreError
 
 BLOCK = 1 << 16
@@ -342,7 +342,7 @@ def _means_nothing(store: Path, flip: Flip) -> bool:
         return False
     path = store / flip.file
     pack = path.read_bytes()
-    _, entries = read_table(path)
+    entries = read_footer(path).entries
     tail = pack[-64:]
     used = [(0, 64), (len(pack) - 64, 64)]
     used.append((int.from_bytes(tail[:8], "little"), int.from_bytes(tail[8:16], "little")))
@@ -481,7 +481,7 @@ def test_bits_that_zstd_ignores_change_nothing(store: Path) -> None:
     flips = [
         Flip(str(path.relative_to(store)), entry.offset + len(ZSTD_MAGIC), 1 << 4)
         for path in sorted(store.rglob("*.pack"))
-        for entry in read_table(path)[1]
+        for entry in read_footer(path).entries
         if entry.codec == Codec.ZSTD
     ]
     assert len(flips) > 3

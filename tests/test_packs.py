@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from mstore.blocks.codecs import Codec, Encoded
+from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import (
     ENTRY,
     GATHERED_BYTES,
@@ -27,17 +28,26 @@ from mstore.blocks.packs import (
     TAIL_MAGIC,
     Entry,
     Kind,
-    PackFiles,
     PackGone,
     PackWriter,
     SealedPack,
-    pack_path,
-    read_table,
+    read_footer,
 )
 from mstore.errors import Corrupt, Incompatible, MstoreError
 from mstore.ids import BlockId, PackId
 
 TAIL = 64
+
+
+def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
+    """The id and the entries of a pack in a file."""
+    found = read_footer(path)
+    return found.id, found.entries
+
+
+def pack_path(packs: Path, pack: PackId) -> Path:
+    """Where a directory keeps a pack."""
+    return Path(PackFiles(packs).where(pack))
 
 
 def publish(packs: Path, writer: PackWriter) -> SealedPack:

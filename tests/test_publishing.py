@@ -13,7 +13,7 @@ from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Policy
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.packs import pack_path, read_table
+from mstore.blocks.packs import read_footer
 from mstore.errors import StorageFailed
 from mstore.ids import BlockId
 from mstore.store import pack_list
@@ -59,9 +59,9 @@ def test_a_full_pack_is_followed_by_another(catalog: Catalog, tmp_path: Path) ->
     assert len(told) == 3
     found = []
     for pack in told:
-        id, entries = read_table(pack_path(catalog.layout.packs, pack.id))
-        assert id == pack.id
-        found += [entry.id for entry in entries]
+        footer = read_footer(Path(catalog.packs.where(pack.id)))
+        assert footer.id == pack.id
+        found += [entry.id for entry in footer.entries]
     assert sorted(found) == sorted(map(bytes, ids))
     assert not list(tmp_path.glob("*.pack"))
 

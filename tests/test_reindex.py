@@ -221,7 +221,9 @@ def test_of_two_copies_the_one_that_reads_right_is_taken(path: Path) -> None:
     with Store.open(path) as store:
         index = store._catalog.index
         with index.env.read() as rows:
-            found = [(store._catalog.packs.path(w.pack), w.offset) for _, w in index.blocks(rows)]
+            found = [
+                (Path(store._catalog.packs.where(w.pack)), w.offset) for _, w in index.blocks(rows)
+            ]
         for pack, offset in found:
             flip(pack, offset)
         assert store.repair(read_data=True, sources=[path.parent / "other"]).healed

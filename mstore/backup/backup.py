@@ -22,20 +22,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 from mstore import fs
 from mstore.backup import destination, lacking, packs, source
 from mstore.backup.destination import Destination
-from mstore.backup.packs import PlacedPacks, Proof
+from mstore.backup.packs import Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
 from mstore.blocks.location_rows import pack_number
+from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_numbers import Condemned, NamedPack
-from mstore.blocks.packs import SealedPack, pack_path
+from mstore.blocks.pack_store import is_whole
+from mstore.blocks.packs import PackGone
 from mstore.check.affected import Affected, AffectedTensors
 from mstore.check.findings import Findings, Problem
 from mstore.errors import Conflict, Corrupt, StorageFailed, Unavailable
@@ -56,7 +58,6 @@ from mstore.store import (
 )
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
-from mstore.store.publishing import give_names
 
 _ATTEMPTS = 20
 
@@ -118,8 +119,9 @@ def backup(
         source.held(catalog, f"backup to {path.name}"),
     ):
         for _ in range(_ATTEMPTS):
-            with suppress(Moved):
-                return _Backup(catalog, into, threads, progress).run()
+            one = _Backup(catalog, into, threads, progress)
+            with suppress(Moved), closing(one):
+                return one.run()
     raise Unavailable(
         "gc removes packs faster than they can be copied, and this user cannot hold a lease",
         where=str(catalog.layout.root),
@@ -137,11 +139,16 @@ class _Backup:
         self._catalog = catalog
         self._into = into
         self._layout = into.layout
+        self._packs = self._opened({})
         self._threads = threads
         self._ticks = Ticks(progress)
         self._findings = Findings()
         self._helps = False
         """Whether the backup may have good copies of what is damaged in the source."""
+
+    def close(self) -> None:
+        """Close the packs of the destination."""
+        self._packs.close()
 
     def run(self) -> BackupReport:
         """Copy, prove, publish.  Raises Moved where the source changed under it."""
@@ -175,7 +182,7 @@ class _Backup:
             packs_removed=tuple(pack.pack.hex() for pack in removed),
             freed_bytes=sum(pack.size for pack in removed),
             waiting_bytes=waiting,
-            put_aside=tuple(path.stem for path in aside),
+            put_aside=tuple(pack.hex() for pack in aside),
             problems=self._findings.problems,
             affected=self._affected(names),
             hint=self._hint(),
@@ -208,25 +215,29 @@ class _Backup:
                 hint="name a new directory",
             )
 
+    def _opened(self, staged: Mapping[PackId, Path]) -> PackFiles:
+        """Open the packs of the destination, and copies that are not in place yet."""
+        return PackFiles(self._layout.packs, elsewhere=staged)
+
     def _has(self, pack: NamedPack) -> bool:
         before = self._into.before
         if before is not None and pack.id in before.damaged:
             # It may have been mended since, or be healed by whoever reads it from elsewhere.
             return False
-        return packs.is_whole(pack_path(self._layout.packs, pack.id), pack)
+        return is_whole(self._packs, pack.id, pack.size)
 
     def _copy(self, missing: Sequence[NamedPack]) -> dict[PackId, Path]:
         """Copies of packs in tmp/incoming/, whole; what is lost goes to the findings."""
         tick = self._ticks.of("backup", sum(pack.size for pack in missing))
         staged = {}
         for pack in missing:
-            path = self._layout.incoming / f"{pack.id.hex()}.pack"
-            if packs.is_whole(path, pack):
+            path = packs.staged(self._layout.incoming, pack.id)
+            if is_whole(self._opened({pack.id: path}), pack.id, pack.size):
                 tick(pack.size)
                 staged[pack.id] = path
                 continue
             try:
-                packs.copy(self._catalog.packs.path(pack.id), path, tick)
+                packs.copy(self._catalog.packs, pack.id, path, tick)
             except Corrupt as error:
                 if not source.names(self._catalog.index, pack.id):
                     raise Moved from error
@@ -242,7 +253,7 @@ class _Backup:
         missing: Sequence[NamedPack],
         staged: dict[PackId, Path],
     ) -> None:
-        files = PlacedPacks(self._layout.packs, staged)
+        files = self._opened(staged)
         try:
             layout = self._layout
             proof = Proof(index, files, layout.block_size, self._findings)
@@ -295,7 +306,7 @@ class _Backup:
 
         The backup would else report success, and the next ones let the last good copy go.
         """
-        files = PlacedPacks(self._layout.packs, staged)
+        files = self._opened(staged)
         try:
             new = Catalog.over(self._layout, self._catalog.config, index, files)
             if self._into.before is None:
@@ -310,10 +321,9 @@ class _Backup:
     def _size(self, pack: PackId, known: dict[PackId, int]) -> int:
         size = known.get(pack)
         if size is None:
-            path = pack_path(self._layout.packs, pack)
-            with fs.translated(path):
-                return path.stat().st_size if fs.is_there(path) else 0
-        return size
+            with suppress(PackGone):
+                return self._packs.size(pack)
+        return size or 0
 
     def _lines(self, index: Index, number: int) -> PackList:
         """Return the list of all packs that the new index knows."""
@@ -326,22 +336,21 @@ class _Backup:
 
     def _publish(
         self, fresh: Path, staged: dict[PackId, Path], lines: PackList
-    ) -> tuple[list[Condemned], list[Path], int]:
+    ) -> tuple[list[Condemned], Sequence[PackId], int]:
         """Make the new state the state; what was removed, put aside, and waits for its readers."""
         layout, into = self._layout, self._into
         with into.publishing():
-            sealed = [SealedPack(pack, path, 0, ()) for pack, path in sorted(staged.items())]
             pack_list.write(layout, lines)
-            give_names(layout.packs, sealed)
+            packs.put(self._packs, staged)
             into.replace_index(fresh)
             with closing(Index(layout.index)) as index:
                 mirror.write(layout, index)
                 into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
                 leases.sweep(layout, index)
                 waiting = condemned.listed(index)
-                removed = [] if into.is_read() else condemned.sweep(layout, index)
-                unknown = generation.unknown_packs(layout, index)
-            aside = lost_found.put_aside(layout, unknown)
+                removed = [] if into.is_read() else condemned.sweep(layout, index, self._packs)
+                unknown = generation.unknown_packs(self._packs, index)
+            aside = lost_found.put_aside(layout, self._packs, unknown)
         with suppress(StorageFailed):
             fs.remove_tree(layout.incoming)
         left = sum(pack.size for pack in waiting) - sum(pack.size for pack in removed)

@@ -19,12 +19,13 @@ from pathlib import Path
 from mstore import fs
 from mstore.backup import destination, lacking, packs, source
 from mstore.backup.backup import Moved
-from mstore.backup.packs import PlacedPacks, Proof
+from mstore.backup.packs import Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
+from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_numbers import NamedPack
-from mstore.blocks.packs import SealedPack
+from mstore.blocks.pack_store import is_whole
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
 from mstore.frozen import frozen
@@ -35,7 +36,6 @@ from mstore.store import layout as layouts
 from mstore.store import mirror, pack_list
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
-from mstore.store.publishing import give_names
 
 _ATTEMPTS = 20
 
@@ -127,10 +127,8 @@ class _Clone:
                 index.name_packs(transaction, theirs)
             self._prove(index, theirs, staged)
             self._list(index, staged)
-            give_names(
-                layout.packs,
-                [SealedPack(pack, path, 0, ()) for pack, path in sorted(staged.items())],
-            )
+            with closing(PackFiles(layout.packs)) as own:
+                packs.put(own, staged)
             fs.remove_tree(layout.incoming)
             mirror.write(layout, index)
             with index.env.read() as transaction:
@@ -154,13 +152,14 @@ class _Clone:
 
     def _copy(self, pack: NamedPack, all_packs: list[NamedPack]) -> Path:
         """Copy one pack of the source, and return where the copy lies."""
-        path = self._layout.incoming / f"{pack.id.hex()}.pack"
-        origin = self._catalog.packs.path(pack.id)
+        path = packs.staged(self._layout.incoming, pack.id)
+        origin = self._catalog.packs
         tick = self._ticks.of("clone", sum(one.size for one in all_packs))
         try:
-            packs.copy(origin, path, tick)
-            if not packs.is_whole(origin, pack):
-                raise Corrupt("header, footer or length is damaged", where=str(origin))
+            packs.copy(origin, pack.id, path, tick)
+            if not is_whole(origin, pack.id, pack.size):
+                where = origin.where(pack.id)
+                raise Corrupt("header, footer or length is damaged", where=where)
         except Corrupt as error:
             if not source.names(self._catalog.index, pack.id):
                 raise Moved from error
@@ -169,7 +168,7 @@ class _Clone:
 
     def _prove(self, index: Index, own: list[NamedPack], staged: dict[PackId, Path]) -> None:
         findings = Findings()
-        files = PlacedPacks(self._layout.packs, staged)
+        files = PackFiles(self._layout.packs, elsewhere=staged)
         try:
             layout = self._layout
             proof = Proof(index, files, layout.block_size, findings)

@@ -43,7 +43,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import BLOCKS, RECORDS, Key, Row
 from mstore.blocks.pack_numbers import CONDEMNED, PACK_IDS, PACKS, Condemned, NamedPack
-from mstore.blocks.packs import Kind, SealedPack
+from mstore.blocks.packs import Footer, Kind, SealedPack
 from mstore.errors import Corrupt
 from mstore.ids import BlockId, PackId
 from mstore.phrases import call
@@ -376,7 +376,7 @@ class Index:
             self.put(transaction, PACKS, number, pack_numbers.encode_pack(pack))
             self.put(transaction, PACK_IDS, pack.id, number)
 
-    def insert_pack(self, transaction: IndexTransaction, pack: SealedPack) -> None:
+    def insert_pack(self, transaction: IndexTransaction, pack: SealedPack | Footer) -> None:
         """Insert rows for a pack and all its entries.
 
         A block that another writer stored meanwhile keeps its row; this pack's copy is dead weight
@@ -391,7 +391,7 @@ class Index:
             with transaction.cursor(db=self.db(database)) as cursor:
                 cursor.putmulti(items, overwrite=False)
 
-    def _number_pack(self, transaction: IndexTransaction, pack: SealedPack) -> int:
+    def _number_pack(self, transaction: IndexTransaction, pack: SealedPack | Footer) -> int:
         """Insert rows for the pack itself and return its number, which no pack had before."""
         counter = self.get(transaction, COUNTERS, _NEXT_PACK)
         number = 0 if counter is None else pack_numbers.decode_number(counter)

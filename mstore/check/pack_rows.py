@@ -8,15 +8,13 @@ read now ends the work.
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
-from pathlib import Path
 
-from mstore import fs
 from mstore.blocks import row_batches
 from mstore.blocks.index import Index
 from mstore.blocks.location_rows import Key, Row, base_of, raw_length
-from mstore.blocks.packs import Footer, Kind, PackFiles, SealedPack, open_pack, read_footer
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import Footer, Kind
 from mstore.blocks.reader import RECORD_LIMIT, BlockReader
 from mstore.check.findings import typed
 from mstore.check.old_index import OldIndex
@@ -30,7 +28,7 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, phrase
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import generation, pack_list
+from mstore.store import pack_list
 from mstore.store.layout import Layout
 
 
@@ -44,6 +42,7 @@ class PackRows:
         self,
         layout: Layout,
         index: Index,
+        packs: Packs,
         old: OldIndex,
         progress: ProgressCallback | None,
     ) -> None:
@@ -52,17 +51,13 @@ class PackRows:
         self._old = old
         self._since = pack_list.read(layout).since
         self._progress = progress
-        self._files = PackFiles(layout.packs)
-        self._reader = BlockReader(self._files, layout.block_size)
+        self._kept = packs
+        self._reader = BlockReader(packs, layout.block_size)
         self._doubles: dict[Key, list[Row]] = {}
         self._whole: dict[TensorId, bool] = {}
         self._manifests: dict[ManifestId, bool] = {}
         self.homes: dict[bytes, set[PackId]] = {}
         self.notes: list[str] = []
-
-    def close(self) -> None:
-        """Close the packs."""
-        self._files.close()
 
     def fill(self) -> int:
         """Take every pack of this store; return how many there are."""
@@ -73,58 +68,55 @@ class PackRows:
 
     def _packs(self) -> int:
         # Packs without a line may be later than the list.
-        paths = sorted(
-            generation.listed_packs(self._layout),
-            key=lambda path: self._since.get(_id(path), MAX_COUNT),
+        packs = sorted(
+            self._kept.listed(),
+            key=lambda pack: self._since.get(pack, MAX_COUNT),
             reverse=True,
         )
-        sizes = [path.stat().st_size for path in paths]
+        sizes = [self._kept.size(pack) for pack in packs]
         count = done = 0
-        for path, size in zip(paths, sizes, strict=True):
+        for id, size in zip(packs, sizes, strict=True):
             done += size
             try:
-                footer = read_footer(path)
+                footer = self._kept.table(id)
             except Corrupt as error:
-                self.notes.append(f"pack {path.stem} is left out: {error.what}")
+                self.notes.append(f"pack {id.hex()} is left out: {error.what}")
                 continue
-            id, entries = footer.id, footer.entries
-            if id != _id(path):
-                self.notes.append(f"pack {path.stem} is left out: it is {id.short}")
-                continue
-            if id in self._old.condemned or not self._is_ours(path, footer):
+            entries = footer.entries
+            if id in self._old.condemned or not self._is_ours(footer):
                 continue
             for entry in entries:
                 if entry.kind == Kind.SNAPSHOT:
                     self.homes.setdefault(entry.id, set()).add(id)
-            self._pack(SealedPack(id, path, size, entries))
+            self._pack(footer)
             count += 1
             if self._progress is not None:
                 self._progress(Progress("reindex", done, sum(sizes)))
         return count
 
-    def _is_ours(self, path: Path, footer: Footer) -> bool:
+    def _is_ours(self, footer: Footer) -> bool:
         """Return whether to take a pack, and note it where that is a guess.
 
         One without a line may be the latest of the store; one of another block size cannot be.
         """
         if footer.id in self._old.packs:
             return True
-        if not fits(self._layout, path, footer):
+        if not fits(self._layout, self._kept, footer):
             self.notes.append(
                 phrase(
                     "pack {pack} is left out: it is of a store with another block size ({gc} moves "
                     "it to lost+found; {repair} takes copies from the store itself)",
-                    pack=path.stem,
+                    pack=footer.id.hex(),
                     gc=call("gc"),
                     repair=call("repair", sources=("STORE",)),
                 )
             )
             return False
         if footer.id not in self._since:
-            self.notes.append(f"pack {path.stem} is taken, and had no line in the pack list")
+            self.notes.append(f"pack {footer.id.hex()} is taken, and had no line in the pack list")
         return True
 
-    def _pack(self, pack: SealedPack) -> None:
+    def _pack(self, pack: Footer) -> None:
         keys: list[Key] = []
         for entry in pack.entries:
             # Records of a kind that this version does not know get their rows as well.
@@ -253,23 +245,17 @@ class PackRows:
         return self._whole[id]
 
 
-def _id(path: Path) -> PackId:
-    return PackId(bytes.fromhex(path.stem))
-
-
-def fits(layout: Layout, path: Path, footer: Footer) -> bool:
+def fits(layout: Layout, packs: Packs, footer: Footer) -> bool:
     """Return whether a pack can be one of this store, by its blocks and tensor records.
 
     Raises Corrupt, StorageFailed.
     """
-    with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
-        for entry in footer.entries:
-            if entry.kind == Kind.BLOCK and entry.raw_length > layout.block_size:
-                return False
-            if entry.kind == Kind.TENSOR and entry.stored_length <= RECORD_LIMIT:
-                file.seek(entry.offset)
-                with suppress(Corrupt):
-                    record = decode(Tensor, file.read(entry.stored_length), path.stem)
-                    if not record.fits(layout.block_size):
-                        return False
+    for entry in footer.entries:
+        if entry.kind == Kind.BLOCK and entry.raw_length > layout.block_size:
+            return False
+        if entry.kind == Kind.TENSOR and entry.stored_length <= RECORD_LIMIT:
+            data = packs.read(footer.id, entry.offset, entry.stored_length)
+            with suppress(Corrupt):
+                if not decode(Tensor, data, footer.id.hex()).fits(layout.block_size):
+                    return False
     return True

@@ -29,6 +29,8 @@ from mstore import fs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
 from mstore.check import names as witnesses
 from mstore.check import old_index, pack_rows
@@ -44,7 +46,6 @@ from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import (
-    generation,
     leases,
     lost_found,
     memo,
@@ -120,13 +121,15 @@ def reindex(
         fs.make_directory(workplace, private=True)
         try:
             fs.make_directory(workplace / "index")
-            returned = lost_found.bring_back(layout, pack_rows.fits)
+            packs = PackFiles(layout.packs)
             index = Index(workplace / "index", create=True)
             try:
-                built = _Building(layout, index, old, returned, progress).run()
-                _list_packs(layout, index)
+                returned = lost_found.bring_back(layout, packs, pack_rows.fits)
+                built = _Building(layout, index, packs, old, returned, progress).run()
+                _list_packs(layout, index, packs)
             finally:
                 index.close()
+                packs.close()
             kept = _put_in_place(layout, workplace, keep=bool(built.notes))
         finally:
             fs.remove_tree(workplace)
@@ -154,13 +157,12 @@ def reindex(
     )
 
 
-def _list_packs(layout: Layout, index: Index) -> None:
+def _list_packs(layout: Layout, index: Index, packs: Packs) -> None:
     """Give each pack a line in the list of the new index, taken or not, before it is in place."""
     with index.env.read() as transaction:
         own = index.generation(transaction)
     since = pack_list.read(layout).since
-    found = (PackId(bytes.fromhex(path.stem)) for path in generation.listed_packs(layout))
-    lines = {pack: since.get(pack, own) for pack in found}
+    lines = {pack: since.get(pack, own) for pack in packs.listed()}
     pack_list.write(layout, pack_list.PackList(own, lines))
 
 
@@ -292,6 +294,7 @@ class _Building:
         self,
         layout: Layout,
         index: Index,
+        packs: Packs,
         old: OldIndex | None,
         returned: list[PackId],
         progress: ProgressCallback | None,
@@ -300,28 +303,25 @@ class _Building:
         self._index = index
         self._old = old or OldIndex()
         self._returned = frozenset(returned)
-        self._packs = PackRows(layout, index, self._old, progress)
+        self._packs = PackRows(layout, index, packs, self._old, progress)
         self._notes: list[str] = [f"old index: {note}" for note in self._old.notes]
         if returned:
             self._notes.append(f"packs taken back from lost+found: {len(returned)}")
 
     def run(self) -> _Built:
         """Fill the index."""
-        try:
-            packs = self._packs.fill()
-            self._notes += self._packs.notes
-            settled = witnesses.settle(self._layout, self._old)
-            self._notes += settled.notes
-            self._tell_lost_moves(settled)
-            self._begin_generation(settled)
-            snapshots = self._snapshots(self._collected(settled))
-            names, moves = self._refs(settled, set(snapshots))
-            recovered = self._recover(snapshots, names)
-            names.update(recovered)
-            self._plans(snapshots, names)
-            pruned = self._pruned(snapshots, names)
-        finally:
-            self._packs.close()
+        packs = self._packs.fill()
+        self._notes += self._packs.notes
+        settled = witnesses.settle(self._layout, self._old)
+        self._notes += settled.notes
+        self._tell_lost_moves(settled)
+        self._begin_generation(settled)
+        snapshots = self._snapshots(self._collected(settled))
+        names, moves = self._refs(settled, set(snapshots))
+        recovered = self._recover(snapshots, names)
+        names.update(recovered)
+        self._plans(snapshots, names)
+        pruned = self._pruned(snapshots, names)
         with self._index.env.read() as transaction:
             blocks, records = (
                 self._index.count(transaction, name) for name in ("blocks", "records")

@@ -27,6 +27,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Key, Row, base_of, pack_number
+from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import Kind
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, typed
@@ -183,7 +184,7 @@ class Repair:
             for key in damage.in_packs:
                 if key in keys:
                     self._salvage(catalog, shelf, key, damage)
-            own: Place = PackCopies(catalog.layout.packs, catalog.block_size)
+            own: Place = PackCopies(lambda: PackFiles(catalog.layout.packs), catalog.block_size)
             for source in (own, *self._sources):
                 missing = keys - shelf.keys
                 for copy in source.copies(missing, self._tick) if missing else ():
@@ -209,13 +210,13 @@ class Repair:
                 catalog.read_block(BlockId(id), location)
             else:
                 catalog.record_bytes(typed(kind, id), location)
-            payload = catalog.packs.read(location.pack, location.offset, location.stored_length)
+            stored = catalog.packs.read(location.pack, location.offset, location.stored_length)
         except Corrupt as error:
             if isinstance(error, Unreadable):
                 damage.unreadable.add(key)
             return
         self._tick(location.stored_length)
-        shelf.put_as_it_is(key, location, payload)
+        shelf.put_as_it_is(key, location, bytes(stored))
 
     def _tick(self, length: int) -> None:
         self._read += length

@@ -26,11 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_rows import pack_number
 from mstore.blocks.pack_numbers import Condemned
-from mstore.blocks.packs import Kind, pack_path
+from mstore.blocks.packs import Kind
 from mstore.errors import StorageFailed
 from mstore.frozen import frozen
 from mstore.gc import proof, tidy
@@ -218,13 +217,13 @@ class Collector:
         reach = Reach(catalog, inventory)
         reach.grow(roots)
         proof.require_rows(catalog, reach)
-        found = uses(reach, catalog.layout.packs)
+        found = uses(reach, catalog.packs)
         return reach, Dead.of(reach), choose(found, self._room(), self._limits.dead_share)
 
     def _room(self) -> int:
         if self._limits.room is not None:
             return self._limits.room
-        return max(0, fs.free_bytes(self._catalog.layout.packs) - RESERVE_BYTES)
+        return max(0, self._catalog.packs.room() - RESERVE_BYTES)
 
     def dry_run(self) -> GcReport:
         """Report what `run` would do now. Changes nothing."""
@@ -237,8 +236,8 @@ class Collector:
         copied = sum(use.live_bytes for use in choice.rewrite)
         self._count_packs(choice, choice.remove, choice.rewrite, copied)
         self._count_leftovers(leases.leftovers(catalog.layout), [])
-        unknown = generation.unknown_packs(catalog.layout, catalog.index)
-        self._tally.put_aside += [path.stem for path in unknown]
+        unknown = generation.unknown_packs(catalog.packs, catalog.index)
+        self._tally.put_aside += map(bytes.hex, unknown)
         waiting = condemned.listed(catalog.index)
         held = condemned.holders(catalog.layout, waiting)
         self._count_condemned([pack for pack in waiting if held.isdisjoint(pack.leases)])
@@ -296,7 +295,8 @@ class Collector:
                 leftovers = leases.leftovers(catalog.layout)
                 leases.sweep(catalog.layout, catalog.index)
                 self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
-                self._count_condemned(condemned.sweep(catalog.layout, catalog.index))
+                gone = condemned.sweep(catalog.layout, catalog.index, catalog.packs)
+                self._count_condemned(gone)
             if self._limits.empty_lost_found:
                 # Empty it before anything is added: packs that this run moves there must stay
                 # recoverable.
@@ -386,7 +386,7 @@ class Collector:
                     tally.left.append(f"pack {use.pack.hex()}: {why}")
         for useless in unnamed:
             with suppress(StorageFailed):
-                fs.unlink(pack_path(catalog.layout.packs, useless), missing_ok=True)
+                catalog.packs.remove(useless)
         tally.drop(dead)
         self._count_packs(
             choice,
@@ -406,7 +406,8 @@ class Collector:
 
     def _sweep(self) -> list[Condemned]:
         with self._catalog.publishing():
-            gone = condemned.sweep(self._catalog.layout, self._catalog.index)
+            catalog = self._catalog
+            gone = condemned.sweep(catalog.layout, catalog.index, catalog.packs)
         self._catalog.packs.forget_removed()
         return gone
 
@@ -419,9 +420,9 @@ class Collector:
         catalog = self._catalog
         # Packs get their names under this lock, so none of them is a running writer's.
         with catalog.publishing(packs=True):
-            unknown = generation.unknown_packs(catalog.layout, catalog.index)
-            moved = lost_found.put_aside(catalog.layout, unknown)
-        self._tally.put_aside += [path.stem for path in moved]
+            unknown = generation.unknown_packs(catalog.packs, catalog.index)
+            moved = lost_found.put_aside(catalog.layout, catalog.packs, unknown)
+        self._tally.put_aside += map(bytes.hex, moved)
 
     def _wait_for_others(self) -> None:
         """Unlink condemned packs as soon as no one can be reading them, within the wait."""

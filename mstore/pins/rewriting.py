@@ -20,7 +20,6 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_rows import Key, Row
@@ -70,7 +69,7 @@ class Rewriting:
         with leases.collecting(catalog.layout):
             with catalog.publishing(packs=True):
                 leases.sweep(catalog.layout, catalog.index)
-                condemned.sweep(catalog.layout, catalog.index)
+                condemned.sweep(catalog.layout, catalog.index, catalog.packs)
             lease = leases.Lease(catalog.layout, catalog.index, purpose)
             try:
                 own = cls(catalog, lease, max_pack)
@@ -85,7 +84,7 @@ class Rewriting:
         """Raise StorageFailed unless the disk has room for so many blocks, stored raw."""
         directory = self._catalog.layout.packs
         needed = room_for(spots, plain_bytes)
-        free = max(0, fs.free_bytes(directory) - RESERVE_BYTES)
+        free = max(0, self._catalog.packs.room() - RESERVE_BYTES)
         if needed > free:
             raise StorageFailed(
                 f"the copies take {format_size(needed)}, and the disk has {format_size(free)} free",

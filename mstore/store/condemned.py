@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.pack_numbers import Condemned
-from mstore.blocks.packs import pack_path
+from mstore.blocks.pack_store import Packs
 from mstore.errors import StorageFailed
 from mstore.ids import PackId
 from mstore.store import leases
@@ -41,25 +40,21 @@ def holders(layout: Layout, packs: list[Condemned]) -> set[str]:
     return {name for name in names if leases.is_live(layout, name)}
 
 
-def sweep(layout: Layout, index: Index) -> list[Condemned]:
+def sweep(layout: Layout, index: Index, packs: Packs) -> list[Condemned]:
     """Remove the files that no lease protects any more; return those packs.
 
     Call with the writer lock held. Skips files that cannot be removed (another user's, for
     example).
     """
-    packs = listed(index)
-    if not packs:
+    waiting = listed(index)
+    if not waiting:
         return []
-    held = holders(layout, packs)
+    held = holders(layout, waiting)
     gone = []
-    for pack in packs:
+    for pack in waiting:
         if held.isdisjoint(pack.leases):
             with suppress(StorageFailed):
-                path = pack_path(layout.packs, pack.pack)
-                fs.unlink(path, missing_ok=True)
-                # Else a power loss may bring the file back after its line in the list went.
-                if fs.is_there(path.parent):
-                    fs.sync_directory(path.parent)
+                packs.remove(pack.pack)
                 gone.append(pack)
     if gone:
         with index.env.write() as transaction:

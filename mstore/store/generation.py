@@ -20,19 +20,15 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from mstore import fs
-from mstore.blocks import packs as packfiles
 from mstore.blocks.index import Index
+from mstore.blocks.pack_store import Packs
 from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, PackId
+from mstore.ids import PackId
 from mstore.phrases import call
 from mstore.store import backup_row, mirror, pack_list
 from mstore.store.layout import BACKUP_MARKER, Layout
-
-_ID_IN_NAME = slice(-len(".pack") - 2 * ID_BYTES, -len(".pack"))
 
 
 def is_backup(layout: Layout, index: Index) -> bool:
@@ -51,17 +47,18 @@ def damaged_when_copied(index: Index) -> frozenset[PackId]:
     return frozenset() if row is None else frozenset(row.damaged)
 
 
-def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
+def doubt(layout: Layout, index: Index, packs: Packs, *, with_packs: bool = False) -> str | None:
     """Return why the index is not trusted; None if it is current.
 
-    packs: also check packs that the index does not know, not only names and texts in refs/.
+    with_packs: also look for packs that the index does not know, not only at names and texts in
+    refs/.
     """
     # Read the evidence first: the index then includes anything published in between.
     told = mirror.generation(layout)
     mirrored = max(told or 0, mirror.replaced_by(layout))
     listed = pack_list.newest(layout) - 1
     try:
-        unknown = unknown_packs(layout, index) if packs or told is None else []
+        unknown = unknown_packs(packs, index) if with_packs or told is None else []
         index.env.refresh()
         with index.env.read() as transaction:
             own = index.generation(transaction)
@@ -74,18 +71,17 @@ def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
                 f"{newest}): it was replaced by an older one, or is damaged"
             )
     # A readable mirror records the last acknowledged commit.
-    return _told_by(layout, unknown, own if told is None else own + 1)
+    return _told_by(layout, packs, unknown, own if told is None else own + 1)
 
 
-def _told_by(layout: Layout, unknown: Sequence[Path], excused: int) -> str | None:
+def _told_by(layout: Layout, packs: Packs, unknown: Sequence[PackId], excused: int) -> str | None:
     """Return what packs that the index does not name say of it.
 
     excused: the generation in which a killed writer may have left them.
     """
     since = pack_list.read(layout).since if unknown else {}
-    for path in unknown:
-        pack = PackId(_id(str(path)))
-        if pack not in since and fs.is_there(path):
+    for pack in unknown:
+        if pack not in since and packs.is_there(pack):
             return (
                 f"pack {pack.short} has no line in the pack list: index and list were replaced by "
                 "older ones, or somebody put it there"
@@ -98,40 +94,30 @@ def _told_by(layout: Layout, unknown: Sequence[Path], excused: int) -> str | Non
     return None
 
 
-def require_current(layout: Layout, index: Index, *, packs: bool = False) -> None:
+def require_current(
+    layout: Layout, index: Index, packs: Packs, *, with_packs: bool = False
+) -> None:
     """Raise Corrupt if the index is not trusted: nothing may be written based on it."""
-    why = doubt(layout, index, packs=packs)
+    why = doubt(layout, index, packs, with_packs=with_packs)
     if why is not None:
         raise Corrupt(why, where=str(layout.index), hint=call("reindex"))
 
 
-def listed_packs(layout: Layout) -> Iterator[Path]:
-    """Yield every file in packs/ that has the name of a pack, sorted by name.
-
-    Raises StorageFailed.
-    """
-    return map(Path, packfiles.listed(layout.packs))
-
-
-def unknown_packs(layout: Layout, index: Index) -> list[Path]:
+def unknown_packs(packs: Packs, index: Index) -> list[PackId]:
     """Return packs that the index does not name.
 
     A running writer's may be among them, but not while the caller holds the writer lock.
     """
-    # List files first: the index then includes anything published in between.
-    files = list(packfiles.listed(layout.packs))
+    # List packs first: the index then includes anything published in between.
+    listed = list(packs.listed())
     index.env.refresh()
     with index.env.read() as transaction:
         # Reading and checking all rows takes long, and nearly always every pack is named.
         named = set(index.pack_ids(transaction))
-        unnamed = [file for file in files if _id(file) not in named]
+        unnamed = [pack for pack in listed if pack not in named]
         if not unnamed:
             return []
         # Ids alone are not proof that a pack is unknown: nothing checks a key.
         known = {pack for pack, _ in index.packs(transaction)}
         known |= {pack.pack for pack in index.condemned(transaction)}
-    return [Path(file) for file in unnamed if _id(file) not in known]
-
-
-def _id(file: str) -> bytes:
-    return bytes.fromhex(file[_ID_IN_NAME])
+    return [pack for pack in unnamed if pack not in known]

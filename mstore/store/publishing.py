@@ -12,36 +12,19 @@ A crash before the index commit leaves only garbage, and lines of the list. Belo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.packs import PackWriter, SealedPack, pack_path
+from mstore.blocks.packs import PackWriter, SealedPack
 from mstore.errors import StorageFailed
 from mstore.store import pack_list
 from mstore.store.catalog import Catalog
 
 MAX_PACK_BYTES: Final = 512 << 20
 """A pack of this size is sealed, and the next one started."""
-
-
-def give_names(root: Path, packs: Sequence[SealedPack]) -> None:
-    """Rename sealed packs to their final names below `root`, durably. Raises StorageFailed.
-
-    The list that names them comes first (`pack_list`): what lies in `root` has a line.
-    """
-    # Sync even if no directory is new: another writer may have made it and not synced it yet.
-    touched = {root} if packs else set()
-    for pack in packs:
-        target = pack_path(root, pack.id)
-        fs.make_directory(target.parent, exist_ok=True)
-        touched.add(target.parent)
-        fs.rename(pack.path, target)
-    for directory in sorted(touched, reverse=True):
-        fs.sync_directory(directory)
 
 
 class NewPacks:
@@ -128,10 +111,10 @@ class NewPacks:
             catalog = self._catalog
             new = [pack.id for pack in self.sealed]
             pack_list.add(catalog.layout, catalog.index, new, catalog.packs.is_there)
-            give_names(catalog.layout.packs, self.sealed)
+            catalog.packs.put(self.sealed)
 
     def _take_back(self) -> None:
         """Remove packs that no commit names. Those that cannot be removed are garbage."""
         for pack in self.sealed:
             with suppress(StorageFailed):
-                fs.unlink(pack_path(self._catalog.layout.packs, pack.id), missing_ok=True)
+                self._catalog.packs.remove(pack.id)
