@@ -113,7 +113,9 @@ def asked(method: Method, draw: random.Random) -> MergeRequest:
             experts=list(zip(experts, weights, strict=True)),
             method=method.name,
             parameters=given,
-            fishers=[one.replace("e", "f") for one in experts] if method.fishers else (),
+            companions=families.fishers_for(experts, [one.replace("e", "f") for one in experts])
+            if method.fishers
+            else {},
             dtype="F32",
         )
     raise AssertionError(f"no parameters fit {method.name}")

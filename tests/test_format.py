@@ -265,11 +265,15 @@ def test_plan(made: Made, read: IndependentStore) -> None:
     keys = ("base", "one", "two")
     tensors = [tensor_ids(read, made.snapshots[key]) for key in keys]
     manifests = [read.snapshot(made.snapshots[key]).manifest for key in keys]
-    assert [plan.base, *(expert for expert, _ in plan.experts)] == manifests
-    assert [weight for _, weight in plan.experts] == [1.0, 0.5]
-    assert (plan.method, plan.dtype, plan.block_size) == ("ties", None, BLOCK_SIZE)
-    assert plan.parameters == made.plan.parameters
-    assert plan.parameters["density"] == 0.3
+    assert [one.manifest for one in plan.inputs] == manifests
+    assert [one.role for one in plan.inputs] == ["base", "expert", "expert"]
+    assert {(one.of, one.model) for one in plan.inputs} == {(None, None)}
+    (operation,) = plan.operations
+    assert operation.weights == [1.0, 0.5]
+    assert (operation.method, plan.dtype, plan.block_size) == ("ties", None, BLOCK_SIZE)
+    assert (plan.allow_missing, plan.layers, plan.without) == (False, [], [])
+    assert operation.parameters == made.plan.parameters
+    assert operation.parameters["density"] == 0.3
     assert sorted(t.name for t in plan.tensors) == ["body.weight", "head.weight"]
     planned = 0
     for tensor in plan.tensors:
@@ -548,23 +552,24 @@ def test_id_table(made: Made, indexed: IndependentStore) -> None:
 
 def test_index_table(made: Made, indexed: IndependentStore) -> None:
     """The index has the page's databases, and each row is what the packs and records say."""
-    (table,) = page_tables("database", "key", "value")
+    table, *_ = page_tables("database", "key", "value", "proof", "what it says")
     index = indexed.index
-    assert index.keys() == {name for name, _, _ in table}
+    assert index.keys() == {name for name, *_ in table}
     packs = {path.stem: path.stat().st_size for path in pack_paths(made)}
     sizes = {row[:32].hex(): int.from_bytes(row[32:], "big") for row in index["packs"].values()}
     assert sizes == packs
     assert index["pack_ids"] == {row[:32]: number for number, row in index["packs"].items()}
-    edges = {}
+    contents, children = {}, {}
     for key, value in index["snapshots"].items():
         snapshot = indexed.snapshot(key.hex())
         assert value == bytes.fromhex(snapshot.manifest) + struct.pack(">Q", snapshot.time_ns)
-        edges[b"m" + value[:32] + key] = b""
+        contents[value[:32] + key] = b""
         for role, parent in snapshot.parents:
-            edges[b"p" + bytes.fromhex(parent) + key + role.encode()] = b""
+            children[bytes.fromhex(parent) + key + role.encode()] = b""
     assert index["snapshots"].keys() == {bytes.fromhex(s) for s in made.snapshots.values()}
-    assert index["edges"] == edges
-    assert index["leases"] == {}
+    assert (index["contents"], index["children"]) == (contents, children)
+    assert index["leases"] == index["backup"] == index["pinned"] == {}
+    assert index["counters"].keys() == {b"packs", b"generation"}
     signed = bytes.fromhex(made.snapshots["merged"]) + made.signature
     assert index["signatures"] == {signed: b""}
 
@@ -604,7 +609,8 @@ def test_plans_of_the_index(made: Made, indexed: IndependentStore) -> None:
     s = made.snapshots
     assert {key.hex() for key in indexed.index["plans"]} == indexed.ids(reader.PLAN)
     for value in indexed.index["plans"].values():
-        (base, name), experts, change = reader.decode(value)
+        (base, name), experts, change, risks = reader.decode(value)
+        assert risks == []
         assert change is None or 0 < change < 1
         assert (base.hex(), name) == (s["base"], "m/base")
         assert [(i.hex(), n) for i, n in experts] == [(s["one"], "m/one"), (s["two"], "m/two")]
@@ -612,14 +618,14 @@ def test_plans_of_the_index(made: Made, indexed: IndependentStore) -> None:
 
 def row_check(database: str, key: bytes, value: bytes) -> bytes:
     """The check of a row of stats/ or memo/, as the page has it."""
-    told = database.encode() + b"\0" + key + value
+    told = database.encode() + b"\0" + struct.pack(">H", len(key)) + key + value
     return blake3(told, derive_key_context="mstore 1 row at rest").digest()[:8]
 
 
 def test_memo(made: Made) -> None:
     """Every row of memo/ ends with the check that the page says."""
     path = str(made.path / "memo")
-    with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as reading:
+    with lmdb.open(path, readonly=True, lock=False, max_dbs=16) as env, env.begin() as reading:
         for name in ("outputs", "requests"):
             with reading.cursor(db=env.open_db(name.encode(), reading, create=False)) as cursor:
                 rows = list(cursor)
@@ -634,10 +640,12 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
     pair = bytes.fromhex(base + one)
     a, b = (made.tensors[key]["head.weight"] for key in ("base", "one"))
     path = str(made.path / "stats")
-    with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as reading:
+    with lmdb.open(path, readonly=True, lock=False, max_dbs=16) as env, env.begin() as reading:
         names = [bytes(name).decode() for name, _ in reading.cursor()]
         handles = {name: env.open_db(name.encode(), reading, create=False) for name in names}
-        assert sorted(names) == ["pairs", "squares", "tables", "thresholds", "ties"]
+        _, table, memo = page_tables("database", "key", "value", "proof", "what it says")
+        assert sorted(names) == sorted(name for name, *_ in table)
+        assert [name for name, *_ in memo] == ["outputs", "requests"]
         place = reading.get(pair, db=handles["pairs"])
         batch, offset, length, check = struct.unpack(">III8s", place)
         tables = reading.get(struct.pack(">I", batch), db=handles["tables"])

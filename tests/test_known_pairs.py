@@ -19,7 +19,6 @@ from mstore.merge.planning.session import Planning
 from mstore.merge.planning.survey import Surveyor
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Plan
-from mstore.stats import digests
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.stored_lengths import StoredLengths
@@ -36,7 +35,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "a band": {"method": "breadcrumbs_ties", "parameters": {"density": 0.8}, "budget": 0.5},
     "coarse": {"method": "ties", "parameters": {"density": 0.3}, "dtype": "F32", "budget": 0.5},
 }
-ROW_KEY = 64 + 16
 
 
 def digest_rows(store: Store, change: Callable[[bytes], bytes | None]) -> int:
@@ -47,16 +45,16 @@ def digest_rows(store: Store, change: Callable[[bytes], bytes | None]) -> int:
     assert env is not None
     count = 0
     with env.write() as transaction:
-        with transaction.cursor(db=env.databases["squares"]) as cursor:
-            rows = [(bytes(key), bytes(row)) for key, row in cursor]
-        for key, row in rows:
-            if len(key) == ROW_KEY and (key[64:] == digests.ROWS or key[64:72] == b"cut at 1"):
+        for database in (env.databases["digests"], env.databases["cuts"]):
+            with transaction.cursor(db=database) as cursor:
+                rows = [(bytes(key), bytes(row)) for key, row in cursor]
+            for key, row in rows:
                 count += 1
                 new = change(row)
                 if new is None:
-                    transaction.delete(key, db=env.databases["squares"])
+                    transaction.delete(key, db=database)
                 else:
-                    transaction.put(key, new, db=env.databases["squares"])
+                    transaction.put(key, new, db=database)
     return count
 
 

@@ -104,7 +104,9 @@ def plan_of(store: Store, method: str, **options: Any) -> Plan:
             experts=["e0", "e1", "e2"],
             method=method,
             parameters=METHODS[method],
-            fishers=["f0", "f1", "f2"] if method == "fisher" else [],
+            companions=families.fishers_for(["e0", "e1", "e2"], ["f0", "f1", "f2"])
+            if method == "fisher"
+            else {},
             **options,
         )
     )

@@ -33,11 +33,11 @@ from mstore.backup.packs import Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
-from mstore.blocks.location_rows import pack_number
+from mstore.blocks.location import pack_number
 from mstore.blocks.pack_files import PackFiles
-from mstore.blocks.pack_numbers import Condemned, NamedPack
 from mstore.blocks.pack_store import is_whole
 from mstore.blocks.packs import PackGone
+from mstore.blocks.schema import PRUNED, Condemned, NamedPack
 from mstore.check.affected import Affected, AffectedTensors
 from mstore.check.findings import Findings, Problem
 from mstore.errors import Conflict, Corrupt, StorageFailed, Unavailable
@@ -46,16 +46,7 @@ from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
 from mstore.sharing import Sharing
-from mstore.store import (
-    condemned,
-    generation,
-    leases,
-    lost_found,
-    mirror,
-    pack_list,
-    pruned_rows,
-    refs,
-)
+from mstore.store import condemned, generation, leases, lost_found, mirror, pack_list, refs
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
 
@@ -362,7 +353,7 @@ class _Backup:
             return ()
         with closing(Catalog(self._layout)) as catalog:
             with catalog.index.env.read() as transaction:
-                pruned = pruned_rows.ids(catalog.index, transaction)
+                pruned = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
             return AffectedTensors(catalog, self._findings).all(names, pruned)
 
     def _hint(self) -> Phrase | None:

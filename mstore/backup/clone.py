@@ -17,15 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import destination, lacking, packs, source
+from mstore.backup import lacking, packs, source
 from mstore.backup.backup import Moved
 from mstore.backup.packs import Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
 from mstore.blocks.pack_files import PackFiles
-from mstore.blocks.pack_numbers import NamedPack
 from mstore.blocks.pack_store import is_whole
+from mstore.blocks.schema import NamedPack
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
 from mstore.frozen import frozen
@@ -121,7 +121,6 @@ class _Clone:
         fs.make_directory(layout.incoming, private=True)
         with closing(Index(layout.index, create=True)) as index:
             theirs = index_copy.copy(self._catalog.index, index)
-            destination.forget(index)
             staged = {pack.id: self._copy(pack, theirs) for pack in theirs}
             with index.env.write() as transaction:
                 index.name_packs(transaction, theirs)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from mstore.blocks import row_batches
 from mstore.blocks.index import Index
-from mstore.blocks.location_rows import Key, Row, base_of, raw_length
+from mstore.blocks.location import Key, Row, base_of, raw_length
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Footer, Kind
 from mstore.blocks.reader import RECORD_LIMIT, BlockReader
@@ -179,7 +178,7 @@ class PackRows:
         """Drop deltas whose base is missing, or cannot be one."""
         index = self._index
         left_out = 0
-        for batch in row_batches.blocks(index):
+        for batch in index.block_batches():
             deltas = [(id, row, base) for id, row in batch if (base := base_of(row))]
             if not deltas:
                 continue

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import closing, suppress
 
-from mstore.blocks import row_batches
-from mstore.blocks.index import damaged
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_rows import Key
+from mstore.blocks.location import Key
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Entry, Kind, SealedPack
 from mstore.blocks.reader import located
@@ -45,8 +43,8 @@ def require_sound_names(catalog: Catalog) -> None:
     generation.require_current(catalog.layout, catalog.index, catalog.packs, with_packs=True)
     with catalog.index.env.read():
         index_file.refuse(catalog.layout, index_file.faults(catalog.layout))
-    for database, key in row_batches.damaged(catalog.index):
-        raise damaged(database, key)
+    for table, key in catalog.index.unsound():
+        raise table.damaged(key)
     try:
         told = mirror.read(catalog.layout)
     except Corrupt as error:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mstore.blocks.location_arrays import Flags, Numbers, Table
+from mstore.blocks.id_search import Flags, Numbers
+from mstore.blocks.location_arrays import Table
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import ENTRY, PAGE, Kind
 from mstore.errors import Corrupt

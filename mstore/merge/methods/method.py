@@ -366,8 +366,8 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def listed(self) -> tuple[float, ...]:
-        """The weights as a plan lists them: those that were asked for, and 1 for each Fisher."""
-        return self.given + (1.0,) * len(self.given) if self.method.fishers else self.given
+        """The weights as a plan lists them: those that were asked for."""
+        return self.given
 
     @cached_property
     def select(self) -> Select:
