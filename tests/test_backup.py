@@ -8,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -17,8 +17,10 @@ from small_models import BLOCK, files_of, small_model
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
+from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest, Conflict, Corrupt, NotFound, StorageFailed
+from mstore.ids import PackId
 from mstore.phrases import as_phrase, call
 from mstore.store import leases, listing, pack_list
 from mstore.store.layout import locate
@@ -611,8 +613,8 @@ def test_a_backup_that_copied_badly_says_so(
 
     real = packs.copy
 
-    def badly(source: Path, target: Path, tick: object, **named: object) -> None:
-        real(source, target, tick, **named)  # type: ignore[arg-type]
+    def badly(source: Packs, pack: PackId, target: Path, tick: Callable[[int], None]) -> None:
+        real(source, pack, target, tick)
         target.chmod(0o644)
         with target.open("r+b") as file:
             file.seek(4096 + 100)

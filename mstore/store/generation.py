@@ -7,9 +7,8 @@ back to an earlier state because of damage:
     mirror        never has a later generation than the index that it was written from; one that
                   was replaced and kept has an earlier one, also where an older mirror and index
                   were both copied over newer ones
-    pack list     is written for the next commit, whose writer may have been killed before it: the
-                  index is at most one generation behind the newest list, whatever its name was
-                  kept for
+    pack list     is written for the next commit, whose writer may have been killed before it, so
+                  the index is at most one generation behind the newest list
     pack          has a line in the list before it gets its name. One without a line, which the
                   index does not name, tells that the list was replaced by an older one, too, or
                   that somebody put the pack there
