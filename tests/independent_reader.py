@@ -1131,6 +1131,7 @@ class IndependentStore:
         path = self.path / "refs" / f"packs.{newest}"
         generation, lines = _sealed_lines(path, "mstore packs 1", "pack list")
         require(generation == newest, "a pack list under another's name")
+        require(lines.pop(0) == f"store {self.uuid}", "a pack list of another store")
         rows = [re.fullmatch(r"(0|[1-9]\d*) ([0-9a-f]{64})", line) for line in lines]
         require(all(rows), "a line of the pack list")
         packs = [(int(row[1]), row[2]) for row in rows if row]

@@ -775,7 +775,8 @@ def test_golden_store(tmp_path: Path) -> None:
     body = f"mstore refs 2\ngeneration 1\nbranch {snapshot} hand/made\n"
     hash = blake3(body.encode()).hexdigest()
     (tmp_path / "refs" / "mirror").write_text(f"{body}blake3 {hash}\n")
-    body = f"mstore packs 1\ngeneration 1\n1 {Path(path).stem}\n"
+    store_line = "store 00010203-0405-0607-0809-0a0b0c0d0e0f"
+    body = f"mstore packs 1\ngeneration 1\n{store_line}\n1 {Path(path).stem}\n"
     hash = blake3(body.encode()).hexdigest()
     (tmp_path / "refs" / "packs.1").write_text(f"{body}blake3 {hash}\n")
     store = IndependentStore(tmp_path, index=False)

@@ -52,8 +52,9 @@ def test_each_pack_has_a_line(root: Path) -> None:
     newest = lists(root)[0]
     assert (told.generation, newest.name) == (2, "packs.2")
     *lines, last = newest.read_text().splitlines(keepends=True)
-    assert lines[:2] == ["mstore packs 1\n", "generation 2\n"]
-    assert lines[2:] == sorted(lines[2:])
+    uuid = (root / "format").read_text().split()[2]
+    assert lines[:3] == ["mstore packs 1\n", "generation 2\n", f"store {uuid}\n"]
+    assert lines[3:] == sorted(lines[3:])
     assert last == f"blake3 {blake3(''.join(lines).encode()).hexdigest()}\n"
 
 
@@ -83,8 +84,7 @@ def test_a_damaged_list_gives_way_to_the_one_before(root: Path, tmp_path: Path) 
             pack_list.read_file(newest)
         assert pack_list.read(layout) == older
     with Store.open(root) as store:
-        (problem,) = store.fsck().problems
-        assert problem.kind == "pack list"
+        assert {problem.kind for problem in store.fsck().problems} == {"pack list"}
         assert store.fsck().hint == "store.repair()"
         store.add(small_model(tmp_path / "three", "three"), name="three", threads=1)
         assert store.fsck().problems == ()
@@ -95,7 +95,7 @@ def test_a_damaged_list_gives_way_to_the_one_before(root: Path, tmp_path: Path) 
 def test_no_list_is_a_surprise(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
     """Any bytes give lines of packs, or an error of ours."""
     path = tmp_path_factory.getbasetemp() / "packs.7"
-    body = b"mstore packs 1\ngeneration 7\n" + text
+    body = b"mstore packs 1\ngeneration 7\nstore 00010203-0405-0607-0809-0a0b0c0d0e0f\n" + text
     for data in (text, body + b"blake3 " + blake3(body).hexdigest().encode() + b"\n"):
         path.write_bytes(data)
         try:
@@ -103,6 +103,17 @@ def test_no_list_is_a_surprise(tmp_path_factory: pytest.TempPathFactory, text: b
             assert all(isinstance(pack, PackId) for pack in told.since)
         except MstoreError:
             pass
+
+
+def test_a_flipped_name_of_the_store_is_found(root: Path) -> None:
+    """The list says a second time which store it is: fsck finds another one in `format`."""
+    path = root / "format"
+    line = path.read_text()
+    digit = line[10]
+    path.write_text(f"{line[:10]}{'0' if digit != '0' else '1'}{line[11:]}")
+    with Store.open(root) as store:
+        assert store.doubt() is None
+        assert [problem.kind for problem in store.fsck().problems] == ["format"]
 
 
 def test_repair_writes_a_list_that_is_lost(root: Path) -> None:

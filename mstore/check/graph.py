@@ -218,8 +218,16 @@ class Graph:
         """Check that the list has each pack. It was written before the index named them."""
         with self._index.env.read() as transaction:
             named = set(self._index.pack_ids(transaction))
-        missing = named - pack_list.read(self._catalog.layout).since.keys()
+        layout = self._catalog.layout
+        told = pack_list.read(layout)
+        if told.generation != pack_list.newest(layout):
+            self.findings.stale_mirror = True
+            self.findings.tell("pack list", str(layout.pack_list), "the newest cannot be read")
+        if told.store not in (None, layout.uuid):
+            what = f"the pack list is of store {told.store}"
+            self.findings.tell("format", str(layout.root / "format"), what)
+        missing = named - told.since.keys()
         if missing:
             self.findings.stale_mirror = True
             what = f"no readable list has a line for {few(sorted(map(bytes.hex, missing)))}"
-            self.findings.tell("pack list", str(self._catalog.layout.pack_list), what)
+            self.findings.tell("pack list", str(layout.pack_list), what)

@@ -2,6 +2,7 @@
 
     mstore packs 1
     generation <decimal>
+    store <uuid>                     a second copy of what `format` says
     <generation> <PackId>            a line a pack, sorted by generation, then by id
     blake3 <64 hex digits>           (`mstore.store.sealed_text`)
 
@@ -17,6 +18,8 @@ write with the writer lock held.
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,13 +36,18 @@ from mstore.store.layout import Layout
 
 KEPT: Final = 4
 _HEAD: Final = "mstore packs 1"
+_STORE: Final = re.compile(rb"store ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\n")
 
 
 class PackList(msgspec.Struct, frozen=True):
-    """One list: the generation that it was written for, and the first one of each pack."""
+    """One list: the generation that it was written for, and the first one of each pack.
+
+    store: the UUID of the store that wrote it; None for no list.
+    """
 
     generation: int
     since: Mapping[PackId, int]
+    store: uuid.UUID | None = None
 
 
 def newest(layout: Layout) -> int:
@@ -64,8 +72,11 @@ def read_file(path: Path) -> PackList:
     if data is None:
         raise Corrupt("no such file or directory", where=str(path))
     generation, lines = sealed_text.decode(path, data, _HEAD, "pack list")
+    match = _STORE.fullmatch(lines[0]) if lines else None
+    if match is None:
+        raise Corrupt("a pack list of no store", where=str(path))
     since = {}
-    for line in lines:
+    for line in lines[1:]:
         told, _, name = line[:-1].decode(errors="replace").partition(" ")
         try:
             if not sealed_text.is_number(told):
@@ -73,7 +84,7 @@ def read_file(path: Path) -> PackList:
             since[PackId.parse(name)] = int(told)
         except BadName as error:
             raise Corrupt(f"not a line of a pack list: {line!r}", where=str(path)) from error
-    return PackList(generation, since)
+    return PackList(generation, since, uuid.UUID(match[1].decode()))
 
 
 def add(
@@ -106,7 +117,8 @@ def _known(
 def write(layout: Layout, told: PackList) -> None:
     """Write this list durably, in the place of one of its generation; remove the oldest."""
     ordered = sorted((generation, pack.hex()) for pack, generation in told.since.items())
-    lines = [f"{generation} {pack}\n".encode() for generation, pack in ordered]
+    lines = [f"store {layout.uuid}\n".encode()]
+    lines += [f"{generation} {pack}\n".encode() for generation, pack in ordered]
     if fs.make_directory(layout.pack_list.parent, exist_ok=True):
         fs.sync_directory(layout.root)
     path = layout.pack_list.with_name(f"{layout.pack_list.name}.{told.generation}")
