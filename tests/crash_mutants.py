@@ -14,9 +14,11 @@ import pytest
 
 from mstore import fs
 from mstore.blocks.index import Index
+from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import Kind
 from mstore.fs import files
 from mstore.gc.collect import Collector
+from mstore.ids import PackId
 from mstore.pins.rewriting import Rewriting
 from mstore.reachability import Reach
 from mstore.store import pack_list
@@ -189,6 +191,15 @@ def condemned_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("mstore.store.condemned.sweep", lambda layout, index, packs: [])
 
 
+def removals_not_synced(patch: pytest.MonkeyPatch) -> None:
+    """A removed pack may come back after its line went."""
+
+    def careless(self: PackFiles, pack: PackId) -> None:
+        fs.unlink(Path(self.where(pack)), missing_ok=True)
+
+    patch.setattr(PackFiles, "remove", careless)
+
+
 MUTANTS: list[tuple[str, Mutant]] = [
     ("first_steps", packs_not_synced),
     ("moving_add", packs_not_synced),
@@ -220,6 +231,7 @@ MUTANTS: list[tuple[str, Mutant]] = [
     ("pruning", ancestors_forgotten),
     ("collecting", numbers_given_twice),
     ("collecting", condemned_for_ever),
+    ("collecting", removals_not_synced),
     ("pinning", packs_not_synced),
     ("pinning", pack_directory_not_synced),
     ("pinning", copies_named_late),
