@@ -24,6 +24,11 @@ BY_SKETCH = "conflict"
 """The score that compares sketches, which digests leave out."""
 
 
+def has_digest(operation: Operation) -> bool:
+    """Return whether a digest tells all of a pair: not between two thresholds."""
+    return not operation.selection.trims or operation.selection.planned == 1
+
+
 class KnownPairs:
     """The digests of one survey's pairs."""
 
@@ -41,8 +46,8 @@ class KnownPairs:
         cuts: dict[tuple[TensorId, TensorId, int], None] = {}
         for pair, elements, operation, number in wanted:
             pairs[pair] = None
-            if operation.is_trimmed:
-                cuts[*pair, operation.keep_counts(elements, number)[0]] = None
+            for rank in operation.selection.ranks(elements, number)[:1]:
+                cuts[*pair, rank] = None
         rows = zip(pairs, self._statistics.digests(list(pairs)), strict=True)
         self._rows |= {pair: row for pair, row in rows if row is not None}
         found = zip(cuts, self._statistics.cuts(list(cuts)), strict=True)

@@ -16,8 +16,10 @@ import msgspec
 import numpy as np
 
 from mstore.ids import ID_BYTES, TensorId
+from mstore.merge.measures.grid import Bools
+from mstore.merge.planning.known_pairs import has_digest
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.surveyed import NOTHING_KEPT, Bools, Counts, ExpertTensor, SurveyedTensor
+from mstore.merge.planning.surveyed import NOTHING_KEPT, Counts, ExpertTensor, SurveyedTensor
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
@@ -66,9 +68,9 @@ class SmallSurvey:
         self._request = request
         # A rule's tensors are surveyed one by one, and so are those that need other facts.
         own = request.operation
-        others = own.needs_facts or own.is_band or own.is_important or own.is_informed
+        self._trims = own.selection.trims
+        others = own.measures or own.method.fishers or not has_digest(own)
         self._plain = not (request.rules or others) and own.is_even
-        self._trims = request.operation.is_trimmed
         self._weightless = request.operation.weightless
         self._chunks: dict[str, int] = {}
         self._nothing = np.zeros(1, dtype=CHUNK)
@@ -157,7 +159,7 @@ class SmallSurvey:
         sizes = [math.prod(base.shape) for base in wanted.values()]
         chunks = [self._chunk(base.dtype) for base in wanted.values()]
         keep = (
-            [self._request.operation.keep_counts(size)[0] for size in sizes]
+            [self._request.operation.selection.ranks(size)[0] for size in sizes]
             if self._trims
             else None
         )

@@ -21,7 +21,11 @@ from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
+from mstore.merge.measures.fishers import Fisher, grouped
+from mstore.merge.measures.grid import Bools
+from mstore.merge.measures.unknown import NEEDS_ANALYSIS
 from mstore.merge.methods.method import Operation
+from mstore.merge.methods.selections.selection import Measured
 from mstore.merge.planning.compared import (
     ID_WORDS,
     Words,
@@ -30,16 +34,13 @@ from mstore.merge.planning.compared import (
     equal_chunks,
     twins,
 )
-from mstore.merge.planning.fishers import Fisher, grouped
-from mstore.merge.planning.known_pairs import KnownPairs
+from mstore.merge.planning.known_pairs import KnownPairs, has_digest
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
 from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, skipped
 from mstore.merge.planning.surveyed import (
     KEEPS_NONE,
-    NEEDS_ANALYSIS,
     NOTHING_KEPT,
-    Bools,
     Counts,
     ExpertTensor,
     Survey,
@@ -48,7 +49,6 @@ from mstore.merge.planning.surveyed import (
 from mstore.merge.planning.tied import first_names
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import Mixture
 from mstore.objects.shapes import (
     Globs,
     chosen,
@@ -73,7 +73,7 @@ from mstore.store.tied import ties_embeddings
 
 # Late: most methods need no facts, and most surveys find statistics.
 if TYPE_CHECKING:
-    from mstore.merge.planning.facts import Facts
+    from mstore.merge.measures.facts import Facts
 
 
 class Surveyor:
@@ -110,7 +110,7 @@ class Surveyor:
 
     @cached_property
     def _facts(self) -> Facts:
-        from mstore.merge.planning.facts import Facts
+        from mstore.merge.measures.facts import Facts
 
         return Facts(
             self._catalog,
@@ -307,7 +307,7 @@ class Surveyor:
     ) -> Iterator[tuple[tuple[TensorId, TensorId], int, Operation, int]]:
         """Yield the pairs of a tensor whose statistics are probably needed (`KnownPairs.fetch`)."""
         operation = self._request.operation_of(one.name)
-        if one.base.dtype not in ITEMSIZES or operation.is_band:
+        if one.base.dtype not in ITEMSIZES or not has_digest(operation):
             return
         elements, weightless = math.prod(one.base.shape), operation.weightless
         for number, (id, _) in enumerate(one.pairs[: len(one.pairs) - self._request.fishers]):
@@ -421,19 +421,10 @@ class Surveyor:
         output = self._request.dtype_of(name, base.dtype)
         if not (any(changed) or sources or output != base.dtype or operation.scales_equal):
             return None
-        cut, kept = None, math.nan
-        if operation.needs_norms:
-            members = [(base_id, base), *pairs]
-            operation = self._facts.restored(name, operation, members, pool)
-        elif operation.needs_squares:
-            members = [(base_id, base), *pairs]
-            operation, cut = self._facts.weighed(name, operation, members, pool)
-        elif operation.is_important:
-            cut, kept = self._facts.important(name, (base_id, base), pairs[0], pool)
-        elif operation.needs_counts:
-            operation = self._facts.counted(name, operation, [(base_id, base), *pairs], pool)
-        elif operation.needs_facts:
-            operation = self._mixed(name, operation, (base_id, base), pairs, pool)
+        known = Measured()
+        if operation.measures:
+            facts = self._facts.of(name, (base_id, base), pairs, pool)
+            operation, known = operation.measured(facts)
         chunk = tensor_chunk(
             self._catalog.block_size,
             base,
@@ -482,15 +473,16 @@ class Surveyor:
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
                     tables[base_id, id] = table
-            known = digested.get(number)
+            digest = digested.get(number)
             rows, thresholds, band = (
-                (known[0], known[1], math.nan)
-                if bound is None and known is not None
+                (digest[0], digest[1], math.nan)
+                if bound is None and digest is not None
                 else self._numbers(
                     name,
                     (base_id, id),
                     number,
                     operation,
+                    elements,
                     chunk,
                     equal.shape[1],
                     table,
@@ -499,9 +491,9 @@ class Surveyor:
                 if bound is None
                 else (bound, (), math.nan)
             )
-            if operation.is_important:
-                band = kept
-            is_finite = bound is None and known is not None and known[2]
+            # What is measured of the tensor goes before what its table shows.
+            band = band if math.isnan(known.band) else known.band
+            is_finite = bound is None and digest is not None and digest[2]
             is_finite |= (sources[0] if sources else name) in self._base_not_finite
             if not (is_finite or rows is None or (finite(rows) | equal[number]).all()):
                 self._unreliable.append((number, name))
@@ -520,7 +512,16 @@ class Surveyor:
                 )
             )
         return SurveyedTensor(
-            name, base, elements, chunk, tuple(experts), copies, operation, sources, dtype, cut
+            name,
+            base,
+            elements,
+            chunk,
+            tuple(experts),
+            copies,
+            operation,
+            sources,
+            dtype,
+            known.cut,
         )
 
     def _compare(self, candidates: Sequence[Candidate]) -> None:
@@ -639,31 +640,6 @@ class Surveyor:
             found.append(Fisher(mates[k], cost[k], sums, squares, size, is_there, twin[k]))
         return found, grouped((twin, mates))
 
-    def _mixed(
-        self,
-        name: str,
-        operation: Operation,
-        base: tuple[TensorId, Tensor],
-        pairs: Sequence[tuple[TensorId, Tensor]],
-        pool: ThreadPoolExecutor,
-    ) -> Operation:
-        """Return the operation of a tensor with its factors.  Raises BadRequest."""
-        nothing = operation.settled(Mixture(1.0, (0.0,) * len(pairs), keeps_base=True))
-        if operation.outer == 0:
-            # The result is the base, whatever the factors would be.
-            return nothing
-        gram = self._facts.gram(name, base, pairs, operation=operation, pool=pool)
-        try:
-            found = operation.settle(gram)
-        except BadRequest as error:
-            what, _, hint = error.texts
-            raise BadRequest(what, where=name, hint=hint or Option("skip", name)) from error
-        is_still = all(id == base[0] for id, _ in pairs)
-        if is_still and not (found.keeps_base or found.scales_equal):
-            # What is equal in all inputs stays, whatever rounding makes of its factors.
-            return nothing
-        return found
-
     def _product_rows(
         self,
         operation: Operation,
@@ -730,12 +706,12 @@ class Surveyor:
         Rows at the plan's chunks, thresholds, and whether all rows are finite.
         """
         found: dict[int, tuple[Rows, tuple[Threshold, ...], bool]] = {}
-        if operation.is_band:
+        if not has_digest(operation):
             return found
         weightless = operation.weightless
         for number, (id, _) in enumerate(pairs):
             if id != base_id and not weightless[number]:
-                ranks = operation.keep_counts(elements, number) if operation.is_trimmed else ()
+                ranks = operation.selection.ranks(elements, number)
                 known = self._known.find((base_id, id), elements, chunk, ranks)
                 if known is not None:
                     row, cuts = known
@@ -750,6 +726,7 @@ class Surveyor:
         pair: tuple[TensorId, TensorId],
         number: int,
         operation: Operation,
+        elements: int,
         chunk: int,
         chunks: int,
         table: DeltaTable | None,
@@ -760,11 +737,11 @@ class Surveyor:
 
         moves: it has a delta.
         """
-        cuts = operation.is_trimmed + operation.is_band
+        ranks = operation.selection.ranks(elements, number)
         if not moves:
-            return np.zeros(chunks, dtype=CHUNK), (NOTHING_KEPT,) * cuts, math.nan
+            return np.zeros(chunks, dtype=CHUNK), (NOTHING_KEPT,) * len(ranks), math.nan
         if table is None:
-            if cuts:
+            if ranks:
                 raise BadRequest(
                     "trimming needs the statistics of this expert against the base",
                     where=f"{self._request.experts[number].name}: {name}",
@@ -776,12 +753,11 @@ class Surveyor:
                 )
             return None, (), math.nan
         rows = coarsen(table.rows, chunk // table.chunk_elements)
-        ranks = operation.keep_counts(table.elements, number) if cuts else ()
-        histogram = _without_nan(table.histogram) if cuts else table.histogram
+        histogram = _without_nan(table.histogram) if ranks else table.histogram
         thresholds = tuple(
             select(histogram, rank, table.elements) if rank else KEEPS_NONE for rank in ranks
         )
-        if not operation.is_band:
+        if has_digest(operation):
             self._known.learn(pair, table, ranks, thresholds)
             return rows, thresholds, math.nan
         squares = [kept_squares(histogram, threshold) for threshold in thresholds]
@@ -801,7 +777,7 @@ class Surveyor:
         if len(cuts) != 1 or self._request.analyze or cuts[0].needed in (0, cuts[0].in_bin):
             return 0, 0
         (cut,) = cuts
-        (keep,) = operation.keep_counts(elements, number)
+        (keep,) = operation.selection.ranks(elements, number)
         beyond = cut.in_bin - cut.needed
         if not cut.exact and self._statistics.threshold(*pair, keep) is None:
             return beyond, beyond
