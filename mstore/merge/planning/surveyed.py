@@ -1,7 +1,7 @@
 """What a survey returns: the planner's whole input, as values.
 
-Owns what is known of each tensor and of each expert's side of it.  Does not own how that is
-gathered (`survey`, and `small` for many small tensors at once).
+Owns what is known of each tensor and of each expert's side of it, and how it is laid out as a grid.
+Does not own how that is gathered (`survey`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from mstore.merge.methods.selections.trimmed import Trimmed, kept_above
 from mstore.stats.histogram import tail_squares
 
 
-class Band(Trimmed, frozen=True):
+class Band(Trimmed, frozen=True, dict=True):
     """The largest elements but the very largest; gammas: the share of those."""
 
     gammas: tuple[float, ...]

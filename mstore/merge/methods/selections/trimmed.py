@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from mstore.objects.plan import Threshold
 from mstore.stats.histogram import exp_of_minus, tail_squares
 
 
-class Trimmed(Selection, frozen=True):
+# Not slotted: a survey asks for ranks of every expert and tensor.
+class Trimmed(Selection, frozen=True, dict=True):
     """The largest elements of each delta; densities: the share that is kept."""
 
     densities: tuple[float, ...]
@@ -27,14 +29,18 @@ class Trimmed(Selection, frozen=True):
         """Return it with the parameter density."""
         return cls(experts, each(parameters, TRIM_DENSITY, experts))
 
+    @cached_property
+    def _trims(self) -> bool:
+        return min(self.densities) < 1
+
     @property
     def trims(self) -> bool:
         """Whether an element of an expert is dropped."""
-        return min(self.densities) < 1
+        return self._trims
 
     def ranks(self, elements: int, expert: int = 0) -> tuple[int, ...]:
         """Return max(1, int(density * n)), at most n."""
-        if not self.trims:
+        if not self._trims:
             return ()
         return (min(elements, max(1, int(self.densities[expert] * elements))),)
 
