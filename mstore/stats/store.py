@@ -6,7 +6,7 @@
                                                                 after the other
     squares      TensorId                                    -> sum of squares f64, check
                  base TensorId + expert TensorId             -> another fact about the difference
-                 + hash of what it is, 16 bytes                 (`merge.planning.facts`), f64, check
+                 + hash of what it is, 16 bytes                 (`merge.measures.facts`), f64, check
                  base TensorId + expert TensorId             -> a digest of their table, check
                  + what it is, 16 bytes                         (`mstore.stats.digests`)
                  TensorId + hash of what it is, 16 bytes     -> sums over its chunks, f64, check

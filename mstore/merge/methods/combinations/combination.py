@@ -102,7 +102,7 @@ class Combination:
     # -- weights -----------------------------------------------------------------------------
 
     def normalizes(self, operation: Operation) -> bool:
-        """Return whether the sum is divided by weights."""
+        """Return whether the sum is divided: by `divisor`, or by the weights that count there."""
         return bool(operation.parameters.get("normalize", False))
 
     def divisor(self, operation: Operation) -> float:
