@@ -262,7 +262,9 @@ def compare(
                 base="base",
                 experts=list(zip(experts, weights[:count], strict=False)),
                 method=method,
-                fishers=[f"{name}-fisher" for name in experts] if METHODS[method].fishers else (),
+                companions={f"fisher:{name}": f"{name}-fisher" for name in experts}
+                if METHODS[method].fishers
+                else {},
                 parameters=parameters,
             ),
             shares=SHARES,

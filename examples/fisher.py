@@ -2,7 +2,7 @@
 
     python examples/fisher.py MODEL OUT --text FILE... [--windows N] [--tokens N] [--own] [--bf16]
     mstore add OUT --name run1-fisher
-    mstore merge --method fisher --base B --expert run1 --fisher run1-fisher ... --name merged
+    mstore merge --method fisher --base B --expert run1 --with fisher:run1=run1-fisher ... --name M
 
 MODEL is a directory that transformers loads, OUT a new one: OUT/model.safetensors has, for each
 parameter of the model, a tensor of its name and shape, float32 (`--bf16`: half the size, and three

@@ -19,7 +19,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -37,6 +37,7 @@ from mstore.blocks.location import Location
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.hub import origin_of
+from mstore.checkpoint.models import full_name, name_in_model, split_name
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
 from mstore.checkpoint.small_files import json_object
@@ -53,6 +54,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
+from mstore.store.models import models_in, tensors_of
 from mstore.store.tied import KEY, Tied, own_head, ties
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
@@ -116,7 +118,8 @@ class AddReport:
 class Base(NamedTuple):
     """The base to compare a checkpoint with, if any, and why this one.
 
-    given: the user named it. A base that was only found never causes a second snapshot of bytes
+    given: the user named it, and `model`, the one of its models to
+    compare with. A base that was only found never causes a second snapshot of bytes
     that the branch holds already, nor becomes the base of its own copy. only, skip: patterns of the
     tensors to compare; the others may differ in name and shape, and are stored on their own.
     """
@@ -126,6 +129,7 @@ class Base(NamedTuple):
     given: bool
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
+    model: str | None = None
 
 
 NO_BASE = Base(None, None, given=True)
@@ -388,14 +392,17 @@ class _Comparison:
 
 
 class _Adder:
-    """One running `add`: counters, and the comparison with the base."""
+    """One running `add`: counters, and the comparison with the base.
+
+    base: the base's tensors by what the checkpoint calls those that are compared with them.
+    """
 
     def __init__(
         self,
         catalog: Catalog,
         statistics: StatsStore,
         transaction: Transaction,
-        base: Manifest | None,
+        base: Mapping[str, TensorId] | None,
         policy: Policy,
         *,
         only: Sequence[str] = (),
@@ -405,7 +412,7 @@ class _Adder:
         self.policy = policy
         self.statistics = statistics
         self.transaction = transaction
-        tensors = {} if base is None else base.tensors()
+        tensors = base or {}
         compared = set(tensors) if not only else matching(tensors, only)
         compared -= matching(tensors, skip)
         self.base = {name: id for name, id in tensors.items() if name in compared}
@@ -418,13 +425,19 @@ class _Adder:
         self.not_finite: list[str] = []
         self.lost_tensors = 0
 
-    def parts(self, source: SourceFile) -> list[_PartPlan]:
-        """Return header and tensors of a file in data order, or the whole file as one part."""
+    def parts(self, source: SourceFile, model: str | None) -> list[_PartPlan]:
+        """Return header and tensors of a file in data order, or the whole file as one part.
+
+        model: the one that the file is of, None if no loader reads it.
+        """
         if source.header is None:
             return [_PartPlan(None, BYTES, (source.size,), 0, source.size, None, None)]
         start = source.header.data_start
         parts = [_PartPlan(None, BYTES, (start,), 0, start, None, None)]
-        base_ids = [self.base.get(slot.name) for slot in source.header.tensors]
+        base_ids = [
+            None if model is None else self.base.get(full_name(model, slot.name))
+            for slot in source.header.tensors
+        ]
         bases = _readable_tensors(self.catalog, {id for id in base_ids if id is not None})
         for slot, base_id in zip(source.header.tensors, base_ids, strict=True):
             base = None if base_id is None else bases[base_id]
@@ -445,12 +458,13 @@ class _Adder:
     def add_file(
         self,
         source: SourceFile,
+        model: str | None,
         pool: ThreadPoolExecutor,
         ahead: int,
         tick: Callable[[int], None],
     ) -> File:
         """Store a file's new blocks and its tensor records."""
-        parts = self.parts(source)
+        parts = self.parts(source, model)
         own = _FileBytes(source)
         try:
             own.require_header()
@@ -474,7 +488,7 @@ class _Adder:
         places: list[int] = []
         begin = 0
         for place, part in enumerate(file.parts):
-            slot = differences.changes(part)
+            slot = differences.changes(file, part)
             if slot is not None:
                 base = slot.base
                 plan = _PartPlan(
@@ -603,21 +617,36 @@ def _small(file: SourceFile) -> bytes | None:
 
 
 def _require_fine_tune(
-    base: Manifest, checkpoint: Checkpoint, catalog: Catalog, name: str, asked: Base
+    base: Manifest,
+    tensors: Mapping[str, TensorId],
+    checkpoint: Checkpoint,
+    catalog: Catalog,
+    name: str,
+    asked: Base,
 ) -> None:
+    """Raise Incompatible unless a checkpoint is a fine-tune or an adapter of its base.
+
+    tensors: those of the base by what the checkpoint calls those that are compared with them.
+    """
     files = checkpoint.files
-    shapes = {
-        slot.name: slot.shape for file in files if file.header for slot in file.header.tensors
-    }
+    slots = {name: slot for name, (_, slot) in checkpoint.tensors().items()}
+    shapes = {name: slot.shape for name, slot in slots.items()}
     of_base = {}
-    tensors = base.tensors()
+    compared = {split_name(tensor)[0] for tensor in tensors}
+    shapes = {one: shape for one, shape in shapes.items() if split_name(one)[0] in compared}
     records = _readable_tensors(catalog, set(tensors.values()))
     config = next((file for file in files if file.path == CONFIG), None)
     if not is_adapter(tensors) and is_any_adapter(shapes, tensors, config is not None):
-        slots = {slot.name: slot for file in files if file.header for slot in file.header.tensors}
-        tied = Tied.of(catalog, base, slots)
-        ours = {own: record for own, id in tensors.items() if (record := records[id]) is not None}
-        check_adapter(None if config is None else _small(config), slots, tied.both(ours), name)
+        models = models_in(catalog, base)
+        own_model = models.only(name) if asked.model is None else asked.model
+        own_slots = {name_in_model(own): slot for own, slot in slots.items()}
+        tied = Tied.of(catalog, base, own_model, own_slots)
+        ours = {
+            own: record
+            for own, id in models.in_model(own_model).items()
+            if (record := records[id]) is not None
+        }
+        check_adapter(None if config is None else _small(config), own_slots, tied.both(ours), name)
         return
     for tensor, id in tensors.items():
         record = records[id]
@@ -658,9 +687,11 @@ def add(
     """
     began = time.monotonic()
     reason = message or origin_of(checkpoint.root) or ""
-    base_manifest = None
+    base_manifest, of_base = None, None
     if base.snapshot is not None:
-        base_manifest = catalog.manifest(catalog.snapshot(base.snapshot).manifest_id())
+        base_manifest = catalog.manifest_of(base.snapshot)
+        models = models_in(catalog, base_manifest)
+        of_base = models.counterparts(checkpoint.named, base.model)
     differences, told_size = None, None
     if kind == "delta":
         from mstore.differences import Differences
@@ -671,7 +702,7 @@ def add(
         )
         told_size = differences.require_differences()
     elif base_manifest is not None:
-        _require_fine_tune(base_manifest, checkpoint, catalog, name, base)
+        _require_fine_tune(base_manifest, of_base or {}, checkpoint, catalog, name, base)
     total = _to_read(checkpoint, differences)
     done = 0
 
@@ -687,7 +718,7 @@ def add(
             catalog,
             statistics,
             transaction,
-            base_manifest,
+            of_base,
             policy,
             only=base.only,
             skip=base.skip,
@@ -697,7 +728,10 @@ def add(
         with ThreadPoolExecutor(threads, "add") as pool:
             ahead = 2 * threads + 1
             sources = checkpoint.files if differences is None else differences.own_files()
-            files = [adder.add_file(file, pool, ahead, tick) for file in sources]
+            files = [
+                adder.add_file(file, checkpoint.name_of(file.path), pool, ahead, tick)
+                for file in sources
+            ]
             if differences is not None:
                 files += [
                     adder.add_sums(file, differences, pool, ahead, tick)
@@ -712,7 +746,7 @@ def add(
         snapshot, is_new = _snapshot(catalog, current, manifest, base, reason)
         # Before the commit: an error after it would report a failure of something that was done.
         told = _told_base(catalog, snapshot)
-        warnings = _warnings(manifest, checkpoint)
+        warnings = _warnings(checkpoint, files)
         statistics.flush()
         transaction.put_record(manifest)
         if is_new:
@@ -724,7 +758,7 @@ def add(
             transaction.commit()
     notes = (*checkpoint.notes, *_notes(adder, base, told, message, is_new=is_new))
     if differences is not None:
-        notes = (*notes, *_told_differences(differences, manifest, told_size))
+        notes = (*notes, *_told_differences(catalog, differences, manifest, told_size))
     is_told = told is not None and told.snapshot == base.snapshot
     return AddReport(
         name=name,
@@ -755,15 +789,19 @@ def _to_read(checkpoint: Checkpoint, differences: Differences | None) -> int:
     if differences is None:
         return sum(file.size for file in checkpoint.files)
     own = sum(file.size for file in differences.own_files())
-    parts = (part for file in differences.base_files() for part in file.parts)
-    return own + sum(part.nbytes for part in parts if differences.changes(part) is not None)
+    return own + sum(
+        part.nbytes
+        for file in differences.base_files()
+        for part in file.parts
+        if differences.changes(file, part) is not None
+    )
 
 
 def _told_differences(
-    differences: Differences, manifest: Manifest, told_size: str | None
+    catalog: Catalog, differences: Differences, manifest: Manifest, told_size: str | None
 ) -> Iterator[str]:
     """Yield what became of a checkpoint of differences."""
-    count, all_of = len(differences.slots), len(manifest.tensors())
+    count, all_of = len(differences.slots), len(tensors_of(catalog, manifest))
     if count < all_of:
         yield f"{all_of - count} of {all_of} tensors are the base's: there is no difference of them"
     if told_size is not None:
@@ -843,18 +881,29 @@ def _notes(
     return tuple(notes)
 
 
-def _warnings(manifest: Manifest, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a warning if a checkpoint has a head of its own, and a config that ties it."""
-    found = own_head(manifest, manifest.tensors())
-    config = next((file for file in checkpoint.files if file.path == MODEL_CONFIG), None)
-    if found is None or config is None or not ties(json_object(_small(config) or b"")):
-        return ()
-    head, embedding = found
-    text = (
-        f"its {MODEL_CONFIG} ties {head} to {embedding} ({KEY}), and they differ: what follows the "
-        f"config loses {head}. If it was trained, set {KEY} to false there and add it again"
-    )
-    return (text,)
+def _warnings(checkpoint: Checkpoint, stored: Sequence[File]) -> tuple[str, ...]:
+    """Return a warning for each model that has a head of its own, and a config that ties it."""
+    configs = {file.path: file for file in checkpoint.files}
+    parts = {(file.path, part.name): part for file in stored for part in file.parts}
+    found = []
+    for model in checkpoint.models:
+        config = configs.get(model.path(MODEL_CONFIG))
+        if config is None or not ties(json_object(_small(config) or b"")):
+            continue
+        own = {
+            str(name): part for (path, name), part in parts.items() if name and path in model.files
+        }
+        head = own_head(
+            {name: part.nbytes for name, part in own.items()},
+            {name: part.tensor for name, part in own.items()},
+        )
+        if head is not None:
+            found.append(
+                f"its {config.path} ties {head[0]} to {head[1]} ({KEY}), and they differ: what "
+                f"follows the config loses {head[0]}. If it was trained, set {KEY} to false there "
+                "and add it again"
+            )
+    return tuple(found)
 
 
 def _told_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | None:

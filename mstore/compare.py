@@ -30,6 +30,7 @@ import numpy as np
 
 from mstore.adapters.inputs import Inputs
 from mstore.blocks.meter import Meter
+from mstore.checkpoint.models import split_name
 from mstore.distances import equal_chunks
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
@@ -223,7 +224,8 @@ def comparable(
     members = (inputs.base, *inputs.models)
     every = dict.fromkeys(name for names in members for name in names)
     kept = (matching(every, only) if only else every.keys()) - matching(every, skip)
-    tied = {name for name in kept if EMBEDDINGS.search(name)} if inputs.ties_embeddings() else set()
+    ties = inputs.ties_embeddings()
+    tied = {name for name in kept if split_name(name)[0] in ties and EMBEDDINGS.search(name)}
     found: dict[str, tuple[TensorId | None, ...]] = {}
     seen: set[tuple[TensorId | None, ...]] = set()
     for name in every:
@@ -459,7 +461,7 @@ def compare(
     began = time.monotonic()
     names = [model.name for model in models]
     base_id, *others = (catalog.snapshot(one.snapshot).manifest_id() for one in (base, *models))
-    inputs = Inputs(catalog, base_id, others, names)
+    inputs = Inputs(catalog, base_id, others, (base.name, *names))
     require_matches({name for names in inputs.members for name in names}, only, skip)
     can, cannot = comparable(inputs, only, skip)
     if not can:

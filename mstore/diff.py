@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from mstore.block_cache import BlockCache, Computing
 from mstore.checkpoint.dtypes import DTYPES
+from mstore.checkpoint.models import full_name, split_name
 from mstore.distances import Distance, Distances
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
@@ -28,8 +29,8 @@ from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.stats.store import StatsStore
-from mstore.store import indexed
 from mstore.store.catalog import Catalog
+from mstore.store.models import Models, models_in, paired
 from mstore.view import array_dtype, tensor_blocks
 
 _AHEAD = 4
@@ -230,17 +231,18 @@ def diff(
     *,
     blocks: bool,
     threads: int,
+    models: tuple[str | None, str | None] = (None, None),
     statistics: StatsStore | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> DiffReport:
     """Report differences from snapshot a to b.  `blocks` lists the numbers of the changed blocks.
 
+    models: of a and of b, to compare alone; None: each with its namesake.
     statistics: what distances come from where they are known; None: from blocks, which are read.
     `computing` returns what computes the blocks of virtual snapshots.
     """
-    left = catalog.manifest(catalog.snapshot(a).manifest_id())
-    right = catalog.manifest(catalog.snapshot(b).manifest_id())
-    ours, theirs = indexed.tensors(catalog, left), indexed.tensors(catalog, right)
+    left, right = catalog.manifest_of(a), catalog.manifest_of(b)
+    ours, theirs = _sides(models_in(catalog, left), models_in(catalog, right), models)
     found: list[TensorDiff] = []
     same: set[tuple[bytes, bytes]] = set()
     equal = total = changed = 0
@@ -272,8 +274,24 @@ def diff(
                 continue
             changed += item.blocks_changed
             found.append(item)
-    files, files_equal = _files(left, right, same)
+    files, files_equal = _files(left, right, same) if models == (None, None) else ((), 0)
     return DiffReport(a, b, files, tuple(found), files_equal, equal, total, changed)
+
+
+def _sides(
+    a: Models, b: Models, chosen: tuple[str | None, str | None]
+) -> tuple[Mapping[str, TensorId], Mapping[str, TensorId]]:
+    """Return the tensors to compare, those of b by what a calls what they are compared with."""
+    pairs = {theirs: ours for ours, theirs in paired(a.named, b.named, chosen).items()}
+    renamed = {}
+    for full, id in b.tensors.items():
+        model, name = split_name(full)
+        if model in pairs or chosen == (None, None):
+            renamed[full_name(pairs.get(model, model), name)] = id
+    if chosen == (None, None):
+        return a.tensors, renamed
+    kept = set(pairs.values())
+    return {one: id for one, id in a.tensors.items() if split_name(one)[0] in kept}, renamed
 
 
 def _files(

@@ -26,7 +26,7 @@ from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.header import TensorSlot
-from mstore.checkpoint.paths import INDEX_SUFFIX
+from mstore.checkpoint.models import full_name, is_index, split_name
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
@@ -38,6 +38,7 @@ from mstore.objects.shapes import matching
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Call, Option, phrase
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in, paired
 from mstore.vocabulary.papers import TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
 
 _SAID: Final = 4
@@ -86,12 +87,16 @@ class Differences:
         self._catalog = catalog
         self._checkpoint = checkpoint
         self._base = base
+        self._models = models_in(catalog, base)
+        self._pairs = paired(self._models.named, checkpoint.named)
         self._where = where
-        tensors = base.tensors()
+        tensors = self._models.counterparts(checkpoint.named)
         found: dict[str, list[tuple[SourceFile, TensorSlot]]] = {}
         for file in checkpoint.files:
-            for own in file.header.tensors if file.header else ():
-                found.setdefault(own.name, []).append((file, own))
+            model = checkpoint.name_of(file.path)
+            if file.header is not None and model is not None:
+                for own in file.header.tensors:
+                    found.setdefault(full_name(model, own.name), []).append((file, own))
         config = any(file.path == ADAPTER_CONFIG for file in checkpoint.files)
         if is_adapter(tensors):
             raise Incompatible("the base is an adapter: differences are those of a model")
@@ -133,7 +138,7 @@ class Differences:
         return [
             file
             for file in self._checkpoint.files
-            if file.header is None and not file.path.endswith(INDEX_SUFFIX)
+            if file.header is None and not is_index(file.path)
         ]
 
     def base_files(self) -> list[File]:
@@ -149,13 +154,20 @@ class Differences:
         return [
             file
             for file in self._base.files
-            if any(file.tensors()) or file.path.endswith(INDEX_SUFFIX) or file.path not in gone
+            if any(file.tensors()) or is_index(file.path) or file.path not in gone
         ]
 
-    def changes(self, part: Part) -> Slot | None:
-        """Return what is added to a tensor of the base's files, None if it stays."""
-        slot = None if part.name is None else self.slots.get(part.name)
-        return slot if slot is not None and slot.base_id == part.tensor_id() else None
+    def changes(self, file: File, part: Part) -> Slot | None:
+        """Return what is added to a tensor of a file of the base, None if it stays."""
+        name = None if part.name is None else self._models.name(file.path, part)
+        if name is None:
+            return None
+        model, own = split_name(name)
+        if model in self._pairs:
+            return self.slots.get(full_name(self._pairs[model], own))
+        # A copy, in a model that the checkpoint does not have, has the same sum.
+        copies = (self.slots.get(full_name(theirs, own)) for theirs in self._pairs.values())
+        return next((one for one in copies if one and one.base_id == part.tensor_id()), None)
 
     # -- what it looks like ------------------------------------------------------------------
 

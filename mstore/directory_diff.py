@@ -11,17 +11,19 @@ Patterns never exclude a file that the snapshot holds.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
 from mstore import fs
 from mstore.block_cache import BlockCache, Computing
-from mstore.checkpoint.directory import DEFAULT_LIMITS, CheckpointLimits
+from mstore.checkpoint.directory import DEFAULT_LIMITS, CheckpointLimits, read_weight_map
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.header import Header, TensorSlot, read_header
+from mstore.checkpoint.models import full_name, models_of, name_in_model
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
@@ -35,6 +37,7 @@ from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in
 from mstore.view import tensor_blocks
 
 _Place = tuple[str, int, int]
@@ -113,6 +116,7 @@ class _Directory:
         self.slots: dict[str, dict[str, TensorSlot]] = {}
         self.notes: list[str] = []
         self._block_size = block_size
+        self._limits = limits
         self._pool = pool
         self._progress = progress
         self._ids: dict[_Place, list[BlockId]] = {}
@@ -158,6 +162,16 @@ class _Directory:
             total = sum(one.status.st_size for one in self.tree.files)
             self._progress(Progress("compare", self._done, max(total, self._done)))
         return ids
+
+    def weight_map(self, path: str) -> Mapping[str, str]:
+        """Return what a shard index says; nothing if it cannot be read."""
+        found = self.files[path]
+        with suppress(BadCheckpoint):
+            where = str(self.tree.shown / path)
+            return read_weight_map(
+                found.absolute, where=where, limits=self._limits, stamp=found.stamp
+            )
+        return {}
 
     def data(self, path: str, begin: int, length: int) -> bytes:
         """Return bytes of a file, for comparisons that need the data itself."""
@@ -237,7 +251,7 @@ class _Comparison:
             return not rest
         # The header is the same: the same names, dtypes, shapes and offsets.
         return all(
-            self._tensor(part.name, part.tensor_id(), stored.path).status == "equal"
+            self._tensor(full_name("", part.name), part.tensor_id(), stored.path).status == "equal"
             for part in rest
             if part.name is not None
         )
@@ -250,7 +264,7 @@ class _Comparison:
         return self._found[key]
 
     def _compared(self, name: str, id: TensorId, path: str) -> TensorDiff:
-        slot = self._side.slots[path][name]
+        slot = self._side.slots[path][name_in_model(name)]
         begin = self._side.headers[path].data_start + slot.begin
         record = self._catalog.content(id)
         same_form = (record.dtype, record.shape) == (slot.dtype, slot.shape)
@@ -292,22 +306,23 @@ class _Comparison:
 
     def _tensors(self) -> tuple[Sequence[TensorDiff], int, int, int]:
         """Return the differing tensors, and counts: equal tensors, all blocks, differing blocks."""
-        ours = self._manifest.tensors()
-        files = reversed(self._manifest.files)
-        stored = {part.name: file.path for file in files for part in file.tensors()}
+        models = models_in(self._catalog, self._manifest)
+        ours = models.tensors
         homes: dict[str, str] = {}
-        for path, slots in sorted(self._side.slots.items()):
-            for name in slots:
-                # Of two, take the one in the file where it is stored.
-                if name not in homes or path == stored.get(name):
-                    homes[name] = path
+        for model in models_of(self._side.files, self._side.weight_map):
+            for path in model.files:
+                for own in self._side.slots.get(path, ()):
+                    name = full_name(model.name, own)
+                    # Of two, take the one in the file where it is stored.
+                    if name not in ours or homes.get(name) != models.home(name):
+                        homes[name] = path
         found: list[TensorDiff] = []
         equal = total = differing = 0
         for name in [*ours, *(name for name in homes if name not in ours)]:
             if name not in homes:
                 one = self._alone(name, "removed", self._catalog.content(ours[name]))
             elif name not in ours:
-                one = self._alone(name, "added", self._side.slots[homes[name]][name])
+                one = self._alone(name, "added", self._side.slots[homes[name]][name_in_model(name)])
             else:
                 one = self._tensor(name, ours[name], homes[name])
             total += one.blocks_total

@@ -29,6 +29,7 @@ from mstore.stats.digests import Digest
 from mstore.stats.store import StatsStore, readable
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 
 _ROUNDING: Final = 1e-6
 """Room in bounds, relative to the norms that are added: sums and differences are rounded."""
@@ -64,7 +65,7 @@ class Distances:
         self._statistics = statistics
         self._block_size = catalog.block_size
         self._bases = [
-            manifest.tensors()
+            tensors_of(catalog, manifest)
             for id in _bases(catalog, a) & _bases(catalog, b)
             if (record := catalog.snapshot_if_there(id)) is not None
             and (manifest := catalog.manifest_if_there(record.manifest_id())) is not None

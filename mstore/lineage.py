@@ -8,15 +8,17 @@ from contextlib import suppress
 
 from mstore.ancestry import ancestry, is_led_to, parents_of
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.schema import PINNED, PRUNED
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.store import pin_rows, pruned_rows, snapshot_rows
+from mstore.store import listing
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in, tensors_of
 from mstore.store.not_finite import NotFiniteTensor, of_snapshot
 from mstore.store.signature_report import SignatureReport
 
@@ -164,12 +166,13 @@ def describe(
 def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[SnapshotId]:
     """Return the pruned snapshots that no ref names; a ref keeps the contents of its own."""
     with catalog.index.env.read() as transaction:
-        return pruned_rows.ids(catalog.index, transaction) - names.keys()
+        pruned = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
+    return pruned - names.keys()
 
 
 def _pinned(catalog: Catalog) -> set[SnapshotId]:
     with catalog.index.env.read() as transaction:
-        return pin_rows.ids(catalog.index, transaction)
+        return {id for id, _ in catalog.index.walk(transaction, PINNED)}
 
 
 def _described(
@@ -197,7 +200,7 @@ def _described(
         refs=tuple(names.get(id, ())),
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
-        tensors=len(manifest.tensors()),
+        tensors=len(tensors_of(catalog, manifest)),
         pruned=id in pruned,
         pinned=id in pinned,
         not_finite=_not_finite(catalog, record, manifest),
@@ -230,7 +233,7 @@ def _not_finite(
     catalog: Catalog, record: SnapshotRecord, manifest: Manifest
 ) -> tuple[NotFiniteTensor, ...]:
     with suppress(NotFound, Corrupt):
-        return of_snapshot(catalog, record, manifest.tensors())
+        return of_snapshot(catalog, record, tensors_of(catalog, manifest))
     return ()
 
 
@@ -313,7 +316,7 @@ def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
 
 def _is_gone(catalog: Catalog, transaction: IndexTransaction, id: bytes) -> bool:
     try:
-        return not snapshot_rows.is_listed(catalog.index, transaction, id)
+        return not listing.is_listed(catalog.index, transaction, SnapshotId(id))
     except Corrupt:
         # There is a row; what is wrong with it matters to who reads the snapshot.
         return False
@@ -365,13 +368,11 @@ def _named(
 
 def tensors(catalog: Catalog, id: SnapshotId) -> list[TensorReport]:
     """Report the tensors of a snapshot, in file and data order."""
-    manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+    models = models_in(catalog, catalog.manifest_of(id))
     found = []
-    for file in manifest.files:
-        for part in file.tensors():
-            assert part.name is not None
-            tensor = catalog.content(part.tensor_id())
-            found.append(
-                TensorReport(part.name, tensor.dtype, tensor.shape, tensor.nbytes, file.path)
-            )
+    for name, tensor_id in models.tensors.items():
+        tensor = catalog.content(tensor_id)
+        found.append(
+            TensorReport(name, tensor.dtype, tensor.shape, tensor.nbytes, models.home(name))
+        )
     return found

@@ -30,10 +30,12 @@ from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.adapters.config import MAX_CONFIG, named_base
 from mstore.adapters.fit import check_adapter
 from mstore.adapters.targets import is_adapter
+from mstore.blocks.schema import PRUNED
 from mstore.checkpoint.declared import Declared, declared_bases
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.checkpoint.header import TensorSlot
+from mstore.checkpoint.models import full_name, split_name
 from mstore.checkpoint.partition import block_count
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
@@ -43,9 +45,10 @@ from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import BASE, SnapshotRecord
-from mstore.store import pruned_rows, snapshot_rows
+from mstore.store import listing
 from mstore.store.catalog import Catalog
-from mstore.store.tied import Tied
+from mstore.store.models import Models, models_in, paired
+from mstore.store.tied import Tied, sizes_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -202,6 +205,7 @@ class _Search:
         self._catalog = catalog
         self._limits = limits
         self._files = {file.path: file for file in checkpoint.files}
+        self._named_models = checkpoint.named
         self._slots = _slots(checkpoint)
         self._sizes = {name: slot.nbytes for name, (_, _, slot) in self._slots.items()}
         self._declared = _declared(self._read_own)
@@ -254,12 +258,14 @@ class _Search:
         with suppress(NotFound, Corrupt, Incompatible):
             base = self._catalog.manifest(candidate.record.manifest_id())
             slots = {name: slot for name, (_, _, slot) in self._slots.items()}
-            ids = base.tensors()
+            models = models_in(self._catalog, base)
+            main = models.only(candidate.name)
+            ids = models.in_model(main)
             if is_adapter(ids):
                 return False
             records = dict(zip(ids, self._catalog.tensors(list(ids.values())), strict=True))
             config = self._read_own(ADAPTER_CONFIG, MAX_CONFIG + 1)
-            tied = Tied.of(self._catalog, base, slots)
+            tied = Tied.of(self._catalog, base, main, slots)
             check_adapter(config, slots, tied.both(records), candidate.name)
             return True
         return False
@@ -307,10 +313,30 @@ class _Search:
             if number == self._limits.manifests or len(fitting) == self._limits.candidates:
                 break
             with suppress(NotFound, Corrupt):
-                manifest = self._catalog.manifest(candidate.record.manifest_id())
-                if _tensor_sizes(manifest) == self._sizes:
+                if self._has_same_sizes(candidate):
                     fitting.append(candidate)
         return fitting
+
+    def _has_same_sizes(self, candidate: _Candidate) -> bool:
+        """Return whether the models that both have are equal in names and sizes.
+
+        These are at least half of the checkpoint's bytes.
+        """
+        models = self._models(candidate)
+        pairs = paired(models.named, self._named_models)
+        sizes = sizes_of(self._catalog, models.manifest)
+        theirs = {
+            full_name(pairs[model], name): size
+            for full, size in sizes.items()
+            for model, name in (split_name(full),)
+            if model in pairs
+        }
+        own = {
+            full: size
+            for full, size in self._sizes.items()
+            if split_name(full)[0] in pairs.values()
+        }
+        return bool(own) and own == theirs and 2 * sum(own.values()) >= sum(self._sizes.values())
 
     # -- which is nearest --------------------------------------------------------------------
 
@@ -349,6 +375,9 @@ class _Search:
             tensors = self._tensors(candidate)
             same = 0
             unequal: list[tuple[_Sampled, BlockId]] = []
+            sample = [each for each in sample if each.tensor in tensors]
+            if not sample:
+                return None
             for each in sample:
                 tensor = self._catalog.tensor(tensors[each.tensor])
                 if (tensor.dtype, tensor.shape) != (each.dtype, each.shape):
@@ -391,7 +420,12 @@ class _Search:
         )
 
     def _tensors(self, candidate: _Candidate) -> Mapping[str, TensorId]:
-        return self._catalog.manifest(candidate.record.manifest_id()).tensors()
+        """Return a candidate's tensors by what the checkpoint calls those to compare with."""
+        return self._models(candidate).counterparts(self._named_models)
+
+    def _models(self, candidate: _Candidate) -> Models:
+        catalog = self._catalog
+        return models_in(catalog, catalog.manifest(candidate.record.manifest_id()))
 
     # -- the checkpoint's side ---------------------------------------------------------------
 
@@ -438,7 +472,7 @@ class _Search:
         if len(data) != length or _is_constant(data, slot.dtype):
             # The add itself detects a file that was truncated meanwhile.
             return None
-        return _Sampled(slot.name, slot.dtype, slot.shape, number, data, BlockId.of(data))
+        return _Sampled(names[at], slot.dtype, slot.shape, number, data, BlockId.of(data))
 
 
 def closeness(data: Buffer, other: Buffer, dtype: str) -> float:
@@ -478,22 +512,12 @@ def _ordered(words: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.float64]:
 
 
 def _slots(checkpoint: Checkpoint) -> dict[str, tuple[SourceFile, int, TensorSlot]]:
-    """Return each tensor by name: file, offset of its data, slot.  The first of a name counts."""
-    found: dict[str, tuple[SourceFile, int, TensorSlot]] = {}
-    for file in checkpoint.files:
-        if file.header is not None:
-            for slot in file.header.tensors:
-                found.setdefault(slot.name, (file, file.header.data_start, slot))
-    return found
-
-
-def _tensor_sizes(manifest: Manifest) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for file in manifest.files:
-        for part in file.tensors():
-            assert part.name is not None
-            found.setdefault(part.name, part.nbytes)
-    return found
+    """Return each tensor by what it is called: file, offset of its data, slot."""
+    return {
+        name: (file, file.header.data_start, slot)
+        for name, (file, slot) in checkpoint.tensors().items()
+        if file.header is not None
+    }
 
 
 def _is_floating(slot: TensorSlot) -> bool:
@@ -573,7 +597,7 @@ def _newest(catalog: Catalog, ids: Iterable[SnapshotId], most: int) -> list[Snap
     """Return at most this many of these snapshots, newest first, from their index rows alone."""
     index = catalog.index
     with index.env.read() as transaction:
-        times = snapshot_rows.times(index, transaction, ids)
+        times = listing.times(index, transaction, ids)
     return sorted(times, key=lambda id: (times[id], id), reverse=True)[:most]
 
 
@@ -590,7 +614,7 @@ def _root(id: SnapshotId, bases: dict[SnapshotId, SnapshotId]) -> SnapshotId:
 
 def _pruned(catalog: Catalog) -> set[SnapshotId]:
     with catalog.index.env.read() as transaction:
-        return pruned_rows.ids(catalog.index, transaction)
+        return {id for id, _ in catalog.index.walk(transaction, PRUNED)}
 
 
 def _is_called(candidate: _Candidate, name: str) -> bool:

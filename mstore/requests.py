@@ -60,12 +60,14 @@ class TensorRule:
 class MergeRequest:
     """A merge to plan.  Nothing is checked before a store is asked to plan it.
 
-    base: the revision to merge into.
-    experts: revisions, pairs of a revision and its weight, or weights by revision.
+    base: the revision to merge into, or one of its models as REF:MODEL.
+    experts: revisions or their models, pairs of a revision and its weight, or weights by revision.
     method: one of those in docs/merge-methods.md.
     parameters: of the method, by name; the others keep their defaults.
-    fishers: for `fisher`, a revision for each expert, in their order: its diagonal Fisher, stored
-    as a checkpoint whose tensors have the names and shapes of the model's.
+    companions: further inputs that a method needs, by ROLE:EXPERT (the expert as in `experts`),
+    ROLE:base, or ROLE for one of the whole merge.  For `fisher`, `{"fisher:code": "code-fisher"}`
+    names the diagonal Fisher of each expert, stored as a checkpoint whose tensors have the names
+    and shapes of the model's.
     budget: the most bytes to read from experts: a `Budget`, text as on the command line ("2GiB",
     "30%"), bytes (int), or a share of the full cost (float below 1).  The number 1 is refused.
     max_error: find the cheapest plan whose error, relative to the base's norm, is at most this.
@@ -89,7 +91,7 @@ class MergeRequest:
     experts: Experts
     method: str
     parameters: Mapping[str, object] = field(default_factory=dict)
-    fishers: Sequence[Revision] = ()
+    companions: Mapping[str, Revision] = field(default_factory=dict)
     budget: Budget | str | float | None = None
     max_error: float | None = None
     dtype: str | None = None

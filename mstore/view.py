@@ -34,8 +34,9 @@ from mstore.objects.manifest import SAFETENSORS, File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call, phrase
-from mstore.store import contents, indexed
+from mstore.store import contents
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in
 
 
 @frozen
@@ -146,7 +147,8 @@ class SnapshotView:
         self._catalog = catalog
         self._cache = cache or BlockCache(catalog)
         self._files = {file.path: _OpenFile(file) for file in self.manifest.files}
-        self._tensors = indexed.tensors(catalog, self.manifest)
+        self.models = models_in(catalog, self.manifest)
+        self._tensors: Mapping[str, TensorId] = self.models.tensors
 
     @property
     def files(self) -> Mapping[str, int]:
@@ -155,7 +157,7 @@ class SnapshotView:
 
     @property
     def tensors(self) -> Mapping[str, TensorId]:
-        """Maps tensor name to TensorId, in file and data order."""
+        """Maps what a tensor is called to its TensorId, model by model, in file and data order."""
         return self._tensors
 
     def _opened(self, path: str) -> _OpenFile:
@@ -318,6 +320,16 @@ class SnapshotView:
             raise NotFound("not a safetensors file", where=path)
         view = copy(self)
         view._tensors = {str(part.name): part.tensor_id() for part in file.tensors()}
+        return view
+
+    def of_model(self, model: str | None, where: str) -> SnapshotView:
+        """Return this view with the tensors of one model only, by their names in it.
+
+        model: None for the one that is meant where none is named.  Raises NotFound, Incompatible.
+        """
+        name = self.models.only(where) if model is None else self.models.model(model, where).name
+        view = copy(self)
+        view._tensors = self.models.in_model(name)
         return view
 
     def header(self, path: str) -> tuple[list[str], dict[str, str] | None]:

@@ -32,6 +32,12 @@ _DTYPES = reference.DTYPES | {"F64": np.dtype("f8"), "I64": np.dtype("i8"), "U8"
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+def fishers_for(experts: Sequence[Any], fishers: Sequence[Any]) -> dict[str, Any]:
+    """The companions of a request: a Fisher for each expert, in their order."""
+    names = [one if isinstance(one, str) else one[0] for one in experts]
+    return {f"fisher:{name}": one for name, one in zip(names, fishers, strict=False)}
+
+
 @dataclass(frozen=True)
 class Family:
     """A base and experts; every expert has the base's tensors.  So has its Fisher, if any."""

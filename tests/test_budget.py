@@ -77,7 +77,9 @@ class Place:
                 experts=list(zip(self.family.names, weights, strict=False)),
                 method=method,
                 parameters=parameters,
-                fishers=self.family.fisher_names if method == "fisher" else (),
+                companions=families.fishers_for(self.family.names, self.family.fisher_names)
+                if method == "fisher"
+                else {},
                 **options,
             ),
             allow_noop=True,

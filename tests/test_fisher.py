@@ -25,18 +25,21 @@ from mstore.merge.planning.validate import check_fits
 from mstore.objects.plan import (
     BELOW,
     EQUAL,
+    FISHER,
     OMITTED,
     READ,
     SHARED,
     Plan,
-    PlanExpert,
+    PlanInput,
     PlanTensor,
 )
+from mstore.store.models import tensors_of
 
 SHAPES = {"a": (70, 1024), "b": (50, 1000), "still": (40, 1000), "tiny": (7,)}
 MOVED = ("a", "b", "tiny")
 WEIGHTS = (1.0, 0.5, 0.75)
 FISHERS = ("f0", "f1", "f2")
+TOLD = tuple((f"fisher:e{k}", f"f{k}") for k in range(3))
 
 
 def asked(**options: Any) -> MergeRequest:
@@ -46,7 +49,9 @@ def asked(**options: Any) -> MergeRequest:
         "fishers": FISHERS,
         "method": "fisher",
     }
-    return MergeRequest(**(given | options))
+    given |= options
+    given["companions"] = families.fishers_for(given["experts"], given.pop("fishers"))
+    return MergeRequest(**given)
 
 
 def informations(rng: np.random.Generator, dtype: str, sizes: dict[str, tuple[int, ...]]) -> Arrays:
@@ -107,7 +112,7 @@ def same(found: Any, exact: Any) -> bool:
 def test_a_merge_equals_the_reference(place: Place, floor: float) -> None:
     """Bit for bit the definition, whole, virtual and replayed."""
     plan = place.store.plan(asked(parameters={"floor": floor}, dtype="F32"))
-    assert plan.fishers == FISHERS
+    assert plan.companions == TOLD
     assert [name for name, _ in plan.experts] == ["e0", "e1", "e2"]
     done = place.store.merge(plan, name="merged", memo=False)
     assert done.expert_bytes_read == plan.planned_expert_bytes == plan.full_expert_bytes
@@ -206,11 +211,12 @@ def test_shared_halves_are_read_once(place: Place) -> None:
     """Experts that share their own blocks or those of Fishers pay for these once, at any budget,
     and a full budget in bytes is a merge without one."""
     cases = (
-        (["e0", "e0", "e2"], ["f0", "f1", "f2"]),
+        (["e0", "same", "e2"], ["f0", "f1", "f2"]),
         (["e0", "e1", "e2"], ["f0", "f0", "f0"]),
-        (["e0", "e0", "e2"], ["f0", "f2", "f2"]),
-        (["e0", "e0", "e2"], ["f0", "f0", "f2"]),
+        (["e0", "same", "e2"], ["f0", "f2", "f2"]),
+        (["e0", "same", "e2"], ["f0", "f0", "f2"]),
     )
+    place.store.tag("same", "e0")
     for experts, fishers in cases:
         own = asked(experts=experts, fishers=fishers, dtype="F32")
         full = place.store.plan(own)
@@ -280,7 +286,8 @@ def test_a_fisher_may_lack_what_no_expert_moves(place: Place) -> None:
     merged = place.store.merge(place.store.plan(asked(fishers=names)), name="short-merged")
     usual = place.store.merge(place.store.plan(asked()), name="usual")
     found, exact = (place.store._catalog.manifest(one.manifest) for one in (merged, usual))
-    assert found.tensors() == exact.tensors()
+    catalog = place.store._catalog
+    assert tensors_of(catalog, found) == tensors_of(catalog, exact)
     # Tensors that are only converted need none, either.
     place.store.merge(place.store.plan(asked(fishers=names, dtype="F32")), name="wide")
     base = place.family.base["still"].astype(np.float32)
@@ -326,9 +333,9 @@ def test_what_is_refused(place: Place) -> None:
     """Too few Fishers, other methods, negative weights, other shapes and names, adapters' words."""
     store = place.store
     for options, says in (
-        ({"fishers": ["f0"]}, "in the order of the experts: 3, not 1"),
+        ({"fishers": ["f0"]}, "a Fisher for each expert: 3, not 1"),
         ({"fishers": []}, "3, not 0"),
-        ({"method": "linear"}, "linear takes no Fishers"),
+        ({"method": "linear"}, "linear takes no companions"),
         ({"experts": [("e0", -1.0), "e1", "e2"]}, "must not be negative"),
         ({"rules": [TensorRule(tensors="a", method="linear")]}, "of all tensors or of none"),
         ({"parameters": {"floor": -1}}, "floor must be in"),
@@ -389,22 +396,23 @@ def test_the_weight_of_the_only_expert_has_no_effect(place: Place) -> None:
         assert sum(note.startswith(told) for note in plan.notes) == wanted
 
 
-def test_recipes_name_no_fishers(place: Place) -> None:
-    """A recipe of this method is refused, with its line; a merge by it has none, and its card says
-    the command that makes it again."""
-    recipe = "merge_method: fisher\nbase_model: base\nmodels: [{model: e0}]\n"
-    with pytest.raises(BadRequest, match="recipes name no Fishers") as error:
-        place.store.read_recipe(recipe)
-    assert error.value.where == "the recipe, line 1"
+def test_recipes_name_companions(place: Place) -> None:
+    """A recipe names them by what they are of; that of a merge by this method gives its plan again,
+    and so does the command on its card."""
     place.store.merge(place.store.plan(asked()), name="merged")
-    with pytest.raises(BadRequest, match="recipes name no Fishers"):
-        place.store.recipe("merged")
-    files = {one.path for one in place.store.files("merged")}
-    assert "mergekit_config.yml" not in files
+    recipe = place.store.recipe("merged")
+    assert "companions:" in recipe
+    assert f'  "fisher:e1": "f1"  # {place.store["f1"].manifest.hex()}\n' in recipe
+    again = place.store.read_recipe(recipe).request
+    assert place.store.plan(again).plan == place.store.plan(asked()).plan
+    stored = place.store["merged"].read("mergekit_config.yml").decode()
+    by_ids = place.store.read_recipe(stored).request
+    assert place.store.plan(by_ids).plan == place.store.plan(asked()).plan
     card = place.store["merged"].read("README.md").decode()
     assert "# A merge of 3 models by fisher" in card
     ids = [place.store[name].manifest.hex() for name in FISHERS]
-    assert " ".join(f"--fisher {id}" for id in ids) in card
+    of = [place.store[name].manifest.hex() for name in ("e0", "e1", "e2")]
+    assert all(f"fisher:{one}={id}" in card for one, id in zip(of, ids, strict=True))
     assert card.split("---")[1].count('- "') == 4
     command = next(one for one in card.splitlines() if one.startswith("mstore merge"))
     words = command.split()
@@ -473,12 +481,24 @@ def test_a_plan_that_reads_one_without_the_other_is_refused(place: Place) -> Non
     lacking = {name: one for name, one in place.family.fishers[0].items() if name != "b"}
     families.write_checkpoint(place.root / "lacks-b", lacking)
     place.store.add(place.root / "lacks-b", name="lacks-b")
-    other = PlanExpert(place.store["lacks-b"].manifest, 1.0)
-    experts = (*plan.experts[:3], other, *plan.experts[4:])
+    other = PlanInput(FISHER, 1, place.store["lacks-b"].manifest)
+    inputs = (*plan.inputs[:4], other, *plan.inputs[5:])
     with pytest.raises(BadRequest, match="does not fit this tensor"):
-        check_fits(place.store._catalog, structs.replace(plan, experts=experts))
-    with pytest.raises(BadRequest, match="not a sound plan"):
-        check_fits(place.store._catalog, structs.replace(plan, experts=plan.experts[:5]))
+        check_fits(place.store._catalog, structs.replace(plan, inputs=inputs))
+
+
+def test_a_plan_of_other_companions_is_refused(place: Place) -> None:
+    """A Fisher for each expert, and nothing else: that is what the method needs."""
+    made = place.store.plan(asked(dtype="F32"))
+    plan = place.store._catalog.record(Plan, made.plan)
+    base, *experts = plan.inputs[:4]
+    fishers = plan.inputs[4:]
+    assert [(one.role, one.of) for one in fishers] == [(FISHER, 1), (FISHER, 2), (FISHER, 3)]
+    merge, of_base = (structs.replace(fishers[0], of=of) for of in (None, 0))
+    for companions in ((), fishers[:2], fishers[1:], (merge, *fishers), (of_base, *fishers)):
+        changed = structs.replace(plan, inputs=(base, *experts, *companions))
+        with pytest.raises(BadRequest, match="companions are not those of its method"):
+            check_fits(place.store._catalog, changed)
 
 
 def test_a_plan_elsewhere_is_the_same(place: Place, tmp_path: Path) -> None:
@@ -490,7 +510,11 @@ def test_a_plan_elsewhere_is_the_same(place: Place, tmp_path: Path) -> None:
             other.add(place.root / name, name=name)
         taken = other.import_plan(place.store.export_plan(str(plan.plan)))
         assert taken.plan == plan.plan
-        assert len(taken.fishers) == len(taken.experts) == 3
+        named = {name: other[name].id.short for name in ("e0", "e1", "e2", *FISHERS)}
+        assert [name for name, _ in taken.experts] == [named[f"e{k}"] for k in range(3)]
+        assert taken.companions == tuple(
+            (f"fisher:{named[f'e{k}']}", named[f"f{k}"]) for k in range(3)
+        )
         assert other.merge(taken, name="there").manifest == merged.manifest
 
 
@@ -515,26 +539,35 @@ def test_tied_names_have_one_fisher(tmp_path: Path) -> None:
 
 
 def test_what_people_type(place: Place) -> None:
-    """`--fisher` once for each expert; a plan shows them, and one too many is refused."""
+    """`--with` once for each expert; a plan shows them, and one of nothing is refused."""
     mstore = Program(place.store.path)
     words = ["--base", "base", "--method", "fisher"]
     for expert, fisher in zip(("e0", "e1=0.5", "e2"), FISHERS, strict=True):
-        words += ["--expert", expert, "--fisher", fisher]
+        words += ["--expert", expert, "--with", f"fisher:{expert.partition('=')[0]}={fisher}"]
     shown = mstore.succeed("plan", *words)
-    assert any(line.split() == ["Fishers", "f0,", "f1,", "f2"] for line in shown.lines)
+    told = ["with", "fisher:e0=f0,", "fisher:e1=f1,", "fisher:e2=f2"]
+    assert any(line.split() == told for line in shown.lines)
     document = mstore.succeed("plan", *words, "--json").document
-    assert document["fishers"] == list(FISHERS)
+    assert document["companions"] == list(map(list, TOLD))
     assert document["experts"] == [["e0", 1.0], ["e1", 0.5], ["e2", 1.0]]
     mstore.succeed("merge", *words, "--name", "typed")
     swept = mstore.succeed("plan", *words, "--sweep", "--json").document
-    assert swept["fishers"] == list(FISHERS)
-    refused = mstore("plan", *words, "--fisher", "f0")
-    assert refused.status == 2
-    assert "in the order of the experts: 3, not 4" in refused.err
-    assert "--fisher" in refused.err
-    lost = mstore("plan", *words[:-1], str(place.root / "f2"))
+    assert swept["companions"] == list(map(list, TOLD))
+    for wrong, says in (
+        ("fisher:e9=f0", "'e9' is neither base nor one of the experts"),
+        ("gram:e0=f0", "no companion has the role 'gram'"),
+        ("fisher:base=f0", "3, not 4"),
+        ("fisher=f0", "3, not 4"),
+        ("fisher:e0=f1", "given twice"),
+        ("f0", "not ROLE=REF"),
+    ):
+        refused = mstore("plan", *words, "--with", wrong)
+        assert refused.status == 2
+        assert says in refused.err
+        assert "--with" in refused.err
+    lost = mstore("plan", *words[:-1], f"fisher:e2={place.root / 'f2'}")
     assert "it is a directory" in lost.err
-    assert mstore("merge", "--plan", "typed", "--fisher", "f0", "--name", "x").status == 2
+    assert mstore("merge", "--plan", "typed", "--with", "fisher:e0=f0", "--name", "x").status == 2
 
 
 def test_checks_compare_models_only(place: Place) -> None:
@@ -579,7 +612,7 @@ def test_shares_of_the_change_add_up(place: Place) -> None:
         assert one.norm == pytest.approx(np.linalg.norm(part), rel=1e-9)
         assert one.share == pytest.approx((part * whole).sum() / (whole * whole).sum(), rel=1e-9)
     told_by_plan = place.store.explain("merged")
-    assert told_by_plan.plan.fishers == FISHERS
+    assert told_by_plan.plan.companions == TOLD
 
 
 def test_a_larger_share_of_the_budget_goes_to_who_knows_more(place: Place) -> None:

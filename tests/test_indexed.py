@@ -64,20 +64,21 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         yield store
 
 
-VALUES = {"first": 1.0, "second": 2.0, "stale": 3.0}
+VALUES = {"first": 1.0, "second": 2.0, "stale": 1.0}
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_a_name_is_what_the_index_says(store: Store, name: str) -> None:
-    """Every way to read a tensor by its name gives that of the whole model, or else of the shard
-    that the index names; a file that is named gives its own."""
+    """Every way to read a tensor by its name gives that of the shard that the index names; a file
+    that is named gives its own."""
     snapshot, value = store[name], VALUES[name]
     assert snapshot.tensor("k")[0, 0] == snapshot.load()["k"][0, 0] == value
     assert snapshot.safe_open().get_tensor("k")[0, 0] == value
     assert snapshot.safe_open().get_slice("k")[:1][0, 0] == value
     assert snapshot.safe_open(file=ONE).get_tensor("k")[0, 0] == 1.0
     assert snapshot.safe_open(file=TWO).get_slice("k")[3:][0, 0] == 2.0
-    assert sorted(snapshot) == sorted(tensors(0.0))
+    alone = [f"model:{one}" for one in tensors(0.0)] if name == "stale" else []
+    assert sorted(snapshot) == sorted([*tensors(0.0), *alone])
     changed = {one.name: one.status for one in store.diff("second", name).tensors}
     assert changed.get("k", "equal") == ("equal" if name == "second" else "changed")
 
@@ -112,6 +113,13 @@ def test_what_computes_refuses_it(store: Store, name: str, tmp_path: Path) -> No
         with pytest.raises(Incompatible, match="tensor k is in model-00001-of-00002"):
             act()
     assert "x" not in store
+
+
+def test_a_file_that_the_index_does_not_name_is_a_model_of_its_own(store: Store) -> None:
+    """A single file of the index's stem is called by its name."""
+    assert store["stale"].models() == ["", "model"]
+    assert store["stale"].tensor("model:k")[0, 0] == 3.0
+    assert store["stale"].load(model="model")["k"][0, 0] == 3.0
 
 
 def test_the_note_of_an_add(store: Store) -> None:

@@ -66,7 +66,7 @@ class Place:
                 experts=experts,
                 method=method,
                 parameters=METHODS[method],
-                fishers=fishers if method == "fisher" else (),
+                companions=families.fishers_for(experts, fishers) if method == "fisher" else {},
                 **options,
             ),
             allow_noop=allow_noop,

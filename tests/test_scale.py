@@ -62,7 +62,9 @@ class Place:
             experts=list(zip(self.family.names, weights, strict=False))[:count],
             method=method,
             parameters=parameters | options.pop("parameters", {}),
-            fishers=self.family.fisher_names if find(method).fishers else (),
+            companions=families.fishers_for(self.family.names, self.family.fisher_names)
+            if find(method).fishers
+            else {},
             dtype="float32",
             **options,
         )

@@ -10,7 +10,7 @@ import adapters
 import numpy as np
 import pytest
 from cli_runs import Program
-from families import BLOCK, Arrays
+from families import BLOCK, Arrays, fishers_for
 
 from mstore import MergeRequest, Store
 from mstore.merge.methods.registry import METHODS
@@ -198,7 +198,11 @@ def test_every_method_can_be_asked(method: str, store: Store) -> None:
     fishers = ["squares"] * len(experts) if one.fishers else []
     needed = {own.name: 0.5 for own in one.parameters if own.default is None}
     request = MergeRequest(
-        base="base", experts=experts, fishers=fishers, method=method, parameters=needed
+        base="base",
+        experts=experts,
+        companions=fishers_for(experts, fishers),
+        method=method,
+        parameters=needed,
     )
     report = store.plan(request, allow_noop=True)
     assert not ODD & {warning.kind for warning in report.warnings}

@@ -47,8 +47,9 @@ def test_weight_0_is_free(method: str, place: Place) -> None:
         parameters["k"] = 1
     asked = {"base": "base", "method": method, "parameters": parameters}
     fishers = ["f0", "f1"] if method == "fisher" else []
-    alone = place.store.plan(MergeRequest(**asked, experts=["e0"], fishers=fishers[:1]))
-    both = place.store.plan(MergeRequest(**asked, experts=["e0", ("e1", 0.0)], fishers=fishers))
+    one, two = (families.fishers_for(names, fishers) for names in (["e0"], ["e0", "e1"]))
+    alone = place.store.plan(MergeRequest(**asked, experts=["e0"], companions=one))
+    both = place.store.plan(MergeRequest(**asked, experts=["e0", ("e1", 0.0)], companions=two))
     assert both.analyze_bytes_read == 0
     assert both.full_expert_bytes == both.planned_expert_bytes == alone.full_expert_bytes
     assert both.error_share_estimate == 0.0

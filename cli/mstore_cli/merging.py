@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -91,14 +91,14 @@ AllowNonfinite = Annotated[
 ]
 _BASE = Option(
     "--base",
-    metavar="REF",
-    help="The model to merge into.",
+    metavar="REF[:MODEL]",
+    help="The model to merge into; of a snapshot of several models, all, or the one named.",
     completes="refs",
     group=WHAT,
 )
 _EXPERT = Option(
     "--expert",
-    metavar="REF[=WEIGHT]",
+    metavar="REF[:MODEL][=WEIGHT]",
     completes="refs",
     help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
     "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch, and "
@@ -112,14 +112,14 @@ _METHOD = Option(
     completes="methods",
     group=WHAT,
 )
-MaybeFishers = Annotated[
+MaybeCompanions = Annotated[
     list[str] | None,
     Option(
-        "--fisher",
-        metavar="REF",
-        help="For `--method fisher`: the diagonal Fisher of an expert, as a checkpoint in the "
-        "store. One for each expert, in their order.",
-        completes="refs",
+        "--with",
+        metavar="ROLE[:EXPERT]=REF",
+        help="A further input that the method needs, of one expert, of the base (`:base`) or of "
+        "the merge. `--method fisher` needs `fisher:EXPERT=REF` for each expert: its diagonal "
+        "Fisher, as a checkpoint in the store. Repeatable.",
         group=WHAT,
     ),
 ]
@@ -250,7 +250,8 @@ def directories_told(request: MergeRequest) -> Iterator[None]:
     try:
         yield
     except NotFound as error:
-        named = (request.base, *(name for name, _ in request.weighted()), *request.fishers)
+        named = (request.base, *(name for name, _ in request.weighted()))
+        named = (*named, *request.companions.values())
         where = error.where
         if where is None or where not in named or not Path(where).is_dir():
             raise
@@ -344,6 +345,19 @@ def parse_expert(text: str) -> tuple[str, float]:
     return name, number
 
 
+def parse_companions(texts: Sequence[str]) -> dict[str, str]:
+    """Parse `ROLE[:EXPERT]=REF`, each once.  Raises BadRequest."""
+    found: dict[str, str] = {}
+    for text in texts:
+        key, equals, name = text.rpartition("=")
+        if not (key and equals and name):
+            _refuse(f"not ROLE=REF: {text!r}", "--with", "--with fisher:EXPERT=REF")
+        if key in found:
+            _refuse(f"{key} is given twice", "--with", f"--with {key}=REF")
+        found[key] = name
+    return found
+
+
 def parse_share(text: str, option: str = "--top-p") -> float:
     """Parse `20%` or `0.2`.  Raises BadRequest that names the option, also for more than 1."""
     number, percent, rest = text.partition("%")
@@ -396,7 +410,7 @@ class Wanted:
     parameters: list[str] | None
     recipe: str | None
     vocab: str | None = None
-    fishers: list[str] | None = None
+    companions: list[str] | None = None
     strict: bool = False
     _read: list[RecipeText] = dataclasses.field(default_factory=list, init=False)
 
@@ -410,7 +424,7 @@ class Wanted:
         given = {"--base": self.base, "--expert": self.experts, "--method": self.method}
         if self.recipe is not None:
             told = [option for option, value in given.items() if value]
-            told += ["--fisher"] * bool(self.fishers) + ["--param"] * bool(self.parameters)
+            told += ["--with"] * bool(self.companions) + ["--param"] * bool(self.parameters)
             told += ["--vocab"] * (self.vocab is not None)
             if told:
                 raise UsageError(
@@ -424,7 +438,7 @@ class Wanted:
         missing = [option for option, value in given.items() if not value]
         if not missing:
             return True
-        if len(missing) == len(given) and not self.parameters and not self.fishers:
+        if len(missing) == len(given) and not self.parameters and not self.companions:
             return False
         listed = "mstore methods" if missing == ["--method"] else hint
         raise UsageError(f"missing: {', '.join(missing)}", hint=listed)
@@ -509,7 +523,7 @@ def make_request(
     return MergeRequest(
         base=wanted.base or "",
         experts=experts_of(wanted.experts or ()),
-        fishers=tuple(wanted.fishers or ()),
+        companions=parse_companions(wanted.companions or []),
         method=wanted.method or "",
         parameters=parse_parameters(wanted.parameters or []),
         budget=None if budget is None else Budget(parse_budget(budget)),
@@ -582,7 +596,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("method", f"{report.method} {parameters}".rstrip()),
             ("base", report.base),
             ("experts", experts),
-            ("Fishers", ", ".join(report.fishers) or None),
+            ("with", ", ".join(f"{role}={name}" for role, name in report.companions) or None),
             ("layers", _layers(report)),
             ("ranked by", None if report.layers else report.score),
             ("budget", None if report.layers else budget),

@@ -25,7 +25,7 @@ _FLAGS: Final[Mapping[str, str]] = {
     "cache_bytes": "--cache",
     "expert_budget": "--per-expert-budget",
     "experts": "--expert",
-    "fishers": "--fisher",
+    "companions": "--with",
     "max_sparse_bytes": "--max-sparse",
     "output": "-o",
     "parameters": "--param",

@@ -48,17 +48,12 @@ class AboutStore:
         }
 
     def _manifest(self, view: SnapshotView) -> dict[str, object]:
-        ids = {
-            (file.path, part.name): part.tensor_id()
-            for file in view.manifest.files
-            for part in file.tensors()
-        }
         files = [
             {**plain(file), "id": view.content_id(file.path).hex()}
             for file in self._store.files(view.id)
         ]
         tensors = [
-            {**plain(tensor), "id": ids[tensor.file, tensor.name].hex()}
+            {**plain(tensor), "id": view.tensors[tensor.name].hex()}
             for tensor in self._store.tensors(view.id)
         ]
         return {

@@ -40,6 +40,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 from mstore.store.derived import derived
+from mstore.store.models import models_in
 from mstore.store.tied import HEAD, Tied
 from mstore.store.transaction import Transaction
 from mstore.view import array_dtype
@@ -124,13 +125,15 @@ def extract(
         hint=told_difference(base[0], expert[0]),
     )
     model = catalog.manifest(catalog.snapshot(base[1]).manifest_id())
-    config = config_of(catalog, model)
+    models = models_in(catalog, model)
+    main = models.only(base[0])
+    config = config_of(catalog, model, models.config(main))
     if config.get("model_type") in _TRANSPOSED:
         raise Incompatible(
             f"layers of {config['model_type']} lie transposed: extraction does not support them",
             where=base[0],
         )
-    work = _Work.of(ours, theirs, Tied.of(catalog, model))
+    work = _Work.of(ours, theirs, Tied.of(catalog, model, main))
     if not (work.products or work.whole):
         more = f": only in {', '.join(work.left_out[:_NAMED])}" if work.left_out else ""
         raise BadRequest(
@@ -200,7 +203,8 @@ _Tensors = Mapping[str, tuple[TensorId, Tensor]]
 def _tensors(
     catalog: Catalog, one: tuple[str, SnapshotId], only: Sequence[str], skip: Sequence[str]
 ) -> _Tensors:
-    tensors = catalog.manifest(catalog.snapshot(one[1]).manifest_id()).tensors()
+    models = models_in(catalog, catalog.manifest(catalog.snapshot(one[1]).manifest_id()))
+    tensors = models.in_model(models.only(one[0]))
     if is_adapter(tensors):
         raise Incompatible("is an adapter already", where=one[0])
     require_matches(tensors, only, skip)

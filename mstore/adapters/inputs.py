@@ -7,11 +7,14 @@ for the base's.  Owns what each name stands for; reads records and configs, no w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
 
 from mstore.adapters.config import CONFIG, MAX_CONFIG, LoraConfig
 from mstore.adapters.fit import is_any_adapter, is_transposed, plan_adapter, require_product
 from mstore.adapters.targets import Product, is_adapter
+from mstore.checkpoint.models import full_name, own_name, split_name
 from mstore.errors import Incompatible
 from mstore.ids import ManifestId, TensorId
 from mstore.objects.applied import AppliedTensor, applied
@@ -19,7 +22,9 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.tensor import Tensor
+from mstore.phrases import few
 from mstore.store.catalog import Catalog
+from mstore.store.models import Models, models_in, paired
 from mstore.store.tied import KEY, Tied, ties_embeddings
 
 Names = Mapping[str, TensorId]
@@ -43,17 +48,71 @@ def stand_ins(base: Names, own: Names) -> dict[str, TensorId]:
     }
 
 
+class ModelChoice(msgspec.Struct, frozen=True):
+    """Which models of its inputs a merge takes: of the base, and of each expert; None: not said."""
+
+    base: str | None
+    experts: tuple[str | None, ...]
+
+
+class ModelPairs:
+    """Which models of the experts of a merge stand for which of the base.
+
+    without: models of the base that an expert lacks, beside that of their directory: other forms of
+    the same weights (a variant, a consolidated copy), which would not be those of the result.
+    base: the tensors of the others that are taken. pairs: for each expert, its models by those of
+    the base that they stand for.
+
+    names: what errors call the base and the experts.  Raises Incompatible for an expert without a
+    model of the base.
+    """
+
+    def __init__(
+        self,
+        base: Models,
+        experts: Sequence[Models],
+        choice: ModelChoice,
+        names: Sequence[str],
+    ) -> None:
+        found = [
+            paired(base.named, own.named, (choice.base, given))
+            for own, given in zip(experts, choice.experts, strict=True)
+        ]
+        for own, pair, where in zip(experts, found, names[1:], strict=True):
+            _require_pairs(base, own, pair, names[0], where)
+        taken = base.named.keys() if choice.base is None else {choice.base}
+        self.without = _other_forms(base, taken, found)
+        self.base: Names = {
+            name: id
+            for name, id in base.tensors.items()
+            if (model := split_name(name)[0]) in taken and model not in self.without
+        }
+        self.pairs: tuple[Mapping[str, str], ...] = tuple(
+            {ours: own for ours, own in pair.items() if ours not in self.without} for pair in found
+        )
+        self._experts = experts
+
+    def own(self, expert: int) -> dict[str, TensorId]:
+        """Return the tensors of an expert by the base's names, an adapter's as they are."""
+        return {
+            full_name(ours, name): id
+            for ours, theirs in self.pairs[expert].items()
+            for name, id in self._experts[expert].in_model(theirs).items()
+        }
+
+
 class Inputs:
     """The base and the experts of one merge.
 
     base: its tensors. experts: those of each expert, with the base's names. names: what errors call
-    the experts, in their order; ids otherwise. fill: in a model that lacks tensors of the base, the
+    the base and the experts, in their order; ids otherwise. choice: the models to take; without, of
+    the base all, but those in `without`. fill: in a model that lacks tensors of the base, the
     base's stand for them. fishers: how many of the experts, the last ones, are Fishers of the
     others: of what they lack, too, the base's hold the place. lacking: the names of what an expert
-    lacks, for each; none without `fill`, but for Fishers.
+    lacks, for each; none without `fill`, but for Fishers. without: as in `ModelPairs`.
 
-    Raises Incompatible for an adapter that cannot be applied to the base, NotFound, Corrupt,
-    StorageFailed.
+    Raises Incompatible for an adapter that cannot be applied to the base, and as `ModelPairs`,
+    NotFound, Corrupt, StorageFailed.
     """
 
     def __init__(
@@ -63,38 +122,30 @@ class Inputs:
         experts: Sequence[ManifestId],
         names: Sequence[str] = (),
         *,
+        choice: ModelChoice | None = None,
         fill: bool = False,
         fishers: int = 0,
     ) -> None:
         self._catalog = catalog
         self._applied: dict[TensorId, AppliedTensor] = {}
-        self._model = model = catalog.manifest(base)
-        self.base: Names = model.tensors()
-        takes_adapters = not is_adapter(self.base)
-        found = []
+        self._model = catalog.manifest(base)
+        self._models = models_in(catalog, self._model)
+        members = [models_in(catalog, catalog.manifest(id)) for id in experts]
+        choice = choice or ModelChoice(None, (None,) * len(experts))
+        names = names or ("the base", *(f"expert {number + 1}" for number in range(len(experts))))
+        pairs = ModelPairs(self._models, members, choice, names)
+        self.without = pairs.without
+        self.base: Names = pairs.base
+        self._takes_adapters = not is_adapter(self.base)
+        found: list[Names] = []
         lacking: list[tuple[str, ...]] = []
-        for number, id in enumerate(experts):
-            manifest = catalog.manifest(id)
-            tensors: Names = manifest.tensors()
-            where = names[number] if names else f"expert {number + 1}"
-            has_config = manifest.file(CONFIG) is not None
+        for number, (own, pair, where) in enumerate(
+            zip(members, pairs.pairs, names[1:], strict=True)
+        ):
             is_fisher = number >= len(experts) - fishers
-            if takes_adapters and is_any_adapter(tensors, self.base, has_config):
-                if fishers:
-                    raise Incompatible(
-                        "an adapter, and a Fisher is one of a whole model's tensors",
-                        where=where,
-                        hint="merge the adapter into the base alone, and give that merge and its "
-                        "Fisher",
-                    )
-                tied = Tied.of(catalog, model, tensors)
-                tensors = self._applied_to_base(manifest, tied, where)
-            elif not takes_adapters and not is_adapter(tensors):
-                raise Incompatible(
-                    "the base is an adapter, and this is not",
-                    where=where,
-                    hint="the model is the base, and the adapter an expert",
-                )
+            tensors: dict[str, TensorId] = {}
+            for ours, theirs in pair.items():
+                tensors |= self._taken(own, ours, theirs, where, counts=not fishers)
             lacks = stand_ins(self.base, tensors) if fill or is_fisher else {}
             found.append({**tensors, **lacks} if lacks else tensors)
             lacking.append(tuple(lacks))
@@ -102,11 +153,45 @@ class Inputs:
         self.lacking: tuple[tuple[str, ...], ...] = tuple(lacking)
         self.fishers = fishers
 
+    def _taken(
+        self, own: Models, ours: str, theirs: str, where: str, *, counts: bool
+    ) -> Mapping[str, TensorId]:
+        """Return what a model of an expert makes of one of the base, by the base's names.
+
+        counts: whether an adapter may count as what it makes of the base.
+        """
+        tensors = own.in_model(theirs)
+        base = self._models.in_model(ours)
+        has_config = own.manifest.file(own.named[theirs].path(CONFIG)) is not None
+        if self._takes_adapters and is_any_adapter(tensors, base, has_config):
+            if not counts:
+                raise Incompatible(
+                    "an adapter, and a Fisher is one of a whole model's tensors",
+                    where=where,
+                    hint="merge the adapter into the base alone, and give that merge and its "
+                    "Fisher",
+                )
+            tensors = dict(self._applied_to_base(own, theirs, ours, where))
+        elif not self._takes_adapters and not is_adapter(tensors):
+            raise Incompatible(
+                "the base is an adapter, and this is not",
+                where=where,
+                hint="the model is the base, and the adapter an expert",
+            )
+        return {full_name(ours, name): id for name, id in tensors.items()}
+
     @classmethod
-    def of(cls, catalog: Catalog, plan: Plan, fishers: int) -> Inputs:
-        """Return the inputs of a plan, of which so many are Fishers; raises as the class."""
-        experts = [expert.manifest_id() for expert in plan.experts]
-        return cls(catalog, plan.base_id(), experts, fill=plan.allows_missing, fishers=fishers)
+    def of(cls, catalog: Catalog, plan: Plan) -> Inputs:
+        """Return the inputs of a plan; raises as the class."""
+        base, *others = plan.inputs
+        experts = [one.manifest_id() for one in others]
+        choice = ModelChoice(base.model, tuple(one.model for one in others))
+        return cls(
+            *(catalog, base.manifest_id(), experts),
+            choice=choice,
+            fill=plan.allow_missing,
+            fishers=len(plan.companions),
+        )
 
     @property
     def models(self) -> tuple[Names, ...]:
@@ -129,16 +214,19 @@ class Inputs:
         stored = iter(self._catalog.tensors([id for id in ids if id not in self._applied]))
         return [self._applied.get(id) or next(stored) for id in ids]
 
-    def ties_embeddings(self) -> bool:
-        """Return whether the base's config ties its embeddings.  Raises Corrupt, StorageFailed."""
+    def ties_embeddings(self) -> frozenset[str]:
+        """Return the models whose configs tie embeddings.  Raises Corrupt, StorageFailed."""
         return ties_embeddings(self._catalog, self._model)
 
     # -- adapters ------------------------------------------------------------------------------
 
-    def _applied_to_base(self, adapter: Manifest, tied: Tied, where: str) -> Names:
-        own = adapter.tensors()
-        base = tied.both(self.base)
-        raw = self._catalog.read_small(adapter.file(CONFIG), MAX_CONFIG)
+    def _applied_to_base(self, adapter: Models, theirs: str, ours: str, where: str) -> Names:
+        """Return the tensors that an adapter makes of a model of the base, by names in it."""
+        own = adapter.in_model(theirs)
+        tied = Tied.of(self._catalog, self._model, ours, own)
+        base = tied.both(self._models.in_model(ours))
+        config_file = adapter.manifest.file(adapter.named[theirs].path(CONFIG))
+        raw = self._catalog.read_small(config_file, MAX_CONFIG)
         config, targets = plan_adapter(raw, own, base, where)
         for tensor, name in targets.kept:
             if own[name] != base[tensor]:
@@ -209,3 +297,51 @@ def _follow(
         for name in group:
             if name in own or tensors[name] == base[name]:
                 tensors[name] = tensors[own[0]]
+
+
+def _require_pairs(
+    base: Models, own: Models, found: Mapping[str, str], called: str, where: str
+) -> None:
+    """Raise Incompatible for an expert that has no model of the base."""
+    if not found and base.named:
+        raise Incompatible(
+            f"has no model of {called}: it holds {_told(own)}, and the base {_told(base)}",
+            where=where,
+            hint="name the model of each side: REF:MODEL",
+        )
+
+
+def _told(models: Models) -> str:
+    return few([name or "that of its top directory" for name in models.named]) or "none"
+
+
+def _other_forms(
+    base: Models, taken: Collection[str], pairs: Sequence[Mapping[str, str]]
+) -> tuple[str, ...]:
+    """Return the models of the base that an expert lacks, beside that of their directory."""
+    mains = {
+        one.directory: one.name
+        for one in base.named.values()
+        if one.name == own_name(one.directory)
+    }
+    return tuple(
+        name
+        for name, one in base.named.items()
+        if name in taken
+        and any(name not in pair and mains.get(one.directory) in pair for pair in pairs)
+    )
+
+
+def files_merged_into(catalog: Catalog, plan: Plan) -> Manifest:
+    """Return the base of a plan without the models that the output does not have."""
+    base = catalog.manifest(plan.base_id())
+    if not plan.without:
+        return base
+    models = models_in(catalog, base)
+    gone = {
+        path
+        for name in plan.without
+        for one in (models.named[name],)
+        for path in (*one.files, one.index)
+    }
+    return Manifest(tuple(file for file in base.files if file.path not in gone))

@@ -216,7 +216,8 @@ class Adding(OpenStore):
         from mstore.add import NO_BASE, Base
 
         if base is not None:
-            return Base(self._real(base), None, given=True)
+            name, model = self._split(base)
+            return Base(self._real(name), None, given=True, model=model)
         if not detect:
             return NO_BASE
         from mstore.nearest import nearest
@@ -411,7 +412,8 @@ class Adding(OpenStore):
         from mstore.stats.analysis import Side, analyze
         from mstore.store import damage
 
-        sides = [Side(self._clear(one), str(one)) for one in (expert, base)]
+        found = [self._input(one) for one in (expert, base)]
+        sides = [Side(one.snapshot, one.name, one.model) for one in found]
         with damage.placed(self._catalog, (side.snapshot for side in sides)):
             return analyze(
                 self._catalog,

@@ -200,6 +200,9 @@ KINDS: Final[Mapping[str, Kind]] = {
         'MergeRequest(base="llama", experts=["code"], method="ties")',
     ),
     "Revision": _REVISION,
+    "Mapping[str, Revision]": Kind(
+        _mapping(_is(str), _REVISION.fits), 'revisions by role, as {"fisher:code": "code-fisher"}'
+    ),
     "Sequence[Revision]": Kind(_list(_REVISION.fits), "a list of revisions"),
     "Mapping[str, object]": _PARAMETERS,
     "Mapping[str, object] | None": _PARAMETERS.optional(),

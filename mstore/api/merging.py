@@ -14,13 +14,15 @@ from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, Revision, SnapshotId
-from mstore.phrases import Option, Phrase, call, phrase
+from mstore.phrases import Option, Phrase, call, few, phrase
 from mstore.store import damage
 from mstore.store import layout as layouts
+from mstore.store.models import models_in, tensors_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from mstore.blocks.schema import Sources
     from mstore.merge.analysis.blame import BlameReport
     from mstore.merge.analysis.compatibility import CompatibilityReport
     from mstore.merge.analysis.explain import Explanation
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from mstore.objects.plan import Plan
     from mstore.progress import ProgressCallback
     from mstore.requests import MergeRequest, RecipeRequest, Vocabulary
-    from mstore.store.plan_rows import Sources
     from mstore.vocabulary.align import AlignReport
 
 
@@ -199,12 +200,12 @@ class Merging(OpenStore):
 
         # Nothing is stored for a merge that cannot be planned.
         resolved = self._resolved(request)
-        if resolved.fishers:
+        if resolved.companions:
             raise BadRequest(
-                "Fishers are those of models with the tokens that they have now",
+                "companions are those of models with the tokens that they have now",
                 where=Option("vocabulary"),
                 hint=phrase(
-                    "{align} first, then a Fisher of each aligned model", align=call("align")
+                    "{align} first, then companions of the aligned models", align=call("align")
                 ),
             )
         check_fields("Vocabulary", vocabulary)
@@ -335,13 +336,36 @@ class Merging(OpenStore):
         check_fields("MergeRequest", request)
         for rule in request.rules:
             check_fields("TensorRule", rule)
-        experts = request.weighted()
+        experts = [self._input(revision) for revision, _ in request.weighted()]
         return resolve(
             request,
-            base=self._input(request.base),
-            experts=[self._input(revision) for revision, _ in experts],
-            fishers=[self._input(revision) for revision in request.fishers],
+            base=self._with_model(self._input(request.base), experts),
+            experts=experts,
+            companions={key: self._input(one) for key, one in request.companions.items()},
         )
+
+    def _with_model(self, base: Input, experts: Sequence[Input]) -> Input:
+        """Return the base with the model that experts were named with, if it was named without.
+
+        Raises BadRequest if that says not which one.
+        """
+        from mstore.merge.planning.request import Input
+
+        named = {one.model for one in experts if one.model is not None}
+        if base.model is not None or not named:
+            return base
+        models = models_in(self._catalog, self._catalog.manifest_of(base.snapshot)).named
+        if len(models) == 1:
+            (model,) = models
+        elif len(named) == 1 and named <= models.keys():
+            (model,) = named
+        else:
+            raise BadRequest(
+                f"which of the base's models is meant? It has {few([*models])}",
+                where=Option("base"),
+                hint=Option("base", f"{base.name}:MODEL"),
+            )
+        return Input(base.snapshot, base.name, model)
 
     def _warnings(self, id: PlanId, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         """Return what a plan alone does not show."""
@@ -358,6 +382,7 @@ class Merging(OpenStore):
             adapters_of_other_bases,
             heads_of_their_own,
             merges_embeddings,
+            other_models,
             other_tensors,
             stack_warnings,
             tokens_in_other_rows,
@@ -365,14 +390,14 @@ class Merging(OpenStore):
         from mstore.merge.running.papers import licence_warnings
 
         names = [source.name for source in (sources.base, *sources.experts)]
-        experts = (expert.manifest for expert in plan.experts)
-        of_plan = (merges_embeddings(plan), plan.criteria, plan.notes, plan.taken, plan.layers)
-        key = (plan.base, *experts, *names, *of_plan)
+        of_plan = (merges_embeddings(plan), plan.criteria, plan.allow_missing, plan.layers)
+        key = (*plan.inputs, *names, *plan.taken, *of_plan)
         if key not in self._about_parents:
             self._about_parents[key] = (
                 *adapters_of_other_bases(self._catalog, plan, sources),
                 *tokens_in_other_rows(self._catalog, plan, sources),
                 *other_tensors(self._catalog, plan, sources),
+                *other_models(self._catalog, plan, sources),
                 *heads_of_their_own(self._catalog, plan, sources),
                 *stack_warnings(self._catalog, plan),
                 *licence_warnings(self._catalog, plan, sources),
@@ -392,11 +417,6 @@ class Merging(OpenStore):
         ready = Ready(self._catalog, plan, keeps=True)
         self._ready = ready if ready.keeps else None
         return memo_expert_bytes(self._catalog, self._memo, ready, costs.planned)
-
-    def _input(self, revision: Revision) -> Input:
-        from mstore.merge.planning.request import Input
-
-        return Input(self._clear(revision), str(revision))
 
     def export_plan(self, plan: PlanReport | PlanId | str) -> str:
         """Return a plan as JSON text, also one of this object that is not stored.
@@ -537,7 +557,7 @@ class Merging(OpenStore):
             not_finite=merged.not_finite,
             warnings=told,
         )
-        if made.tensors() == base.tensors():
+        if tensors_of(self._catalog, made) == tensors_of(self._catalog, base):
             planned = replace(planned, notes=planned.notes + equal)
         if codec == "raw":
             coded = self._still_coded(made, outcome.blocks_total, name)

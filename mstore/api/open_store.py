@@ -27,14 +27,15 @@ ALWAYS = "always"
 if TYPE_CHECKING:
     from mstore.block_cache import BlockCache
     from mstore.blocks.codecs import Policy
+    from mstore.blocks.schema import Sources
     from mstore.ids import PlanId
+    from mstore.merge.planning.request import Input
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.running.ready import Ready
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
     from mstore.store.memo import Memo
-    from mstore.store.plan_rows import Sources
     from mstore.view import SnapshotView
 
 
@@ -299,16 +300,38 @@ class OpenStore:
         self._catalog.require_real(id, str(revision))
         return id
 
+    def _input(self, revision: Revision) -> Input:
+        """Return a snapshot to compute with, or one model of it: REF:MODEL.  Raises as `_clear`."""
+        from mstore.merge.planning.request import Input
+
+        name, model = self._split(revision)
+        return Input(self._clear(name), str(revision), model)
+
+    def _split(self, revision: Revision) -> tuple[Revision, str | None]:
+        """Return the revision and the model of REF:MODEL; None: no model is named.
+
+        Raises NotFound for a model that the snapshot does not have.
+        """
+        from mstore.store.models import model_of, models_in, snapshot_of
+
+        model = model_of(revision) if isinstance(revision, str) else None
+        if model is None:
+            return revision, None
+        name = snapshot_of(str(revision))
+        id = self._catalog.resolve(name)
+        models_in(self._catalog, self._catalog.manifest_of(id)).model(model, name)
+        return name, model
+
     def _clear(self, revision: Revision) -> SnapshotId:
         """Resolve to a snapshot to compute with: stored, and no tensor in two files of one model.
 
         Raises as `_real`, and Incompatible.
         """
-        from mstore.store import indexed
+        from mstore.store.models import models_in
 
         id = self._real(revision)
         manifest = self._catalog.manifest(self._catalog.snapshot(id).manifest_id())
-        indexed.require_one_each(self._catalog, manifest, str(revision))
+        models_in(self._catalog, manifest).require_one_each(str(revision))
         return id
 
     def _whole(self, revision: Revision) -> SnapshotId:

@@ -153,11 +153,14 @@ class Reading(OpenStore):
         values: compute all distances from the blocks. Otherwise, where there are statistics,
         distances come from these: exact between a model and its base, bounds and an estimate
         between two models of one base.
+        Of snapshots with several models, each is compared with its namesake; REF:MODEL compares one
+        model, and no files.
 
         Raises NotFound, BadName, Corrupt.
         """
         from mstore.diff import diff
 
+        (a, ours), (b, theirs) = self._split(a), self._split(b)
         older, newer = self._whole(a), self._whole(b)
         with contents.held(self._catalog, [older, newer]):
             return diff(
@@ -165,6 +168,7 @@ class Reading(OpenStore):
                 older,
                 newer,
                 blocks=blocks,
+                models=(ours, theirs),
                 threads=thread_count(threads),
                 statistics=None if values else self._statistics,
                 computing=self._computing,

@@ -113,30 +113,44 @@ class Snapshot:
         """
         return self._view().tensor(name)
 
+    def models(self) -> list[str]:
+        """The names of its models: "" is that of the top directory.
+
+        A tensor of another model is called MODEL:NAME.
+        """
+        return list(self._view().models.named)
+
     def load(
         self,
         names: Sequence[str] | None = None,
         *,
+        model: str | None = None,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> dict[str, np.ndarray[Any, Any]]:
         """Return tensors by name, as read-only arrays: the whole model, or those of `names`.
 
+        model: which one, of a snapshot with several; without it, that of the top directory.  Its
+        tensors have then the names that they have in it.
+
         Several threads read and decode.  A tensor that lies raw and in one piece is not copied: its
         array is a map of the pack, which stays valid whatever happens to the store.  Every block is
         checked first.  (If the disk fails later, touching a mapped array ends the process with
-        SIGBUS, as with any mapped file.)  If several files have a tensor of the same name, the
-        shard counts that the index names; else the first, as in parts of a pipeline.
+        SIGBUS, as with any mapped file.)
 
         Raises NotFound, Corrupt, Conflict (collected meanwhile), StorageFailed, Incompatible (an
         element type that numpy cannot hold; the other tensors can be loaded by their names).
         """
-        return self._load(self._view(), names, threads, progress, for_torch=False)
+        view = self._view()
+        if names is None or model is not None:
+            view = view.of_model(model, self.id.short)
+        return self._load(view, names, threads, progress, for_torch=False)
 
     def load_torch(
         self,
         names: Sequence[str] | None = None,
         *,
+        model: str | None = None,
         device: Any = None,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
@@ -154,6 +168,8 @@ class Snapshot:
 
         torch_module()
         view = self._view()
+        if names is None or model is not None:
+            view = view.of_model(model, self.id.short)
         found = self._load(view, names, threads, progress, for_torch=True)
         # One after the other, so that what went to another device is no longer needed here.
         return {

@@ -20,7 +20,7 @@ from mstore.casting.streaming import Caster, CastTensor, Job
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.header import LENGTH_BYTES, METADATA_KEY
-from mstore.checkpoint.paths import INDEX_SUFFIX
+from mstore.checkpoint.models import is_index
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
@@ -35,6 +35,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 from mstore.store.derived import branch_below, derived
+from mstore.store.models import tensors_of
 from mstore.store.rebuilt import header_of, index_of, shards_of, with_dtype
 from mstore.store.transaction import Transaction, branch_to_move
 
@@ -166,7 +167,7 @@ def _idle(plan: _Plan, told: str) -> Iterator[str]:
 
 def _parents(catalog: Catalog, id: SnapshotId, manifest: Manifest) -> tuple[Parent, ...]:
     """Return the source as the base; if it is an adapter, its base stays the adapter's."""
-    if not is_adapter(manifest.tensors()):
+    if not is_adapter(tensors_of(catalog, manifest)):
         return (Parent(BASE, id),)
     bases = [one for one in catalog.snapshot(id).parents if one.role == BASE]
     return (*bases[:1], Parent(EXPERT, id))
@@ -391,7 +392,7 @@ class _Run:
             files[path] = self._weights(files[path], slots)
         for path, raw in plan.configs.items():
             files[path] = self._file(path, raw)
-        for path in [path for path in files if path.endswith(INDEX_SUFFIX)]:
+        for path in [path for path in files if is_index(path)]:
             fields = json_object(self._catalog.read_parts(files[path].parts))
             shards = shards_of(path, fields, files.values())
             if any(shard.path in plan.files for shard in shards):

@@ -27,7 +27,8 @@ from mstore.checkpoint.exclusion import (
     escaped,
     is_pickled_top,
 )
-from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
+from mstore.checkpoint.header import MIB, Header, HeaderLimits, TensorSlot, read_header
+from mstore.checkpoint.models import Model, full_name, is_index, models_of, single_of
 from mstore.checkpoint.paths import (
     INDEX_SUFFIX,
     SAFETENSORS_SUFFIX,
@@ -103,15 +104,39 @@ class SourceFile:
 class Checkpoint:
     """The files below `root`, sorted by path; at least one has a header.
 
-    shown: the checkpoint as the user named it. excluded: what the directory holds and the patterns
-    left out. notes: what loaders may stumble over.
+    models: which files loaders load together. shown: the checkpoint as the user named it. excluded:
+    what the directory holds and the patterns left out. notes: what loaders may stumble over.
     """
 
     root: Path
     shown: Path
     files: tuple[SourceFile, ...]
+    models: tuple[Model, ...]
     excluded: tuple[Excluded, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def tensors(self) -> dict[str, tuple[SourceFile, TensorSlot]]:
+        """Return the tensors of all models by what they are called, each with its file.
+
+        Of a tensor in two shards, the last counts.
+        """
+        files = {file.path: file for file in self.files}
+        return {
+            full_name(model.name, slot.name): (files[path], slot)
+            for model in self.models
+            for path in model.files
+            for header in (files[path].header,)
+            for slot in (() if header is None else header.tensors)
+        }
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The names of its models."""
+        return tuple(one.name for one in self.models)
+
+    def name_of(self, path: str) -> str | None:
+        """Return the name of the model that a file is of; None if no loader reads it."""
+        return next((one.name for one in self.models if path in one.files), None)
 
 
 @frozen
@@ -159,13 +184,19 @@ def scan(
     _refuse_several(tree, files)
     by_path = {file.path: file for file in files}
     notes: list[str] = []
+    maps: dict[str, dict[str, str]] = {}
     with _excluded_told(tree):
         for file in files:
-            if file.path.endswith(INDEX_SUFFIX):
-                notes += _index_notes(file, by_path, str(tree.shown / file.path), limits)
+            if is_index(file.path):
+                where = str(tree.shown / file.path)
+                maps[file.path] = read_weight_map(
+                    file.absolute, where=where, limits=limits, stamp=file.stamp
+                )
+                notes += _index_notes(file, maps[file.path], by_path, where)
         notes += _require_all_shards(by_path, str(path))
     notes += filter(None, map(_pointer_note, files))
-    return Checkpoint(tree.root, path, files, tree.excluded, tuple(notes))
+    models = models_of(by_path, lambda index: maps[index])
+    return Checkpoint(tree.root, path, files, models, tree.excluded, tuple(notes))
 
 
 @contextmanager
@@ -358,11 +389,10 @@ def _leaving_out(directories: list[str]) -> list[str]:
 
 
 def _index_notes(
-    index: SourceFile, by_path: dict[str, SourceFile], where: str, limits: HeaderLimits
+    index: SourceFile, weight_map: dict[str, str], by_path: dict[str, SourceFile], where: str
 ) -> Iterator[str]:
     """Yield what is odd about an index.  Raises BadCheckpoint for one that is of no use."""
-    weight_map = read_weight_map(index.absolute, where=where, limits=limits, stamp=index.stamp)
-    single = f"{index.path.removesuffix(INDEX_SUFFIX)}{SAFETENSORS_SUFFIX}"
+    single = single_of(index.path)
     shards, missing = _shards(index, weight_map, by_path, where)
     if missing:
         what = f"the index names a missing shard: {_listed(missing)}"
@@ -378,9 +408,11 @@ def _index_notes(
     if absent:
         first = f"tensor {quoted(absent[0])} is not in the shard {quoted(weight_map[absent[0]])}"
         yield f"{quoted(index.path)}: {first}{_and_more(absent)}"
-    alone = by_path.get(single)
-    if alone is not None and alone.header is not None:
-        held[posixpath.basename(single)] = {slot.name for slot in alone.header.tensors}
+    if single in by_path and posixpath.basename(single) not in held:
+        yield (
+            f"{quoted(single)} is not in {quoted(index.path)}: they are two models, and "
+            "transformers reads the single file"
+        )
     owner: dict[str, str] = {}
     twice: dict[str, str] = {}
     for file, names in held.items():
@@ -390,7 +422,7 @@ def _index_notes(
     if twice:
         name = min(twice, key=_sortable)
         first, last = owner[name], twice[name]
-        counts = last if alone is not None else weight_map.get(name, last)
+        counts = weight_map.get(name, last)
         but = "" if counts == last else f"; transformers reads {quoted(last)}"
         yield (
             f"{quoted(index.path)}: tensor {quoted(name)} is in {quoted(first)} and in "
@@ -413,8 +445,11 @@ def _require_all_shards(by_path: Mapping[str, SourceFile], where: str) -> Iterat
         found = _SHARD.fullmatch(path)
         if found is not None:
             parts.setdefault((found["stem"], int(found["of"])), []).append(path)
+    indexed = {
+        single_of(path).removesuffix(SAFETENSORS_SUFFIX) for path in by_path if is_index(path)
+    }
     for (stem, count), paths in parts.items():
-        if len(paths) >= count or f"{stem}{INDEX_SUFFIX}" in by_path:
+        if len(paths) >= count or stem in indexed:
             continue
         what = f"{len(paths)} of {count} shards, and no index: {_listed(paths)}"
         single = f"{stem}{SAFETENSORS_SUFFIX}"

@@ -31,6 +31,7 @@ from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.derived import derived
+from mstore.store.models import models_in
 from mstore.store.tied import Tied
 from mstore.store.transaction import Transaction
 from mstore.view import array_dtype
@@ -208,8 +209,9 @@ def _require_one_name(catalog: Catalog, base: Sequence[Parent], members: Sequenc
     """
     for parent in base:
         model = catalog.manifest(catalog.snapshot(parent.snapshot_id()).manifest_id())
+        main = models_in(catalog, model).only(parent.snapshot_id().short)
         modules = [module for member in members for module in member.products]
-        for group in Tied.of(catalog, model, (f"{module}." for module in modules)).groups:
+        for group in Tied.of(catalog, model, main, (f"{module}." for module in modules)).groups:
             own = {one.name: {n for n in group if _module(n) in one.products} for one in members}
             of = [name for name, names in own.items() if names]
             if any(own[name] != own[of[0]] for name in of):

@@ -22,6 +22,7 @@ from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, few, phrase
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in
 
 _NAMED: Final = 4
 INSTEAD: Final = phrase(
@@ -96,8 +97,10 @@ def members_of(
 def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Member:
     snapshot = catalog.snapshot(id)
     manifest = catalog.manifest(snapshot.manifest_id())
-    tensors = manifest.tensors()
-    raw = catalog.read_small(manifest.file(CONFIG), MAX_CONFIG)
+    models = models_in(catalog, manifest)
+    own = models.only(name)
+    tensors = models.in_model(own)
+    raw = catalog.read_small(manifest.file(models.named[own].path(CONFIG)), MAX_CONFIG)
     if raw is None or not is_adapter(tensors):
         raise Incompatible(
             f"is not a LoRA adapter with its {CONFIG}",

@@ -8,7 +8,7 @@ import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.ids import CoverageId
-from mstore.objects.canonical import Count, IdBytes, Record, encode_struct
+from mstore.objects.canonical import Count, IdBytes, Record
 from mstore.objects.limits import RecordLimits, too_long, too_many
 
 
@@ -46,13 +46,7 @@ class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
 
     plan: IdBytes
     tensors: tuple[TensorCoverage, ...]
-    not_finite: tuple[tuple[str, Count], ...] = ()
-
-    def encode(self) -> bytes:
-        """Return the canonical bytes; without elements that are not finite they have no list."""
-        if self.not_finite:
-            return super().encode()
-        return encode_struct(_Finite(self.plan, self.tensors))
+    not_finite: tuple[tuple[str, Count], ...]
 
     def id(self) -> CoverageId:
         return CoverageId.of(self.encode())
@@ -68,13 +62,6 @@ class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
         return too_many("tensors", len(self.tensors), limits.tensors) or next(
             filter(None, problems), None
         )
-
-
-class _Finite(msgspec.Struct, frozen=True, array_like=True, tag="coverage/1"):
-    """A record without elements that are not finite."""
-
-    plan: bytes
-    tensors: tuple[TensorCoverage, ...]
 
 
 def bitmap(flags: list[bool]) -> bytes:

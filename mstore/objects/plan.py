@@ -8,24 +8,25 @@ Per tensor and expert there is one state byte per *chunk*. A chunk is a run of e
 whole number of blocks of the base, of every expert and of the output; if all have one dtype, it is
 a block.
 
-A plan has an operation of its own: method, parameters, and one weight per expert.  A parameter may
-have one value per expert.  A tensor may have another operation, be made of tensors of other names,
-or have coefficients that depend on the whole tensor.  Such a plan is encoded as plan/3.  A plan may
-stack layers: then it takes tensors of its inputs as they are, and merges none.  Such a plan is
-plan/4, and any other plan/2, so that equal plans have equal ids in all versions
-(docs/design/016-plan-3.md, 020-stacks.md).
+A plan has operations: a method, parameters, and one weight per expert; the first is that of the
+whole merge.  A parameter may have one value per expert.  A tensor may have another operation, be
+made of tensors of other names, or have coefficients that depend on the whole tensor.  A plan may
+stack layers: then it takes tensors of its inputs as they are, and merges none
+(docs/design/020-stacks.md).
+
+Tensors are named as `checkpoint.models` calls them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar
 
 import msgspec
 
 from mstore.blocks.packs import Kind
-from mstore.ids import Buffer, ManifestId, PlanId
-from mstore.objects.canonical import Count, IdBytes, Record, encode_struct
+from mstore.ids import ManifestId, PlanId
+from mstore.objects.canonical import Count, IdBytes, Record
 from mstore.objects.limits import MAX_COUNT, RecordLimits, too_long, too_many
 
 READ = 0
@@ -42,14 +43,11 @@ DROPPED = 5
 """They matter, but the output block is outside the top-p share, so it is the base's own."""
 
 
-MISSING_ALLOWED = (
-    "tensors may be missing: the base's count for what an expert lacks, and what the base lacks is "
-    "left out"
-)
-"""The note of a plan of models that lack tensors of the base, or have others.
-
-Of such a plan, and of no other, a tensor that an expert lacks stands for the base's.
-"""
+BASE = "base"
+EXPERT = "expert"
+FISHER = "fisher"
+COMPANIONS = (FISHER,)
+"""Roles of inputs beside base and experts."""
 
 
 class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -107,14 +105,15 @@ class PlanTensor(
 ):
     """One tensor of the output that is merged.
 
-    states: a byte per chunk, per expert. thresholds: one per expert, then, for methods that drop
+    An expert is here each input but the base, so companions have states, too. states: a byte per
+    chunk, per expert. thresholds: one per expert, then, for methods that drop
     the largest elements too, where those begin; empty if nothing is trimmed.  For a method that
     selects elements of all experts by their variance: that variance, and as quota the flat index
     from which equal ones are not selected, the same for each expert. omitted: per expert
-    the L2 norm of the part of the (sparsified) delta that is left out, -1 if unknown. operation: 0
-    for the plan's own, else the position in `Plan.operations`, from 1. sources: the names of the
-    tensors that it is made of, in the base and in each expert; empty if all are `name`. dtype: of
-    the output, None for the plan's. mixture: what the method computed from facts about the whole
+    the L2 norm of the part of the (sparsified) delta that is left out, -1 if unknown. operation:
+    its position in `Plan.operations`. sources: the names of the tensors that it is made of, in the
+    base and in each expert; empty if all are `name`. dtype: of the output, None for the plan's.
+    mixture: what the method computed from facts about the whole
     tensor, None for other methods.
     """
 
@@ -128,17 +127,6 @@ class PlanTensor(
     dtype: str | None = None
     mixture: Mixture | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether plan/2 can express it."""
-        return (
-            not self.operation
-            and not self.sources
-            and self.dtype is None
-            and self.mixture is None
-            and len(self.thresholds) <= len(self.states)
-        )
-
     def source(self, member: int) -> str:
         """Return its name in the base (member 0) or in expert `member` - 1."""
         return self.sources[member] if self.sources else self.name
@@ -149,7 +137,7 @@ class PlanTensor(
             return "a tensor with another number of experts"
         if len(self.thresholds) not in (0, experts, 2 * experts):
             return "a tensor with another number of thresholds"
-        if self.operation > operations:
+        if self.operation >= operations:
             return "a tensor of an unknown operation"
         if len(self.sources) not in (0, 1 + experts):
             return "a tensor with another number of sources"
@@ -169,15 +157,28 @@ class PlanTensor(
         )
 
 
-class PlanExpert(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An input and its weight."""
+class PlanInput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An input: the base, an expert, or a companion.
 
+    role: base, expert, or one of COMPANIONS. of: of a companion, the number of the input that it
+    belongs to (0: the base, k: the k-th expert), None if it belongs to the merge; None for others.
+    model: the one of its models that is taken, None for the namesakes of the base's, of the base
+    all.
+    """
+
+    role: str
+    of: Count | None
     manifest: IdBytes
-    weight: float
+    model: str | None = None
 
     def manifest_id(self) -> ManifestId:
-        """The content of this expert."""
+        """The content of this input."""
         return ManifestId(self.manifest)
+
+    @property
+    def key(self) -> tuple[bytes, str | None]:
+        """Equal for inputs that are one model: a content may hold several."""
+        return self.manifest, self.model
 
 
 class Criteria(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -208,125 +209,141 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     source: str
 
 
-class Plan(Record, frozen=True, array_like=True, tag="plan/4"):
-    """Inputs, parameters, selection, expected cost and error bound.
+class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
+    """Inputs, operations, selection, expected cost and error bound.
 
-    parameters: complete, sorted by name. dtype: of the output, None for that of the base. budget:
-    bytes, None for no limit. criteria: the other constraints. tensors: those that are merged, in
-    the order of the base; all others are the base's own, and `copied` lists the remarkable ones
-    with the reason.
+    operations: the merge's own, then those of tensors that have another, each used by one at least.
+    inputs: the base, the experts, then companions in the order of their roles and what they are of.
+    dtype: of the output, None for that of the base. budget: bytes, None for no limit. criteria: the
+    other constraints. allow_missing: a tensor that an expert lacks stands for the base's, and what
+    the base lacks is left out. tensors: those that are merged, in the order of the base; all others
+    are the base's own, and `copied` lists the remarkable ones with the reason.
     error_bound, error_estimate: relative to the norm of the base's floating-point tensors.
-    operations: those of tensors that do not have the plan's own, each used by one at least.
     layers: of a stack: where each layer of the output is from, as (member, layer). taken: its
     tensors that are not the base's of their name, sorted by name. dropped: tensors of the base that
-    it does not have, sorted.
+    it does not have, sorted. without: models of the base that the output does not have, because an
+    expert lacks this form of its weights.
     """
 
     kind: ClassVar[Kind] = Kind.PLAN
     id_type: ClassVar[type[PlanId]] = PlanId
 
-    method: str
-    parameters: tuple[tuple[str, Value], ...]
-    base: IdBytes
-    experts: tuple[PlanExpert, ...]
+    operations: tuple[PlanOperation, ...]
+    inputs: tuple[PlanInput, ...]
     dtype: str | None
     block_size: Count
     budget: Count | None
     criteria: Criteria
+    allow_missing: bool
     full_expert_bytes: Count
     planned_expert_bytes: Count
     error_bound: float | None
     error_estimate: float | None
     tensors: tuple[PlanTensor, ...]
     copied: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    operations: tuple[PlanOperation, ...] = ()
+    remarks: tuple[str, ...]
     layers: tuple[tuple[Count, Count], ...] = ()
     taken: tuple[Taken, ...] = ()
     dropped: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
     def id(self) -> PlanId:
         return PlanId.of(self.encode())
 
     @property
-    def allows_missing(self) -> bool:
-        """Whether a tensor that an expert lacks stands for the base's."""
-        return MISSING_ALLOWED in self.notes
+    def operation(self) -> PlanOperation:
+        """The merge's own operation."""
+        return self.operations[0]
 
     @property
-    def operation(self) -> PlanOperation:
-        """The plan's own operation."""
-        weights = tuple([expert.weight for expert in self.experts])
-        return PlanOperation(self.method, self.parameters, weights)
+    def method(self) -> str:
+        """The name of the merge's own method."""
+        return self.operation.method
+
+    @property
+    def experts(self) -> tuple[PlanInput, ...]:
+        """The experts, in order."""
+        return tuple(one for one in self.inputs if one.role == EXPERT)
+
+    @property
+    def companions(self) -> tuple[PlanInput, ...]:
+        """The companions, in order."""
+        return tuple(one for one in self.inputs if one.role in COMPANIONS)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The experts' weights in the merge's own operation."""
+        return self.operation.weights
+
+    @property
+    def model(self) -> str | None:
+        """The model of the base that is merged, None for all."""
+        return self.inputs[0].model
 
     def operation_of(self, tensor: PlanTensor) -> PlanOperation:
         """Return the operation of one of its tensors."""
-        return self.operations[tensor.operation - 1] if tensor.operation else self.operation
-
-    def encode(self) -> bytes:
-        """Return the canonical bytes: the oldest form that can express the plan."""
-        if self.layers:
-            return super().encode()
-        return encode_struct(_Plan2.of(self) if self.is_plain else _Plan3.of(self))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether plan/2 can express it."""
-        return (
-            not self.layers
-            and not self.operations
-            and not any(isinstance(value, tuple | str) for _, value in self.parameters)
-            and all(tensor.is_plain for tensor in self.tensors)
-        )
-
-    @classmethod
-    def decoder(cls) -> Callable[[Buffer], Plan]:
-        """Return a function that decodes every form; raises as msgspec does."""
-        parse = msgspec.msgpack.Decoder(Plan | _Plan3 | _Plan2).decode
-
-        def decoded(data: Buffer) -> Plan:
-            found = parse(data)
-            return found if isinstance(found, Plan) else found.plan()
-
-        return decoded
+        return self.operations[tensor.operation]
 
     def problem(self, limits: RecordLimits) -> str | None:
         return next(filter(None, self._problems(limits)), None)
 
     def _problems(self, limits: RecordLimits) -> Iterator[str | None]:
-        experts = len(self.experts)
         asked = self.criteria
-        yield too_many("experts", experts, limits.experts)
-        yield too_many("parameters", len(self.parameters), limits.parameters)
-        yield _problem(self.parameters, experts)
+        yield self._problem_of_inputs(limits)
         yield too_many("patterns", len(asked.only) + len(asked.skip), limits.patterns)
-        yield too_many("notes", len(self.notes), limits.notes)
+        yield too_many("remarks", len(self.remarks), limits.notes)
         yield too_many("tensors", len(self.tensors) + len(self.copied), limits.tensors)
-        named = (self.method, asked.score, self.dtype or "", *asked.only, *asked.skip)
-        for name in (*named, *dict(self.parameters)):
+        for name in (asked.score, self.dtype or "", *asked.only, *asked.skip, *self.without):
             yield too_long("a name", name, limits.name_bytes)
-        for note in self.notes:
-            yield too_long("a note", note, limits.text_bytes)
+        for remark in self.remarks:
+            yield too_long("a remark", remark, limits.text_bytes)
         for name, why in self.copied:
             yield too_long("a tensor name", name, limits.name_bytes)
             yield too_long("a reason", why, limits.text_bytes)
+        if list(self.without) != sorted(set(self.without)):
+            yield "models that are not sorted"
+        if not self.operations:
+            yield "no operation"
+            return
         yield too_many("operations", len(self.operations), limits.operations)
         for operation in self.operations:
-            yield operation.problem(experts, limits)
-        used = {tensor.operation for tensor in self.tensors}
-        if not used.issuperset(range(1, 1 + len(self.operations))):
+            yield operation.problem(len(self.experts), limits)
+        used = {0, *(tensor.operation for tensor in self.tensors)}
+        if not used.issuperset(range(len(self.operations))):
             yield "an operation that no tensor has"
         for tensor in self.tensors:
-            yield tensor.problem(experts, len(self.operations), limits)
+            yield tensor.problem(len(self.inputs) - 1, len(self.operations), limits)
         yield from self._problems_of_stack(limits)
 
+    def _problem_of_inputs(self, limits: RecordLimits) -> str | None:
+        roles = [one.role for one in self.inputs]
+        if roles.count(BASE) != 1 or not set(roles) <= {BASE, EXPERT, *COMPANIONS}:
+            return "inputs without one base, or of unknown roles"
+        if roles != sorted(roles, key=(BASE, EXPERT, *COMPANIONS).index):
+            return "inputs that are out of order"
+        experts = len(self.experts)
+        belongs = [one.of for one in self.inputs if one.role not in COMPANIONS]
+        if any(of is not None for of in belongs):
+            return "a base or an expert that belongs to another input"
+        keys = [(one.role, -1 if one.of is None else one.of) for one in self.companions]
+        if keys != sorted(set(keys)) or any(of > experts for _, of in keys):
+            return "companions that are out of order, or of no input"
+        named = next(
+            filter(
+                None,
+                (too_long("a model", one.model or "", limits.name_bytes) for one in self.inputs),
+            ),
+            None,
+        )
+        return too_many("experts", len(self.inputs) - 1, limits.experts) or named
+
     def _problems_of_stack(self, limits: RecordLimits) -> Iterator[str | None]:
-        members = 1 + len(self.experts)
+        members = len(self.inputs)
         yield too_many("layers", len(self.layers), limits.tensors)
         yield too_many("tensors", len(self.taken) + len(self.dropped), limits.tensors)
         if (self.taken or self.dropped) and not self.layers:
             yield "tensors that are taken, and no layers"
-        if self.layers and (self.tensors or self.operations):
+        if self.layers and (self.tensors or len(self.operations) > 1):
             yield "layers, and tensors that are merged"
         names = [one.name for one in self.taken]
         for listed in (names, list(self.dropped)):
@@ -345,87 +362,4 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/4"):
 
     def base_id(self) -> ManifestId:
         """The content merged into."""
-        return ManifestId(self.base)
-
-
-class _Tensor2(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A tensor as plan/2 encodes it."""
-
-    name: str
-    chunk_elements: Count
-    states: tuple[bytes, ...]
-    thresholds: tuple[Threshold, ...]
-    omitted: tuple[float, ...]
-
-
-class _Plan2(
-    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="plan/2"
-):
-    """A plan as plan/2 encodes it: one operation, and every tensor made of those of its name."""
-
-    method: str
-    parameters: tuple[tuple[str, bool | int | float], ...]
-    base: IdBytes
-    experts: tuple[PlanExpert, ...]
-    dtype: str | None
-    block_size: Count
-    budget: Count | None
-    criteria: Criteria
-    full_expert_bytes: Count
-    planned_expert_bytes: Count
-    error_bound: float | None
-    error_estimate: float | None
-    tensors: tuple[_Tensor2, ...]
-    copied: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Plan2:
-        fields = {name: getattr(plan, name) for name in cls.__struct_fields__}
-        fields["tensors"] = tuple(
-            [
-                _Tensor2(one.name, one.chunk_elements, one.states, one.thresholds, one.omitted)
-                for one in plan.tensors
-            ]
-        )
-        return cls(**fields)
-
-    def plan(self) -> Plan:
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        fields["tensors"] = tuple(
-            [
-                PlanTensor(one.name, one.chunk_elements, one.states, one.thresholds, one.omitted)
-                for one in self.tensors
-            ]
-        )
-        return Plan(**fields)
-
-
-class _Plan3(
-    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="plan/3"
-):
-    """A plan as plan/3 encodes it: no layers are stacked."""
-
-    method: str
-    parameters: tuple[tuple[str, Value], ...]
-    base: IdBytes
-    experts: tuple[PlanExpert, ...]
-    dtype: str | None
-    block_size: Count
-    budget: Count | None
-    criteria: Criteria
-    full_expert_bytes: Count
-    planned_expert_bytes: Count
-    error_bound: float | None
-    error_estimate: float | None
-    tensors: tuple[PlanTensor, ...]
-    copied: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    operations: tuple[PlanOperation, ...]
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Plan3:
-        return cls(**{name: getattr(plan, name) for name in cls.__struct_fields__})
-
-    def plan(self) -> Plan:
-        return Plan(**{name: getattr(self, name) for name in self.__struct_fields__})
+        return self.inputs[0].manifest_id()

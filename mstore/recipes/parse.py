@@ -44,7 +44,7 @@ _Parsed = TypeVar("_Parsed")
 
 _KEYS: Final = (
     *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype"),
-    *("out_dtype", "tokenizer_source", "tokenizer", "chat_template", "name"),
+    *("out_dtype", "tokenizer_source", "tokenizer", "chat_template", "name", "companions"),
 )
 _OF_MIXTURES: Final = ("gate_mode", "experts")
 _SEED: Final = "the seed is a parameter of the method: parameters, then seed"
@@ -108,6 +108,17 @@ class _Document:
             name=self._maybe(fields, "name", lambda one: self._text(one, "name")),
             ignored=tuple(sorted(self._ignored, key=lambda one: one.line)),
             strict=self._strict,
+            companions=self._companions(fields.get("companions")),
+        )
+
+    def _companions(self, node: Node | None) -> tuple[tuple[Text, Text], ...]:
+        if node is None or _is_null(node):
+            return ()
+        if not isinstance(node, Entries):
+            raise self._refused("companions are models by ROLE:MODEL", node)
+        return tuple(
+            (Text(str(key.value), key.line), self._path(value, "a companion"))
+            for key, value in node.entries
         )
 
     # -- models --------------------------------------------------------------------------------

@@ -114,7 +114,8 @@ class Recipe(msgspec.Struct, frozen=True):
 
     where: the name of its file. One of `models`, `slices` and `modules` is not empty. tokenizer,
     template (of chats): None if the recipe does not say. ignored: keys that mergekit ignores;
-    strict: such are refused, so there are none.
+    strict: such are refused, so there are none. companions: what a further input is (ROLE:MODEL,
+    ROLE:base or ROLE) and its name.
     """
 
     where: str
@@ -132,8 +133,14 @@ class Recipe(msgspec.Struct, frozen=True):
     name: Text | None
     ignored: tuple[Ignored, ...] = ()
     strict: bool = False
+    companions: tuple[tuple[Text, Text], ...] = ()
 
     def named(self) -> tuple[Text, ...]:
+        """Return every model, adapter and companion that it names, once, the base first."""
+        found = {one.text: one for one in self.models_named()}
+        return (*found.values(), *(one for _, one in self.companions if one.text not in found))
+
+    def models_named(self) -> tuple[Text, ...]:
         """Return every model and adapter that the recipe names, once, the base first."""
         found: dict[str, Text] = {}
         for one in self.names():

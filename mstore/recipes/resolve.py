@@ -261,8 +261,17 @@ class _Resolver:
             parameters=dict(parameters),
             dtype=self._dtype(),
             rules=tuple(rules),
+            companions=self._companions(),
         )
         return self._told(request)
+
+    def _companions(self) -> dict[str, str]:
+        """Return the companions by role and revision of what they belong to."""
+        found = {}
+        for key, one in self._recipe.companions:
+            role, colon, of = key.text.partition(":")
+            found[f"{role}{colon}{self._models.get(of, of)}"] = self._models[one.text]
+        return found
 
     def _stack(self) -> RecipeRequest:
         """Return the request of slices whose layers are taken as they are."""

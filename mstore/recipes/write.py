@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from mstore.errors import BadRequest
-from mstore.objects.plan import Plan, PlanOperation
+from mstore.objects.plan import Plan, PlanInput, PlanOperation
 from mstore.recipes.resolve import DTYPES, WEIGHT, KnownMethod
 from mstore.recipes.setting import Condition, Given, Setting
 from mstore.requests import BASE, UNION
@@ -30,8 +30,11 @@ HEAD: Final = (
 """The first line: as it is stored, and with names of one store."""
 
 _ARITHMETIC: Final = "float32"
-_MODEL = re.compile(r'^([^"]*?(\w+): )"([0-9a-f]{64}(?:\+[0-9a-f]{64})?)"$', re.MULTILINE)
+_ID = r"[0-9a-f]{64}(?::(?:[^\"\\+]|\\.)*)?"
+_MODEL = re.compile(rf'^([^"]*?(\w+): )"({_ID}(?:\+{_ID})?)"$', re.MULTILINE)
 """A line that names a model."""
+_COMPANION = re.compile(rf'^(  "\w+:?)({_ID}|)": "({_ID})"$', re.MULTILINE)
+"""A line that names a companion."""
 
 # By tensor; what is not in it has the value of the merge itself.
 _Differing = Mapping[str, Given]
@@ -61,16 +64,31 @@ def named(text: str, refs: Mapping[str, str]) -> str:
     refs: by the ids of contents. Ids stay as comments: a ref may move.
     """
 
+    def told(id: str) -> str:
+        content, colon, model = id.partition(":")
+        # The model's name is as it is written there.
+        return json.dumps(refs.get(content, content))[1:-1] + colon + model
+
     def line(found: re.Match[str]) -> str:
         start, key, ids = found.groups()
-        name = "+".join(refs.get(id, id) for id in ids.split("+"))
+        name = "+".join(map(told, ids.split("+")))
         # Such a name is a word there.
         if name == ids or (key == "tokenizer_source" and name in (BASE, UNION)):
             return found[0]
-        return f"{start}{json.dumps(name)}  # {ids}"
+        return f'{start}"{name}"  # {ids}'
 
-    changed = _MODEL.sub(line, text)
+    def companion(found: re.Match[str]) -> str:
+        start, of, id = found.groups()
+        lines = f'{start}{told(of)}": "{told(id)}"'
+        return lines if lines == found[0] else f"{lines}  # {id}"
+
+    changed = _COMPANION.sub(companion, _MODEL.sub(line, text))
     return changed if changed == text else changed.replace(*HEAD, 1)
+
+
+def _named(one: PlanInput) -> str:
+    """Return an input as a recipe names it: by the id of its content, and its model."""
+    return one.manifest_id().hex() + ("" if one.model is None else f":{one.model}")
 
 
 def _why_not(plan: Plan, method: KnownMethod) -> str | None:
@@ -80,16 +98,18 @@ def _why_not(plan: Plan, method: KnownMethod) -> str | None:
         return "some of its tensors have a type of their own"
     if any(operation.method != plan.method for operation in plan.operations):
         return "some of its tensors have a method of their own"
-    experts = [expert.manifest for expert in plan.experts]
+    if any("+" in (one.model or "") for one in plan.inputs):
+        return "a model with a + in its name would be one with an adapter"
+    base, *experts = (one.key for one in (plan.inputs[0], *plan.experts))
     if plan.layers:
         return None
     if len(set(experts)) != len(experts):
         return "two experts are one model"
-    if plan.base in experts and not method.takes_base:
+    if base in experts and not method.takes_base:
         return "an expert is the base"
     named = [name for name, one in method.parameters.items() if one.of_base]
-    operations = (plan.operation, *plan.operations)
-    if method.takes_base and plan.base not in experts:
+    operations = plan.operations
+    if method.takes_base and base not in experts:
         for name in named:
             if any(name in dict(one.parameters) for one in operations):
                 return f"{name} needs a base model, which a recipe of {plan.method} averages, too"
@@ -112,7 +132,7 @@ class _Writer:
         self._tensors = tensors
         self._all = "\n".join(tensors)
         self._own = {tensor.name: plan.operation_of(tensor) for tensor in plan.tensors}
-        self._operations = (plan.operation, *plan.operations)
+        self._operations = plan.operations
 
     def lines(self) -> Iterator[str]:
         plan = self._plan
@@ -124,15 +144,15 @@ class _Writer:
         for what, patterns in left_out:
             if patterns:
                 yield f"# {what}: {' '.join(map(json.dumps, patterns))}"
-        if plan.allows_missing:
+        if plan.allow_missing:
             yield "# Tensors may be missing, as was allowed: the base's count for what a model"
             yield "# lacks, and what the base lacks is left out."
         yield f"merge_method: {plan.method}"
         if plan.layers:
             yield from self._slices()
             return
-        base = plan.base_id().hex()
-        is_listed = plan.base in [expert.manifest for expert in plan.experts]
+        base = _named(plan.inputs[0])
+        is_listed = plan.inputs[0].key in [expert.key for expert in plan.experts]
         if not self._method.takes_base or (is_listed and not self._method.is_baseless):
             yield f"base_model: {json.dumps(base)}"
         else:
@@ -140,11 +160,16 @@ class _Writer:
             yield f"tokenizer_source: {json.dumps(base)}"
         yield "models:"
         for number, expert in enumerate(plan.experts):
-            own = expert.manifest_id().hex()
+            own = _named(expert)
             model = f"{base}+{own}" if expert.manifest in self._adapters else own
             yield f"- model: {json.dumps(model)}"
             yield from _indented("  ", self._parameters(self._of_model(number)))
         yield from self._parameters(self._shared())
+        if plan.companions:
+            yield "companions:"
+        for one in plan.companions:
+            of = "" if one.of is None else f":{_named(plan.inputs[one.of])}"
+            yield f"  {json.dumps(one.role + of)}: {json.dumps(_named(one))}"
         if plan.dtype is not None:
             yield f"dtype: {_ARITHMETIC}"
             yield f"out_dtype: {DTYPES[plan.dtype]}"
@@ -152,7 +177,7 @@ class _Writer:
     def _slices(self) -> Iterator[str]:
         """Yield the runs of layers, and the model that the other files are from."""
         plan = self._plan
-        members = [plan.base_id(), *(expert.manifest_id() for expert in plan.experts)]
+        members = [*(expert.manifest_id() for expert in plan.inputs)]
         yield f"base_model: {json.dumps(plan.base_id().hex())}"
         yield "slices:"
         start = 0
@@ -183,7 +208,7 @@ class _Writer:
         """Return the parameters that have a value for each expert, in one operation at least."""
         return [
             name
-            for name, _ in self._plan.parameters
+            for name, _ in self._plan.operation.parameters
             if self._method.parameters[name].each
             and any(len(set(_each(one, name))) > 1 for one in self._operations)
         ]

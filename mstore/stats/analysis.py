@@ -14,7 +14,7 @@ from itertools import chain
 
 import msgspec
 
-from mstore.adapters.inputs import Inputs, Names
+from mstore.adapters.inputs import Inputs, ModelChoice, Names
 from mstore.blocks.meter import Meter
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
@@ -152,10 +152,11 @@ def measure_squares(
 
 
 class Side(msgspec.Struct, frozen=True):
-    """A stored snapshot, and the name that the user gave it."""
+    """A stored snapshot, the name that the user gave it, and the model that the name chose."""
 
     snapshot: SnapshotId
     name: str
+    model: str | None = None
 
 
 def analyze(
@@ -180,7 +181,8 @@ def analyze(
     """
     began = time.monotonic()
     base_id, expert_id = (catalog.snapshot(side.snapshot).manifest_id() for side in (base, expert))
-    inputs = Inputs(catalog, base_id, [expert_id], [expert.name])
+    choice = ModelChoice(base.model, (expert.model,))
+    inputs = Inputs(catalog, base_id, [expert_id], [base.name, expert.name], choice=choice)
     bases, experts = (_tensors(inputs, names) for names in inputs.members)
     require_matches({*bases, *experts}, only, skip)
     wanted = chosen({name: record.shape for name, (_, record) in bases.items()}, only, skip)

@@ -14,13 +14,17 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from mstore.checkpoint.models import split_name
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.store.models import models_in
 
 KEY: Final = "tie_word_embeddings"
-HEAD: Final = re.compile(r"(^|\.)(lm_head|embed_out|output|output_projection|decoder)(\.weight)?$")
+HEAD: Final = re.compile(
+    r"(^|[.:])(lm_head|embed_out|output|output_projection|decoder)(\.weight)?$"
+)
 """Finds, among word embeddings, those of the output."""
 _USUAL: Final = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -34,9 +38,14 @@ def ties(config: Mapping[str, Any]) -> bool | None:
     return any(said) if said else None
 
 
-def ties_embeddings(catalog: Catalog, model: Manifest) -> bool:
-    """Return whether a model's config ties its embeddings.  Raises Corrupt, StorageFailed."""
-    return ties(config_of(catalog, model)) is True
+def ties_embeddings(catalog: Catalog, manifest: Manifest) -> frozenset[str]:
+    """Return the models whose configs tie their embeddings.  Raises Corrupt, StorageFailed."""
+    models = models_in(catalog, manifest)
+    return frozenset(
+        name
+        for name in models.named
+        if ties(config_of(catalog, manifest, models.config(name))) is True
+    )
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,14 +67,18 @@ class Tied(msgspec.Struct, frozen=True):
     unstored: str | None = None
 
     @classmethod
-    def of(cls, catalog: Catalog, model: Manifest, adapter: Iterable[str] = ()) -> Tied:
-        """Return what is tied in a stored model.  Raises Corrupt, StorageFailed.
+    def of(
+        cls, catalog: Catalog, manifest: Manifest, model: str, adapter: Iterable[str] = ()
+    ) -> Tied:
+        """Return what is tied in a stored model, by names in it.  Raises Corrupt, StorageFailed.
 
         adapter: names of an adapter's tensors.  If one is of a head that the model lacks, the model
         is tied unless its config says otherwise: of some kinds of models the config need not say.
         """
-        named = {name: id for name, id in model.tensors().items() if EMBEDDINGS.search(name)}
-        config = config_of(catalog, model) if named else {}
+        models = models_in(catalog, manifest)
+        tensors = models.in_model(model)
+        named = {name: id for name, id in tensors.items() if EMBEDDINGS.search(name)}
+        config = config_of(catalog, manifest, models.config(model)) if named else {}
         told = ties(config)
         if told is None and config and len(named) == 1:
             told = any("lm_head." in name for name in adapter)
@@ -89,20 +102,26 @@ class Tied(msgspec.Struct, frozen=True):
         return found
 
 
-def own_head(model: Manifest, contents: Mapping[str, object]) -> tuple[str, str] | None:
+def own_head(sizes: Mapping[str, int], contents: Mapping[str, object]) -> tuple[str, str] | None:
     """Return a head that is no embedding of its size, and that embedding; None if there is none.
 
-    contents: of tensors that have these names, equal if they are equal.
+    sizes: bytes of each tensor by what it is called. contents: of those that count, equal if they
+    are equal.
     """
-    sizes = {
-        name: part.nbytes
-        for file in model.files
-        for part in file.tensors()
-        for name in (str(part.name),)
-        if name in contents and EMBEDDINGS.search(name)
-    }
-    for head in filter(HEAD.search, sizes):
-        inputs = [name for name in sizes if not HEAD.search(name) and sizes[name] == sizes[head]]
+    named = [name for name in sizes if name in contents and EMBEDDINGS.search(name)]
+    for head in filter(HEAD.search, named):
+        inputs = [
+            name
+            for name in named
+            if not HEAD.search(name)
+            and (split_name(name)[0], sizes[name]) == (split_name(head)[0], sizes[head])
+        ]
         if inputs and contents[head] not in [contents[name] for name in inputs]:
             return head, inputs[0]
     return None
+
+
+def sizes_of(catalog: Catalog, manifest: Manifest) -> dict[str, int]:
+    """Return the bytes of each tensor by what it is called.  Raises Corrupt, StorageFailed."""
+    models = models_in(catalog, manifest)
+    return {name: part.nbytes for file in manifest.files for part, name in models.parts(file)}

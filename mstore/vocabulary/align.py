@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from mstore.adapters.targets import is_adapter
-from mstore.checkpoint.paths import INDEX_SUFFIX
+from mstore.checkpoint.models import is_index
 from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
@@ -27,6 +27,7 @@ from mstore.progress import ProgressCallback
 from mstore.requests import MergeRequest, Vocabulary
 from mstore.store.catalog import Catalog
 from mstore.store.derived import branch_below, derived
+from mstore.store.models import tensors_of
 from mstore.store.rebuilt import header_of, index_of, shards_of
 from mstore.store.transaction import RefMove, Transaction, branch_to_move
 from mstore.vocabulary.common import with_new_decoder, with_new_ids
@@ -134,7 +135,7 @@ def align(
     found: dict[SnapshotId, Member] = {}
     adapters: dict[SnapshotId, str] = {}
     for name, id in models:
-        if is_adapter(catalog.manifest(catalog.snapshot(id).manifest_id()).tensors()):
+        if is_adapter(tensors_of(catalog, catalog.manifest(catalog.snapshot(id).manifest_id()))):
             adapters[id] = str(name)
         elif id not in found:
             found[id] = member(catalog, str(name), id)
@@ -260,7 +261,7 @@ class _Models:
         }
         records = {Part.tensor_id(part): tensors[name] for name, part in parts.items()}
         files = {file.path: self._weights(file, parts, records) for file in one.manifest.files}
-        for path in [path for path in files if path.endswith(INDEX_SUFFIX)] if parts else ():
+        for path in [path for path in files if is_index(path)] if parts else ():
             fields = json_object(self._catalog.read_parts(files[path].parts))
             shards = shards_of(path, fields, files.values())
             if shards:

@@ -12,6 +12,7 @@ from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.store.models import tensors_of
 from mstore.vocabulary.papers import PARTS, VOCAB_SIZE, template_of
 from mstore.vocabulary.tokenizer import Tokenizer, tokenizer_of
 
@@ -49,7 +50,7 @@ def member(catalog: Catalog, name: str, snapshot: SnapshotId) -> Member:
     Corrupt, StorageFailed.
     """
     manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
-    tensors = manifest.tensors()
+    tensors = tensors_of(catalog, manifest)
     config = config_of(catalog, manifest)
     named = {
         tensor: id

@@ -20,8 +20,8 @@ from mstore_cli.merging import (
     Dtype,
     MaxError,
     MaybeBase,
+    MaybeCompanions,
     MaybeExperts,
-    MaybeFishers,
     MaybeMethod,
     NoAnalyze,
     Only,
@@ -89,7 +89,7 @@ def merge(
     strict: Strict = False,
     base: MaybeBase = None,
     expert: MaybeExperts = None,
-    fisher: MaybeFishers = None,
+    with_: MaybeCompanions = None,
     method: MaybeMethod = None,
     param: Parameters = None,
     budget: Budget = None,
@@ -142,7 +142,7 @@ def merge(
     name, and is merged as REF.NAME.
     """
     request: MergeRequest | None = None
-    wanted = Wanted(base, expert, method, param, recipe, vocab, fisher, strict)
+    wanted = Wanted(base, expert, method, param, recipe, vocab, with_, strict)
     if plan is None:
         if not wanted.is_complete(HELP):
             raise UsageError("give --plan, --recipe, or --base, --expert and --method", hint=HELP)
@@ -164,7 +164,7 @@ def merge(
         option is not None and option is not False and option != []
         for option in (
             *(base, expert, method, param, recipe, strict, budget, max_error, dtype, no_analyze),
-            *(score, only, skip, allow_missing, per_expert_budget, top_p, vocab, fisher),
+            *(score, only, skip, allow_missing, per_expert_budget, top_p, vocab, with_),
         )
     ):
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)

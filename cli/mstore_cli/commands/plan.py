@@ -19,8 +19,8 @@ from mstore_cli.merging import (
     Dtype,
     MaxError,
     MaybeBase,
+    MaybeCompanions,
     MaybeExperts,
-    MaybeFishers,
     MaybeMethod,
     NoAnalyze,
     Only,
@@ -66,7 +66,7 @@ def plan(
     strict: Strict = False,
     base: MaybeBase = None,
     expert: MaybeExperts = None,
-    fisher: MaybeFishers = None,
+    with_: MaybeCompanions = None,
     method: MaybeMethod = None,
     param: Parameters = None,
     budget: Budget = None,
@@ -124,7 +124,7 @@ def plan(
         raise UsageError("--measure and --svg belong to --sweep", hint=HELP)
     if svg is not None:
         plots.require()
-    wanted = Wanted(base, expert, method, param, recipe, vocab, fisher, strict)
+    wanted = Wanted(base, expert, method, param, recipe, vocab, with_, strict)
     if not wanted.is_complete(HELP):
         raise UsageError("give --recipe, or --base, --expert and --method", hint=HELP)
     request = make_request(

@@ -23,7 +23,6 @@ from mstore.frozen import frozen
 from mstore.ids import PlanId, SnapshotId
 from mstore.merge.analysis.attribution import Attribution, attribute
 from mstore.merge.analysis.explain import require_tensor
-from mstore.merge.methods.registry import fishers_of
 from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import inputs_held
@@ -36,6 +35,7 @@ from mstore.objects.plan import Plan
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 from mstore.store.plans import plan_of, sources_of_merge
 
 _BATCH = 64
@@ -158,7 +158,7 @@ def blame(
     began = time.monotonic()
     record = catalog.snapshot(snapshot)
     plan_id = plan_of(snapshot, record, so="no expert has a share in it")
-    names = catalog.manifest(record.manifest_id()).tensors()
+    names = tensors_of(catalog, catalog.manifest(record.manifest_id()))
     if tensor is not None:
         require_tensor(tensor, names, snapshot)
     plan = catalog.record(Plan, plan_id)
@@ -173,11 +173,10 @@ def blame(
         run = _Run(catalog, plan, threads, progress)
         measured = run.attributions(tensor)
     sources = sources_of_merge(catalog, plan_id, plan, record).experts
-    who = [(source.name, e.weight) for source, e in zip(sources, plan.experts, strict=True)]
-    # Fishers change nothing by themselves.
-    who = who[: len(who) - fishers_of(plan)]
+    # Companions, which come last, change nothing by themselves.
+    who = [(source.name, weight) for source, weight in zip(sources, plan.weights, strict=False)]
     layers = layers_of(names)
-    nothing = Measured(0, Attribution.nothing(len(plan.experts)))
+    nothing = Measured(0, Attribution.nothing(len(plan.inputs) - 1))
     tensors = []
     sums: dict[str, Measured] = {}
     counts: Counter[str] = Counter()
@@ -300,9 +299,11 @@ class _Run:
         if tensor is not None:
             first = self.tasks.first[tensor]
             if first not in wanted:
-                base = self._catalog.manifest(self._plan.base_id()).tensors()[first]
+                base = tensors_of(self._catalog, self._catalog.manifest(self._plan.base_id()))[
+                    first
+                ]
                 elements = math.prod(self._catalog.tensor(base).shape)
-                return {first: Measured(elements, Attribution.nothing(len(self._plan.experts)))}
+                return {first: Measured(elements, Attribution.nothing(len(self._plan.inputs) - 1))}
             wanted = [first]
         jobs = [(name, self.tasks.tensor(name), self._chunks(name)) for name in wanted]
         total = sum(_bytes(task, number) for _, task, numbers in jobs for number in numbers)
@@ -310,7 +311,7 @@ class _Run:
         found = {}
         with ThreadPoolExecutor(self._threads, "blame") as pool:
             for name, task, numbers in jobs:
-                one = Attribution.nothing(len(self._plan.experts))
+                one = Attribution.nothing(len(self._plan.inputs) - 1)
                 for number, part in zip(numbers, self._parts(task, numbers, pool), strict=True):
                     one += part
                     done += _bytes(task, number)

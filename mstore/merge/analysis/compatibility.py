@@ -15,16 +15,17 @@ from typing import Any, Final
 
 from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.adapters.fit import is_any_adapter
-from mstore.adapters.inputs import Inputs, stand_ins
+from mstore.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
+from mstore.checkpoint.models import split_name
 from mstore.checkpoint.small_files import json_object
 from mstore.compare import ComparedPart, Sums
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.ids import TensorId
 from mstore.merge.planning.castable import hint_for_scales, hint_for_types
-from mstore.merge.planning.request import Input, Request
+from mstore.merge.planning.request import Request
 from mstore.merge.planning.sense import far_experts, known_sums, swapped
 from mstore.merge.planning.survey import odd_types
 from mstore.merge.planning.tied import first_names, told_of_head
@@ -37,7 +38,8 @@ from mstore.phrases import Option, call, few, joined, phrase
 from mstore.stats.known import known_rows
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.tied import own_head, ties, ties_embeddings
+from mstore.store.models import models_in
+from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.vocabulary.members import chat_template, rows_of
 from mstore.vocabulary.papers import PARTS
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of
@@ -107,6 +109,7 @@ class _Model:
 
     name: str
     manifest: Manifest
+    tensors: Mapping[str, TensorId]
     config: Mapping[str, Any]
     tokenizer: Tokenizer | None
     template: str | None
@@ -118,11 +121,20 @@ def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> C
     began = time.monotonic()
     # Fishers are no models: whether they fit, planning says.
     experts = request.experts[: len(request.experts) - request.fishers]
-    base, *others = models = [_model(catalog, one) for one in (request.base, *experts)]
-    every = {tensor for one in models for tensor in one.manifest.tensors()}
+    manifests = [catalog.manifest_of(one.snapshot) for one in (request.base, *experts)]
+    called = [one.name for one in (request.base, *experts)]
+    members = [models_in(catalog, one) for one in manifests]
+    choice = ModelChoice(request.base.model, tuple(one.model for one in experts))
+    pairs = ModelPairs(members[0], members[1:], choice, called)
+    tensors = (pairs.base, *(pairs.own(k) for k in range(len(experts))))
+    base, *others = models = [
+        _model(catalog, name, manifest, own)
+        for name, manifest, own in zip(called, manifests, tensors, strict=True)
+    ]
+    every = {tensor for one in models for tensor in one.tensors}
     require_matches(every, request.only, request.skip)
-    names = chosen(dict.fromkeys(base.manifest.tensors(), ()), request.only, request.skip).keys()
-    found = list(_head(base, base.name, base.manifest.tensors(), request))
+    names = chosen(dict.fromkeys(base.tensors, ()), request.only, request.skip).keys()
+    found = list(_head(catalog, base, base.name, base.tensors, request))
     for other in others:
         found += sorted(
             _differences(catalog, statistics, base, other, request),
@@ -151,15 +163,17 @@ def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> C
     )
 
 
-def _model(catalog: Catalog, one: Input) -> _Model:
-    manifest = catalog.manifest(catalog.snapshot(one.snapshot).manifest_id())
+def _model(
+    catalog: Catalog, name: str, manifest: Manifest, tensors: Mapping[str, TensorId]
+) -> _Model:
     config = json_object(catalog.read_small(manifest.file(CONFIG), _MAX_FILE) or b"")
     card = catalog.read_small(manifest.file(CARD), _MAX_FILE)
     return _Model(
-        name=one.name,
+        name=name,
         manifest=manifest,
+        tensors=tensors,
         config=config,
-        tokenizer=tokenizer_of(catalog, manifest, one.name),
+        tokenizer=tokenizer_of(catalog, manifest, name),
         template=chat_template(catalog, manifest),
         licence=stated_licence(front_matter(card)),
     )
@@ -168,19 +182,21 @@ def _model(catalog: Catalog, one: Input) -> _Model:
 def _differences(
     catalog: Catalog, statistics: StatsStore, base: _Model, other: _Model, request: Request
 ) -> Iterator[CompatibilityFinding]:
-    tensors = base.manifest.tensors()
+    tensors = base.tensors
     has_config = other.manifest.file(ADAPTER_CONFIG) is not None
-    own_tensors = other.manifest.tensors()
+    own_tensors = other.tensors
     if is_any_adapter(own_tensors, tensors, has_config) and not is_adapter(tensors):
         try:
             id, own = base.manifest.id(), other.manifest.id()
-            (applied,) = Inputs(catalog, id, [own], [other.name]).experts
+            choice = ModelChoice(request.base.model, (None,))
+            inputs = Inputs(catalog, id, [own], [base.name, other.name], choice=choice)
+            (applied,) = inputs.experts
         except Incompatible as error:
             yield _finding(other, "adapter", ERROR, error.what, error.hint)
         else:
-            yield from _head(base, other.name, applied, request)
+            yield from _head(catalog, base, other.name, applied, request)
         return
-    yield from _head(base, other.name, own_tensors, request)
+    yield from _head(catalog, base, other.name, own_tensors, request)
     yield from _tensors(catalog, base, other, request)
     yield from _values(catalog, statistics, base, other, request)
     yield from _configs(base, other)
@@ -195,12 +211,13 @@ def _differences(
 
 
 def _head(
-    base: _Model, name: str, tensors: Mapping[str, TensorId], request: Request
+    catalog: Catalog, base: _Model, name: str, tensors: Mapping[str, TensorId], request: Request
 ) -> Iterator[CompatibilityFinding]:
-    ours = base.manifest.tensors()
+    ours = base.tensors
     merged = chosen(dict.fromkeys(tensors, ()), request.only, request.skip).keys()
-    head = own_head(base.manifest, {**ours, **{one: tensors[one] for one in merged}})
-    if head is not None and ties(base.config):
+    own = {**ours, **{one: tensors[one] for one in merged}}
+    head = own_head(sizes_of(catalog, base.manifest), own)
+    if head is not None and split_name(head[0])[0] in ties_embeddings(catalog, base.manifest):
         yield CompatibilityFinding(name, "settings", WARNING, told_of_head(*head), None)
 
 
@@ -220,10 +237,14 @@ def _sums(
 ) -> dict[str, Sums]:
     """Return what statistics know of the changes of whole models; nothing for adapters of one."""
     base, *experts = (model.manifest.id() for model in models)
-    if is_adapter(models[0].manifest.tensors()):
+    if is_adapter(models[0].tensors):
         return {}
-    names = [model.name for model in models[1:]]
-    inputs = Inputs(catalog, base, experts, names, fill=request.allow_missing)
+    given = request.experts[: len(experts)]
+    inputs = Inputs(
+        *(catalog, base, experts, [model.name for model in models]),
+        choice=ModelChoice(request.base.model, tuple(one.model for one in given)),
+        fill=request.allow_missing,
+    )
     return known_sums(catalog, statistics, inputs, request.only, request.skip, products=True)
 
 
@@ -247,7 +268,7 @@ def _senses(
 def _tensors(
     catalog: Catalog, base: _Model, other: _Model, request: Request
 ) -> Iterator[CompatibilityFinding]:
-    ours, theirs = (_records(catalog, one.manifest.tensors(), request) for one in (base, other))
+    ours, theirs = (_records(catalog, one.tensors, request) for one in (base, other))
     missing = [name for name in ours if name not in theirs]
     if missing and len(missing) == len(ours):
         yield _finding(other, "names", ERROR, f"has no tensor of {base.name}: it is another model")
@@ -257,8 +278,8 @@ def _tensors(
     is_allowed = request.allow_missing
     if is_allowed:
         # Another one may stand for a tied embedding.
-        tensors = base.manifest.tensors()
-        filled = stand_ins(tensors, other.manifest.tensors())
+        tensors = base.tensors
+        filled = stand_ins(tensors, other.tensors)
         missing = [name for name in missing if filled[name] == tensors[name]]
     severity = WARNING if is_allowed else ERROR
     types_of_ours, types_of_theirs = (
@@ -313,8 +334,8 @@ def _tensors(
     if odd and request.skip:
         # A tied tensor is skipped by any of its names.
         tied = ties_embeddings(catalog, base.manifest)
-        names = base.manifest.tensors()
-        first = first_names(names, [other.manifest.tensors()], tied=tied)
+        names = base.tensors
+        first = first_names(names, [other.tensors], tied=tied)
         skipped = {first[name] for name in matching(first, request.skip)}
         odd = {name: kinds for name, kinds in odd.items() if first[name] not in skipped}
     if odd:
@@ -344,7 +365,7 @@ def _values(
 
     A base that is not finite itself says nothing of an expert.
     """
-    ours, theirs = (one.manifest.tensors() for one in (base, other))
+    ours, theirs = (one.tensors for one in (base, other))
     names = [
         name
         for name in chosen(dict.fromkeys(ours, ()), request.only, request.skip)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from mstore.blocks.schema import Sources
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.ids import PlanId
 from mstore.merge.planning.costs import told_costs
@@ -21,7 +22,7 @@ from mstore.objects.plan import (
     Criteria,
     Mixture,
     Plan,
-    PlanExpert,
+    PlanInput,
     PlanOperation,
     PlanTensor,
     Taken,
@@ -30,14 +31,9 @@ from mstore.objects.plan import (
 )
 from mstore.phrases import call, phrase
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Sources
 from mstore.store.plans import find, sources_of, store_plan
 
-PLAIN = "mstore plan 2"
-FORMAT = "mstore plan 3"
-"""The format of a plan that PLAIN cannot express; see `mstore.objects.plan`."""
-STACKED = "mstore plan 4"
-"""The format of a plan that stacks layers."""
+FORMAT = "mstore plan 1"
 MAX_TEXT = 256 << 20
 
 
@@ -69,10 +65,12 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     mixture: _Mixture | None = None
 
 
-class _Expert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    role: str
     name: str
     manifest: str
-    weight: float
+    of: int | None = None
+    model: str | None = None
 
 
 class _Criteria(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,26 +85,24 @@ class _Criteria(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     format: str
     plan: str
-    method: str
-    parameters: dict[str, Value]
-    base: str
-    base_name: str
-    experts: tuple[_Expert, ...]
+    operations: tuple[_Operation, ...]
+    inputs: tuple[_Input, ...]
     dtype: str | None
     block_size: int
     budget_bytes: int | None
     criteria: _Criteria
+    allow_missing: bool
     full_expert_bytes: int
     planned_expert_bytes: int
     error_bound: float | None
     error_estimate: float | None
     tensors: tuple[_Tensor, ...]
     copied: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    operations: tuple[_Operation, ...] = ()
+    remarks: tuple[str, ...]
     layers: tuple[tuple[int, int], ...] = ()
     taken: tuple[tuple[str, int, str], ...] = ()
     dropped: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 def export_plan(catalog: Catalog, text: str) -> str:
@@ -119,20 +115,20 @@ def export_plan(catalog: Catalog, text: str) -> str:
 def plan_text(plan: Plan, id: PlanId, sources: Sources) -> str:
     """Format a plan as indented JSON. States are digits, one per chunk."""
     value = _Text(
-        format=_format(plan),
+        format=FORMAT,
         plan=id.hex(),
-        method=plan.method,
-        parameters=dict(plan.parameters),
-        base=plan.base_id().hex(),
-        base_name=sources.base.name,
-        experts=tuple(
-            _Expert(source.name, expert.manifest_id().hex(), expert.weight)
-            for source, expert in zip(sources.experts, plan.experts, strict=True)
+        operations=tuple(
+            _Operation(one.method, dict(one.parameters), one.weights) for one in plan.operations
+        ),
+        inputs=tuple(
+            _Input(one.role, source.name, one.manifest_id().hex(), one.of, one.model)
+            for source, one in zip((sources.base, *sources.experts), plan.inputs, strict=True)
         ),
         dtype=plan.dtype,
         block_size=plan.block_size,
         budget_bytes=plan.budget,
         criteria=_Criteria(*msgspec.structs.astuple(plan.criteria)),
+        allow_missing=plan.allow_missing,
         full_expert_bytes=plan.full_expert_bytes,
         planned_expert_bytes=plan.planned_expert_bytes,
         error_bound=plan.error_bound,
@@ -154,21 +150,13 @@ def plan_text(plan: Plan, id: PlanId, sources: Sources) -> str:
             for tensor in plan.tensors
         ),
         copied=plan.copied,
-        notes=plan.notes,
-        operations=tuple(
-            _Operation(one.method, dict(one.parameters), one.weights) for one in plan.operations
-        ),
+        remarks=plan.remarks,
         layers=plan.layers,
         taken=tuple((one.name, one.member, one.source) for one in plan.taken),
         dropped=plan.dropped,
+        without=plan.without,
     )
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
-
-
-def _format(plan: Plan) -> str:
-    if plan.layers:
-        return STACKED
-    return PLAIN if plan.is_plain else FORMAT
 
 
 def _number(value: float) -> _Number:
@@ -192,11 +180,11 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
         plan = decode(Plan, _plan(value).encode(), "plan")
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, Corrupt) as error:
         raise BadRequest(f"not a plan: {error}", hint=hint) from error
-    if value.format != _format(plan) or plan.id().hex() != value.plan:
+    if value.format != FORMAT or plan.id().hex() != value.plan:
         raise BadRequest("the plan does not match its id; it was changed by hand", hint=hint)
     id = PlanId(plan.id())
     check_block_size(catalog, plan)
-    for manifest in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
+    for manifest in (expert.manifest_id() for expert in plan.inputs):
         if not catalog.snapshots_of(manifest):
             raise NotFound(
                 "this store has no snapshot with an input of the plan",
@@ -213,14 +201,19 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
 
 def _plan(value: _Text) -> Plan:
     return Plan(
-        method=value.method,
-        parameters=tuple(sorted(value.parameters.items())),
-        base=bytes.fromhex(value.base),
-        experts=tuple(PlanExpert(bytes.fromhex(e.manifest), e.weight) for e in value.experts),
+        operations=tuple(
+            PlanOperation(one.method, tuple(sorted(one.parameters.items())), one.weights)
+            for one in value.operations
+        ),
+        inputs=tuple(
+            PlanInput(one.role, one.of, bytes.fromhex(one.manifest), one.model)
+            for one in value.inputs
+        ),
         dtype=value.dtype,
         block_size=value.block_size,
         budget=value.budget_bytes,
         criteria=Criteria(*msgspec.structs.astuple(value.criteria)),
+        allow_missing=value.allow_missing,
         full_expert_bytes=value.full_expert_bytes,
         planned_expert_bytes=value.planned_expert_bytes,
         error_bound=value.error_bound,
@@ -242,12 +235,9 @@ def _plan(value: _Text) -> Plan:
             for tensor in value.tensors
         ),
         copied=value.copied,
-        notes=value.notes,
-        operations=tuple(
-            PlanOperation(one.method, tuple(sorted(one.parameters.items())), one.weights)
-            for one in value.operations
-        ),
+        remarks=value.remarks,
         layers=value.layers,
         taken=tuple(Taken(*one) for one in value.taken),
         dropped=value.dropped,
+        without=value.without,
     )

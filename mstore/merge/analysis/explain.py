@@ -12,10 +12,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from mstore.adapters.inputs import Inputs, Names
+from mstore.blocks.schema import Sources
 from mstore.errors import Corrupt, NotFound, did_you_mean
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId
-from mstore.merge.methods import registry
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import told_costs
 from mstore.merge.planning.report import PlanReport, plan_report
@@ -38,8 +38,8 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 from mstore.store.not_finite import of_merge
-from mstore.store.plan_rows import Sources
 from mstore.store.plans import plan_of, sources_of_merge
 from mstore.store.refs import is_pattern
 
@@ -209,12 +209,14 @@ class _Explainer:
     ) -> None:
         self._catalog = catalog
         self._plan = plan
-        self._parts = catalog.manifest(record.manifest_id()).tensors()
-        self._base = catalog.manifest(plan.base_id()).tensors()
+        self._parts = tensors_of(catalog, catalog.manifest(record.manifest_id()))
+        self._base = tensors_of(catalog, catalog.manifest(plan.base_id()))
         self._sources = (sources.base.name, *(source.name for source in sources.experts))
         self._experts = [
-            (source.name, expert.weight)
-            for source, expert in zip(sources.experts, plan.experts, strict=True)
+            (source.name, weight)
+            for source, weight in zip(
+                sources.experts, (*plan.weights, *(1.0 for _ in plan.companions)), strict=True
+            )
         ]
         coverage = record.coverage_id()
         # A virtual merge has no coverage: its plan is the only source.
@@ -253,7 +255,8 @@ class _Explainer:
             treatment, reused = "merged", self._reused(planned, content.dtype, blocks)
         shares = []
         if planned is not None:
-            weights = self._plan.operation_of(planned).weights
+            own = self._plan.operation_of(planned).weights
+            weights = (*own, *(1.0 for _ in self._plan.companions))
             for (expert, _), weight, states, omitted in zip(
                 self._experts, weights, planned.states, planned.omitted, strict=True
             ):
@@ -335,9 +338,11 @@ class _Explainer:
 def _experts_of(catalog: Catalog, plan: Plan) -> tuple[Names, ...]:
     """Return the tensors of each expert; those of an adapter that was pruned are its own."""
     try:
-        return Inputs.of(catalog, plan, registry.fishers_of(plan)).experts
+        return Inputs.of(catalog, plan).experts
     except (NotFound, Corrupt):
-        return tuple(catalog.manifest(one.manifest_id()).tensors() for one in plan.experts)
+        return tuple(
+            tensors_of(catalog, catalog.manifest(one.manifest_id())) for one in plan.inputs[1:]
+        )
 
 
 def _copied(why: str) -> str:
@@ -359,7 +364,7 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     """
     record = catalog.snapshot(snapshot)
     plan_id = plan_of(snapshot, record, so="there is nothing to explain")
-    names = catalog.manifest(record.manifest_id()).tensors()
+    names = tensors_of(catalog, catalog.manifest(record.manifest_id()))
     if tensor is not None:
         require_tensor(tensor, names, snapshot)
     plan = catalog.record(Plan, plan_id)

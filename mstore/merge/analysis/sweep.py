@@ -64,8 +64,8 @@ class SweepReport:
     """the model merged into"""
     experts: tuple[tuple[str, float], ...]
     """pairs of ref and weight"""
-    fishers: tuple[str, ...]
-    """refs of the experts' Fishers, in their order; empty for methods that take none"""
+    companions: tuple[tuple[str, str], ...]
+    """further inputs, as pairs of role (`fisher:EXPERT`) and ref; empty for most methods"""
     full_expert_bytes: int
     """bytes that a merge without a budget would read from experts"""
     points: tuple[SweepPoint, ...]
@@ -148,10 +148,7 @@ def sweep(
                 planning.request.experts, planning.request.operation.given, strict=False
             )
         ),
-        fishers=tuple(
-            expert.name
-            for expert in planning.request.experts[len(planning.request.operation.given) :]
-        ),
+        companions=planning.request.told_companions(),
         full_expert_bytes=full,
         points=points,
         measure_bytes_read=read,

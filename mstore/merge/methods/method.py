@@ -205,11 +205,7 @@ class Method(msgspec.Struct, frozen=True):
 
     @property
     def fishers(self) -> bool:
-        """Whether each expert comes with a diagonal Fisher.
-
-        A plan then lists all experts, and after them their Fishers in the same order
-        (`registry.fishers_of`).
-        """
+        """Whether each expert comes with a diagonal Fisher, as a companion."""
         return self.combine.fishers
 
     @property
@@ -265,8 +261,8 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def listed(self) -> tuple[float, ...]:
-        """The weights as a plan lists them: those that were asked for, and 1 for each Fisher."""
-        return self.given + (1.0,) * len(self.given) if self.method.fishers else self.given
+        """The weights as a plan lists them: those that were asked for."""
+        return self.given
 
     @cached_property
     def selection(self) -> Selection:

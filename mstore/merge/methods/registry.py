@@ -129,25 +129,11 @@ class Operations:
         return [self._all[number] for number in numbers or [0]]
 
 
-def fishers_of(plan: Plan) -> int:
-    """Return how many of a plan's experts are Fishers of the others: none, or the last half.
-
-    Raises Unavailable for a method that is not installed, and BadRequest if there is not one for
-    each expert.
-    """
-    if not _of_plan(plan, plan.method).fishers:
-        return 0
-    if len(plan.experts) % 2:
-        raise BadRequest("not a sound plan: an expert has no Fisher")
-    return len(plan.experts) // 2
-
-
 def _operations(plan: Plan) -> tuple[PlanOperation, ...]:
-    own = plan.operation
     if plan.layers:
         # A stack has no arithmetic, so its method does not count experts.
-        own = structs.replace(own, weights=own.weights[:1])
-    return (own, *plan.operations)
+        return (structs.replace(plan.operation, weights=plan.weights[:1]),)
+    return plan.operations
 
 
 def _of_plan(plan: Plan, name: str) -> Method:
@@ -163,10 +149,7 @@ def _of_plan(plan: Plan, name: str) -> Method:
 
 def _made(plan: Plan, one: PlanOperation) -> Operation:
     """Return an operation of a plan.  Raises as `_of_plan` and `Method.apply`."""
-    method, weights = _of_plan(plan, one.method), one.weights
-    if method.fishers:
-        weights = weights[: len(weights) // 2]
-    return method.apply(dict(one.parameters), weights)
+    return _of_plan(plan, one.method).apply(dict(one.parameters), one.weights)
 
 
 def names() -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from mstore.adapters.low_rank import stored_bytes
 from mstore.errors import BadRequest, Corrupt, NotFound, Unavailable
 from mstore.ids import ID_BYTES
 from mstore.merge.measures.grid import Bools
-from mstore.merge.methods import registry
 from mstore.merge.planning.compared import Words, batched, chunk_ids, twins
 from mstore.merge.planning.surveyed import Counts
 from mstore.objects.applied import AppliedTensor
@@ -46,7 +45,7 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
 
 
 def _looked_up(catalog: Catalog, plan: Plan) -> Costs:
-    inputs = Inputs.of(catalog, plan, registry.fishers_of(plan))
+    inputs = Inputs.of(catalog, plan)
     experts = inputs.experts
     blocks: list[Words] = []
     read: list[Bools] = []

@@ -15,6 +15,7 @@ from mstore.objects.plan import OMITTED, READ, Plan
 from mstore.phrases import Option, call, phrase
 from mstore.sizes import format_size
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 
 _ALLOW: Final = phrase("{allow} merges it all the same", allow=Option("allow_noop", True))
 # A number of bytes that the user may have meant as per cent.
@@ -74,12 +75,14 @@ def require_effect(catalog: Catalog, plan: Plan, *, in_bytes: Collection[str] = 
 
 def is_base(catalog: Catalog, plan: Plan) -> bool:
     """Return whether the plan alone shows that every tensor of the result is the base's own."""
-    return not (_reads(plan) or plan.taken or plan.dropped) and _is_base(catalog, plan)
+    return not (_reads(plan) or plan.taken or plan.dropped or plan.without) and _is_base(
+        catalog, plan
+    )
 
 
 def is_retyped(catalog: Catalog, plan: Plan) -> bool:
     """Return whether a tensor gets a different type from the base's."""
-    base = catalog.manifest(plan.base_id()).tensors()
+    base = tensors_of(catalog, catalog.manifest(plan.base_id()))
     return any(
         dtype is not None and catalog.tensor(base[tensor.source(0)]).dtype != dtype
         for tensor in plan.tensors
@@ -89,14 +92,20 @@ def is_retyped(catalog: Catalog, plan: Plan) -> bool:
 
 def _cancels(plan: Plan) -> bool:
     """Return whether a plain sum has only two terms, one the exact negative of the other."""
-    if not plan.is_plain:
+    own = any(tensor.sources or tensor.mixture for tensor in plan.tensors)
+    each = any(isinstance(value, tuple) for _, value in plan.operation.parameters)
+    if own or each or plan.layers or len(plan.operations) > 1:
         return False
     operation = Operations(plan).main
-    weighted = [expert for expert in plan.experts if expert.weight]
+    weighted = [
+        (expert.key, weight)
+        for expert, weight in zip(plan.experts, plan.weights, strict=True)
+        if weight
+    ]
     if len(weighted) != 2 or not (operation.is_additive and operation.selection.cancels):
         return False
-    one, other = weighted
-    return one.manifest == other.manifest and one.weight == -other.weight
+    (one, weight), (other, other_weight) = weighted
+    return one == other and weight == -other_weight
 
 
 def _selects_nothing(plan: Plan) -> bool:
@@ -151,7 +160,7 @@ def _why_base(plan: Plan) -> str:
     if plan.layers:
         return "these layers are all of the base's, in order"
     for name in ("lambda", "scale"):
-        if dict(plan.parameters).get(name) == 0:
+        if dict(plan.operation.parameters).get(name) == 0:
             return f"{name} is 0"
     operations = Operations(plan)
     if all(not any(operation.given) for operation in operations.used(plan)):

@@ -26,6 +26,7 @@ from mstore.recipes.resolve import DTYPES, KnownMethod
 from mstore.requests import PREPARED, MergeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.store.models import snapshot_of, tensors_of
 
 STACK: Final = "passthrough"
 """The method of stacks."""
@@ -83,7 +84,7 @@ def prepared(
     @cache
     def layers_in(manifest: ManifestId) -> int | None:
         record = catalog.manifest(manifest)
-        layout = Layout.of(record.tensors(), layers_of(config_of(catalog, record)))
+        layout = Layout.of(tensors_of(catalog, record), layers_of(config_of(catalog, record)))
         return None if layout.main is None else layout.stacks[layout.main]
 
     def layers(model: Text) -> int | None:
@@ -94,7 +95,9 @@ def prepared(
 
     @cache
     def dtypes(model: Text) -> frozenset[str]:
-        tensors = catalog.tensors(list(catalog.manifest(manifests[model.text]).tensors().values()))
+        tensors = catalog.tensors(
+            list(tensors_of(catalog, catalog.manifest(manifests[model.text])).values())
+        )
         found = {tensor.dtype for tensor in tensors} & CODES.keys()
         return frozenset(DTYPES.get(one, one) for one in found)
 
@@ -126,7 +129,7 @@ def _require_adapters(
         if adapter is None:
             continue
         for part, wanted in ((one.model(), False), (adapter, True)):
-            if is_adapter(catalog.manifest(manifests[part.text]).tensors()) != wanted:
+            if is_adapter(tensors_of(catalog, catalog.manifest(manifests[part.text]))) != wanted:
                 raise BadRequest(
                     f"{one} is a model and an adapter of it, and {part} is "
                     + ("no adapter" if wanted else "an adapter"),
@@ -150,7 +153,7 @@ def _request_for(needed: Needed, revisions: Mapping[str, str]) -> MergeRequest:
 
 def _manifest(catalog: Catalog, model: Text, revision: str, where: str) -> ManifestId:
     try:
-        return catalog.snapshot(catalog.resolve(revision)).manifest_id()
+        return catalog.snapshot(catalog.resolve(snapshot_of(revision))).manifest_id()
     except (NotFound, BadName) as error:
         place = at(where, model.line)
         raise NotFound(f"no model {model} in this store", where=place) from error

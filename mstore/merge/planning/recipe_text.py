@@ -23,6 +23,7 @@ from mstore.recipes.resolve import KnownMethod, KnownParameter
 from mstore.recipes.write import named, recipe_of
 from mstore.requests import PREPARED
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 from mstore.store.plans import sources_of
 
 
@@ -31,23 +32,24 @@ def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> s
 
     tells_stacks: with comments that say how models that are stacks of layers were made.
     """
-    if registry.fishers_of(plan):
-        raise BadRequest("no recipe can state this merge: recipes name no Fishers")
-    names = list(catalog.manifest(plan.base_id()).tensors())
+    names = list(tensors_of(catalog, catalog.manifest(plan.base_id())))
     if not is_retyped(catalog, plan):
         # Whether the type was asked for does not change the merge, so it must not change its files.
         plan = structs.replace(plan, dtype=None)
     method = known_method(registry.Operations(plan).main.method)
-    if method.baseless is not None and not dict(plan.parameters)[method.baseless]:
+    if method.baseless is not None and not dict(plan.operation.parameters)[method.baseless]:
         method = method.without_base()
     adapters = frozenset(
         expert.manifest
         for expert in plan.experts
-        if is_adapter(catalog.manifest(expert.manifest_id()).tensors()) and not is_adapter(names)
+        if is_adapter(tensors_of(catalog, catalog.manifest(expert.manifest_id())))
+        and not is_adapter(names)
     )
     text = recipe_of(plan, method, names, adapters)
     if tells_stacks and not plan.layers:
-        members = dict.fromkeys([plan.base, *(expert.manifest for expert in plan.experts)])
+        members = dict.fromkeys(
+            [plan.inputs[0].manifest, *(expert.manifest for expert in plan.experts)]
+        )
         text += "".join(_stack_told(catalog, ManifestId(member)) for member in members)
     return text
 

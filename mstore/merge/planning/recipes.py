@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
-from mstore.adapters.inputs import Inputs
+from mstore.adapters.inputs import Inputs, ModelChoice
 from mstore.errors import BadRequest, NotFound
 from mstore.merge.methods import registry
 from mstore.merge.planning.prepared import Preparation, manifests_of, prepared
 from mstore.merge.planning.recipe_text import known_method
 from mstore.merge.planning.tied import first_names
 from mstore.numeric.codes import CODES
-from mstore.phrases import Call, call, phrase
+from mstore.phrases import Call
 from mstore.recipes.layout import layers_of
 from mstore.recipes.modular import check, resolve
 from mstore.recipes.nodes import at
@@ -28,6 +28,7 @@ from mstore.recipes.setting import Parts
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.store.models import model_of, tensors_of
 from mstore.store.tied import ties_embeddings
 
 
@@ -74,13 +75,20 @@ def request_of(
             ) from error
         revisions[one.name] = one.ref
     manifests = manifests_of(catalog, recipe, revisions)
-    base = manifests[base_of(recipe, needs_base=not method.takes_base).text]
+    base_text = base_of(recipe, needs_base=not method.takes_base).text
+    base = manifests[base_text]
     record = catalog.manifest(base)
-    tensors = record.tensors()
+    tensors = tensors_of(catalog, record)
     dtypes = {tensor.dtype for tensor in catalog.tensors(list(tensors.values()))}
+    members = [one.text for one in recipe.models_named()]
     first = first_names(
         tensors,
-        Inputs(catalog, base, list(manifests.values()), list(manifests)).experts,
+        Inputs(
+            *(catalog, base, [manifests[one] for one in members], [base_text, *members]),
+            choice=ModelChoice(
+                model_of(revisions[base_text]), tuple(model_of(revisions[one]) for one in members)
+            ),
+        ).experts,
         tied=ties_embeddings(catalog, record),
     )
     found = resolve(
@@ -184,16 +192,7 @@ def chosen(recipes: tuple[Recipe, ...], document: int | None) -> Recipe:
 
 def _method(recipe: Recipe) -> KnownMethod:
     try:
-        found = registry.find(recipe.method.text)
-        if found.fishers:
-            raise BadRequest(
-                f"recipes name no Fishers, and {found.name} takes one for each expert",
-                hint=phrase(
-                    "name base, experts and Fishers without a recipe: {one}",
-                    one=call("plan", help=True),
-                ),
-            )
-        method = known_method(found)
+        method = known_method(registry.find(recipe.method.text))
     except BadRequest as error:
         error.locate(at(recipe.where, recipe.method.line))
         raise

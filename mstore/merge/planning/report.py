@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mstore.blocks.schema import Sources
 from mstore.errors import BadRequest, Unavailable
 from mstore.frozen import frozen
 from mstore.ids import PlanId
-from mstore.merge.methods.registry import Operations, fishers_of
+from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, not_finite_warnings
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.objects.plan import BASE, BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanInput
 from mstore.phrases import call, few, phrase
 from mstore.sizes import exact_size, format_size
 from mstore.store.not_finite import NotFiniteTensor, may_be
-from mstore.store.plan_rows import Sources
 
 
 @frozen
@@ -34,8 +34,8 @@ class PlanReport:
     """the model merged into"""
     experts: tuple[tuple[str, float], ...]
     """pairs of ref and weight"""
-    fishers: tuple[str, ...]
-    """refs of the experts' Fishers, in their order; empty for methods that take none"""
+    companions: tuple[tuple[str, str], ...]
+    """further inputs, as pairs of role (`fisher:EXPERT`) and ref; empty for most methods"""
     parameters: dict[str, float | int | bool | str | tuple[float, ...]]
     """every parameter of the method, defaults included"""
     layers: tuple[tuple[str, int, int], ...]
@@ -123,7 +123,7 @@ def plan_report(
     for tensor in plan.tensors:
         for states in tensor.states:
             counts.update(states)
-    notes = list(map(phrased, plan.notes))
+    notes = list(map(phrased, plan.remarks))
     if factors:
         notes.append(
             f"{format_size(factors)} of adapters were read for the norms of their products, apart "
@@ -137,6 +137,11 @@ def plan_report(
             f"{size} of experts were read for statistics or exact thresholds that "
             f"were missing, apart from the budget, {again}"
         )
+    if plan.allow_missing:
+        notes.append(
+            "tensors may be missing: the base's count for what an expert lacks, and what the base "
+            "lacks is left out"
+        )
     if not kept:
         notes.append("this store can be read and not written: the plan is not kept in it")
     if plan.budget is not None and costs.planned > plan.budget:
@@ -144,9 +149,7 @@ def plan_report(
             "the plan was made where its blocks lie otherwise: here they take "
             f"{exact_size(costs.planned)}, more than its budget of {exact_size(plan.budget)}"
         )
-    fishers = 0
     try:
-        fishers = fishers_of(plan)
         leaves_out = counts[OMITTED] + counts[DROPPED] > 0
         notes += _method_notes(plan, sources, leaves_out=leaves_out)
         likely = (
@@ -160,18 +163,21 @@ def plan_report(
     notes += _without_part(plan, sources)
     notes += _rule_notes(plan)
     notes += _copied_notes(plan)
-    models = len(plan.experts) - fishers
+    experts = len(plan.experts)
     estimate = None if not_finite else plan.error_estimate
     return PlanReport(
         plan=id,
         method=plan.method,
         base=sources.base.name,
         experts=tuple(
-            (source.name, expert.weight)
-            for source, expert in zip(sources.experts, plan.experts, strict=True)
-        )[:models],
-        fishers=tuple(source.name for source in sources.experts[models:]),
-        parameters=dict(plan.parameters),
+            (source.name, weight)
+            for source, weight in zip(sources.experts, plan.weights, strict=False)
+        ),
+        companions=tuple(
+            (told_companion(one, sources), source.name)
+            for one, source in zip(plan.companions, sources.experts[experts:], strict=True)
+        ),
+        parameters=dict(plan.operation.parameters),
         layers=_layers(plan, sources),
         score=plan.criteria.score,
         budget_bytes=plan.budget,
@@ -200,6 +206,13 @@ def plan_report(
         kept=kept,
         seconds=seconds,
     )
+
+
+def told_companion(one: PlanInput, sources: Sources) -> str:
+    """Return the role of a companion and what it belongs to, as a request names it."""
+    if one.of is None:
+        return one.role
+    return f"{one.role}:{BASE if one.of == 0 else sources.experts[one.of - 1].name}"
 
 
 def _method_notes(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[str]:
@@ -231,8 +244,8 @@ def _method_notes(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[str
 def _divides_by_only_weight(plan: Plan) -> str | None:
     """Return what takes the stated weight of an only expert away; None if nothing does."""
     (first, *others) = Operations(plan).used(plan)
-    alone = len(plan.experts) - fishers_of(plan) == 1
-    stated = alone and plan.experts[0].weight not in (0.0, 1.0)
+    alone = len(plan.experts) == 1
+    stated = alone and plan.weights[0] not in (0.0, 1.0)
     return first.method.combine.divided_by(first) if stated and not others else None
 
 
@@ -261,9 +274,9 @@ def share_of(error: float | None, change: float | None) -> float | None:
 def _without_part(plan: Plan, sources: Sources) -> Iterator[str]:
     """Yield in which tensors an expert with a weight has the factor 0, by their facts."""
     mixed = [tensor for tensor in plan.tensors if tensor.mixture is not None]
-    for k, expert in enumerate(sources.experts):
+    for k, (expert, weight) in enumerate(zip(sources.experts, plan.weights, strict=False)):
         names = [one.name for one in mixed if one.mixture and not one.mixture.experts[k]]
-        if names and plan.experts[k].weight:
+        if names and weight:
             told = f"{expert.name} has no part in {len(names)} of {len(mixed)} tensors"
             yield f"{told}: {few(names)}"
 

@@ -8,13 +8,15 @@ from typing import overload
 
 import msgspec
 
-from mstore.errors import BadRequest
-from mstore.ids import SnapshotId
+from mstore.adapters.inputs import ModelChoice
+from mstore.errors import BadRequest, did_you_mean
+from mstore.ids import ManifestId, SnapshotId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import output_dtype
 from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.plan import BASE, COMPANIONS, EXPERT, FISHER, PlanInput
 from mstore.objects.shapes import Globs, require_patterns, unmatched
 from mstore.phrases import Option, few, phrase
 from mstore.requests import MergeRequest, TensorRule
@@ -27,10 +29,11 @@ _NAMED = 8
 
 
 class Input(msgspec.Struct, frozen=True):
-    """A snapshot to merge, and the name that the caller used."""
+    """A snapshot to merge, the name that the caller used, and the model that the name chose."""
 
     snapshot: SnapshotId
     name: str
+    model: str | None = None
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -95,8 +98,8 @@ class Request(msgspec.Struct, frozen=True):
     output's blocks that may differ from the base's, in (0, 1], or None. rules: as asked, in order.
     outputs: the sources of tensors that the base does not have, by name. layers: runs of layers to
     stack, as (member, first, last + 1), members counted from the base, 0. allow_missing: experts
-    may lack tensors of the base, or have others. fishers: how many of `experts`, the last ones, are
-    the Fishers of the others, in their order: none, or half of them.
+    may lack tensors of the base, or have others. companions: the last of `experts` are
+    companions: the role of each, and the number of what it belongs to (`PlanInput.of`).
     """
 
     base: Input
@@ -115,7 +118,38 @@ class Request(msgspec.Struct, frozen=True):
     outputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     layers: tuple[tuple[int, int, int], ...] = ()
     allow_missing: bool = False
-    fishers: int = 0
+    companions: tuple[tuple[str, int | None], ...] = ()
+
+    @property
+    def fishers(self) -> int:
+        """How many of `experts`, the last ones, are Fishers of the others, in their order."""
+        return sum(role == FISHER for role, _ in self.companions)
+
+    @property
+    def choice(self) -> ModelChoice:
+        """The models to take of the inputs."""
+        return ModelChoice(self.base.model, tuple(one.model for one in self.experts))
+
+    def told_companions(self) -> tuple[tuple[str, str], ...]:
+        """Return the companions as reports tell them: role and what it belongs to, and name."""
+        names = (BASE, *(one.name for one in self.experts))
+        own = self.experts[len(self.experts) - len(self.companions) :]
+        return tuple(
+            (role if of is None else f"{role}:{names[of]}", one.name)
+            for (role, of), one in zip(self.companions, own, strict=True)
+        )
+
+    def inputs(self, base: ManifestId, others: Sequence[ManifestId]) -> tuple[PlanInput, ...]:
+        """Return the inputs of a plan: these contents, in the order of `experts`."""
+        experts = len(self.experts) - len(self.companions)
+        roles = [(EXPERT, None)] * experts + [*self.companions]
+        return (
+            PlanInput(BASE, None, base, self.base.model),
+            *(
+                PlanInput(role, of, manifest, one.model)
+                for (role, of), manifest, one in zip(roles, others, self.experts, strict=True)
+            ),
+        )
 
     def rule_of(self, tensor: str) -> Rule | None:
         """Return the first rule that names a tensor of the output."""
@@ -138,19 +172,24 @@ class Request(msgspec.Struct, frozen=True):
 
 
 def resolve(
-    asked: MergeRequest, *, base: Input, experts: Sequence[Input], fishers: Sequence[Input] = ()
+    asked: MergeRequest,
+    *,
+    base: Input,
+    experts: Sequence[Input],
+    companions: Mapping[str, Input] | None = None,
 ) -> Request:
     """Check everything that can be checked without looking at a tensor.
 
-    base, experts, fishers: the snapshots of the revisions in `asked`, in its order.  Raises
+    base, experts, companions: the snapshots of the revisions in `asked`, in its order.  Raises
     BadRequest.
     """
     weights = [weight for _, weight in asked.weighted()]
+    found = _companions(asked, companions or {})
     # A stack has no arithmetic, so its method does not count experts.
     counted = weights[:1] if asked.layers else weights
     operation = registry.operation(asked.method, asked.parameters, counted)
     rules = Rules([_rule(asked, rule, weights) for rule in asked.rules])
-    _check_fishers(operation, rules, len(weights), len(fishers))
+    _check_companions(operation, rules, len(weights), [*found])
     error, share = asked.max_error, asked.top_p
     if share is not None:
         for one in (operation, *(rule.operation for rule in rules)):
@@ -159,7 +198,7 @@ def resolve(
         raise BadRequest(f"the error limit must be a number of 0 or more, not {error!r}")
     return Request(
         base=base,
-        experts=(*experts, *fishers),
+        experts=(*experts, *found.values()),
         operation=operation,
         budget=_limit(asked.budget, "budget"),
         max_error=None if error is None else float(error),
@@ -172,16 +211,58 @@ def resolve(
         top_p=None if share is None else float(share),
         rules=rules,
         outputs=tuple(
-            _output(name, asked.outputs[name], len(weights), fishers=bool(fishers))
+            _output(name, asked.outputs[name], len(weights), companions=[of for _, of in found])
             for name in asked.outputs
         ),
         layers=_layers(asked, operation),
         allow_missing=asked.allow_missing,
-        fishers=len(fishers),
+        companions=tuple(found),
     )
 
 
-def _check_fishers(operation: Operation, rules: Rules, experts: int, fishers: int) -> None:
+def _companions(
+    asked: MergeRequest, given: Mapping[str, Input]
+) -> dict[tuple[str, int | None], Input]:
+    """Return the companions by role and number of what they belong to, in order.
+
+    Raises BadRequest for an unknown role, or one of nothing in the merge.
+    """
+    numbers: dict[str, list[int]] = {}
+    for number, (revision, _) in enumerate(asked.weighted(), start=1):
+        numbers.setdefault(str(revision), []).append(number)
+    found: dict[tuple[str, int | None], Input] = {}
+    for key, one in given.items():
+        role, colon, of = key.partition(":")
+        if role not in COMPANIONS:
+            raise BadRequest(
+                f"no companion has the role {role[:_SHOWN]!r}; the roles: {', '.join(COMPANIONS)}",
+                where=Option("companions"),
+                hint=did_you_mean(role, COMPANIONS),
+            )
+        belongs: list[int | None] = [*numbers.get(of, [])] if colon else [None]
+        if not belongs and of == BASE:
+            # Of an expert that was named so it is of the expert.
+            belongs = [0]
+        if not belongs:
+            raise BadRequest(
+                f"{of[:_SHOWN]!r} is neither {BASE} nor one of the experts as they were named: "
+                f"{few([*numbers])}",
+                where=Option("companions"),
+            )
+        for each in belongs:
+            found[role, each] = one
+    return {
+        key: found[key]
+        for key in sorted(found, key=lambda one: (COMPANIONS.index(one[0]), one[1] or -1))
+    }
+
+
+def _check_companions(
+    operation: Operation,
+    rules: Rules,
+    experts: int,
+    given: Sequence[tuple[str, int | None]],
+) -> None:
     """Raise BadRequest unless there is a Fisher for each expert, or the method takes none."""
     method = operation.method
     for rule in rules:
@@ -193,15 +274,15 @@ def _check_fishers(operation: Operation, rules: Rules, experts: int, fishers: in
                 "or of none",
                 where=f"the rule for {rule}",
             )
-    if method.fishers and fishers != experts:
+    wanted = [(FISHER, number) for number in range(1, 1 + experts)] if method.fishers else []
+    if given and not wanted:
+        raise BadRequest(f"{method.name} takes no companions", where=Option("companions"))
+    if [*given] != wanted:
         raise BadRequest(
-            f"{method.name} takes a Fisher for each expert, in the order of the experts: "
-            f"{experts}, not {fishers}",
-            where=Option("fishers"),
-            hint=Option("fishers", "REF"),
+            f"{method.name} takes a Fisher for each expert: {experts}, not {len(given)}",
+            where=Option("companions"),
+            hint=Option("companions", {"fisher:EXPERT": "REF"}),
         )
-    if fishers and not method.fishers:
-        raise BadRequest(f"{method.name} takes no Fishers", where=Option("fishers"))
 
 
 def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, int], ...]:
@@ -272,11 +353,11 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
 
 
 def _output(
-    name: str, sources: str | Sequence[str], experts: int, *, fishers: bool
+    name: str, sources: str | Sequence[str], experts: int, *, companions: Sequence[int | None]
 ) -> tuple[str, tuple[str, ...]]:
     """Return an output's name, and the names of its sources, the base's first.
 
-    fishers: each expert has one, whose tensor has the name of the expert's.
+    companions: the numbers of what they belong to, whose tensors have the same names.
     """
     from mstore.checkpoint.header import METADATA_KEY
 
@@ -295,7 +376,7 @@ def _output(
             f"{len(named)}",
             where=name,
         )
-    return name, named + named[1:] if fishers else named
+    return name, named + tuple(named[of or 0] for of in companions)
 
 
 def _patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:

@@ -17,11 +17,12 @@ from typing import Final
 
 from mstore.adapters.inputs import Inputs
 from mstore.adapters.targets import is_adapter
+from mstore.blocks.schema import Sources
 from mstore.compare import Measure, Sums, by_layer, comparable
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
-from mstore.merge.methods.registry import Operations, fishers_of
+from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.request import Input
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.objects.plan import Plan
@@ -29,7 +30,7 @@ from mstore.objects.snapshot import BASE
 from mstore.phrases import call, few, phrase
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Sources
+from mstore.store.models import tensors_of
 
 MOST_OF_MODEL: Final = 0.5
 """An expert that moved a whole model further than this, relative to the base's norm, is odd."""
@@ -121,11 +122,11 @@ def senseless(
     catalog: Catalog, statistics: StatsStore, plan: Plan, sources: Sources
 ) -> tuple[MergeWarning, ...]:
     """Return warnings about experts that are no fine-tunes of the base, and odd weights."""
-    models = len(plan.experts) - fishers_of(plan)
+    models = len(plan.experts)
     names = [source.name for source in sources.experts[:models]]
     used = Operations(plan)
     operations = used.used(plan)
-    if plan.layers or is_adapter(catalog.manifest(plan.base_id()).tensors()):
+    if plan.layers or is_adapter(tensors_of(catalog, catalog.manifest(plan.base_id()))):
         # Factors of adapters have no base in common, and a stack takes layers as they are.
         return ()
     if all(one.adds_whole for one in operations):
@@ -141,7 +142,7 @@ def senseless(
             for k, why in swapped(catalog, base, manifests, names)
         ]
     try:
-        inputs = Inputs.of(catalog, plan, fishers_of(plan))
+        inputs = Inputs.of(catalog, plan)
         sums = known_sums(catalog, statistics, inputs, plan.criteria.only, plan.criteria.skip)
     except (NotFound, Corrupt):
         # Whoever needs what is missing says so.

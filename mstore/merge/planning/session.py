@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from blake3 import blake3
 
+from mstore.blocks.schema import Risk
 from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import States
@@ -24,10 +25,8 @@ from mstore.merge.planning.survey import Surveyor
 from mstore.merge.planning.surveyed import Survey
 from mstore.merge.planning.thresholds import Known, Thresholds
 from mstore.objects.plan import (
-    MISSING_ALLOWED,
     Criteria,
     Plan,
-    PlanExpert,
     PlanOperation,
     PlanTensor,
     Threshold,
@@ -35,7 +34,7 @@ from mstore.objects.plan import (
 from mstore.progress import ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Risk
+from mstore.store.models import tensors_of
 
 PLANNER = 8
 """Increment whenever the same request leads to a different plan."""
@@ -70,6 +69,9 @@ def request_key(catalog: Catalog, request: Request) -> bytes:
         more = (rules, request.outputs, *([request.layers] if request.layers else []))
     if request.allow_missing:
         more = (*more, "allow missing")
+    choice = request.choice
+    if choice.base is not None or request.companions:
+        more = (*more, choice.base, choice.experts, request.companions)
     text = msgspec.msgpack.encode((*said, *more))
     return blake3(text, derive_key_context="mstore 1 request").digest()
 
@@ -79,9 +81,13 @@ def _costs(catalog: Catalog, base: ManifestId, experts: Sequence[ManifestId]) ->
 
     All are looked up together: what many experts share is looked up once.
     """
-    same = set(catalog.manifest(base).tensors().values())
+    same = set(tensors_of(catalog, catalog.manifest(base)).values())
     own = [
-        [id for id in dict.fromkeys(catalog.manifest(expert).tensors().values()) if id not in same]
+        [
+            id
+            for id in dict.fromkeys(tensors_of(catalog, catalog.manifest(expert)).values())
+            if id not in same
+        ]
         for expert in experts
     ]
     ids = list(dict.fromkeys(itertools.chain.from_iterable(own)))
@@ -179,9 +185,7 @@ class Planning:
         return self._survey.base_squares
 
     def _finished(self, selection: Selection, request: Request) -> Planned:
-        notes = list(selection.notes)
-        if self._survey.has_missing:
-            notes.append(MISSING_ALLOWED)
+        remarks = list(selection.notes)
         thresholds: list[tuple[Threshold, ...]] = [
             () if one.cut is None else (Threshold(*one.cut),) * len(one.experts)
             for one in self._survey.tensors
@@ -203,10 +207,10 @@ class Planning:
                     )
                 ]
             if cut.at_edges:
-                notes.append(AT_EDGES)
+                remarks.append(AT_EDGES)
         self._statistics.flush()
         return Planned(
-            _record(self._survey, request, selection, thresholds, notes),
+            _record(self._survey, request, selection, thresholds, remarks),
             Costs(selection.full_expert_bytes, selection.planned_expert_bytes),
         )
 
@@ -216,7 +220,7 @@ def _record(
     request: Request,
     selection: Selection,
     thresholds: list[tuple[Threshold, ...]],
-    notes: list[str],
+    remarks: list[str],
 ) -> Plan:
     numbers, operations = _numbered(survey, request)
     tensors = tuple(
@@ -241,13 +245,8 @@ def _record(
         )
     )
     return Plan(
-        method=request.operation.method.name,
-        parameters=tuple(sorted(request.operation.parameters.items())),
-        base=survey.base,
-        experts=tuple(
-            PlanExpert(manifest, weight)
-            for manifest, weight in zip(survey.experts, request.operation.listed, strict=True)
-        ),
+        operations=operations,
+        inputs=request.inputs(survey.base, survey.experts),
         dtype=request.dtype,
         block_size=survey.block_size,
         budget=selection.budget,
@@ -259,14 +258,15 @@ def _record(
             skip=request.skip,
             top_p=request.top_p,
         ),
+        allow_missing=survey.has_missing,
         full_expert_bytes=selection.plain_bytes[0],
         planned_expert_bytes=selection.plain_bytes[1],
         error_bound=selection.error_bound,
         error_estimate=selection.error_estimate,
         tensors=tensors,
         copied=survey.copied,
-        notes=tuple(notes),
-        operations=operations,
+        remarks=tuple(remarks),
+        without=survey.without,
     )
 
 
@@ -279,7 +279,7 @@ def _shape(operation: Operation) -> _Key:
 
 
 def _numbered(survey: Survey, request: Request) -> tuple[list[int], tuple[PlanOperation, ...]]:
-    """Return the number of each tensor's operation, and operations that are not the plan's own."""
+    """Return the number of each tensor's operation, and all operations, the plan's own first."""
     numbers = {_shape(request.operation): 0}
     # Mostly all tensors have one object.
     known: dict[int, int] = {}
@@ -290,8 +290,7 @@ def _numbered(survey: Survey, request: Request) -> tuple[list[int], tuple[PlanOp
             number = numbers.setdefault(_shape(tensor.operation), len(numbers))
             known[id(tensor.operation)] = number
         found.append(number)
-    _, *others = numbers
-    return found, tuple(PlanOperation(*key) for key in others)
+    return found, tuple(PlanOperation(*key) for key in numbers)
 
 
 def _bytes_of(states: States) -> tuple[bytes, ...]:

@@ -20,7 +20,7 @@ from mstore.ids import ManifestId, TensorId
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.stacked_config import unstackable
 from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import Criteria, Plan, PlanExpert, Taken
+from mstore.objects.plan import Criteria, Plan, PlanOperation, Taken
 from mstore.objects.tensor import Tensor
 from mstore.recipes.layout import Layout, layers_of
 from mstore.store.catalog import Catalog
@@ -60,7 +60,7 @@ def stacked(catalog: Catalog, request: Request) -> Plan:
     sides = (request.base, *request.experts)
     manifests = [catalog.snapshot(side.snapshot).manifest_id() for side in sides]
     names = [side.name for side in sides]
-    inputs = Inputs(catalog, manifests[0], manifests[1:], names[1:])
+    inputs = Inputs(catalog, manifests[0], manifests[1:], names, choice=request.choice)
     members = [
         _member(catalog, name, id, tensors)
         for name, id, tensors in zip(names, manifests, inputs.members, strict=True)
@@ -89,21 +89,26 @@ def stacked(catalog: Catalog, request: Request) -> Plan:
         if members[number].tensors[source] != own.get(name)
     }
     return Plan(
-        method=request.operation.method.name,
-        parameters=tuple(sorted(request.operation.parameters.items())),
-        base=manifests[0],
-        experts=tuple(PlanExpert(id, 1.0) for id in manifests[1:]),
+        operations=(
+            PlanOperation(
+                request.operation.method.name,
+                tuple(sorted(request.operation.parameters.items())),
+                (1.0,) * len(request.experts),
+            ),
+        ),
+        inputs=request.inputs(manifests[0], manifests[1:]),
         dtype=None,
         block_size=catalog.block_size,
         budget=None,
         criteria=Criteria(score=request.score),
+        allow_missing=False,
         full_expert_bytes=0,
         planned_expert_bytes=0,
         error_bound=0.0,
         error_estimate=0.0,
         tensors=(),
         copied=(),
-        notes=(),
+        remarks=(),
         layers=tuple(layers),
         taken=tuple(Taken(name, *taken[name]) for name in sorted(taken)),
         dropped=tuple(sorted(own.keys() - found.keys())),

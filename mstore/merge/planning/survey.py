@@ -153,9 +153,10 @@ class Surveyor:
         base_id = catalog.snapshot(request.base.snapshot).manifest_id()
         expert_ids = [catalog.snapshot(e.snapshot).manifest_id() for e in request.experts]
         base = catalog.manifest(base_id)
-        names = [expert.name for expert in request.experts]
+        names = [one.name for one in (request.base, *request.experts)]
         inputs = Inputs(
             *(catalog, base_id, expert_ids, names),
+            choice=request.choice,
             fill=request.allow_missing,
             fishers=request.fishers,
         )
@@ -243,6 +244,7 @@ class Surveyor:
             squares=self._squares_of,
             has_missing=has_missing,
             fishers=request.fishers,
+            without=inputs.without,
         )
 
     def _check_fisher(

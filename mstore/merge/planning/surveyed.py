@@ -104,7 +104,7 @@ class Survey(msgspec.Struct, frozen=True):
     base_not_finite: tensors of the base with elements that are infinite or NaN. squares: sum of
     squares of each tensor of the base. idle_rules: patterns of rules that no tensor follows.
     has_missing: an expert lacks tensors of the base, or has others. fishers: how many of the
-    experts, the last ones, are Fishers of the others.
+    experts, the last ones, are Fishers of the others. without: as in the plan.
     """
 
     base: ManifestId
@@ -120,6 +120,7 @@ class Survey(msgspec.Struct, frozen=True):
     squares: Mapping[str, float] = msgspec.field(default_factory=dict)
     has_missing: bool = False
     fishers: int = 0
+    without: tuple[str, ...] = ()
 
 
 def grid_of(survey: Survey) -> Grid:

@@ -10,28 +10,36 @@ contents in all members.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
+from mstore.checkpoint.models import split_name
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
-from mstore.merge.methods import registry
 from mstore.objects.plan import Criteria, Plan
 from mstore.objects.shapes import EMBEDDINGS, matching
 from mstore.store.catalog import Catalog
-from mstore.store.tied import KEY, own_head, ties_embeddings
+from mstore.store.tied import KEY, own_head, sizes_of, ties_embeddings
 
 Names = Mapping[str, TensorId]
 
 
-def first_names(base: Names, experts: Sequence[Names], *, tied: bool) -> dict[str, str]:
+def first_names(base: Names, experts: Sequence[Names], *, tied: Collection[str]) -> dict[str, str]:
     """Map each tensor of the base to the first one that it is tied to in all members.
 
     tied: the result of `ties_embeddings`.  A tensor that an expert lacks is tied to nothing.
     """
-    embeddings = {name for name in base if tied and EMBEDDINGS.search(name)}
-    return _firsts(base, experts, embeddings)
+    found: dict[tuple[str, tuple[TensorId | None, ...]], str] = {}
+    first = {}
+    for name, id in base.items():
+        first[name] = name
+        model = split_name(name)[0]
+        if model in tied and EMBEDDINGS.search(name):
+            members = (id, *(expert.get(name) for expert in experts))
+            if None not in members:
+                first[name] = found.setdefault((model, members), name)
+    return first
 
 
 def names_of_plan(
@@ -39,29 +47,18 @@ def names_of_plan(
 ) -> dict[str, str]:
     """Map each tensor of the base, and each new one of the plan, to its name in a stored plan.
 
-    Earlier versions took names of equal contents as tied.  Of such names, their plans contain only
-    the first, although nothing says that the others stay as they are. lenient: continue without a
-    config that is pruned or damaged; the plan's tensors then show what was tied.
+    lenient: continue without a config that is pruned or damaged.
     """
     try:
         tied = ties_embeddings(catalog, catalog.manifest(plan.base_id()))
     except Corrupt:
         if not lenient:
             raise
-        tied = False
-    # What Fishers say of two names does not make them two tensors.
-    experts = experts[: len(experts) - registry.fishers_of(plan)]
+        tied = frozenset()
+    # What companions say of two names does not make them two tensors.
+    experts = experts[: len(plan.experts)]
     first = first_names(base, experts, tied=tied)
-    planned = {tensor.name for tensor in plan.tensors}
-    new = {tensor.name: tensor.name for tensor in plan.tensors if tensor.sources}
-    left_out = left_to_base(base, plan.criteria)
-    equal = _firsts(base, experts, set(base))
-    missing = {
-        name: other
-        for name, other in equal.items()
-        if other in planned and name not in planned and name not in left_out
-    }
-    return first | missing | new
+    return first | {tensor.name: tensor.name for tensor in plan.tensors if tensor.sources}
 
 
 def own_head_of(
@@ -77,8 +74,8 @@ def own_head_of(
         name: first[name] if first[name] in planned else id for name, id in inputs.base.items()
     }
     contents |= {one.name: inputs.members[one.member][one.source] for one in plan.taken}
-    found = own_head(base, contents)
-    return found if found and ties_embeddings(catalog, base) else None
+    found = own_head(sizes_of(catalog, base), contents)
+    return found if found and split_name(found[0])[0] in ties_embeddings(catalog, base) else None
 
 
 def told_of_head(head: str, embedding: str) -> str:
@@ -93,13 +90,3 @@ def left_to_base(names: Mapping[str, object], criteria: Criteria) -> set[str]:
     """Return the names that the patterns leave to the base."""
     left_out = matching(names, criteria.skip)
     return left_out | names.keys() - matching(names, criteria.only or ("*",))
-
-
-def _firsts(base: Names, experts: Sequence[Names], among: set[str]) -> dict[str, str]:
-    found: dict[tuple[TensorId | None, ...], str] = {}
-    first = {}
-    for name, id in base.items():
-        members = (id, *(expert.get(name) for expert in experts))
-        alone = None in members or name not in among
-        first[name] = name if alone else found.setdefault(members, name)
-    return first

@@ -18,7 +18,7 @@ from mstore.merge.planning.scores import SCORES
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
 from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
+from mstore.objects.plan import BELOW, DROPPED, FISHER, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, phrase
 from mstore.sizes import format_size
@@ -49,7 +49,10 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     if plan.dtype not in (None, *CODES) or not operations.match(plan):
         raise BadRequest("not a sound plan: its parameters are not a planner's")
     _check_criteria(plan)
-    inputs = Inputs.of(catalog, plan, registry.fishers_of(plan))
+    inputs = Inputs.of(catalog, plan)
+    if plan.without != inputs.without:
+        raise BadRequest("not a sound plan: it leaves out other models than its inputs need")
+    _check_companions(plan, operations)
     first = names_of_plan(catalog, plan, inputs.base, inputs.experts)
     seen: set[str] = set()
     members = inputs.members
@@ -70,6 +73,14 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
             own = records[number * len(members) : (number + 1) * len(members)]
             _check_tensor(plan, tensor, own, operations.of(tensor))
             _check_fishers(tensor, inputs)
+
+
+def _check_companions(plan: Plan, operations: registry.Operations) -> None:
+    """Raise BadRequest unless the companions are those that the method needs."""
+    needs = operations.main.method.fishers
+    wanted = [(FISHER, number) for number in range(1, 1 + len(plan.experts))] if needs else []
+    if [(one.role, one.of) for one in plan.companions] != wanted:
+        raise BadRequest("not a sound plan: its companions are not those of its method")
 
 
 def _check_stack(plan: Plan, inputs: Inputs) -> None:
@@ -128,11 +139,11 @@ def _check_tensor(
     chunks = -(-math.prod(records[0].shape) // chunk)
     if (
         tensor.chunk_elements != chunk
-        or len(tensor.states) != len(plan.experts)
+        or len(tensor.states) != len(plan.inputs) - 1
         or any(len(states) != chunks or max(states) > DROPPED for states in tensor.states)
-        or not operation.selection.fits(tensor.thresholds, len(plan.experts))
+        or not operation.selection.fits(tensor.thresholds, len(plan.inputs) - 1)
         or any(not -1 <= threshold.quota < 2**63 for threshold in tensor.thresholds)
-        or len(tensor.omitted) != len(plan.experts)
+        or len(tensor.omitted) != len(plan.inputs) - 1
     ):
         raise _unfit(tensor)
 

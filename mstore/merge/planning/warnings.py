@@ -6,15 +6,15 @@ explanation agree.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mstore.adapters.inputs import Inputs, stand_ins
 from mstore.adapters.targets import is_adapter
+from mstore.blocks.schema import Source, Sources
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
-from mstore.merge.methods.registry import Operations, fishers_of
+from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.stacked_config import stacked_config
 from mstore.merge.planning.tied import (
     left_to_base,
@@ -24,15 +24,15 @@ from mstore.merge.planning.tied import (
 )
 from mstore.numeric.codes import LARGEST
 from mstore.objects.manifest import File, Manifest
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanExpert
+from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanInput
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.phrases import few
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.store.models import models_in, paired, tensors_of
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.store.plan_rows import Source, Sources
-from mstore.store.tied import own_head, ties_embeddings
+from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
 
@@ -46,6 +46,7 @@ TRIMMED = "expert trimmed away"
 OTHER_BASE = "adapter of another base"
 OTHER_TOKENS = "tokens in other rows"
 OTHER_TENSORS = "other tensors"
+OTHER_MODELS = "other models"
 OWN_HEAD = "head of its own"
 OVERFLOW = "overflow"
 NOT_FINITE = "not finite"
@@ -65,7 +66,8 @@ class MergeWarning:
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
     over budget, expert left out, expert trimmed away, expert far from the base, weight out of
     scale, base and expert swapped, adapter of another base, tokens in other rows, other tensors,
-    head of its own, config of a stack, merged branch moved, overflow, not finite, or licences"""
+    other models, head of its own, config of a stack, merged branch moved, overflow, not finite, or
+    licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -79,11 +81,11 @@ def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         return tuple(
             MergeWarning(LEFT_OUT, source.name, f"no layer is from {source.name}")
             for number, source in enumerate(sources.experts, start=1)
-            if number not in used and plan.experts[number - 1].manifest != plan.base
+            if number not in used and plan.experts[number - 1].key != plan.inputs[0].key
         )
     return tuple(
         MergeWarning(kind, sources.experts[k].name, text)
-        for k in range(len(plan.experts) - fishers_of(plan))
+        for k in range(len(plan.experts))
         for kind, text in _of(plan, sources, k)
     )
 
@@ -101,7 +103,7 @@ def stack_warnings(catalog: Catalog, plan: Plan) -> tuple[MergeWarning, ...]:
     """Return a warning for each thing that the config of a stack cannot say of its layers."""
     if not plan.layers:
         return ()
-    members = (plan.base_id(), *(expert.manifest_id() for expert in plan.experts))
+    members = [one.manifest_id() for one in plan.inputs]
     configs = [config_of(catalog, catalog.manifest(member)) for member in members]
     return tuple(
         MergeWarning(CONFIG_LEFT, None, f"config.json: {one}; correct it before you use the model")
@@ -113,11 +115,11 @@ def adapters_of_other_bases(
     catalog: Catalog, plan: Plan, sources: Sources
 ) -> tuple[MergeWarning, ...]:
     """Return a warning for each adapter that was added as one of another model than the base."""
-    if is_adapter(catalog.manifest(plan.base_id()).tensors()):
+    if is_adapter(tensors_of(catalog, catalog.manifest(plan.base_id()))):
         return ()
     found = []
-    for expert, source in zip(plan.experts, sources.experts, strict=True):
-        if not is_adapter(catalog.manifest(expert.manifest_id()).tensors()):
+    for expert, source in _models(plan, sources):
+        if not is_adapter(tensors_of(catalog, catalog.manifest(expert.manifest_id()))):
             continue
         parents = catalog.snapshot(source.snapshot_id()).parents
         bases = [one.snapshot_id() for one in parents if one.role == BASE]
@@ -143,7 +145,7 @@ def tokens_in_other_rows(
         model = catalog.manifest(expert.manifest_id())
         sides = []
         # Fine-tunes mostly have the base's file, which need not be read.
-        if model.file(path) != base.file(path) and not is_adapter(model.tensors()):
+        if model.file(path) != base.file(path) and not is_adapter(tensors_of(catalog, model)):
             for one in (base, model):
                 file = one.file(path)
                 if file not in known:
@@ -160,22 +162,22 @@ def tokens_in_other_rows(
 
 def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
     """Return warnings for experts that lack tensors of the base, or have others, and may."""
-    if not plan.allows_missing:
+    if not plan.allow_missing:
         return ()
-    base = catalog.manifest(plan.base_id()).tensors()
+    base = tensors_of(catalog, catalog.manifest(plan.base_id()))
     # What patterns leave out, and outputs use, is as it was asked for.
     merged = base.keys() - left_to_base(base, plan.criteria)
     used = {source for tensor in plan.tensors for source in tensor.sources}
-    models = len(plan.experts) - fishers_of(plan)
+    models = len(plan.experts)
     moved = {
         name
-        for expert in plan.experts[:models]
-        for name, id in catalog.manifest(expert.manifest_id()).tensors().items()
+        for expert in plan.experts
+        for name, id in tensors_of(catalog, catalog.manifest(expert.manifest_id())).items()
         if base.get(name) != id
     }
     found = []
-    for k, (expert, source) in enumerate(zip(plan.experts, sources.experts, strict=True)):
-        own = catalog.manifest(expert.manifest_id()).tensors()
+    for k, (expert, source) in enumerate(zip(plan.inputs[1:], sources.experts, strict=True)):
+        own = tensors_of(catalog, catalog.manifest(expert.manifest_id()))
         if is_adapter(own) and not is_adapter(base):
             continue
         told = []
@@ -198,20 +200,46 @@ def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Merge
     return tuple(found)
 
 
+def other_models(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+    """Return what becomes of models that base or experts have alone."""
+    base = models_in(catalog, catalog.manifest(plan.base_id()))
+    found = []
+    if plan.without:
+        text = (
+            f"the result has no {few(_told_models(plan.without))}: not every expert has it, and "
+            "that of the base would be the unmerged model"
+        )
+        found.append(MergeWarning(OTHER_MODELS, None, text))
+    for expert, source in _models(plan, sources):
+        own = models_in(catalog, catalog.manifest(expert.manifest_id()))
+        given = (plan.model, expert.model)
+        more = own.named.keys() - paired(base.named, own.named, given).values()
+        if more and given == (None, None):
+            told = few(_told_models(sorted(more)))
+            text = f"{source.name} has {told}, which the base has not: left out"
+            found.append(MergeWarning(OTHER_MODELS, source.name, text))
+    return tuple(found)
+
+
+def _told_models(names: Iterable[str]) -> list[str]:
+    return [f"the model {name or 'at the top'}" for name in names]
+
+
 def heads_of_their_own(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
     """Return a warning if the merge has a head of its own and the base's config ties it."""
     base = catalog.manifest(plan.base_id())
-    stores_both = own_head(base, {name: name for name in base.tensors()})
+    sizes = sizes_of(catalog, base)
+    stores_both = own_head(sizes, {name: name for name in sizes})
     if not (stores_both and ties_embeddings(catalog, base)):
         return ()
-    inputs = Inputs.of(catalog, plan, fishers_of(plan))
+    inputs = Inputs.of(catalog, plan)
     first = names_of_plan(catalog, plan, inputs.base, inputs.experts)
     found = own_head_of(catalog, plan, inputs, first)
     if found is None:
         return ()
     names = (sources.base.name, *(one.name for one in sources.experts))
     models = zip(names, (inputs.base, *inputs.models), strict=False)
-    name = next((name for name, own in models if own_head(base, own)), None)
+    name = next((name for name, own in models if own_head(sizes, own)), None)
     return (MergeWarning(OWN_HEAD, name, f"{name or 'the merge'} {told_of_head(*found)}"),)
 
 
@@ -235,17 +263,17 @@ def _tokenizer(catalog: Catalog, model: Manifest) -> Tokenizer | None:
         return None
 
 
-def _models(plan: Plan, sources: Sources) -> Iterator[tuple[PlanExpert, Source]]:
-    """Yield the experts that are no Fishers."""
-    both = zip(plan.experts, sources.experts, strict=True)
-    yield from itertools.islice(both, len(plan.experts) - fishers_of(plan))
+def _models(plan: Plan, sources: Sources) -> Iterator[tuple[PlanInput, Source]]:
+    """Yield the experts."""
+    # Companions come after them.
+    return zip(plan.experts, sources.experts, strict=False)
 
 
 def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     own, name = plan.experts[k], sources.experts[k].name
     used = Operations(plan).used(plan)
     idle = {n for n in range(k + 1) if used and all(one.given[n] == 0 for one in used)}
-    same = [n for n in range(k) if plan.experts[n].manifest == own.manifest and n not in idle]
+    same = [n for n in range(k) if plan.experts[n].key == own.key and n not in idle]
     if same and k not in idle:
         earlier = sources.experts[same[0]].name
         also = "" if earlier == name else f": it has the content of {earlier}"
@@ -253,9 +281,9 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
         adds = "; its weights add up" if weighted else ""
         yield REPEATED, f"{name} is given more than once{also}{adds}"
     # Where whole models are mixed as vectors, or added up, the base is a model like the others.
-    if own.manifest == plan.base and all(one.counts_base for one in used):
+    if own.key == plan.inputs[0].key and all(one.counts_base for one in used):
         return
-    if own.manifest == plan.base:
+    if own.key == plan.inputs[0].key:
         yield IS_BASE, f"{name} is the base itself, so it changes nothing{_diluting(plan)}"
         return
     if all(operation.given[k] == 0 for operation in used):

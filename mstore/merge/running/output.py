@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
+from mstore.adapters.inputs import files_merged_into
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import nbytes
-from mstore.checkpoint.paths import INDEX_SUFFIX
+from mstore.checkpoint.models import is_index, name_in_model
 from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
 from mstore.merge.planning.tied import left_to_base, own_head_of
 from mstore.merge.running.stacking import Stack
@@ -26,12 +27,13 @@ from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in
 from mstore.store.rebuilt import with_dtype
 from mstore.store.tied import untied
 
 
 class NewTensor(msgspec.Struct, frozen=True):
-    """A tensor of the output that the base does not have."""
+    """A tensor of the output that the base does not have; name: what it is called."""
 
     name: str
     dtype: str
@@ -54,16 +56,18 @@ class Layout:
         self._tasks = tasks
         self._dtype = tasks.plan.dtype
         self._own_dtypes = {one.name: one.dtype for one in tasks.plan.tensors if one.dtype}
-        self.base: Manifest = catalog.manifest(tasks.plan.base_id())
+        whole = catalog.manifest(tasks.plan.base_id())
+        self._models = models_in(catalog, whole)
+        self.base: Manifest = files_merged_into(catalog, tasks.plan)
         self._stack = (
             Stack(catalog, tasks.plan, tasks.inputs, self.base) if tasks.plan.layers else None
         )
         own_head = own_head_of(catalog, tasks.plan, tasks.inputs, tasks.first)
         self._has_own_head = own_head is not None
-        self._left_out = left_to_base(self.base.tensors(), tasks.plan.criteria)
+        self._left_out = left_to_base(tasks.inputs.base, tasks.plan.criteria)
         self._added = self._placed(tasks.new_tensors())
         self._retypes = any(
-            self._is_retyped(part)
+            self._is_retyped(file, part)
             for file in self.base.files
             if is_safetensors(file)
             for part in file.tensors()
@@ -76,8 +80,8 @@ class Layout:
         for file in self.base.files:
             if not is_safetensors(file):
                 continue
-            for part in file.tensors():
-                for planned in left.pop(part.name or "", ()):
+            for part, name in self._models.parts(file):
+                for planned in left.pop(name, ()):
                     record = self._catalog.tensor(part.tensor_id())
                     dtype = planned.dtype or self._dtype or record.dtype
                     placed.setdefault(file.path, []).append(
@@ -93,33 +97,34 @@ class Layout:
         """Return the tensors that follow those of the base in a file, in order."""
         return self._added.get(file.path, ())
 
-    def planned_name(self, part: Part) -> str | None:
+    def planned_name(self, file: File, part: Part) -> str | None:
         """Return the name under which a part's tensor is merged; None if it is the base's own."""
-        assert part.name is not None
         if self._stack is not None:
             return None
-        if not self._tasks.is_planned(part.name, part.tensor_id()):
-            return None
-        return self._tasks.first[part.name]
+        name = self._models.name(file.path, part)
+        return None if name is None else self._tasks.planned_name(name)
 
-    def out_dtype(self, part: Part) -> str:
+    def out_dtype(self, file: File, part: Part) -> str:
         """Return the dtype of a named part in the output."""
         tensor = self._catalog.tensor(part.tensor_id())
-        name = self.planned_name(part)
+        name = self.planned_name(file, part)
         if name is not None:
             return self._own_dtypes.get(name) or self._dtype or tensor.dtype
-        return self._dtype if self._dtype and self._is_empty(part) else tensor.dtype
+        return self._dtype if self._dtype and self._is_empty(file, part) else tensor.dtype
 
-    def retyped_empty(self, part: Part) -> Tensor | None:
+    def retyped_empty(self, file: File, part: Part) -> Tensor | None:
         """Return the record of a tensor without elements that gets another dtype; else None."""
-        if not self._is_empty(part) or not self._is_retyped(part):
+        if not self._is_empty(file, part) or not self._is_retyped(file, part):
             return None
         assert self._dtype is not None
         return Tensor(self._dtype, self._catalog.tensor(part.tensor_id()).shape, 0, b"")
 
-    def _is_empty(self, part: Part) -> bool:
+    def _is_empty(self, file: File, part: Part) -> bool:
         """Return whether a tensor has no elements: it is in no plan, but counts as merged."""
-        if part.nbytes or part.name in self._left_out:
+        if part.nbytes:
+            return False
+        name = self._models.name(file.path, part)
+        if name is None or name in self._left_out or name not in self._tasks.inputs.base:
             return False
         tensor = self._catalog.tensor(part.tensor_id())
         return 0 in tensor.shape and tensor.dtype in CODES
@@ -141,9 +146,9 @@ class Layout:
         if not is_safetensors(file):
             return self._new_text(file, lambda: self._catalog.read_parts([first]))
         retyped = {
-            part.name: self.out_dtype(part)
+            part.name: self.out_dtype(file, part)
             for part in file.tensors()
-            if part.name is not None and self._is_retyped(part)
+            if part.name is not None and self._is_retyped(file, part)
         }
         added = self.added(file)
         if not (retyped or added):
@@ -155,13 +160,13 @@ class Layout:
             fields = json_object(read())
             changed = with_dtype(fields, CASTS[self._dtype], known=[CASTS[one] for one in CODES])
             return None if changed == fields else json_bytes(changed)
-        if file.path.endswith(INDEX_SUFFIX):
+        if is_index(file.path):
             return rewritten_index(file.path, read(), self._out_bytes, self._added)
         return None
 
-    def _is_retyped(self, part: Part) -> bool:
+    def _is_retyped(self, file: File, part: Part) -> bool:
         return (self._dtype is not None or bool(self._own_dtypes)) and (
-            self.out_dtype(part) != self._catalog.tensor(part.tensor_id()).dtype
+            self.out_dtype(file, part) != self._catalog.tensor(part.tensor_id()).dtype
         )
 
     def _out_bytes(self, path: str) -> int:
@@ -170,8 +175,8 @@ class Layout:
         if file is None:
             return 0
         return sum(
-            nbytes(self.out_dtype(part), self._catalog.tensor(part.tensor_id()).shape)
-            if self._is_retyped(part)
+            nbytes(self.out_dtype(file, part), self._catalog.tensor(part.tensor_id()).shape)
+            if self._is_retyped(file, part)
             else part.nbytes
             for part in file.tensors()
         ) + sum(one.nbytes for one in self.added(file))
@@ -193,7 +198,11 @@ def rewritten_header(
         offset += length
     for one in added:
         ends = [offset, offset + one.nbytes]
-        fields[one.name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": ends}
+        fields[name_in_model(one.name)] = {
+            "dtype": one.dtype,
+            "shape": list(one.shape),
+            "data_offsets": ends,
+        }
         offset += one.nbytes
     return header_bytes(fields)
 
@@ -227,7 +236,7 @@ def rewritten_index(
     new = [
         (one, shard) for shard in shards for one in added.get(posixpath.join(directory, shard), ())
     ]
-    names = {one.name: shard for one, shard in new}
+    names = {name_in_model(one.name): shard for one, shard in new}
     changed = fields | {"weight_map": weight_map | names} if new else dict(fields)
     metadata = fields.get("metadata")
     told = dict(metadata) if isinstance(metadata, dict) else {}

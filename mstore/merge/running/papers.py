@@ -24,6 +24,8 @@ from pathlib import PurePosixPath
 import msgspec
 import numpy as np
 
+from mstore.adapters.inputs import files_merged_into
+from mstore.blocks.schema import Sources
 from mstore.checkpoint.declared import (
     CARD,
     CONFIG,
@@ -35,18 +37,16 @@ from mstore.checkpoint.declared import (
 )
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId
-from mstore.merge.methods import registry
 from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.objects.coverage import Coverage
 from mstore.objects.manifest import OPAQUE, File, Manifest
-from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
+from mstore.objects.plan import BASE, DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import contents
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Sources
 
 LICENCES = "licenses"
 _LICENCE_FILE = re.compile(
@@ -145,14 +145,13 @@ class Papers:
         self._catalog = catalog
         self._plan = plan
         self._form = form
-        self._fishers = registry.fishers_of(plan)
 
     def files(self, not_finite: int = 0) -> tuple[tuple[File, ...], dict[str, bytes]]:
         """Return the merge's files taken from parents, without the card; and new files by path.
 
         not_finite: elements that are infinite or NaN, and are finite in the base; the card tells.
         """
-        base = self._catalog.manifest(self._plan.base_id())
+        base = files_merged_into(self._catalog, self._plan)
         if is_base(self._catalog, self._plan) or _has_directory(base, CARD):
             return base.files, {}
         new = {CARD: self.card(not_finite).encode()}
@@ -184,21 +183,20 @@ class Papers:
 
     @cached_property
     def parents(self) -> tuple[Parent, ...]:
-        """Base, experts and their Fishers, in the plan's order."""
+        """Base, experts and companions, in the plan's order."""
         plan = self._plan
-        count = len(plan.experts) - self._fishers
         found = [self._parent("base", plan.base_id(), None)]
-        for number, expert in enumerate(plan.experts):
-            is_fisher = number >= count
-            role = f"Fisher {number - count + 1}" if is_fisher else f"expert {number + 1}"
-            weight = None if is_fisher else expert.weight
-            found.append(self._parent(role, expert.manifest_id(), weight))
+        for number, (expert, weight) in enumerate(zip(plan.experts, plan.weights, strict=True), 1):
+            found.append(self._parent(f"expert {number}", expert.manifest_id(), weight))
+        for one in plan.companions:
+            of = "" if one.of is None else f" {one.of}"
+            found.append(self._parent(f"{one.role}{of}", one.manifest_id(), None))
         return tuple(found)
 
     @property
     def models(self) -> tuple[Parent, ...]:
-        """The parents without Fishers: whose licences and names count."""
-        return self.parents[: len(self.parents) - self._fishers]
+        """The parents without companions: whose licences and names count."""
+        return self.parents[: 1 + len(self._plan.experts)]
 
     @cached_property
     def _named(self) -> tuple[Parent, ...]:
@@ -292,12 +290,13 @@ class Papers:
         """Yield the command that makes this merge again, also if its plan leaves chunks out."""
         left, all_of_it = self._left_out()
         plan = self._plan
-        if (plan.operations or plan.layers) and not left and self._has_whole_recipe():
+        if (len(plan.operations) > 1 or plan.layers) and not left and self._has_whole_recipe():
             command = f"mstore merge --recipe {MERGEKIT} --name NEW"
             told = _OF_THE_STACK if plan.layers else _OF_THE_RECIPE
             yield from ("```sh", command, "```", "", told)
             return
-        if plan.operations or any(tensor.sources or tensor.dtype for tensor in plan.tensors):
+        others = any(tensor.sources or tensor.dtype for tensor in plan.tensors)
+        if others or len(plan.operations) > 1:
             yield from ("```sh", "mstore merge --plan REF --name NEW", "```", "", _OF_THIS_PLAN)
             yield _OF_RULES
             if left:
@@ -317,26 +316,32 @@ class Papers:
     def _has_whole_recipe(self) -> bool:
         """Return whether the recipe beside the card, run alone, is this merge."""
         asked = self._plan.criteria
-        more = asked.only or asked.skip or self._plan.allows_missing
+        more = asked.only or asked.skip or self._plan.allow_missing
         if not self._form.has_recipe or more:
             return False
         return MERGEKIT in self.files_of_recipe()
 
     def _command(self) -> str:
         plan, words = self._plan, ["mstore", "merge", "--base", self._plan.base_id().hex()]
-        for expert in plan.experts[: len(self.models) - 1]:
-            words += ["--expert", f"{expert.manifest_id().hex()}={number_text(expert.weight)}"]
-        for fisher in plan.experts[len(self.models) - 1 :]:
-            words += ["--fisher", fisher.manifest_id().hex()]
+        if plan.model is not None:
+            words[-1] += f":{plan.model}"
+        named = []
+        for expert, weight in zip(plan.experts, plan.weights, strict=True):
+            model = "" if expert.model is None else f":{expert.model}"
+            named.append(f"{expert.manifest_id().hex()}{model}")
+            words += ["--expert", f"{named[-1]}={number_text(weight)}"]
+        for one in plan.companions:
+            of = "" if one.of is None else f":{named[one.of - 1] if one.of else BASE}"
+            words += ["--with", f"{one.role}{of}={one.manifest_id().hex()}"]
         words += ["--method", plan.method]
-        for key, value in plan.parameters:
+        for key, value in plan.operation.parameters:
             words += ["--param", f"{key}={written(value)}"]
         if plan.dtype is not None and is_retyped(self._catalog, plan):
             words += ["--dtype", plan.dtype]
         for option, patterns in (("--only", plan.criteria.only), ("--skip", plan.criteria.skip)):
             for pattern in patterns:
                 words += [option, pattern]
-        if plan.allows_missing:
+        if plan.allow_missing:
             words.append("--allow-missing")
         return f"{shlex.join(words)} --name REF"
 
@@ -379,8 +384,8 @@ class Papers:
 
     def _name_of_base(self) -> str | None:
         found: set[str | None] = set()
-        for expert in self._plan.experts[: len(self.models) - 1]:
-            if expert.manifest == self._plan.base:
+        for expert in self._plan.experts:
+            if expert.manifest == self._plan.inputs[0].manifest:
                 continue
             id = expert.manifest_id()
             if self._form is Form.CURRENT and self._is_merge(id):

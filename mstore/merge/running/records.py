@@ -11,6 +11,7 @@ import numpy as np
 
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Policy
+from mstore.checkpoint.models import name_in_model
 from mstore.checkpoint.partition import block_count, partition
 from mstore.ids import ID_BYTES, BlockId, Id
 from mstore.merge.running.jobs import Job
@@ -80,8 +81,8 @@ class Records:
             self._count_blocks(parts[:1])
         records: dict[int, Tensor] = {}
         for number, part in enumerate(file.parts[1:], start=1):
-            name = self._layout.planned_name(part)
-            record = self._layout.retyped_empty(part) if name is None else tensors[name]
+            name = self._layout.planned_name(file, part)
+            record = self._layout.retyped_empty(file, part) if name is None else tensors[name]
             if record is not None:
                 records[number] = record
         for (number, record), id in zip(
@@ -91,7 +92,7 @@ class Records:
         names = [new.name for new in self._layout.added(file)]
         added = [tensors[name] for name in names]
         for name, record, id in zip(names, added, self._put_records(added), strict=True):
-            parts.append(Part(name, id, record.nbytes))
+            parts.append(Part(name_in_model(name), id, record.nbytes))
         self._count_blocks(parts[1:])
         return File(file.path, file.form, sum([part.nbytes for part in parts]), tuple(parts))
 

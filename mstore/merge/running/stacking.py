@@ -12,7 +12,7 @@ from typing import Any
 
 from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
-from mstore.checkpoint.paths import INDEX_SUFFIX
+from mstore.checkpoint.models import is_index, name_in_model
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.merge.planning.stacked_config import stacked_config
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
@@ -20,6 +20,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.store.models import models_in
 from mstore.store.rebuilt import header_of, index_of, shards_of
 
 
@@ -32,13 +33,14 @@ class Stack:
         ids = [inputs.members[one.member][one.source] for one in plan.taken]
         records = inputs.records(ids)
         taken = {
-            one.name: Part(one.name, id, record.nbytes)
+            one.name: Part(name_in_model(one.name), id, record.nbytes)
             for one, id, record in zip(plan.taken, ids, records, strict=True)
         }
         dropped = set(plan.dropped)
         self._files: dict[str, File] = {}
         files = [file for file in base.files if file.form == SAFETENSORS]
-        places = {part.name: file.path for file in reversed(files) for part in file.tensors()}
+        models = models_in(catalog, base)
+        places = {name: file.path for file in reversed(files) for _, name in models.parts(file)}
         added: dict[str, list[str]] = {}
         for one in plan.taken:
             if one.name not in inputs.base:
@@ -47,9 +49,11 @@ class Stack:
         for file in files:
             parts = [file.parts[0]]
             for part in file.tensors():
-                assert part.name is not None
-                if part.name not in dropped:
-                    parts.append(taken.get(part.name, part))
+                name = models.name(file.path, part)
+                if name is None:
+                    parts.append(part)
+                elif name not in dropped:
+                    parts.append(taken.get(name, part))
             parts += [taken[name] for name in added.get(file.path, [])]
             self._files[file.path] = File(
                 file.path, file.form, sum(part.nbytes for part in parts), tuple(parts)
@@ -71,7 +75,7 @@ class Stack:
             others = [config_of(self._catalog, self._catalog.manifest(one)) for one in experts]
             changed = stacked_config([fields, *others], self._plan.layers).fields
             return None if changed == fields else json_bytes(changed)
-        if file.path.endswith(INDEX_SUFFIX):
+        if is_index(file.path):
             return self._index(file.path, json_object(self._catalog.read_parts(file.parts)))
         return None
 

@@ -28,7 +28,6 @@ from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.spread import Cut
-from mstore.merge.methods import registry
 from mstore.merge.methods.combinations.combination import Kernel
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
@@ -216,10 +215,10 @@ class Tasks:
         self._operations = Operations(plan)
         self._mixes: dict[int | str, Mix] = {}
         self._members: dict[str, Members] = {}
-        self.inputs = Inputs.of(catalog, plan, registry.fishers_of(plan))
+        self.inputs = Inputs.of(catalog, plan)
         self._base, self._experts = self.inputs.base, self.inputs.experts
         self._factors = FactorCache(catalog, expert_meter)
-        count = len(plan.experts)
+        count = len(plan.inputs) - 1
         # Shared by tensors without trimming or random draws.
         self._nothing = (
             np.zeros(count, dtype=np.float32),
@@ -234,12 +233,10 @@ class Tasks:
         """Count the bytes of adapters that are read from now on with this meter."""
         self._factors = FactorCache(self._catalog, meter)
 
-    def is_planned(self, name: str, id: TensorId) -> bool:
-        """Return whether a tensor of the base, by name and record, is merged.
-
-        A second tensor of the same name (a consolidated copy) is merged only if it is identical.
-        """
-        return self.first[name] in self._planned and id == self._base[name]
+    def planned_name(self, name: str) -> str | None:
+        """Return the name under which a tensor of the base is merged, None if it is not."""
+        first = self.first.get(name)
+        return first if first in self._planned else None
 
     def operation(self, name: str) -> Operation:
         """Return the operation of a planned tensor."""
@@ -449,7 +446,7 @@ class Tasks:
         with index.env.read() as transaction:
             return all(
                 index.record(transaction, Manifest.kind, id) is not None
-                for id in (self.plan.base_id(), *(e.manifest_id() for e in self.plan.experts))
+                for id in (e.manifest_id() for e in self.plan.inputs)
             )
 
 

@@ -58,7 +58,7 @@ class WorkList:
                 self.headers[file.path] = header
             offset = file.parts[0].nbytes if header is None else len(header)
             for part in file.tensors():
-                name = self._layout.planned_name(part)
+                name = self._layout.planned_name(file, part)
                 if name is not None and name not in self.jobs:
                     jobs.append(self._job(name, file.path, offset))
                     if _is_enough(jobs):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import time
 
+from mstore.blocks.schema import Source, Sources
 from mstore.checkpoint.dtypes import nbytes
+from mstore.checkpoint.models import name_in_model
 from mstore.errors import BadRequest, Conflict
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
@@ -29,7 +31,6 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.store.plan_rows import Source, Sources
 from mstore.store.plans import sources_of
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
@@ -164,11 +165,12 @@ class _Output:
         new = self._layout.new_bytes(file)
         if new is not None:
             parts[0] = self._transaction.put_bytes(new, file.path)
-        parts = [part if part.name is None else self._tensor(part) for part in parts]
+        parts = [part if part.name is None else self._tensor(file, part) for part in parts]
         before: list[Part | None] = [*file.parts]
         for one in self._layout.added(file) if file.form == SAFETENSORS else ():
             record = VirtualTensor(one.dtype, one.shape, one.nbytes, self._id, one.name)
-            parts.append(Part(one.name, self._transaction.put_record(record), record.nbytes))
+            id = self._transaction.put_record(record)
+            parts.append(Part(name_in_model(one.name), id, record.nbytes))
             before.append(None)
         for part, old in zip(parts, before, strict=True):
             blocks = -(-part.nbytes // self._catalog.block_size)
@@ -176,15 +178,15 @@ class _Output:
             self.blocks_reused += blocks if part == old else 0
         return File(file.path, file.form, sum(part.nbytes for part in parts), tuple(parts))
 
-    def _tensor(self, part: Part) -> Part:
-        name = self._layout.planned_name(part)
-        empty = self._layout.retyped_empty(part)
+    def _tensor(self, file: File, part: Part) -> Part:
+        name = self._layout.planned_name(file, part)
+        empty = self._layout.retyped_empty(file, part)
         if empty is not None:
             return Part(part.name, self._transaction.put_record(empty), 0)
         if name is None:
             return part
         shape = self._catalog.tensor(part.tensor_id()).shape
-        dtype = self._layout.out_dtype(part)
+        dtype = self._layout.out_dtype(file, part)
         record = VirtualTensor(dtype, shape, nbytes(dtype, shape), self._id, name)
         return Part(part.name, self._transaction.put_record(record), record.nbytes)
 

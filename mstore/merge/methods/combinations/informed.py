@@ -149,7 +149,7 @@ class InformedModel(Model):
 
 
 class Informed(Combination):
-    """The average by Fishers: a plan lists all experts, and after them their Fishers."""
+    """The average by Fishers: a task has all experts, and after them their Fishers."""
 
     kind = INFORMED
     kernel = staticmethod(informed.run)

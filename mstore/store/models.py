@@ -1,0 +1,209 @@
+"""The models of a snapshot, and its tensors by what they are called.
+
+`checkpoint.models` owns which files make a model; this reads the indexes that it needs.  Where two
+shards of a model have one tensor, the index says which counts; if it names neither, the last does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from mstore.checkpoint.models import Model, full_name, models_of
+from mstore.errors import Incompatible, NotFound, did_you_mean
+from mstore.ids import TensorId
+from mstore.objects.manifest import File, Manifest, Part
+from mstore.phrases import call, few
+from mstore.store.catalog import Catalog
+
+_MAX_INDEX: Final = 32 << 20
+
+
+class Models:
+    """What the models of one manifest hold.
+
+    named: the models by name. tensors: the tensors of all models by what they are called, model by
+    model, in file and data order. twice: paths of two files of one model, by the tensor that both
+    have.
+    """
+
+    def __init__(self, catalog: Catalog, manifest: Manifest) -> None:
+        maps: dict[str, Mapping[str, str]] = {}
+
+        def weight_map(path: str) -> Mapping[str, str]:
+            maps[path] = found = _weight_map(catalog, manifest.file(path))
+            return found
+
+        self.manifest = manifest
+        found = models_of((file.path for file in manifest.files), weight_map)
+        self.named: Mapping[str, Model] = {one.name: one for one in found}
+        self.tensors: dict[str, TensorId] = {}
+        self.twice: dict[str, tuple[str, str]] = {}
+        self._models = {path: one for one in found for path in one.files}
+        self._homes: dict[str, str] = {}
+        for model in found:
+            self._take(model, maps.get(model.index or "", {}))
+
+    def _take(self, model: Model, weight_map: Mapping[str, str]) -> None:
+        for path in model.files:
+            file = self.manifest.file(path)
+            assert file is not None
+            for part in file.tensors():
+                name = str(part.name)
+                full = full_name(model.name, name)
+                other = self._homes.get(full)
+                if other is not None:
+                    self.twice.setdefault(full, (other, path))
+                    if model.path(weight_map.get(name, "")) == other:
+                        continue
+                self.tensors[full] = part.tensor_id()
+                self._homes[full] = path
+
+    def model(self, name: str, where: str) -> Model:
+        """Return the model of this name.  Raises NotFound, which lists them."""
+        found = self.named.get(name)
+        if found is None:
+            hint = did_you_mean(name, self.named, call("show", where))
+            raise NotFound("has no such model", where=f"{where}:{name}", hint=hint)
+        return found
+
+    def only(self, where: str) -> str:
+        """Return the model that is meant where none is named: the only one, or that of the top.
+
+        Raises Incompatible, at `where`, if there are others alone.
+        """
+        if len(self.named) == 1:
+            return next(iter(self.named))
+        if "" in self.named:
+            return ""
+        first = next(iter(self.named), "MODEL")
+        raise Incompatible(
+            f"holds {len(self.named)} models: {few([*self.named])}",
+            where=where,
+            hint=f"name one of them: {where}:{first}",
+        )
+
+    def of_file(self, path: str) -> Model | None:
+        """Return the model that a file is of."""
+        return self._models.get(path)
+
+    def name(self, path: str, part: Part) -> str | None:
+        """Return what a named part of a file is called; None if no loader reads it."""
+        model = self._models.get(path)
+        if model is None:
+            return None
+        full = full_name(model.name, str(part.name))
+        return full if self._homes[full] == path else None
+
+    def parts(self, file: File) -> Iterator[tuple[Part, str]]:
+        """Yield the tensors of a file that loaders read, and what they are called."""
+        for part in file.tensors():
+            full = self.name(file.path, part)
+            if full is not None:
+                yield part, full
+
+    def home(self, full: str) -> str:
+        """Return the path of the file that has a tensor."""
+        return self._homes[full]
+
+    def files(self, model: str) -> Sequence[File]:
+        """Return the weight files of a model."""
+        found = (self.manifest.file(path) for path in self.named[model].files)
+        return [file for file in found if file is not None]
+
+    def in_model(self, model: str) -> dict[str, TensorId]:
+        """Return the tensors of a model by their names in its files."""
+        files = self.files(model)
+        return {str(part.name): part.tensor_id() for file in files for part, _ in self.parts(file)}
+
+    def counterparts(self, own: Collection[str], model: str | None = None) -> dict[str, TensorId]:
+        """Return the tensors that a fine-tune's are compared with, by what it calls them.
+
+        own: its models. model: the one of these that is meant, None for all.
+        """
+        pairs = paired(self.named, own, (model, None))
+        return {
+            full_name(theirs, name): id
+            for ours, theirs in pairs.items()
+            for name, id in self.in_model(ours).items()
+        }
+
+    def config(self, model: str) -> str:
+        """Return the path of a model's config."""
+        from mstore.checkpoint.declared import CONFIG  # late: what lists tensors needs no config
+
+        return self.named[model].path(CONFIG)
+
+    def require_one_each(self, called: str) -> None:
+        """Raise Incompatible, with its name, if two files of one model have a tensor.
+
+        What computes new weights goes file by file, and would leave one of the two as it was.
+        """
+        if self.twice:
+            name, (first, second) = next(iter(self.twice.items()))
+            raise Incompatible(
+                f"tensor {name} is in {first} and in {second}, of which loaders read one",
+                where=called,
+                hint="load the model and save it again, and add that",
+            )
+
+
+def snapshot_of(revision: str) -> str:
+    """Return the snapshot of REF:MODEL."""
+    return revision.partition(":")[0]
+
+
+def model_of(revision: str) -> str | None:
+    """Return the model of REF:MODEL, None if it names none."""
+    _, colon, model = revision.partition(":")
+    return model if colon else None
+
+
+def paired(
+    base: Collection[str],
+    own: Collection[str],
+    given: tuple[str | None, str | None] = (None, None),
+) -> dict[str, str]:
+    """Return which model of a fine-tune stands for which model of its base, by the latter.
+
+    base, own: the models that each has. given: those that were named.  Without, each model of the
+    base has its namesake; where both sides have one model, these.
+    """
+    ours, theirs = given
+    if ours is None and theirs is not None:
+        ours = theirs if theirs in base or len(base) > 1 else next(iter(base), theirs)
+    if ours is None and len(base) == len(own) == 1:
+        ours = next(iter(base))
+    if ours is None:
+        return {name: name for name in base if name in own}
+    if theirs is None:
+        theirs = ours if ours in own or len(own) > 1 else next(iter(own), ours)
+    return {ours: theirs} if ours in base and theirs in own else {}
+
+
+def models_in(catalog: Catalog, manifest: Manifest) -> Models:
+    """Return the models of a manifest.  Raises Corrupt, StorageFailed."""
+    # They are a function of the manifest, so they are kept beside what it computes itself.
+    kept = manifest.__dict__
+    found = kept.get("models")
+    if not isinstance(found, Models):
+        found = kept["models"] = Models(catalog, manifest)
+    return found
+
+
+def tensors_of(catalog: Catalog, manifest: Manifest) -> Mapping[str, TensorId]:
+    """Return the tensors of all models by what they are called.  Raises as `models_in`."""
+    return models_in(catalog, manifest).tensors
+
+
+def _weight_map(catalog: Catalog, index: File | None) -> Mapping[str, str]:
+    raw = catalog.read_small(index, _MAX_INDEX)
+    # Whatever is wrong with it, a loader stops there; the files are then what their names say.
+    with suppress(ValueError):
+        found = json.loads(raw or b"")
+        entries = found.get("weight_map") if isinstance(found, dict) else None
+        if isinstance(entries, dict):
+            return {name: file for name, file in entries.items() if isinstance(file, str)}
+    return {}

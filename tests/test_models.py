@@ -1,0 +1,297 @@
+"""Models: which files a loader loads together, and what tensors are called."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from families import write_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstore import MergeRequest, Store
+from mstore.checkpoint.models import full_name, models_of, own_name, single_of, split_name
+from mstore.errors import BadRequest, Incompatible, NotFound
+from mstore.store.models import paired
+
+INDEX = "model.safetensors.index.json"
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+OLD = "model-00001-of-00003.safetensors"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def named(
+    paths: list[str], maps: Mapping[str, Mapping[str, str]] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """The files of each model."""
+    found = models_of(paths, lambda index: (maps or {}).get(index, {}))
+    return {one.name: one.files for one in found}
+
+
+SHARDED = {INDEX: {"a": ONE, "b": TWO}}
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["model.safetensors"], {"": 1}),
+        (["mix.safetensors"], {"": 1}),
+        (["model.safetensors", "model.fp16.safetensors"], {"": 1, "@fp16": 1}),
+        ([f"unet/{WEIGHTS}", "vae/model.safetensors"], {"unet": 1, "vae": 1}),
+        (
+            ["u/diffusion_pytorch_model.non_ema.safetensors", f"u/{WEIGHTS}"],
+            {"u": 1, "u@non_ema": 1},
+        ),
+        (["mix_v1.safetensors", "mix_v2.safetensors"], {"mix_v1": 1, "mix_v2": 1}),
+        (
+            ["x/model.safetensors", "x.safetensors", "y.safetensors"],
+            {"x": 1, "x.safetensors": 1, "y": 1},
+        ),
+        ([ONE, TWO], {"": 2}),
+        ([ONE, TWO, INDEX], {"": 2}),
+        ([ONE, TWO, INDEX, OLD], {"": 2}),
+        ([ONE, TWO, INDEX, "model.safetensors"], {"": 2, "model": 1}),
+        ([ONE, INDEX, "model.safetensors"], {"": 1}),
+        ([ONE, TWO, INDEX, "extra.safetensors"], {"": 2, "extra": 1}),
+        ([ONE, TWO, INDEX, "consolidated.safetensors"], {"": 2, "consolidated": 1}),
+        (["consolidated.00.safetensors", "consolidated.01.safetensors"], {"": 2}),
+        (
+            ["model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors"],
+            {"@fp16": 2},
+        ),
+        (
+            ["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors"],
+            {"@fp16": 2},
+        ),
+        (["adapter_model.safetensors", "0-math/adapter_model.safetensors"], {"": 1, "0-math": 1}),
+        (["model.safetensors", "adapter_model.safetensors"], {"": 1, "adapter_model": 1}),
+        (["a:b%/model.safetensors"], {"a%3Ab%25": 1}),
+        (["config.json", "README.md"], {}),
+    ],
+)
+def test_which_files_make_a_model(paths: list[str], names: dict[str, int]) -> None:
+    """Each model has its name, and the number of files that a loader reads."""
+    found = named(paths, SHARDED)
+    assert {name: len(files) for name, files in found.items()} == names
+
+
+def test_an_index_names_its_shards_whatever_they_are_called() -> None:
+    """Shards are those of the index, and a variant's index is that of the variant."""
+    plain, half = "model.safetensors.index.json", "model.safetensors.index.fp16.json"
+    maps = {plain: {"a": "part-a.safetensors"}, half: {"a": "half.safetensors"}}
+    found = named(["part-a.safetensors", "half.safetensors", plain, half], maps)
+    assert found == {"": ("part-a.safetensors",), "@fp16": ("half.safetensors",)}
+    assert single_of(half) == "model.fp16.safetensors"
+
+
+_STEM = st.sampled_from(
+    ["model", "diffusion_pytorch_model", "adapter_model", "consolidated", "mix"]
+)
+_FILE = st.builds(
+    lambda stem, variant, shard: f"{stem}{variant}{shard}.safetensors",
+    _STEM,
+    st.sampled_from(["", ".fp16", ".ema"]),
+    st.sampled_from(["", "-00001-of-00002", "-00002-of-00002", "-00001-of-00001"]),
+)
+_PATH = st.builds(lambda d, f: f"{d}{f}", st.sampled_from(["", "unet/", "a:b/", "unet/x/"]), _FILE)
+
+
+@given(st.lists(_PATH, unique=True, max_size=12), st.randoms(use_true_random=False))
+def test_a_file_is_of_one_model_at_most(paths: list[str], draw: Any) -> None:
+    """Models share no file and no name, each has one file at least, and the order of paths does
+    not matter."""
+    found = models_of(paths, lambda _: {})
+    files = [file for one in found for file in one.files]
+    assert len(files) == len(set(files))
+    assert set(files) <= set(paths)
+    assert len({one.name for one in found}) == len(found)
+    assert all(one.files for one in found)
+    draw.shuffle(paths)
+    assert models_of(paths, lambda _: {}) == found
+
+
+@given(st.text(max_size=8), st.text(max_size=8))
+def test_what_a_tensor_is_called_tells_model_and_name(directory: str, name: str) -> None:
+    """MODEL:NAME is read back as both, whatever characters they have."""
+    model = own_name(directory)
+    assert split_name(full_name(model, name)) == (model, name)
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "chosen", "pairs"),
+    [
+        ([""], [""], (None, None), {"": ""}),
+        ([""], ["@fp16"], (None, None), {"": "@fp16"}),
+        (["unet", "vae"], ["vae", "x"], (None, None), {"vae": "vae"}),
+        (["unet", "vae"], ["mix"], (None, None), {}),
+        (["unet", "vae"], ["mix"], ("unet", None), {"unet": "mix"}),
+        (["unet", "vae"], ["unet", "x"], ("unet", None), {"unet": "unet"}),
+        (["unet", "unet_2"], ["unet", "unet_2"], ("unet", "unet_2"), {"unet": "unet_2"}),
+        (["unet"], ["a", "b"], (None, "b"), {"unet": "b"}),
+        (["unet"], ["a", "b"], ("unet", "c"), {}),
+    ],
+)
+def test_which_model_stands_for_which(
+    base: list[str], own: list[str], chosen: tuple[str | None, str | None], pairs: dict[str, str]
+) -> None:
+    """Namesakes stand for each other, or those that are named, or the only ones."""
+    assert paired(base, own, chosen) == pairs
+
+
+# -- in a store --------------------------------------------------------------------------------
+
+
+def weights(value: float, dtype: str = "f4") -> dict[str, np.ndarray[Any, Any]]:
+    return {"blocks.0.w": np.full((64, 64), value, dtype)}
+
+
+def write(folder: Path, values: Mapping[str, float], half: bool = False) -> Path:
+    """A directory with one model for each path of a file, all of the same tensor names."""
+    for path, value in values.items():
+        made = folder.parent / "made"
+        write_checkpoint(made, weights(value, "f2" if half and "fp16" in path else "f4"))
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (made / "model.safetensors").rename(folder / path)
+        shutil.rmtree(made)
+    return folder
+
+
+PARTS = ("transformer", "transformer_2")
+
+
+def pipeline(folder: Path, first: float, second: float) -> Path:
+    write(folder, {f"{PARTS[0]}/{WEIGHTS}": first, f"{PARTS[1]}/{WEIGHTS}": second})
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A pipeline of two components with equal names, a fine-tune of it, and a model alone."""
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        store.add(pipeline(tmp_path / "base", 1.0, 10.0), name="base")
+        store.add(pipeline(tmp_path / "tuned", 2.0, 30.0), name="tuned", base="base")
+        store.add(write(tmp_path / "alone", {"mix.safetensors": 5.0}), name="alone", base=None)
+        yield store
+
+
+def merge(store: Store, base: str, *experts: str, **more: Any) -> dict[str, float]:
+    """The first element of each tensor of a merge."""
+    plan = store.plan(MergeRequest(base=base, experts=experts, method="linear", **more))
+    store.merge(plan, name="merged")
+    snapshot = store["merged"]
+    return {name: float(snapshot.tensor(name)[0, 0]) for name in snapshot}
+
+
+FIRST, SECOND = (f"{part}:blocks.0.w" for part in PARTS)
+
+
+def test_each_component_is_merged_with_its_namesake(store: Store) -> None:
+    """A tensor of one component is never that of another, though they have one name."""
+    assert merge(store, "base", "base", "tuned") == {FIRST: 1.5, SECOND: 20.0}
+
+
+def test_a_named_model_alone_is_merged(store: Store) -> None:
+    """`REF:MODEL` merges one model; the others are the base's."""
+    assert merge(store, f"base:{PARTS[0]}", "tuned") == {FIRST: 2.0, SECOND: 10.0}
+    assert merge(store, f"base:{PARTS[0]}", f"tuned:{PARTS[1]}") == {FIRST: 30.0, SECOND: 10.0}
+    assert merge(store, f"base:{PARTS[1]}", "alone") == {FIRST: 1.0, SECOND: 5.0}
+    assert merge(store, "base", f"tuned:{PARTS[1]}") == {FIRST: 1.0, SECOND: 30.0}
+    assert merge(store, "alone", f"tuned:{PARTS[1]}") == {"blocks.0.w": 30.0}
+
+
+def test_models_that_say_not_which_are_refused(store: Store) -> None:
+    """A model that is not there, or one model against several, is an error that lists them."""
+    with pytest.raises(NotFound, match="has no such model"):
+        merge(store, "base:unet", "tuned")
+    with pytest.raises(Incompatible, match="has no model of base"):
+        merge(store, "base", "alone")
+    with pytest.raises(BadRequest, match="which of the base's models"):
+        merge(store, "base", f"tuned:{PARTS[0]}", f"tuned:{PARTS[1]}")
+
+
+def test_a_virtual_merge_is_the_real_one(store: Store) -> None:
+    """A merge that is computed on read has the same manifest of names and the same bytes."""
+    request = MergeRequest(base="base", experts=["tuned"], method="linear")
+    store.merge(store.plan(request), name="virtual", virtual=True)
+    store.merge(store.plan(request), name="real")
+    assert store["virtual"].load([FIRST, SECOND])[SECOND][0, 0] == 30.0
+    files = [one.path for one in store.files("real") if one.path.endswith(".safetensors")]
+    assert all(store["virtual"].read(path) == store["real"].read(path) for path in files)
+
+
+def test_one_model_is_loaded_by_its_own_names(store: Store) -> None:
+    """`load` takes a model, and says which there are where none is meant."""
+    assert store["tuned"].models() == [*PARTS]
+    assert store["tuned"].load(model=PARTS[1])["blocks.0.w"][0, 0] == 30.0
+    assert store["alone"].load()["blocks.0.w"][0, 0] == 5.0
+    with pytest.raises(Incompatible, match="holds 2 models: transformer, transformer_2"):
+        store["tuned"].load()
+
+
+def test_models_are_compared_with_their_namesakes(store: Store) -> None:
+    """`diff` tells which component differs; of two models that are named it compares these."""
+    store.add(pipeline(store.path.parent / "half", 1.0, 30.0), name="half", base="base")
+    assert [one.name for one in store.diff("base", "half").tensors] == [SECOND]
+    found = store.diff(f"half:{PARTS[0]}", f"base:{PARTS[0]}")
+    assert (found.tensors_equal, found.tensors) == (1, ())
+    (changed,) = store.diff(f"tuned:{PARTS[0]}", "alone").tensors
+    assert (changed.name, changed.status) == (FIRST, "changed")
+
+
+def test_explain_and_blame_name_the_component(store: Store) -> None:
+    """Where a tensor came from is told for each component by itself."""
+    merge(store, "base", "tuned")
+    assert [one.name for one in store.explain("merged").tensors] == [FIRST, SECOND]
+    assert store.explain("merged", SECOND).tensors[0].blocks_total == 1
+    assert {one.name for one in store.blame("merged").tensors} == {FIRST, SECOND}
+
+
+def test_patterns_name_components(store: Store) -> None:
+    """A pattern with the name of a model leaves out, or takes, the tensors of that model."""
+    assert merge(store, "base", "tuned", skip=[f"{PARTS[0]}:*"]) == {FIRST: 1.0, SECOND: 30.0}
+    assert merge(store, "base", "tuned", only=[f"{PARTS[0]}:*"]) == {FIRST: 2.0, SECOND: 10.0}
+
+
+def test_a_variant_that_an_expert_lacks_is_left_out(tmp_path: Path) -> None:
+    """Each variant is merged in its own type; one that an expert lacks is not in the result, which
+    the plan tells: the base's would be the unmerged model under the merge's name."""
+    whole = {"model.safetensors": 1.0, "model.fp16.safetensors": 1.0}
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        store.add(write(tmp_path / "base", whole, half=True), name="base")
+        both = dict.fromkeys(whole, 3.0)
+        store.add(write(tmp_path / "both", both, half=True), name="both", base="base")
+        store.add(write(tmp_path / "one", {"model.safetensors": 3.0}), name="one", base="base")
+        assert merge(store, "base", "both") == {"blocks.0.w": 3.0, "@fp16:blocks.0.w": 3.0}
+        assert store["merged"].tensor("@fp16:blocks.0.w").dtype == np.float16
+        assert merge(store, "base", "one") == {"blocks.0.w": 3.0}
+        plan = store.plan(MergeRequest(base="base", experts=["one"], method="linear"))
+        assert "other models" in [one.kind for one in plan.warnings]
+
+
+def test_a_fine_tune_of_one_component_is_added_to_it(store: Store) -> None:
+    """`add` with a base REF:MODEL compares with that model, and stores differences to it."""
+    folder = write(store.path.parent / "part", {"model.safetensors": 10.0})
+    report = store.add(folder, name="part", base=f"base:{PARTS[1]}")
+    assert report.blocks_equal_base == 1
+
+
+def test_a_recipe_names_a_model(store: Store) -> None:
+    """`model: REF:MODEL` of a recipe takes that model, and a plan's recipe says so again."""
+    text = f"""
+merge_method: task_arithmetic
+base_model: base:{PARTS[1]}
+models:
+- model: tuned:{PARTS[0]}
+  parameters: {{weight: 1}}
+"""
+    plan = store.plan(store.read_recipe(text, where="r.yml").request)
+    store.merge(plan, name="merged")
+    assert float(store["merged"].tensor(SECOND)[0, 0]) == 2.0
+    again = store.read_recipe(store.recipe("merged"), where="r.yml")
+    assert store.plan(again.request).plan == plan.plan
