@@ -34,9 +34,9 @@ from grown import TASKS
 from measure import Run, keep, machine, options, run, spread
 
 from mstore import Store
+from mstore.blocks import schema
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import DATABASES, UNCHECKED, sealed
-from mstore.blocks.location_rows import _LOCATION
+from mstore.blocks.location import _LOCATION
 from mstore.blocks.packs import _HEADER, _TAIL, ENTRY, MAGIC, PAGE, TAIL_MAGIC, VERSION, Kind
 from mstore.ids import ManifestId, PackId, SnapshotId
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
@@ -92,10 +92,10 @@ class Simulated:
         self.uuid = uuid.UUID((path / "format").read_text().split()[2])
         # Not synced: what is measured opens it anew, as the library does.
         self.env = lmdb.open(
-            str(path / "index"), map_size=1 << 38, max_dbs=len(DATABASES) + 8, sync=False
+            str(path / "index"), map_size=1 << 38, max_dbs=len(schema.DATABASES) + 8, sync=False
         )
-        self.db = {name: self.env.open_db(name.encode()) for name in DATABASES}
-        self.rows: dict[str, list[tuple[bytes, bytes]]] = {name: [] for name in DATABASES}
+        self.db = {name: self.env.open_db(name.encode()) for name in schema.DATABASES}
+        self.rows: dict[str, list[tuple[bytes, bytes]]] = {name: [] for name in schema.DATABASES}
         self.packs = 0
         self.pack = self._new_pack()
 
@@ -162,11 +162,11 @@ class Simulated:
     def flush(self) -> None:
         """One transaction with the rows so far."""
         with self.env.begin(write=True) as transaction:
-            for name, rows in self.rows.items():
+            for table in schema.TABLES:
+                rows = self.rows[table.name]
                 rows.sort()
-                if name not in UNCHECKED:
-                    rows[:] = [(key, sealed(name, key, value)) for key, value in rows]
-                with transaction.cursor(db=self.db[name]) as cursor:
+                rows[:] = [(key, table.sealed(key, value)) for key, value in rows]
+                with transaction.cursor(db=self.db[table.name]) as cursor:
                     cursor.putmulti(rows)
                 rows.clear()
 
@@ -228,9 +228,9 @@ class Family:
         id = SnapshotId(self.into.record(record))
         rows = self.into.rows
         rows["snapshots"].append((id, content + now.to_bytes(8, "big")))
-        rows["edges"].append((b"m" + content + id, b""))
+        rows["contents"].append((content + id, b""))
         for parent in parents:
-            rows["edges"].append((b"p" + parent.snapshot + id + parent.role.encode(), b""))
+            rows["children"].append((parent.snapshot + id + parent.role.encode(), b""))
         return id
 
     def expert(self, branch: int) -> None:
@@ -274,7 +274,9 @@ def simulate(path: Path, blocks: int, snapshots: int) -> Figures:
     into.close()
     with Store.open(path) as store:
         with store._catalog.index.env.read() as transaction:
-            rows = {name: store._catalog.index.count(transaction, name) for name in DATABASES}
+            rows = {
+                name: store._catalog.index.count(transaction, name) for name in schema.DATABASES
+            }
         index_bytes = store._catalog.index.env.file_bytes()
     return {
         "blocks": rows["blocks"],
@@ -288,13 +290,15 @@ def simulate(path: Path, blocks: int, snapshots: int) -> Figures:
 
 def move_rows(into: Simulated, families: list[Family]) -> None:
     """Refs, each with the line of its creation in the reflog."""
-    from mstore.store.refs import BRANCH, Move, Ref, _encode, _log_key
+    from mstore.store.refs import BRANCH
 
     for family in families:
         for name, id in family.refs():
-            into.rows["refs"].append((name.encode(), _encode(Ref(BRANCH, id))))
-            line = Move(None, id, "add", time.time_ns())
-            into.rows["reflog"].append((_log_key(name, 0), _encode(line)))
+            ref = schema.REFS.value.encode(schema.Ref(BRANCH, id))
+            into.rows["refs"].append((name.encode(), ref))
+            line = schema.Move(None, id, "add", time.time_ns(), 1, BRANCH)
+            key = schema.REFLOG.key.encode((name, 0))
+            into.rows["reflog"].append((key, schema.REFLOG.value.encode(line)))
 
 
 # Measuring ----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ import page_planning
 import page_quality
 import page_rates
 import page_refs
+import page_segments
 import page_small
 import page_small_calls
 import page_spine
@@ -59,6 +60,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "rates": page_rates.section,
     "growth": page_growth.section,
     "refs": page_refs.section,
+    "segments": page_segments.section,
     "first": page_first.section,
     "start": page_start.section,
     "small": page_small.section,

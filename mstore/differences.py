@@ -163,8 +163,11 @@ class Differences:
         if name is None:
             return None
         model, own = split_name(name)
-        theirs = self._pairs.get(model)
-        return None if theirs is None else self.slots.get(full_name(theirs, own))
+        if model in self._pairs:
+            return self.slots.get(full_name(self._pairs[model], own))
+        # A copy, in a model that the checkpoint does not have, has the same sum.
+        copies = (self.slots.get(full_name(theirs, own)) for theirs in self._pairs.values())
+        return next((one for one in copies if one and one.base_id == part.tensor_id()), None)
 
     # -- what it looks like ------------------------------------------------------------------
 

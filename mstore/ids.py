@@ -60,6 +60,13 @@ class Id(bytes):
         return f"{type(self).__name__}({self.short})"
 
 
+def plain_id(value: object) -> bytes:
+    """Encode an id as its 32 bytes; msgspec does not handle subclasses."""
+    if isinstance(value, Id):
+        return bytes(value)
+    raise NotImplementedError(f"a record cannot hold {type(value).__name__}")
+
+
 class BlockId(Id):
     """Names a block's plain bytes."""
 
@@ -120,6 +127,13 @@ class PackId(Id):
 
     __slots__ = ()
     context = "mstore 1 pack"
+
+
+class SegmentId(Id):
+    """Names a segment by its header, which names all its pages."""
+
+    __slots__ = ()
+    context = "mstore 1 segment"
 
 
 @runtime_checkable

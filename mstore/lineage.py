@@ -8,13 +8,14 @@ from contextlib import suppress
 
 from mstore.ancestry import ancestry, is_led_to, parents_of
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.schema import PINNED, PRUNED
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.store import pin_rows, pruned_rows, snapshot_rows
+from mstore.store import listing
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in, tensors_of
@@ -165,12 +166,13 @@ def describe(
 def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[SnapshotId]:
     """Return the pruned snapshots that no ref names; a ref keeps the contents of its own."""
     with catalog.index.env.read() as transaction:
-        return pruned_rows.ids(catalog.index, transaction) - names.keys()
+        pruned = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
+    return pruned - names.keys()
 
 
 def _pinned(catalog: Catalog) -> set[SnapshotId]:
     with catalog.index.env.read() as transaction:
-        return pin_rows.ids(catalog.index, transaction)
+        return {id for id, _ in catalog.index.walk(transaction, PINNED)}
 
 
 def _described(
@@ -314,7 +316,7 @@ def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
 
 def _is_gone(catalog: Catalog, transaction: IndexTransaction, id: bytes) -> bool:
     try:
-        return not snapshot_rows.is_listed(catalog.index, transaction, id)
+        return not listing.is_listed(catalog.index, transaction, SnapshotId(id))
     except Corrupt:
         # There is a row; what is wrong with it matters to who reads the snapshot.
         return False

@@ -30,6 +30,7 @@ from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.adapters.config import MAX_CONFIG, named_base
 from mstore.adapters.fit import check_adapter
 from mstore.adapters.targets import is_adapter
+from mstore.blocks.schema import PRUNED
 from mstore.checkpoint.declared import Declared, declared_bases
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.dtypes import DTYPES
@@ -44,7 +45,7 @@ from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import BASE, SnapshotRecord
-from mstore.store import pruned_rows, snapshot_rows
+from mstore.store import listing
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in, paired
 from mstore.store.tied import Tied, sizes_of
@@ -596,7 +597,7 @@ def _newest(catalog: Catalog, ids: Iterable[SnapshotId], most: int) -> list[Snap
     """Return at most this many of these snapshots, newest first, from their index rows alone."""
     index = catalog.index
     with index.env.read() as transaction:
-        times = snapshot_rows.times(index, transaction, ids)
+        times = listing.times(index, transaction, ids)
     return sorted(times, key=lambda id: (times[id], id), reverse=True)[:most]
 
 
@@ -613,7 +614,7 @@ def _root(id: SnapshotId, bases: dict[SnapshotId, SnapshotId]) -> SnapshotId:
 
 def _pruned(catalog: Catalog) -> set[SnapshotId]:
     with catalog.index.env.read() as transaction:
-        return pruned_rows.ids(catalog.index, transaction)
+        return {id for id, _ in catalog.index.walk(transaction, PRUNED)}
 
 
 def _is_called(candidate: _Candidate, name: str) -> bool:

@@ -25,10 +25,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mstore.blocks import location_arrays
+from mstore.blocks.id_search import Flags, Numbers
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
-from mstore.blocks.location_arrays import LOST_BASE, Flags, Numbers, Table, id_at
+from mstore.blocks.location_arrays import LOST_BASE, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
+from mstore.blocks.schema import PRUNED, SIGNATURES
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
@@ -39,7 +41,7 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call, phrase
-from mstore.store import leases, pruned_rows, refs, signature_rows, snapshot_rows
+from mstore.store import leases, listing, refs
 from mstore.store.catalog import Catalog
 
 R = TypeVar("R", bound=Record)
@@ -86,7 +88,7 @@ class Roots:
         return cls(
             frozenset(named),
             frozenset(loose - named),
-            frozenset(pruned_rows.ids(index, transaction)),
+            frozenset(id for id, _ in index.walk(transaction, PRUNED)),
         )
 
 
@@ -97,7 +99,7 @@ class Inventory:
         index = catalog.index
         packs = index.named_packs(transaction)
         self.packs = {pack.number: (pack.id, pack.size) for pack in packs}
-        self.snapshots = set(snapshot_rows.ids(index, transaction))
+        self.snapshots = set(listing.ids(index, transaction))
         self.tables = location_arrays.read(index, transaction)
 
     @classmethod
@@ -222,9 +224,7 @@ class Reach:
     def _has_snapshot(self, id: SnapshotId) -> bool:
         if id in self.inventory.snapshots:
             return True
-        return self._later is not None and snapshot_rows.is_listed(
-            self._catalog.index, self._later, id
-        )
+        return self._later is not None and listing.is_listed(self._catalog.index, self._later, id)
 
     def _has_contents(self, id: SnapshotId) -> bool:
         manifest = self._load(Manifest, self._load(SnapshotRecord, id).manifest)
@@ -287,9 +287,10 @@ class Reach:
         self, transaction: IndexTransaction, snapshots: Iterable[SnapshotId]
     ) -> None:
         index = self._catalog.index
-        if index.count(transaction, "signatures"):
+        if index.count(transaction, SIGNATURES.name):
             for id in snapshots:
-                self._mark_all(Kind.SIGNATURE, signature_rows.of(index, transaction, id))
+                signatures = index.walk(transaction, SIGNATURES, id)
+                self._mark_all(Kind.SIGNATURE, (one for (_, one), _ in signatures))
 
     def _keep_contents(self, record: SnapshotRecord) -> None:
         self._manifests.append(record.manifest_id())

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import SIGNATURES
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.errors import BadRequest, Conflict, Corrupt, Unavailable
@@ -41,7 +42,7 @@ from mstore.objects.signature import (
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, call
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import contents, signature_rows
+from mstore.store import contents
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.signature_report import GOOD_SIGNATURE, SignatureReport, signature_report
 from mstore.store.transaction import Transaction
@@ -307,13 +308,13 @@ def sign(
 
 def insert_row(catalog: Catalog, transaction: IndexTransaction, record: Signature) -> None:
     """Link a stored signature to its snapshot, in an open index transaction."""
-    signature_rows.insert(catalog.index, transaction, record.snapshot, record.id())
+    catalog.index.put(transaction, SIGNATURES, (record.snapshot_id(), record.id()), None)
 
 
 def signatures_of(catalog: Catalog, snapshot: SnapshotId) -> list[tuple[SignatureId, Signature]]:
     """Return a snapshot's signatures, unchecked, oldest first by the time they claim."""
     with catalog.index.env.read() as transaction:
-        found = signature_rows.of(catalog.index, transaction, snapshot)
+        found = [id for (_, id), _ in catalog.index.walk(transaction, SIGNATURES, snapshot)]
     records = [(id, catalog.record(Signature, id)) for id in found]
     return sorted(records, key=lambda one: (one[1].time_ns, one[0]))
 

@@ -15,7 +15,7 @@ import re
 import struct
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -43,7 +43,6 @@ PACK_CONTEXT = "mstore 1 pack"
 ROLES = ("previous", "base", "expert")
 
 HEADER = struct.Struct("<8s I 4s 16s 32s Q")
-OLD_HEADER_BYTES = 64
 UNCHECKED = ("blocks", "records", "leases")
 TAIL = struct.Struct("<Q Q 32s I 4s 8s")
 ENTRY = struct.Struct("<32s 32s Q I I B B B 5s")
@@ -238,10 +237,10 @@ class PlanTensor:
     states: list[bytes]
     thresholds: list[tuple[float, int]]
     omitted: list[float]
-    operation: int = 0
-    sources: tuple[str, ...] = ()
-    dtype: str | None = None
-    mixture: tuple[float, tuple[float, ...], bool] | None = None
+    operation: int
+    sources: list[str]
+    dtype: str | None
+    mixture: tuple[float, list[float], bool] | None
 
 
 @dataclass(frozen=True)
@@ -262,26 +261,33 @@ class Criteria:
 
 
 @dataclass(frozen=True)
+class Input:
+    role: str
+    of: int | None
+    manifest: str
+    model: str | None
+
+
+@dataclass(frozen=True)
 class Plan:
-    method: str
-    parameters: dict[str, Any]
-    base: str
-    experts: list[tuple[str, float]]
+    operations: list[Operation]
+    inputs: list[Input]
     dtype: str | None
     block_size: int
     budget: int | None
     criteria: Criteria
+    allow_missing: bool
     full_expert_bytes: int
     planned_expert_bytes: int
     error_bound: float | None
     error_estimate: float | None
     tensors: list[PlanTensor]
     copied: dict[str, str]
-    notes: list[str]
-    operations: list[Operation] = field(default_factory=list)
-    layers: list[tuple[int, int]] = field(default_factory=list)
-    taken: list[tuple[str, int, str]] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
+    remarks: list[str]
+    layers: list[tuple[int, int]]
+    taken: list[tuple[str, int, str]]
+    dropped: list[str]
+    without: list[str]
 
 
 @dataclass(frozen=True)
@@ -420,83 +426,119 @@ def _read_snapshot(data: bytes) -> Snapshot:
 
 
 def _read_plan(data: bytes) -> Plan:
-    tag = _items(decode(data), "plan")[0]
-    fields = _fields(data, tag, {"plan/2": 16, "plan/3": 17, "plan/4": 20}[tag])
-    plain, operations, stack = fields[:15], fields[15:16], fields[16:]
-    plan = _read_plain_plan(plain, 5 if tag == "plan/2" else 9)
-    if not operations:
-        return plan
-    own = [_read_operation(_items(row, "operation", 3)) for row in _items(*operations, "all")]
-    numbers = {tensor.operation for tensor in plan.tensors}
-    require(numbers - {0} == set(range(1, 1 + len(own))), "operations that are not used, or lack")
-    plan = replace(plan, operations=own)
-    return _read_stack(plan, *stack) if stack else plan
-
-
-def _read_stack(plan: Plan, layers: Any, taken: Any, dropped: Any) -> Plan:
-    """What a plan/4 has besides."""
-    require(bool(layers) and not plan.tensors, "a stack of no layers, or that merges")
-    pairs = [_items(pair, "layer", 2) for pair in _items(layers, "layers")]
-    rows = [_items(row, "taken", 3) for row in _items(taken, "all taken")]
-    names = [_text(name, "name") for name in _items(dropped, "dropped")]
-    for listed in (names, [_text(name, "name") for name, _, _ in rows]):
-        require(all(a < b for a, b in pairwise(listed)), "names out of order")
-    members = [_count(member, "member") for member, _ in pairs]
-    members += [_count(member, "member") for _, member, _ in rows]
-    require(max(members) <= len(plan.experts), "an input that is none")
-    return replace(
-        plan,
-        layers=[(member, _count(layer, "layer")) for member, layer in pairs],
-        taken=[(name, member, _text(source, "source")) for name, member, source in rows],
-        dropped=names,
-    )
-
-
-def _read_operation(row: list[Any]) -> Operation:
-    method, parameters, weights = row
-    pairs = [_parameter(pair, len(weights)) for pair in _items(parameters, "parameters")]
-    return Operation(
-        _text(method, "method"), dict(pairs), [_number(w, "weight") for w in _items(weights, "w")]
-    )
-
-
-def _parameter(pair: Any, experts: int) -> tuple[Any, Any]:
-    name, value = _items(pair, "parameter", 2)
-    if not isinstance(value, list):
-        return name, value
-    values = tuple(_number(one, "a value of an expert") for one in value)
-    require(len(values) == experts, "a parameter with another number of values")
-    require(len(set(values)) > 1, "a parameter whose values are equal")
-    return name, values
-
-
-def _read_plain_plan(fields: list[Any], width: int) -> Plan:
-    method, parameters, base, experts, dtype, block_size, budget, criteria = fields[:8]
-    full, planned, bound, estimate, tensors, copied, notes = fields[8:]
-    pairs = [_parameter(pair, len(experts)) for pair in _items(parameters, "parameters")]
-    names = [_text(name, "parameter's name") for name, _ in pairs]
-    require(all(a < b for a, b in pairwise(names)), "parameters out of order")
+    fields = _fields(data, "plan/1", 19)
+    operations, inputs, dtype, block_size, budget, criteria, allow_missing = fields[:7]
+    full, planned, bound, estimate, tensors, copied, remarks = fields[7:14]
+    layers, taken, dropped, without = fields[14:]
+    named = _read_inputs(inputs)
+    experts = [one for one in named if one.role == "expert"]
+    made = [_read_operation(row, len(experts)) for row in _items(operations, "operations")]
+    others = len(named) - 1
+    rows = [_read_plan_tensor(row, others) for row in _items(tensors, "tensors")]
+    require(made, "no operation of the merge's own")
+    used = {0, *(tensor.operation for tensor in rows)}
+    require(used == set(range(len(made))), "operations that are not used, or lack")
     why = [_items(pair, "copied", 2) for pair in _items(copied, "copied tensors")]
-    return Plan(
-        _text(method, "method"),
-        dict(pairs),
-        _hex(base, "base"),
-        [
-            (_hex(expert, "expert"), _number(weight, "weight"))
-            for expert, weight in (_items(pair, "expert", 2) for pair in _items(experts, "experts"))
-        ],
+    plan = Plan(
+        made,
+        named,
         _maybe(_text, dtype, "dtype"),
         _count(block_size, "block size"),
         _maybe(_count, budget, "budget"),
         _read_criteria(_items(criteria, "criteria", 6)),
+        _typed(allow_missing, bool, "allow missing"),
         _count(full, "full expert bytes"),
         _count(planned, "planned expert bytes"),
         _maybe(_number, bound, "error bound"),
         _maybe(_number, estimate, "error estimate"),
-        [_read_plan_tensor(_items(t, "tensor", width), len(experts)) for t in _items(tensors, "t")],
+        rows,
         {_text(name, "name"): _text(reason, "why") for name, reason in why},
-        [_text(note, "note") for note in _items(notes, "notes")],
+        [_text(remark, "remark") for remark in _items(remarks, "remarks")],
+        [_read_layer(pair) for pair in _items(layers, "layers")],
+        [_read_taken(row) for row in _items(taken, "all taken")],
+        _names(dropped, "dropped tensors"),
+        _names(without, "models"),
     )
+    _check_stack(plan)
+    return plan
+
+
+INPUTS = ("base", "expert", "fisher")
+
+
+def _read_inputs(rows: Any) -> list[Input]:
+    """The base, the experts, and then the companions, by role and what they are of."""
+    inputs = [
+        Input(
+            _text(role, "role"),
+            _maybe(_count, of, "of"),
+            _hex(manifest, "ManifestId"),
+            _maybe(_text, model, "model"),
+        )
+        for role, of, manifest, model in (_items(r, "input", 4) for r in _items(rows, "inputs"))
+    ]
+    roles = [one.role for one in inputs]
+    require(all(role in INPUTS for role in roles), "an input of no known role")
+    require(roles[:1] == ["base"] and "base" not in roles[1:], "the first input alone is the base")
+    experts = roles.count("expert")
+    places = []
+    for one in inputs:
+        is_companion = one.role not in ("base", "expert")
+        require(is_companion or one.of is None, "a base or an expert of another input")
+        require(one.of is None or one.of <= experts, "a companion of no base or expert")
+        # What belongs to the merge comes before what belongs to an input.
+        places.append((INPUTS.index(one.role), -1 if one.of is None else one.of))
+    require(places == sorted(places), "inputs out of order")
+    companions = places[1 + experts :]
+    require(len(set(companions)) == len(companions), "two companions of one role and input")
+    return inputs
+
+
+def _read_operation(row: Any, experts: int) -> Operation:
+    method, parameters, weights = _items(row, "operation", 3)
+    pairs = [_parameter(pair, experts) for pair in _items(parameters, "parameters")]
+    require(all(a < b for (a, _), (b, _) in pairwise(pairs)), "parameters out of order")
+    factors = [_number(w, "weight") for w in _items(weights, "weights", experts)]
+    return Operation(_text(method, "method"), dict(pairs), factors)
+
+
+def _parameter(pair: Any, experts: int) -> tuple[str, Any]:
+    name, value = _items(pair, "parameter", 2)
+    if isinstance(value, list):
+        value = tuple(_number(one, "a value of an expert") for one in value)
+        require(len(value) == experts, "a parameter with another number of values")
+        require(len(set(value)) > 1, "a parameter whose values are equal")
+    require(isinstance(value, bool | int | float | str | tuple), "a parameter without a value")
+    return _text(name, "parameter's name"), value
+
+
+def _read_layer(pair: Any) -> tuple[int, int]:
+    member, layer = _items(pair, "layer", 2)
+    return _count(member, "member"), _count(layer, "layer")
+
+
+def _read_taken(row: Any) -> tuple[str, int, str]:
+    name, member, source = _items(row, "taken", 3)
+    return _text(name, "name"), _count(member, "member"), _text(source, "source")
+
+
+def _names(value: Any, what: str) -> list[str]:
+    names = [_text(name, "name") for name in _items(value, what)]
+    require(all(a < b for a, b in pairwise(names)), f"{what} out of order")
+    return names
+
+
+def _check_stack(plan: Plan) -> None:
+    """Layers of inputs that exist, in a plan that merges nothing; without layers, no more of it."""
+    if not plan.layers:
+        require(not plan.taken and not plan.dropped, "tensors of a stack without layers")
+        return
+    require(not plan.tensors and len(plan.operations) == 1, "a stack that merges")
+    names = [name for name, _, _ in plan.taken]
+    require(all(a < b for a, b in pairwise(names)), "taken tensors out of order")
+    require(not set(names) & set(plan.dropped), "a tensor that is taken and is not there")
+    members = [member for member, _ in plan.layers] + [member for _, member, _ in plan.taken]
+    require(max(members) < len(plan.inputs), "a layer or a tensor of no input")
 
 
 def _read_criteria(row: list[Any]) -> Criteria:
@@ -514,53 +556,50 @@ def _read_criteria(row: list[Any]) -> Criteria:
     )
 
 
-def _read_plan_tensor(row: list[Any], experts: int) -> PlanTensor:
-    name, chunk_elements, rows, pairs, norms, *rest = row
-    states = [_bin(s, "states") for s in _items(rows, "states", experts)]
+def _read_plan_tensor(row: Any, others: int) -> PlanTensor:
+    """One tensor of a plan with so many inputs besides the base."""
+    fields = _items(row, "tensor", 9)
+    name, chunk_elements, rows, pairs, norms, operation, sources, dtype, mixture = fields
+    states = [_bin(s, "states") for s in _items(rows, "states", others)]
     require(all(set(s) <= set(range(6)) for s in states), "a chunk in no known state")
-    require(len({len(s) for s in states}) == 1, "experts with different numbers of chunks")
+    require(len({len(s) for s in states}) <= 1, "experts with different numbers of chunks")
     thresholds = [_items(pair, "threshold", 2) for pair in _items(pairs, "thresholds")]
-    most = 2 if rest else 1
-    require(len(thresholds) in (0, experts, most * experts), "thresholds for some experts only")
+    require(len(thresholds) in (0, others, 2 * others), "thresholds for some experts only")
     require(all(_typed(quota, int, "quota") >= -1 for _, quota in thresholds), "quota")
+    named = [_text(one, "source") for one in _items(sources, "sources")]
+    require(len(named) in (0, 1 + others), "sources in some inputs only")
+    require(set(named) != {name}, "sources that are all its own name")
     return PlanTensor(
         _text(name, "name"),
         _count(chunk_elements, "chunk elements"),
         states,
         [(_number(value, "value"), quota) for value, quota in thresholds],
-        [_number(norm, "omitted norm") for norm in _items(norms, "norms", experts)],
-        *_read_rest(experts, *rest),
+        [_number(norm, "omitted norm") for norm in _items(norms, "norms", others)],
+        _count(operation, "operation"),
+        named,
+        _maybe(_text, dtype, "dtype"),
+        None if mixture is None else _read_mixture(mixture, others),
     )
 
 
-def _read_rest(experts: int, *rest: Any) -> Iterator[Any]:
-    """What a tensor of plan/3 has besides."""
-    if rest:
-        operation, sources, dtype, mixture = rest
-        yield _count(operation, "operation")
-        named = _items(sources, "sources", 1 + experts if sources else 0)
-        yield tuple(_text(name, "source") for name in named)
-        yield _maybe(_text, dtype, "dtype")
-        if mixture is None:
-            yield None
-        else:
-            base, factors, keeps = _items(mixture, "mixture", 3)
-            every = tuple(_number(f, "factor") for f in _items(factors, "factors", experts))
-            yield _number(base, "factor"), every, _typed(keeps, bool, "keeps base")
+def _read_mixture(row: Any, others: int) -> tuple[float, list[float], bool]:
+    base, factors, keeps = _items(row, "mixture", 3)
+    every = [_number(factor, "factor") for factor in _items(factors, "factors", others)]
+    return _number(base, "factor"), every, _typed(keeps, bool, "keeps base")
 
 
 def _read_coverage(data: bytes) -> Coverage:
-    has_counts = len(_items(decode(data), "coverage/1")) > 3
-    plan, rows, *rest = _fields(data, "coverage/1", 3 + has_counts)
+    plan, rows, counts = _fields(data, "coverage/1", 4)
     tensors = []
     for row in _items(rows, "tensors"):
         name, blocks, reused, contributed = _items(row, "tensor", 4)
         _count(blocks, "blocks")
         bits = [_bits(bitmap, blocks) for bitmap in _items(contributed, "contributed")]
         tensors.append(CoveredTensor(_text(name, "name"), blocks, _bits(reused, blocks), bits))
-    pairs = [_items(pair, "count", 2) for one in rest for pair in _items(one, "counts")]
+    require(len({len(one.contributed) for one in tensors}) <= 1, "different numbers of experts")
+    pairs = [_items(pair, "count", 2) for pair in _items(counts, "counts")]
     odd = {_text(name, "name"): _count(count, "count") for name, count in pairs}
-    require(bool(pairs) == has_counts and all(odd.values()), "a list of counts without any")
+    require(all(odd.values()), "a count of no elements")
     named = [one.name for one in tensors if one.name in odd]
     require(named == [name for name, _ in pairs], "counts of no tensor, or out of order")
     return Coverage(_hex(plan, "PlanId"), tensors, odd)
@@ -655,9 +694,8 @@ def verify_pack_bytes(data: bytes, path: Path) -> Pack:
 def _read_pack(data: bytes) -> Pack:
     require(len(data) >= PAGE + TAIL.size and len(data) % PAGE == 0, "no pack has this size")
     magic, version, zero, owner, _, _ = HEADER.unpack_from(data)
-    require(magic == b"MSTOREPK" and version in (1, 2), "magic or version of the header")
-    covered = HEADER.size if version == 2 else OLD_HEADER_BYTES
-    require(_blank(zero) and _blank(data[covered:PAGE]), "header with more than zeros")
+    require(magic == b"MSTOREPK" and version == 2, "magic or version of the header")
+    require(_blank(zero) and _blank(data[HEADER.size : PAGE]), "header with more than zeros")
     start, length, digest, again, zero, magic = TAIL.unpack(data[-TAIL.size :])
     require((magic, again) == (b"KPEROTSM", version), "magic or version of the tail")
     require(_blank(zero), "tail with more than zeros")
@@ -666,7 +704,7 @@ def _read_pack(data: bytes) -> Pack:
     table = data[start : start + length]
     require(blake3(table).digest() == digest, "table hash")
     require(_blank(data[start + length : -TAIL.size]), "padding with more than zeros")
-    pack_id = blake3(data[:covered] + table, derive_key_context=PACK_CONTEXT).hexdigest()
+    pack_id = blake3(data[: HEADER.size] + table, derive_key_context=PACK_CONTEXT).hexdigest()
     entries = [_read_entry(row) for row in ENTRY.iter_unpack(table)]
     require(all((a.kind, a.id) < (b.kind, b.id) for a, b in pairwise(entries)), "entry order")
     require(all(e.offset + e.stored <= start for e in entries), "payload in the table")
@@ -1087,17 +1125,12 @@ class IndependentStore:
         data = (self.path / "refs" / "mirror").read_bytes()
         first, *lines = data.decode().split("\n")
         require(lines[-1:] == [""], "last line of the mirror")
-        if first == "mstore refs 2":
-            body, hash, _ = data[:-72], data[-72:-1].decode(), lines.pop()
-            require(hash == f"blake3 {blake3(body).hexdigest()}", "the mirror's hash")
-            require(lines.pop() == hash, "last line of the mirror")
-            require(
-                re.fullmatch(r"generation (0|[1-9]\d*)", lines.pop(0)), "the mirror's generation"
-            )
-            lines.append("")
-        else:
-            require(first == "mstore refs 1", "first line of the mirror")
-        rows = [re.fullmatch(r"(\S+) ([0-9a-f]{64}) (\S+)", line) for line in lines[:-1]]
+        require(first == "mstore refs 2", "first line of the mirror")
+        body, hash, _ = data[:-72], data[-72:-1].decode(), lines.pop()
+        require(hash == f"blake3 {blake3(body).hexdigest()}", "the mirror's hash")
+        require(lines.pop() == hash, "last line of the mirror")
+        require(re.fullmatch(r"generation (0|[1-9]\d*)", lines.pop(0)), "the mirror's generation")
+        rows = [re.fullmatch(r"(\S+) ([0-9a-f]{64}) (\S+)", line) for line in lines]
         require(all(rows), "a line of the mirror")
         refs = _check_refs((row[3], row[1], row[2]) for row in rows if row)
         require(list(refs) == sorted(refs), "the mirror is out of order")

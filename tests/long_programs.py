@@ -33,6 +33,7 @@ def mstore(store: Path, words: str, models: Path) -> subprocess.CompletedProcess
 LONG = """
 import sys
 from mstore import Store
+from mstore.ids import TensorId
 store = Store.open(sys.argv[1])
 for line in sys.stdin:
     word, _, name = line.strip().partition(" ")
@@ -42,7 +43,7 @@ for line in sys.stdin:
         elif word == "cat":
             print(len(store[name].read("model.safetensors")), flush=True)
         elif word == "stats":
-            store._statistics._get("squares", b"")
+            store._statistics.squares(TensorId(bytes(32)))
             print("done", flush=True)
         elif word == "generation":
             print(store.generation(), flush=True)

@@ -95,7 +95,9 @@ def test_a_missing_tensor_counts_as_the_bases(name: str, store: Store) -> None:
     filled = [("filled" if one == "part" else one, weight) for one, weight in request.weighted()]
     for budget in (None, 0.5):
         lacking = replace(request, allow_missing=True, budget=budget)
-        wanted = merged(store, replace(request, experts=filled, budget=budget), "wanted")
+        own = {key.replace("part", "filled"): one for key, one in request.companions.items()}
+        whole = replace(request, experts=filled, companions=own, budget=budget)
+        wanted = merged(store, whole, "wanted")
         same(merged(store, lacking), wanted)
         assert store.replay("m").same
     store.merge(store.plan(lacking, allow_noop=True), name="virtual", virtual=True)
@@ -142,7 +144,7 @@ def test_without_it_nothing_may_be_missing(store: Store) -> None:
 
 
 def test_a_plan_says_it(root: Path, store: Store) -> None:
-    """The plan's note is part of its id, a warning names the expert and its tensors, and the plan
+    """The plan says it, a warning names the expert and its tensors, and the plan
     runs in another store and from its recipe."""
     plan = store.plan(TASK)
     allowed = "tensors may be missing: the base's count for what an expert lacks"

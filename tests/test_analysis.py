@@ -15,7 +15,9 @@ from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, Incompatible, NotFound
 from mstore.ids import TensorId
 from mstore.progress import Progress
+from mstore.stats.store import PAIRS
 from mstore.stats.table import DeltaTable
+from mstore.store.models import tensors_of
 
 FAMILY = families.layered(rows=70)
 WITHOUT = {"model.empty", "model.inv_freq", "model.steps"}
@@ -58,7 +60,7 @@ def changed_bytes(base: families.Array, expert: families.Array) -> int:
 
 def _ids(store: Store, revision: str) -> dict[str, TensorId]:
     catalog = store._catalog
-    return catalog.manifest(catalog.snapshot(catalog.resolve(revision)).manifest_id()).tensors()
+    return tensors_of(catalog, catalog.manifest_of(catalog.resolve(revision)))
 
 
 def test_the_same_as_add_takes(store: Store, tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_damaged_statistics_are_taken_again(store: Store) -> None:
     good = tables(store, "e0", "base")
     name = next(iter(good))
     base, expert = _ids(store, "base")[name], _ids(store, "e0")[name]
-    store._statistics._put("pairs", base + expert, b"MDT2 but no more")
+    store._statistics._put_row(PAIRS, base + expert, b"MDT2 but no more")
     store._statistics.flush()
     assert store._statistics.pair(base, expert) is None
     assert [n for n, table in tables(store, "e0", "base").items() if table is None] == [name]

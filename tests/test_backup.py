@@ -20,7 +20,7 @@ from mstore.api import Store
 from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest, Conflict, Corrupt, NotFound, StorageFailed
 from mstore.phrases import as_phrase, call
-from mstore.store import leases, snapshot_rows
+from mstore.store import leases, listing
 
 LIVES = """
 import os, signal, sys
@@ -763,7 +763,7 @@ def test_a_snapshot_that_the_store_lost_stays_in_the_backup(
         manifest = store._catalog.snapshot(id).manifest
         for kind, key in ((Kind.SNAPSHOT, id), (Kind.MANIFEST, manifest)):
             transaction.delete(bytes([kind]) + key, db=index.db("records"))
-        snapshot_rows.unlist(index, transaction, id)
+        listing.unlist(index, transaction, id)
     report = store.backup(target, threads=1)
     assert report.problems
     assert contents(target) == {name: files_of(models / name) for name in ("one", "two")}

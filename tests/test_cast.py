@@ -455,7 +455,7 @@ def test_a_model_in_a_directory_has_its_own_config(store: Store, tmp_path: Path)
     store.cast("m", dtype="float32", name="out")
     for name, side in (("one", 32), ("two", 60)):
         wide = np.repeat(np.repeat(scale, side, 0), side, 1)[:64, :64]
-        assert same(store["out"].tensor(f"{name}.weight"), weight.astype(np.float32) * wide)
+        assert same(store["out"].tensor(f"{name}:{name}.weight"), weight.astype(np.float32) * wide)
         assert json.loads(store["out"].read(f"{name}/config.json")) == {}
 
 
@@ -643,7 +643,7 @@ def test_a_directory_without_a_config_may_hold_other_weights(store: Store, tmp_p
     store.add(path, name="m")
     store.cast("m", dtype="bfloat16", name="out")
     kinds = {one.name: one.dtype for one in store.tensors("out")}
-    assert kinds == dict.fromkeys(("a.weight", "b.weight", "b.weight_scale"), "BF16")
+    assert kinds == dict.fromkeys(("a.weight", "more:b.weight", "more:b.weight_scale"), "BF16")
     write(path / "more" / "x.safetensors", {"b.qweight": np.ones(3, np.int64)})
     store.add(path, name="m")
     with pytest.raises(Incompatible, match="without weights in fp8"):

@@ -20,6 +20,7 @@ from mstore.api import Store
 from mstore.blocks import codecs
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import PAGE, Kind
+from mstore.blocks.schema import CONDEMNED, PRUNED
 from mstore.errors import BadRequest, Corrupt, Incompatible
 from mstore.ids import PackId
 from mstore.objects.manifest import Manifest
@@ -289,7 +290,7 @@ def test_a_parent_that_is_missing(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "contents", [None, b"", b"mstore refs 1", b"mstore refs 1\nbranch", b"\xff" * 50]
+    "contents", [None, b"", b"mstore refs 2", b"mstore refs 2\nbranch", b"\xff" * 50]
 )
 def test_a_damaged_mirror(store: Store, contents: bytes | None) -> None:
     """A mirror that is missing, cut or overwritten is a problem; one a move behind is not."""
@@ -475,14 +476,14 @@ def test_a_pruned_snapshot_needs_no_contents(store: Store) -> None:
         set(_blocks(store, "expert")) - set(_blocks(store, "base")) - set(_blocks(store, "merged"))
     )
     with index.env.write() as rows:
-        index.put(rows, "pruned", id, bytes(8))
+        index.put(rows, PRUNED, id, 0)
         for block in only or _blocks(store, "expert")[-1:]:
             rows.delete(block, db=index.db("blocks"))
     assert store.fsck().problems
     with index.env.write() as rows:
         for name in ("expert", "merged"):
             rows.delete(name.encode(), db=index.db("refs"))
-        index.put(rows, "pruned", _merge_of(store), bytes(8))
+        index.put(rows, PRUNED, _merge_of(store), 0)
         # A mirror with other refs is of another commit.
         index.set_generation(rows, index.generation(rows) + 1)
     mirror.write(store._catalog.layout, index)
@@ -505,13 +506,13 @@ def test_a_condemned_pack_is_garbage(store: Store) -> None:
     path.write_bytes(b"anything")
     index = store._catalog.index
     with index.env.write() as rows:
-        index.put(rows, "condemned", b"\0\0\1\0", pack + bytes(8))
+        index.put(rows, CONDEMNED, 256, (pack, 0, ()))
     report = store.fsck(read_data=True)
     assert report.problems == ()
     assert str(path.relative_to(store.path)) in report.garbage
 
 
-@pytest.mark.parametrize("database", ["snapshots", "edges"])
+@pytest.mark.parametrize("database", ["snapshots", "contents", "children"])
 def test_rows_of_a_snapshot_that_are_missing(store: Store, database: str) -> None:
     """A snapshot record without its row, or without its edges, is named, and repair writes them."""
     index = store._catalog.index

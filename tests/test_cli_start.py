@@ -17,17 +17,15 @@ MODULES = {
     "mstore": "ancestry errors frozen fs ids lineage neighbours phrases sharing sizes",
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
-        "address_space checked_rows codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages "
-        "lmdb_table lmdb_types location location_rows meter pack_numbers packs reader room "
-        "row_batches"
+        "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "
+        "lmdb_types location meter packs reader room schema tables"
     ),
-    "mstore.checkpoint": "dtypes paths",
+    "mstore.checkpoint": "dtypes models paths",
     "mstore.fs": "disks files locks maps rights roots trees",
     "mstore.objects": "canonical coverage limits manifest plan snapshot tensor virtual",
     "mstore.store": (
-        "backup_row catalog config contents damage generation layout leases mirror not_finite "
-        "pin_rows plan_rows pruned_rows record_cache refs revisions signature_report "
-        "snapshot_rows stored_lengths unseen"
+        "catalog config contents damage generation layout leases listing mirror models "
+        "not_finite record_cache refs revisions signature_report stored_lengths unseen"
     ),
     "mstore_cli": (
         "command commands declared errors found graph lines main options output session signers "

@@ -51,7 +51,7 @@ def relative(a: Arrays, b: Arrays, name: str) -> float:
 
 
 def test_records_are_read_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of tensors are not looked up one by one."""
+    """Records of tensors are not looked up one by one; the index of a sharded model is read."""
     wanted = store.diff("base", "e0")
     alone: list[object] = []
     decoded = Catalog._decoded
@@ -64,7 +64,7 @@ def test_records_are_read_together(store: Store, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Catalog, "_decoded", counted)
     with Store.open(store.path) as again:
         assert again.diff("base", "e0") == wanted
-    assert alone == []
+    assert len(alone) == 1
 
 
 @pytest.mark.parametrize("threads", [1, 3])

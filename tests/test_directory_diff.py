@@ -127,7 +127,8 @@ def test_earlier_states_below_are_extra_files(store: Store, base: Path, family: 
     files, tensors = statuses(store.diff_directory("base", base))
     assert set(files.values()) == {"added"}
     assert f"checkpoint-500/{WEIGHTS}" in files
-    assert tensors == {}
+    assert set(tensors) == {f"checkpoint-500:{name}" for name in FAMILY.base}
+    assert set(tensors.values()) == {"added"}
     without = store.diff_directory("base", base, exclude=["checkpoint-*/"])
     assert statuses(without) == ({}, {})
     assert without.excluded == ("checkpoint-500/",)

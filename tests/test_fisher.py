@@ -25,13 +25,15 @@ from mstore.merge.planning.validate import check_fits
 from mstore.objects.plan import (
     BELOW,
     EQUAL,
+    FISHER,
     OMITTED,
     READ,
     SHARED,
     Plan,
-    PlanExpert,
+    PlanInput,
     PlanTensor,
 )
+from mstore.store.models import tensors_of
 
 SHAPES = {"a": (70, 1024), "b": (50, 1000), "still": (40, 1000), "tiny": (7,)}
 MOVED = ("a", "b", "tiny")
@@ -284,7 +286,8 @@ def test_a_fisher_may_lack_what_no_expert_moves(place: Place) -> None:
     merged = place.store.merge(place.store.plan(asked(fishers=names)), name="short-merged")
     usual = place.store.merge(place.store.plan(asked()), name="usual")
     found, exact = (place.store._catalog.manifest(one.manifest) for one in (merged, usual))
-    assert found.tensors() == exact.tensors()
+    catalog = place.store._catalog
+    assert tensors_of(catalog, found) == tensors_of(catalog, exact)
     # Tensors that are only converted need none, either.
     place.store.merge(place.store.plan(asked(fishers=names, dtype="F32")), name="wide")
     base = place.family.base["still"].astype(np.float32)
@@ -332,7 +335,7 @@ def test_what_is_refused(place: Place) -> None:
     for options, says in (
         ({"fishers": ["f0"]}, "a Fisher for each expert: 3, not 1"),
         ({"fishers": []}, "3, not 0"),
-        ({"method": "linear"}, "linear takes no Fishers"),
+        ({"method": "linear"}, "linear takes no companions"),
         ({"experts": [("e0", -1.0), "e1", "e2"]}, "must not be negative"),
         ({"rules": [TensorRule(tensors="a", method="linear")]}, "of all tensors or of none"),
         ({"parameters": {"floor": -1}}, "floor must be in"),
@@ -399,7 +402,7 @@ def test_recipes_name_companions(place: Place) -> None:
     place.store.merge(place.store.plan(asked()), name="merged")
     recipe = place.store.recipe("merged")
     assert "companions:" in recipe
-    assert '  fisher:e1: "f1"' in recipe
+    assert f'  "fisher:e1": "f1"  # {place.store["f1"].manifest.hex()}\n' in recipe
     again = place.store.read_recipe(recipe).request
     assert place.store.plan(again).plan == place.store.plan(asked()).plan
     stored = place.store["merged"].read("mergekit_config.yml").decode()
@@ -478,12 +481,24 @@ def test_a_plan_that_reads_one_without_the_other_is_refused(place: Place) -> Non
     lacking = {name: one for name, one in place.family.fishers[0].items() if name != "b"}
     families.write_checkpoint(place.root / "lacks-b", lacking)
     place.store.add(place.root / "lacks-b", name="lacks-b")
-    other = PlanExpert(place.store["lacks-b"].manifest, 1.0)
-    experts = (*plan.experts[:3], other, *plan.experts[4:])
+    other = PlanInput(FISHER, 1, place.store["lacks-b"].manifest)
+    inputs = (*plan.inputs[:4], other, *plan.inputs[5:])
     with pytest.raises(BadRequest, match="does not fit this tensor"):
-        check_fits(place.store._catalog, structs.replace(plan, experts=experts))
-    with pytest.raises(BadRequest, match="not a sound plan"):
-        check_fits(place.store._catalog, structs.replace(plan, experts=plan.experts[:5]))
+        check_fits(place.store._catalog, structs.replace(plan, inputs=inputs))
+
+
+def test_a_plan_of_other_companions_is_refused(place: Place) -> None:
+    """A Fisher for each expert, and nothing else: that is what the method needs."""
+    made = place.store.plan(asked(dtype="F32"))
+    plan = place.store._catalog.record(Plan, made.plan)
+    base, *experts = plan.inputs[:4]
+    fishers = plan.inputs[4:]
+    assert [(one.role, one.of) for one in fishers] == [(FISHER, 1), (FISHER, 2), (FISHER, 3)]
+    merge, of_base = (structs.replace(fishers[0], of=of) for of in (None, 0))
+    for companions in ((), fishers[:2], fishers[1:], (merge, *fishers), (of_base, *fishers)):
+        changed = structs.replace(plan, inputs=(base, *experts, *companions))
+        with pytest.raises(BadRequest, match="companions are not those of its method"):
+            check_fits(place.store._catalog, changed)
 
 
 def test_a_plan_elsewhere_is_the_same(place: Place, tmp_path: Path) -> None:
@@ -495,7 +510,11 @@ def test_a_plan_elsewhere_is_the_same(place: Place, tmp_path: Path) -> None:
             other.add(place.root / name, name=name)
         taken = other.import_plan(place.store.export_plan(str(plan.plan)))
         assert taken.plan == plan.plan
-        assert len(taken.fishers) == len(taken.experts) == 3
+        named = {name: other[name].id.short for name in ("e0", "e1", "e2", *FISHERS)}
+        assert [name for name, _ in taken.experts] == [named[f"e{k}"] for k in range(3)]
+        assert taken.companions == tuple(
+            (f"fisher:{named[f'e{k}']}", named[f"f{k}"]) for k in range(3)
+        )
         assert other.merge(taken, name="there").manifest == merged.manifest
 
 

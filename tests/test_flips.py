@@ -31,8 +31,8 @@ from checkpoints import write_safetensors
 from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import DATABASES
 from mstore.blocks.packs import Entry, read_table
+from mstore.blocks.schema import DATABASES
 from mstore.errors import MstoreError
 
 BLOCK = 1 << 16

@@ -26,13 +26,13 @@ from test_flips import PATIENCE, Flip, turn
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.blocks.checked_rows import CHECK_BYTES
+from mstore.blocks.tables import CHECK_BYTES
 from mstore.errors import MstoreError
 
 BLOCK = 1 << 16
 ELEMENTS = 40_000
 DATABASES = {
-    "stats": ("pairs", "tables", "squares", "thresholds", "ties"),
+    "stats": ("pairs", "tables", "squares", "digests", "cuts", "thresholds", "ties"),
     "memo": ("outputs", "requests"),
 }
 
@@ -57,7 +57,7 @@ def small_store(root: Path) -> Path:
 def _compact(path: Path) -> None:
     """Leave only pages that are in use: a flip elsewhere proves nothing."""
     with tempfile.TemporaryDirectory(dir=path.parent) as copy:
-        with lmdb.open(str(path), readonly=True, lock=False, max_dbs=8) as env:
+        with lmdb.open(str(path), readonly=True, lock=False, max_dbs=16) as env:
             env.copy(copy, compact=True)
         (Path(copy) / "data.mdb").replace(path / "data.mdb")
     (path / "lock.mdb").unlink()
@@ -161,7 +161,7 @@ def places(store: Path) -> dict[str, list[tuple[str, int]]]:
     found: dict[str, list[tuple[str, int]]] = {}
     for area, names in DATABASES.items():
         data = (store / area / "data.mdb").read_bytes()
-        with lmdb.open(str(store / area), readonly=True, lock=False, max_dbs=8) as env:
+        with lmdb.open(str(store / area), readonly=True, lock=False, max_dbs=16) as env:
             for name in names:
                 database = env.open_db(name.encode(), create=False)
                 with env.begin() as reading, reading.cursor(db=database) as cursor:
@@ -252,7 +252,7 @@ def test_a_value_is_checked_with_its_key(store: Path, tmp_path: Path) -> None:
         if area == "stats":
             shutil.rmtree(root / "memo", ignore_errors=True)
         with (
-            lmdb.open(str(root / area), max_dbs=8) as env,
+            lmdb.open(str(root / area), max_dbs=16) as env,
             env.begin(write=True) as transaction,
         ):
             database = env.open_db(name.encode(), transaction, create=False)

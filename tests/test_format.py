@@ -265,11 +265,15 @@ def test_plan(made: Made, read: IndependentStore) -> None:
     keys = ("base", "one", "two")
     tensors = [tensor_ids(read, made.snapshots[key]) for key in keys]
     manifests = [read.snapshot(made.snapshots[key]).manifest for key in keys]
-    assert [plan.base, *(expert for expert, _ in plan.experts)] == manifests
-    assert [weight for _, weight in plan.experts] == [1.0, 0.5]
-    assert (plan.method, plan.dtype, plan.block_size) == ("ties", None, BLOCK_SIZE)
-    assert plan.parameters == made.plan.parameters
-    assert plan.parameters["density"] == 0.3
+    assert [one.manifest for one in plan.inputs] == manifests
+    assert [one.role for one in plan.inputs] == ["base", "expert", "expert"]
+    assert {(one.of, one.model) for one in plan.inputs} == {(None, None)}
+    (operation,) = plan.operations
+    assert operation.weights == [1.0, 0.5]
+    assert (operation.method, plan.dtype, plan.block_size) == ("ties", None, BLOCK_SIZE)
+    assert (plan.allow_missing, plan.layers, plan.without) == (False, [], [])
+    assert operation.parameters == made.plan.parameters
+    assert operation.parameters["density"] == 0.3
     assert sorted(t.name for t in plan.tensors) == ["body.weight", "head.weight"]
     planned = 0
     for tensor in plan.tensors:
@@ -550,23 +554,24 @@ def test_id_table(made: Made, indexed: IndependentStore) -> None:
 
 def test_index_table(made: Made, indexed: IndependentStore) -> None:
     """The index has the page's databases, and each row is what the packs and records say."""
-    (table,) = page_tables("database", "key", "value")
+    table, *_ = page_tables("database", "key", "value", "proof", "what it says")
     index = indexed.index
-    assert index.keys() == {name for name, _, _ in table}
+    assert index.keys() == {name for name, *_ in table}
     packs = {path.stem: path.stat().st_size for path in pack_paths(made)}
     sizes = {row[:32].hex(): int.from_bytes(row[32:], "big") for row in index["packs"].values()}
     assert sizes == packs
     assert index["pack_ids"] == {row[:32]: number for number, row in index["packs"].items()}
-    edges = {}
+    contents, children = {}, {}
     for key, value in index["snapshots"].items():
         snapshot = indexed.snapshot(key.hex())
         assert value == bytes.fromhex(snapshot.manifest) + struct.pack(">Q", snapshot.time_ns)
-        edges[b"m" + value[:32] + key] = b""
+        contents[value[:32] + key] = b""
         for role, parent in snapshot.parents:
-            edges[b"p" + bytes.fromhex(parent) + key + role.encode()] = b""
+            children[bytes.fromhex(parent) + key + role.encode()] = b""
     assert index["snapshots"].keys() == {bytes.fromhex(s) for s in made.snapshots.values()}
-    assert index["edges"] == edges
-    assert index["leases"] == {}
+    assert (index["contents"], index["children"]) == (contents, children)
+    assert index["leases"] == index["backup"] == index["pinned"] == {}
+    assert index["counters"].keys() == {b"packs", b"generation"}
     signed = bytes.fromhex(made.snapshots["merged"]) + made.signature
     assert index["signatures"] == {signed: b""}
 
@@ -606,7 +611,8 @@ def test_plans_of_the_index(made: Made, indexed: IndependentStore) -> None:
     s = made.snapshots
     assert {key.hex() for key in indexed.index["plans"]} == indexed.ids(reader.PLAN)
     for value in indexed.index["plans"].values():
-        (base, name), experts, change = reader.decode(value)
+        (base, name), experts, change, risks = reader.decode(value)
+        assert risks == []
         assert change is None or 0 < change < 1
         assert (base.hex(), name) == (s["base"], "m/base")
         assert [(i.hex(), n) for i, n in experts] == [(s["one"], "m/one"), (s["two"], "m/two")]
@@ -614,14 +620,14 @@ def test_plans_of_the_index(made: Made, indexed: IndependentStore) -> None:
 
 def row_check(database: str, key: bytes, value: bytes) -> bytes:
     """The check of a row of stats/ or memo/, as the page has it."""
-    told = database.encode() + b"\0" + key + value
+    told = database.encode() + b"\0" + struct.pack(">H", len(key)) + key + value
     return blake3(told, derive_key_context="mstore 1 row at rest").digest()[:8]
 
 
 def test_memo(made: Made) -> None:
     """Every row of memo/ ends with the check that the page says."""
     path = str(made.path / "memo")
-    with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as reading:
+    with lmdb.open(path, readonly=True, lock=False, max_dbs=16) as env, env.begin() as reading:
         for name in ("outputs", "requests"):
             with reading.cursor(db=env.open_db(name.encode(), reading, create=False)) as cursor:
                 rows = list(cursor)
@@ -636,10 +642,12 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
     pair = bytes.fromhex(base + one)
     a, b = (made.tensors[key]["head.weight"] for key in ("base", "one"))
     path = str(made.path / "stats")
-    with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as reading:
+    with lmdb.open(path, readonly=True, lock=False, max_dbs=16) as env, env.begin() as reading:
         names = [bytes(name).decode() for name, _ in reading.cursor()]
         handles = {name: env.open_db(name.encode(), reading, create=False) for name in names}
-        assert sorted(names) == ["pairs", "squares", "tables", "thresholds", "ties"]
+        _, table, memo = page_tables("database", "key", "value", "proof", "what it says")
+        assert sorted(names) == sorted(name for name, *_ in table)
+        assert [name for name, *_ in memo] == ["outputs", "requests"]
         place = reading.get(pair, db=handles["pairs"])
         batch, offset, length, check = struct.unpack(">III8s", place)
         tables = reading.get(struct.pack(">I", batch), db=handles["tables"])
@@ -662,7 +670,7 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
 STORE_UUID = bytes(range(16))
 SAFETENSORS_HEADER = b'{"w":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}}'
 WEIGHT = bytes(range(100, 112))
-GOLDEN_ID = "37fa253e19a4e8f10d12e037b29d1616f35791b361140bd569a72da8b2587f87"
+GOLDEN_ID = "759d7280a0164d192eee97cf2a5ed1aee9831bd33d9ff315fb45a617ce067dc8"
 
 
 def digest(data: bytes, context: str) -> bytes:
@@ -710,10 +718,10 @@ class Draft:
         data = bytes(self.head) + bytes(self.start - 4096) + body + self.gap
         table = b"".join(row[1:] for row in self.ordered(rows))
         fields = {"offset": len(data), "length": len(table), "hash": blake3(table).digest()}
-        fields |= {"version": 1, "zero": bytes(4), "magic": b"KPEROTSM", **self.tail}
+        fields |= {"version": 2, "zero": bytes(4), "magic": b"KPEROTSM", **self.tail}
         data += table + bytes(-(len(data) + len(table) + 64) % 4096)
         data += struct.pack("<QQ32sI4s8s", *fields.values())
-        name = digest(data[:64] + table, "mstore 1 pack").hex()
+        name = digest(data[:72] + table, "mstore 1 pack").hex()
         return data, Path("packs") / name[:2] / f"{name}.pack"
 
     def snapshot(self, manifest: bytes, time: bytes) -> None:
@@ -725,7 +733,7 @@ class Draft:
 def draft() -> Draft:
     """A safetensors file and 5000 zero bytes, with all the records that a reader needs."""
     made = Draft(
-        bytearray(struct.pack("<8sII16s32s4032x", b"MSTOREPK", 1, 0, STORE_UUID, b"n" * 32))
+        bytearray(struct.pack("<8sII16s32sQ4024x", b"MSTOREPK", 2, 0, STORE_UUID, b"n" * 32, 1))
     )
     header = struct.pack("<Q", len(SAFETENSORS_HEADER)) + SAFETENSORS_HEADER
     head = made.put("header", 0, header, blake3(header).digest())
@@ -769,7 +777,9 @@ def test_golden_store(tmp_path: Path) -> None:
     (tmp_path / "format").write_text("mstore 2 00010203-0405-0607-0809-0a0b0c0d0e0f 65536\n")
     snapshot = made.entries["snapshot"]["id"].hex()
     (tmp_path / "refs").mkdir()
-    (tmp_path / "refs" / "mirror").write_text(f"mstore refs 1\nbranch {snapshot} hand/made\n")
+    body = f"mstore refs 2\ngeneration 1\nbranch {snapshot} hand/made\n"
+    hash = blake3(body.encode()).hexdigest()
+    (tmp_path / "refs" / "mirror").write_text(f"{body}blake3 {hash}\n")
     store = IndependentStore(tmp_path, index=False)
     assert store.refs() == {"hand/made": snapshot}
     assert {path: store.file_bytes(snapshot, path) for path in store.files(snapshot)} == {
@@ -824,7 +834,7 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
     ("change", "why"),
     [
         (spoil_head(0, 0), "magic or version of the header"),
-        (spoil_head(8, 2), "magic or version of the tail"),
+        (spoil_head(8, 1), "magic or version of the header"),
         (spoil_head(8, 3), "magic or version of the header"),
         (spoil_head(12, 1), "header with more than zeros"),
         (spoil_head(4095, 1), "header with more than zeros"),
@@ -837,7 +847,7 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
         (spoil_draft(tail={"length": 8 * 88 + 1}), "half an entry"),
         (spoil_draft(tail={"length": 7 * 88}), "table hash"),
         (spoil_draft(tail={"hash": bytes(32)}), "table hash"),
-        (spoil_draft(tail={"version": 2}), "magic or version of the tail"),
+        (spoil_draft(tail={"version": 3}), "magic or version of the tail"),
         (spoil_draft(tail={"zero": b"\0\0\0\1"}), "tail with more than zeros"),
         (spoil_draft(tail={"magic": b"MSTOREPK"}), "magic or version of the tail"),
         (spoil("header", offset=4095), "payload in the header"),

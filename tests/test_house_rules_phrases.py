@@ -33,10 +33,7 @@ EXEMPT = {
     ("mstore/checkpoint/hub.py", " --revision {}"): "a flag of the Hub's own program",
     ("mstore/store/layout.py", "mstore {} {} {}\n"): "the line of the file format",
     ("mstore/store/mirror.py", "mstore refs 2\n"): "the first line of the mirror of the refs",
-    ("mstore/store/mirror.py", "mstore refs 1\n"): "the same, of stores of an older format",
-    ("mstore/merge/analysis/exchange.py", "mstore plan 2"): "the first line of a plan as text",
-    ("mstore/merge/analysis/exchange.py", "mstore plan 3"): "the same, for plans with rules",
-    ("mstore/merge/analysis/exchange.py", "mstore plan 4"): "the same, for stacks of layers",
+    ("mstore/merge/analysis/exchange.py", "mstore plan 1"): "the first line of a plan as text",
     ("mstore/version.py", "mstore {}"): "the program that wrote a snapshot, and its version",
 }
 """Texts that look like commands and are none, with the reason for each."""

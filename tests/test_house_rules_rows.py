@@ -1,4 +1,4 @@
-"""The index's rows are private: one module knows the bytes of a table, all others ask it.
+"""The index's rows are private: its schema knows their bytes, all others ask with a table.
 
 Read from the library's syntax trees, like the other house rules.  The rows of `blocks` and
 `records` are also opaque to mypy: their type is an `object`, which nobody can slice.
@@ -13,50 +13,29 @@ from pathlib import Path
 import pytest
 from test_house_rules import ADAPTERS, LIBRARY, ROOT, _found, _nodes
 
-from mstore.blocks import index, location_rows
-from mstore.blocks.index import DATABASES
-
-ENVIRONMENT = {f"mstore/blocks/{name}.py" for name in ("index", "lmdb_env", "lmdb_types")}
-"""The index itself, and LMDB below it."""
-
-OWNERS = {
-    "mstore/blocks/location_arrays.py": ("blocks", "records"),
-    "mstore/blocks/location_rows.py": ("blocks", "records"),
-    "mstore/blocks/pack_numbers.py": ("packs", "pack_ids", "condemned"),
-    "mstore/store/backup_row.py": ("counters",),
-    "mstore/store/leases.py": ("leases",),
-    "mstore/store/pin_rows.py": ("counters",),
-    "mstore/store/plan_rows.py": ("plans",),
-    "mstore/store/pruned_rows.py": ("pruned",),
-    "mstore/store/refs.py": ("refs", "reflog"),
-    "mstore/store/signature_rows.py": ("signatures",),
-    "mstore/store/snapshot_rows.py": ("snapshots", "edges"),
-}
-"""Which module knows the bytes of which table."""
+from mstore.blocks import location
 
 WHOLE = {
-    "mstore/blocks/checked_rows.py": "puts the check behind a value, whatever the value is",
+    "mstore/blocks/index.py": "the index itself",
+    "mstore/blocks/lmdb_env.py": "LMDB",
+    "mstore/blocks/lmdb_types.py": "the types of LMDB",
+    "mstore/blocks/tables.py": "makes and checks the bytes of any row",
     "mstore/blocks/index_copy.py": "copies rows as they are",
-    "mstore/blocks/row_batches.py": "reads rows in batches for their owners",
-    "mstore/store/migrations.py": "adds checks to the rows of a store of format 1",
-}
-"""Modules that handle rows of any table, without knowing what they mean."""
-
-OTHER = {
+    "mstore/blocks/location.py": "knows the rows of blocks and records",
+    "mstore/blocks/location_arrays.py": "reads all rows of blocks and records at once",
     "mstore/stats/store.py": "the environment of statistics",
     "mstore/store/memo.py": "the environment of the memo table",
 }
-"""Modules that own a whole environment, which is not the index."""
+"""Modules that handle rows as bytes."""
 
 CURSORS = {"cursor", "getmulti", "putmulti", "db", "databases"}
-ROW_METHODS = {"get", "put", "delete", "walk", "keys"}
 ROW_NAMES = {"row", "value"}
-INDEX_MODULES = ("mstore.blocks.index", "mstore.blocks.lmdb_types", "mstore.blocks.location_rows")
+INDEX_MODULES = ("mstore.blocks.index", "mstore.blocks.lmdb_types")
 
 
 def raw_rows(source: str) -> Iterator[str]:
-    """Each access to a database or a cursor, each generic row method of an index, and, where an
-    index is imported, each slice of something that is called a row or a value.
+    """Each access to a database or a cursor, and, where an index is imported, each slice of
+    something that is called a row or a value.
     """
     nodes = _nodes(source)
     knows_index = any(
@@ -77,9 +56,7 @@ def raw_rows(source: str) -> Iterator[str]:
 
 
 def _called(method: ast.Attribute) -> Iterator[str]:
-    owner = _last_name(method.value)
-    is_index = owner is not None and owner.removeprefix("_") == "index"
-    if method.attr in CURSORS - {"databases"} or (is_index and method.attr in ROW_METHODS):
+    if method.attr in CURSORS - {"databases"}:
         yield f"line {method.lineno}: .{method.attr}()"
 
 
@@ -94,36 +71,22 @@ def _path(path: Path) -> str:
 
 
 def test_rows_are_private() -> None:
-    """No module but the owner of a table, and those that handle any rows whole, reads raw rows."""
-    allowed = ENVIRONMENT | OWNERS.keys() | WHOLE.keys() | OTHER.keys()
-    others = [path for path in (*LIBRARY, *ADAPTERS) if _path(path) not in allowed]
-    assert len(others) == len(LIBRARY) + len(ADAPTERS) - len(allowed)
+    """No module but those that handle rows as bytes reads raw rows: the others ask with a table."""
+    others = [path for path in (*LIBRARY, *ADAPTERS) if _path(path) not in WHOLE]
+    assert len(others) == len(LIBRARY) + len(ADAPTERS) - len(WHOLE)
     assert _found(others, lambda path, source: raw_rows(source)) == []
 
 
 def test_every_exception_is_needed() -> None:
-    """Each module that may handle raw rows does: no list holds a name too many."""
-    pure = {"mstore/blocks/lmdb_types.py", "mstore/blocks/location_rows.py"}
-    for name in (ENVIRONMENT | OWNERS.keys() | WHOLE.keys() | OTHER.keys()) - pure:
+    """Each module that may handle raw rows does: the list holds no name too many."""
+    for name in WHOLE.keys() - {"mstore/blocks/lmdb_types.py"}:
         source = "from mstore.blocks.index import Index\n" + (ROOT / name).read_text()
         assert list(raw_rows(source)), name
 
 
-def test_every_table_has_an_owner() -> None:
-    """Each database of the index is the business of one module; the index counts its own rows."""
-    owned = {table for tables in OWNERS.values() for table in tables}
-    assert owned == set(DATABASES)
-    listed = index.__doc__ or ""
-    for name, tables in OWNERS.items():
-        module = name.removeprefix("mstore/").removesuffix(".py").replace("/", ".")
-        if module != "blocks.location_arrays":
-            assert module in listed
-        assert all(table in listed for table in tables)
-
-
 def test_a_location_row_is_opaque() -> None:
     """To mypy the row of a block or record is an object: slicing or joining it is an error."""
-    assert location_rows.Row.__supertype__ is object
+    assert location.Row.__supertype__ is object
 
 
 @pytest.mark.parametrize(
@@ -134,15 +97,12 @@ def test_a_location_row_is_opaque() -> None:
         "transaction.get(key, db=handle)",
         "with transaction.cursor(handle) as cursor: pass",
         "env.databases['refs']",
-        "index.get(transaction, 'packs', number)",
-        "self._index.walk(transaction, table)",
-        "catalog.index.put(transaction, 'pruned', id, b'')",
         "from mstore.blocks.index import Index\nnumber = value[:4]",
         "from mstore.blocks.lmdb_types import IndexTransaction\ncodec = row[20]",
     ],
 )
 def test_a_raw_row_is_seen(source: str) -> None:
-    """Databases, cursors, generic row methods and parts of rows are breaches."""
+    """Databases, cursors and parts of rows are breaches."""
     assert list(raw_rows(source))
 
 
@@ -150,6 +110,7 @@ def test_a_raw_row_is_seen(source: str) -> None:
     "source",
     [
         "index.pack_number(transaction, pack)",
+        "index.get(transaction, PRUNED, id)",
         "refs.get(index, transaction, name)",
         "names.get(key)",
         "row[1:]",
@@ -157,5 +118,5 @@ def test_a_raw_row_is_seen(source: str) -> None:
     ],
 )
 def test_asking_is_free(source: str) -> None:
-    """Typed methods, functions of a table's module, and slices of anything else break no rule."""
+    """Rows by their table, typed methods, and slices of anything else break no rule."""
     assert not list(raw_rows(source))

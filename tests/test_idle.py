@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from cli_runs import Program
 from families import Family
+from safetensors.numpy import save_file
 from test_budget import Place, make
 
-from mstore import MergeRequest
+from mstore import MergeRequest, Store
+from mstore.errors import BadRequest
 from mstore.merge.methods.method import Select
 from mstore.merge.methods.registry import METHODS
 from mstore.merge.planning import warnings
+from mstore.merge.planning.sense import FAR
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +128,26 @@ def test_for_people_and_programs(place: Place) -> None:
         assert "warning: e1 has weight 0, so nothing of it is in the merge" in said.lines
         [warning] = mstore.succeed(*command, *line, "--json").document["warnings"]
         assert (warning["kind"], warning["expert"]) == (warnings.NO_WEIGHT, "e1")
+
+
+def test_two_models_of_one_snapshot_are_two(tmp_path: Path) -> None:
+    """What is given twice, or is the base, is a model: two of one snapshot are not the same."""
+    rng = np.random.default_rng(4)
+    for model in "abc":
+        (tmp_path / "whole" / model).mkdir(parents=True)
+        values = rng.standard_normal(1000, dtype=np.float32)
+        save_file({"w": values}, tmp_path / "whole" / model / "model.safetensors")
+    with Store.init(tmp_path / "store", block_size=families.BLOCK) as store:
+        store.add(tmp_path / "whole", name="whole")
+
+        def kinds(*experts: Any) -> set[str]:
+            asked = MergeRequest(base="whole:a", experts=experts, method="task_arithmetic")
+            return {one.kind for one in store.plan(asked).warnings} - {FAR}
+
+        assert kinds("whole:b", "whole:c") == set()
+        assert kinds("whole:b", "whole:b") == {warnings.REPEATED}
+        assert kinds("whole:b", "whole:a") == {warnings.IS_BASE}
+        # One less the other is something.
+        assert kinds("whole:b", ("whole:c", -1.0)) == set()
+        with pytest.raises(BadRequest, match="cancel"):
+            kinds("whole:b", ("whole:b", -1.0))

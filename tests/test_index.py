@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from mstore.blocks import lmdb_env
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import DATABASES, Index
+from mstore.blocks.index import Index
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
+from mstore.blocks.schema import DATABASES
 from mstore.errors import Conflict, Corrupt, Unavailable
 from mstore.ids import BlockId, PackId, TensorId
 
@@ -228,7 +229,7 @@ def program(code: str, *arguments: Path, patience: float = 60) -> Iterator[subpr
     head = (
         "import os, signal, sys, threading, time\n"
         "from pathlib import Path\n"
-        "from mstore.blocks.index import DATABASES\n"
+        "from mstore.blocks.schema import DATABASES\n"
         "from mstore.blocks.lmdb_env import Environment\n"
         "from mstore.errors import MstoreError, Unavailable\n"
         "from test_index import get, put\n"

@@ -19,9 +19,9 @@ from mstore.merge.planning.session import Planning
 from mstore.merge.planning.survey import Surveyor
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Plan
-from mstore.stats import digests
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 from mstore.store.stored_lengths import StoredLengths
 from mstore.store.transaction import Transaction
 
@@ -36,7 +36,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "a band": {"method": "breadcrumbs_ties", "parameters": {"density": 0.8}, "budget": 0.5},
     "coarse": {"method": "ties", "parameters": {"density": 0.3}, "dtype": "F32", "budget": 0.5},
 }
-ROW_KEY = 64 + 16
 
 
 def digest_rows(store: Store, change: Callable[[bytes], bytes | None]) -> int:
@@ -47,16 +46,16 @@ def digest_rows(store: Store, change: Callable[[bytes], bytes | None]) -> int:
     assert env is not None
     count = 0
     with env.write() as transaction:
-        with transaction.cursor(db=env.databases["squares"]) as cursor:
-            rows = [(bytes(key), bytes(row)) for key, row in cursor]
-        for key, row in rows:
-            if len(key) == ROW_KEY and (key[64:] == digests.ROWS or key[64:72] == b"cut at 1"):
+        for database in (env.databases["digests"], env.databases["cuts"]):
+            with transaction.cursor(db=database) as cursor:
+                rows = [(bytes(key), bytes(row)) for key, row in cursor]
+            for key, row in rows:
                 count += 1
                 new = change(row)
                 if new is None:
-                    transaction.delete(key, db=env.databases["squares"])
+                    transaction.delete(key, db=database)
                 else:
-                    transaction.put(key, new, db=env.databases["squares"])
+                    transaction.put(key, new, db=database)
     return count
 
 
@@ -181,7 +180,9 @@ def test_stored_lengths_follow_the_index(tmp_path: Path) -> None:
     with add_all(tmp_path, 1) as store:
         lengths = store._catalog.lengths
         manifest = store._catalog.manifest(store["e0"].manifest)
-        (record,) = store._catalog.tensors([manifest.tensors()["model.embed.weight"]])
+        (record,) = store._catalog.tensors(
+            [tensors_of(store._catalog, manifest)["model.embed.weight"]]
+        )
         blocks = record.blocks
         (first,) = lengths.of([blocks])
         assert lengths.of([blocks, blocks])[1] is first
@@ -229,7 +230,9 @@ def test_lengths_are_looked_up_again_after_a_commit_that_failed(tmp_path: Path) 
     with add_all(tmp_path, 1) as store:
         lengths = store._catalog.lengths
         manifest = store._catalog.manifest(store["e0"].manifest)
-        (record,) = store._catalog.tensors([manifest.tensors()["model.embed.weight"]])
+        (record,) = store._catalog.tensors(
+            [tensors_of(store._catalog, manifest)["model.embed.weight"]]
+        )
         (first,) = lengths.of([record.blocks])
 
         def refuse(rows: object) -> None:

@@ -17,11 +17,11 @@ from mstore.blocks.lmdb_columns import Columns, Unexpected
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_arrays import LOST_BASE, NO_BASE
-from mstore.blocks.location_rows import BLOCKS, RECORDS
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import BLOCKS, RECORDS
 from mstore.errors import Corrupt
 
-FORM = (BLOCKS, 32, (22, 54))
+FORM = (BLOCKS.name, 32, (22, 54))
 
 
 def fill(index: Index, draw: random.Random, rounds: int = 6) -> dict[bytes, bytes]:
@@ -33,11 +33,11 @@ def fill(index: Index, draw: random.Random, rounds: int = 6) -> dict[bytes, byte
                 base = draw.choice([b"", draw.randbytes(32), *list(rows)[:3]])
                 rows[draw.randbytes(32)] = draw.randbytes(22) + base
             for key, row in rows.items():
-                transaction.put(key, row, db=index.db(BLOCKS))
-                transaction.put(b"\1" + key, row[:22], db=index.db(RECORDS))
+                transaction.put(key, row, db=index.db(BLOCKS.name))
+                transaction.put(b"\1" + key, row[:22], db=index.db(RECORDS.name))
             for key in draw.sample(sorted(rows), len(rows) // 3):
                 del rows[key]
-                transaction.delete(key, db=index.db(BLOCKS))
+                transaction.delete(key, db=index.db(BLOCKS.name))
     return rows
 
 
@@ -176,7 +176,7 @@ def test_rows_of_another_form_are_corrupt(index: Index) -> None:
     """A row of another length is Unexpected here, and Corrupt for who reads arrays."""
     fill(index, random.Random(4))
     with index.env.write() as transaction:
-        transaction.put(b"k" * 32, b"r" * 23, db=index.db(BLOCKS))
+        transaction.put(b"k" * 32, b"r" * 23, db=index.db(BLOCKS.name))
     with index.env.read() as transaction:
         with pytest.raises(Unexpected):
             gathered(index, transaction)

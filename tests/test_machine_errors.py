@@ -24,7 +24,7 @@ from mount_drivers import why_not
 from sick_disk import Disk, sick_disk
 
 from mstore import MergeRequest, Store
-from mstore.blocks.index import DATABASES
+from mstore.blocks.schema import DATABASES
 from mstore.check.fsck import CheckReport
 
 PROGRAM = Path(__file__).with_name("machine_errors.py")

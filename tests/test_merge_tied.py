@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import families
-import msgspec
 import numpy as np
 import pytest
 
@@ -14,8 +13,6 @@ from mstore import MergeRequest, Store
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
 from mstore.merge.planning.tied import first_names
-from mstore.objects.plan import Plan
-from mstore.store.plans import sources_of, store_plan
 
 
 def _ids(**names: str) -> dict[str, TensorId]:
@@ -26,25 +23,25 @@ def test_tied_in_every_member() -> None:
     """Embeddings are tied to the first of them where config, base and all experts say so."""
     base = _ids(**{"m.embed_tokens.weight": "E", "lm_head.weight": "E", "wte": "F"})
     experts = [base | _ids(**{"m.embed_tokens.weight": "G", "lm_head.weight": "G"}), base]
-    assert first_names(base, experts, tied=True) == {
+    assert first_names(base, experts, tied={""}) == {
         "m.embed_tokens.weight": "m.embed_tokens.weight",
         "lm_head.weight": "m.embed_tokens.weight",
         "wte": "wte",
     }
-    assert first_names(base, experts, tied=False) == {name: name for name in base}
+    assert first_names(base, experts, tied=()) == {name: name for name in base}
 
 
 def test_equal_values_tie_nothing() -> None:
     """Norms that are all ones are tensors of their own, whatever config says of embeddings."""
     base = _ids(**{"model.norm.weight": "1", "model.layers.0.input_layernorm.weight": "1"})
-    assert first_names(base, [base], tied=True) == {name: name for name in base}
+    assert first_names(base, [base], tied={""}) == {name: name for name in base}
 
 
 def test_an_untied_expert_unties() -> None:
     """Names that one expert tells apart, or does not have, are tensors of their own."""
     base = _ids(wte="E", lm_head="E")
     for other in (_ids(wte="E", lm_head="H"), _ids(lm_head="E")):
-        assert first_names(base, [base, other], tied=True)["lm_head"] == "lm_head"
+        assert first_names(base, [base, other], tied={""})["lm_head"] == "lm_head"
 
 
 @pytest.fixture
@@ -100,26 +97,3 @@ def test_explain_reads_no_config(store: Store, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(type(store._catalog), "read_block", gone)
     assert store.explain("m") == wanted
-
-
-def test_plans_of_earlier_versions(store: Store) -> None:
-    """A plan that has only the first of equal names merges the others with it, as it did."""
-    catalog = store._catalog
-    planned = {"model.embed_tokens.weight": 64 * 64 * 4, "a.norm.weight": 64 * 4}
-    # Of equal names, one that was skipped skipped them all.
-    for skip, names, wanted in (([], list(planned), 1.5), (["b.*"], list(planned)[:1], 1.0)):
-        asked = {"base": "base", "experts": ["expert"], "method": "linear"}
-        plan = catalog.record(Plan, store.plan(MergeRequest(**asked, skip=skip)).plan)
-        kept = tuple(tensor for tensor in plan.tensors if tensor.name in names)
-        cost = sum(planned[name] for name in names)
-        old = msgspec.structs.replace(
-            plan, tensors=kept, planned_expert_bytes=cost, full_expert_bytes=cost
-        )
-        id = store_plan(catalog, old, sources_of(catalog, plan.id(), plan))
-        store.merge(id, name="m")
-        assert np.array_equal(store["m"].tensor("b.norm.weight"), np.full(64, wanted))
-        head, embedding = (
-            store["m"].tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight")
-        )
-        assert np.array_equal(head, embedding)
-        assert store.replay("m").same

@@ -12,7 +12,7 @@ from mstore import fs
 from mstore.api import Store
 from mstore.errors import Conflict, Corrupt, Incompatible, NotFound, StorageFailed
 from mstore.store.layout import FORMAT_VERSION
-from mstore.store.migrations import STEPS, Step, migrate
+from mstore.store.migrations import Step, migrate
 from mstore_cli.spelling import Typed
 
 
@@ -93,7 +93,6 @@ def test_this_version_has_nothing_to_do(tmp_path: Path) -> None:
     Store.init(root).close()
     report = Store.migrate(root)
     assert (report.found, report.target, report.steps) == (FORMAT_VERSION, FORMAT_VERSION, ())
-    assert [step.source for step in STEPS] == list(range(1, FORMAT_VERSION))
 
 
 def test_a_step_is_done_and_the_store_opens(old: Path) -> None:

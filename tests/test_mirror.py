@@ -77,12 +77,6 @@ def test_a_damaged_mirror_is_refused(catalog: Catalog) -> None:
         assert mirror.generation(catalog.layout) is None
 
 
-def test_the_mirror_of_version_1_is_read(catalog: Catalog) -> None:
-    """It has no generation and no hash: its generation counts as 0."""
-    catalog.layout.mirror.write_text(f"mstore refs 1\nbranch {ref(1).snapshot_id()} a\n")
-    assert mirror.read(catalog.layout) == mirror.Mirror(0, {"a": ref(1)})
-
-
 def test_a_mirror_without_end_is_refused(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more of it is read than the limit, and one byte more is Corrupt."""
     move(catalog, "a", None, ref(1))
@@ -103,7 +97,7 @@ def test_no_mirror_is_a_surprise(tmp_path_factory: pytest.TempPathFactory, text:
     catalog = Catalog.open(root)
     body = b"mstore refs 2\ngeneration 0\n" + text
     whole = body + b"blake3 " + blake3(body).hexdigest().encode() + b"\n"
-    for contents in (b"mstore refs 1\n" + text, whole):
+    for contents in (text, whole):
         catalog.layout.mirror.write_bytes(contents)
         try:
             for name in mirror.read(catalog.layout).refs:

@@ -28,6 +28,7 @@ from mstore.errors import BadRequest
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import METHODS, operation
 from mstore.objects.plan import OMITTED, READ, Plan
+from mstore.store.models import tensors_of
 
 Double = npt.NDArray[np.float64]
 Single = npt.NDArray[np.float32]
@@ -292,7 +293,9 @@ def test_passthrough_is_the_expert(family: Family) -> None:
     asked = MergeRequest(base="base", experts=["e1"], method="passthrough")
     family.store.merge(family.store.plan(asked), name="same")
     tensors = [
-        family.store._catalog.manifest(family.store[name].manifest).tensors()
+        tensors_of(
+            family.store._catalog, family.store._catalog.manifest(family.store[name].manifest)
+        )
         for name in ("same", "e1")
     ]
     assert tensors[0] == tensors[1]

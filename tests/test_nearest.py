@@ -16,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
+from mstore.blocks.schema import PRUNED
 from mstore.checkpoint.directory import scan
+from mstore.ids import SnapshotId
 from mstore.nearest import SearchLimits, bases_first, closeness, nearest
 from mstore.reports import AddReport
 
@@ -310,7 +312,7 @@ def test_pruned_snapshots_are_no_candidates(store: Store, models: Models) -> Non
     root = tuned.base
     assert root is not None
     with index.env.write() as transaction:
-        index.put(transaction, "pruned", root.snapshot, bytes(8))
+        index.put(transaction, PRUNED, SnapshotId(root.snapshot), 0)
     assert base_of(models.add("next", moved(base, 3, 0.01))) == "tuned"
 
 

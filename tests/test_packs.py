@@ -250,7 +250,7 @@ def test_a_forged_table_is_refused(entries: list[Entry], tmp_path: Path) -> None
         read_table(path)
 
 
-def forged(table: bytes, offset: int, length: int, version: int = 1) -> bytes:
+def forged(table: bytes, offset: int, length: int, version: int = 2) -> bytes:
     """A pack of four pages with this table at its third, and a tail that says what it is told."""
     head = struct.pack("<8sI4x16s32s", MAGIC, version, UUID, bytes(32))
     tail = struct.pack("<QQ32sI4x8s", offset, length, blake3(table).digest(), version, TAIL_MAGIC)

@@ -21,6 +21,7 @@ from mstore import MergeRequest, Store, fs
 from mstore.blocks.codecs import PLAIN_BYTES, Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE, Kind
+from mstore.blocks.schema import PINNED
 from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.pins.pin import pin
@@ -479,8 +480,7 @@ def test_a_pin_keeps_nothing(store: Store) -> None:
     assert id in store.gc().snapshots_dropped
     catalog = store._catalog
     with catalog.index.env.read() as transaction:
-        keys = list(catalog.index.keys(transaction, "counters"))
-    assert not [key for key in keys if key.startswith(b"pinned")]
+        assert list(catalog.index.keys(transaction, PINNED)) == []
 
 
 def test_pruning_drops_the_mark(store: Store, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from families import BLOCK, Family
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadName, BadRequest, Incompatible, NotFound, Unavailable
+from mstore.merge.analysis import exchange
 from mstore.merge.analysis.exchange import MAX_TEXT
-from mstore.objects.plan import Plan, PlanTensor, Threshold
+from mstore.objects.plan import Plan, PlanInput, PlanTensor, Threshold
 
 FAMILY = families.layered(rows=40)
 
@@ -41,7 +42,7 @@ def store(root: Path) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def text(store: Store) -> str:
-    """A ties plan with quotas, left-out blocks' norms, notes and a budget, as text."""
+    """A ties plan with quotas, left-out blocks' norms, remarks and a budget, as text."""
     plan = store.plan(
         MergeRequest(
             base="model/base",
@@ -107,9 +108,8 @@ def test_round_trip(
 
 def _nameless(text: str) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(text)
-    value.pop("base_name")
-    value["experts"] = [
-        {key: item for key, item in e.items() if key != "name"} for e in value["experts"]
+    value["inputs"] = [
+        {key: item for key, item in one.items() if key != "name"} for one in value["inputs"]
     ]
     return value
 
@@ -163,35 +163,58 @@ def _changed(value: Any) -> Any:
 
 
 FIELDS = [
-    *("format", "plan", "method", "parameters", "base", "dtype", "block_size", "budget_bytes"),
+    *("format", "plan", "dtype", "block_size", "budget_bytes", "allow_missing"),
+    *(f"operations.{n}" for n in ("method", "parameters", "weights")),
+    *(f"inputs.{n}" for n in ("role", "manifest")),
     *(f"criteria.{n}" for n in ("score", "max_error", "expert_budget_bytes")),
     *(f"criteria.{n}" for n in ("only", "skip", "top_p")),
     *("full_expert_bytes", "planned_expert_bytes", "error_bound", "error_estimate", "copied"),
-    *("notes", "tensors"),
-    *(f"experts.{name}" for name in ("manifest", "weight")),
+    *("remarks", "tensors"),
     *(f"tensors.{n}" for n in ("name", "chunk_elements", "states", "thresholds", "omitted")),
 ]
+MORE = {
+    "inputs.of": 0,
+    "inputs.model": "unet",
+    "tensors.operation": 1,
+    "tensors.sources": ["model.steps"] * 4,
+    "tensors.dtype": "F16",
+    "tensors.mixture": {"base": 1.0, "experts": [1.0] * 3, "keeps_base": True},
+    "layers": [[0, 0]],
+    "taken": [["model.steps", 1, "model.steps"]],
+    "dropped": ["model.steps"],
+    "without": ["unet"],
+}
+"""Fields that this plan has no need of, and a value of each."""
 
 
 def test_fields_are_all_named(text: str) -> None:
-    """The list above has every field of a plan's text but the names of the inputs."""
+    """The lists above have every field of a plan's text but the names of the inputs."""
     value = json.loads(text)
-    named = {name for name in value if name not in ("base_name", "experts", "criteria")}
+    lists = ("operations", "inputs", "tensors")
+    named = {name for name in value if name not in ("operations", "inputs", "criteria")}
     named |= {f"criteria.{name}" for name in value["criteria"]}
-    named |= {f"experts.{name}" for name in value["experts"][0] if name != "name"}
-    named |= {f"tensors.{name}" for name in value["tensors"][0]}
-    assert named == set(FIELDS)
+    named |= {f"{name}.{field}" for name in lists for field in value[name][0] if field != "name"}
+    assert named | {"tensors.name"} == set(FIELDS)
+    owners = {
+        "": exchange._Text,
+        "operations.": exchange._Operation,
+        "inputs.": exchange._Input,
+        "tensors.": exchange._Tensor,
+        "criteria.": exchange._Criteria,
+    }
+    known = {f"{owner}{one}" for owner, kind in owners.items() for one in kind.__struct_fields__}
+    assert known - {"operations", "inputs", "criteria", "inputs.name"} == {*FIELDS, *MORE}
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", [*FIELDS, *MORE])
 def test_a_changed_text_is_refused(field: str, store: Store, text: str) -> None:
     """Whatever was edited, the plan does not match its id any more, and is not kept."""
     value = json.loads(text)
     holder, _, name = field.rpartition(".")
     owner = value[holder] if holder else value
     owner = owner[0] if isinstance(owner, list) else owner
-    before = owner[name]
-    owner[name] = _changed(before)
+    before = owner.get(name)
+    owner[name] = MORE[field] if field in MORE else _changed(before)
     assert owner[name] != before
     stored = store.stats()
     with pytest.raises(BadRequest, match=r"not a plan|does not match its id"):
@@ -206,7 +229,7 @@ def test_a_changed_text_is_refused(field: str, store: Store, text: str) -> None:
         lambda text: "[]",
         lambda text: "{}",
         lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"notes"', '"note"'),
+        lambda text: text.replace('"remarks"', '"remark"'),
         lambda text: text.replace('"format"', '"more": 1, "format"'),
         lambda text: "[" * 100_000,
         lambda text: text.replace('"states": [\n    "', '"states": [\n    "x'),
@@ -224,7 +247,7 @@ def test_what_is_no_plan_is_refused(edit: Callable[[str], str], store: Store, te
 def test_an_input_that_is_not_here(root: Path, text: str, tmp_path: Path) -> None:
     """A plan for contents that this store lacks is refused, and what is missing is named."""
     with make(tmp_path / "some", root, ["base", "e0", "e2"]) as store:
-        missing = json.loads(text)["experts"][1]["manifest"]
+        missing = json.loads(text)["inputs"][2]["manifest"]
         with pytest.raises(NotFound) as refused:
             store.import_plan(text)
         assert refused.value.where == f"manifest {missing[:12]}"
@@ -252,17 +275,37 @@ def _criteria(plan: Plan, **changes: Any) -> dict[str, Any]:
     return {"criteria": msgspec.structs.replace(plan.criteria, **changes)}
 
 
+def _operation(plan: Plan, **changes: Any) -> dict[str, Any]:
+    return {"operations": (msgspec.structs.replace(plan.operation, **changes),)}
+
+
+def _input(plan: Plan, number: int, **changes: Any) -> dict[str, Any]:
+    inputs = list(plan.inputs)
+    inputs[number] = msgspec.structs.replace(inputs[number], **changes)
+    return {"inputs": tuple(inputs)}
+
+
 FORGED: dict[str, Callable[[Plan], dict[str, Any]]] = {
-    "method": lambda plan: {"method": "magic"},
-    "parameter": lambda plan: {"parameters": (("density", 7.0), *plan.parameters[1:])},
-    "few parameters": lambda plan: {"parameters": plan.parameters[1:]},
+    "method": lambda plan: _operation(plan, method="magic"),
+    "parameter": lambda plan: _operation(
+        plan, parameters=(("density", 7.0), *plan.operation.parameters[1:])
+    ),
+    "few parameters": lambda plan: _operation(plan, parameters=plan.operation.parameters[1:]),
+    "no operation": lambda plan: {"operations": ()},
+    "operation of no tensor": lambda plan: {"operations": plan.operations * 2},
     "dtype": lambda plan: {"dtype": "I8"},
     "negative cost": lambda plan: {"planned_expert_bytes": -1, "budget": None},
-    "no experts": lambda plan: {"experts": ()},
-    "weight": lambda plan: {
-        "experts": tuple(msgspec.structs.replace(e, weight=0.1) for e in plan.experts)
-    },
-    "one expert less": lambda plan: {"experts": plan.experts[:-1]},
+    "no experts": lambda plan: {"inputs": plan.inputs[:1]} | _operation(plan, weights=()),
+    "weight": lambda plan: _operation(plan, weights=(0.1,) * 3),
+    "one weight less": lambda plan: _operation(plan, weights=plan.weights[:-1]),
+    "one expert less": lambda plan: {"inputs": plan.inputs[:-1]},
+    "no base": lambda plan: {"inputs": plan.inputs[1:]},
+    "two bases": lambda plan: _input(plan, 1, role="base"),
+    "unknown role": lambda plan: _input(plan, 3, role="mother"),
+    "model": lambda plan: _input(plan, 1, model="unet"),
+    "model of the base": lambda plan: _input(plan, 0, model="unet"),
+    "companion": lambda plan: {"inputs": (*plan.inputs, PlanInput("fisher", 1, bytes(32)))},
+    "without a model": lambda plan: {"without": ("unet",)},
     "unknown tensor": lambda plan: {"tensors": _first(plan, name="nobody")},
     "tensor of another type": lambda plan: {"tensors": _first(plan, name="model.steps")},
     "tied name": lambda plan: {"tensors": _first(plan, name="model.tied.embed_out")},
@@ -289,6 +332,13 @@ FORGED: dict[str, Callable[[Plan], dict[str, Any]]] = {
 }
 
 
+REFUSED_AS = {
+    "method": Unavailable,
+    "model": Incompatible,
+    "model of the base": Incompatible,
+}
+
+
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_forged_plan_is_refused(kind: str, store: Store, text: str) -> None:
     """A plan that no planner made, under an id that matches it, is refused before it is run."""
@@ -297,7 +347,7 @@ def test_a_forged_plan_is_refused(kind: str, store: Store, text: str) -> None:
     assert forged != plan
     value = json.loads(text) | _text_of(forged)
     before = store.stats()
-    with pytest.raises(Unavailable if kind == "method" else BadRequest):
+    with pytest.raises(REFUSED_AS.get(kind, BadRequest)):
         store.import_plan(json.dumps(value))
     assert store.stats() == before
 
@@ -306,8 +356,20 @@ def _text_of(plan: Plan) -> dict[str, Any]:
     """The fields of a text that say what this plan says, its id among them."""
     return {
         "plan": plan.id().hex(),
-        "method": plan.method,
-        "parameters": dict(plan.parameters),
+        "operations": [
+            {"method": one.method, "parameters": dict(one.parameters), "weights": one.weights}
+            for one in plan.operations
+        ],
+        "inputs": [
+            {
+                "role": one.role,
+                "name": "x",
+                "manifest": one.manifest.hex(),
+                "of": one.of,
+                "model": one.model,
+            }
+            for one in plan.inputs
+        ],
         "dtype": plan.dtype,
         "budget_bytes": plan.budget,
         "criteria": {
@@ -319,9 +381,6 @@ def _text_of(plan: Plan) -> dict[str, Any]:
             "top_p": plan.criteria.top_p,
         },
         "planned_expert_bytes": plan.planned_expert_bytes,
-        "experts": [
-            {"name": "x", "manifest": e.manifest.hex(), "weight": e.weight} for e in plan.experts
-        ],
         "tensors": [
             {
                 "name": tensor.name,
@@ -332,6 +391,7 @@ def _text_of(plan: Plan) -> dict[str, Any]:
             }
             for tensor in plan.tensors
         ],
+        "without": plan.without,
     }
 
 

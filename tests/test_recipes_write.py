@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import small_layers
 import yaml
@@ -14,6 +15,7 @@ from cli_runs import Program
 from hypothesis import given
 from hypothesis import strategies as st
 from printed import by_ids
+from safetensors.numpy import save_file
 from small_layers import NAMES
 
 from mstore import MergeRequest, Store, TensorRule
@@ -22,7 +24,7 @@ from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
 from mstore.merge.running import commit, papers
 from mstore.objects.canonical import decode
-from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanOperation, PlanTensor
+from mstore.objects.plan import Criteria, Plan, PlanInput, PlanOperation, PlanTensor
 from mstore.recipes.parse import parse
 from mstore.recipes.resolve import resolve
 from mstore.recipes.write import HEAD, named, recipe_of
@@ -223,14 +225,18 @@ def test_filters_name_no_other_tensor(chosen: Mapping[str, int], density: list[f
     """Whatever names are parts of each other, each tensor has the plan's value again."""
     used = sorted({number for number in chosen.values() if number})
     plan = Plan(
-        method="ties",
-        parameters=(("density", density[0]), ("lambda", 1.0), ("normalize", True)),
-        base=b"\1" * 32,
-        experts=(PlanExpert(b"\2" * 32, 0.5),),
+        operations=tuple(
+            PlanOperation(
+                "ties", (("density", density[n]), ("lambda", 1.0), ("normalize", True)), (0.5,)
+            )
+            for n in (0, *used)
+        ),
+        inputs=(PlanInput("base", None, b"\1" * 32), PlanInput("expert", None, b"\2" * 32)),
         dtype=None,
         block_size=1 << 16,
         budget=None,
         criteria=Criteria("trimmed"),
+        allow_missing=False,
         full_expert_bytes=0,
         planned_expert_bytes=0,
         error_bound=None,
@@ -240,13 +246,7 @@ def test_filters_name_no_other_tensor(chosen: Mapping[str, int], density: list[f
             for name, n in chosen.items()
         ),
         copied=(),
-        notes=(),
-        operations=tuple(
-            PlanOperation(
-                "ties", (("density", density[n]), ("lambda", 1.0), ("normalize", True)), (0.5,)
-            )
-            for n in used
-        ),
+        remarks=(),
     )
     assert decode(Plan, plan.encode(), "the plan") == plan
     method = known_method(registry.find("ties"))
@@ -278,6 +278,56 @@ def test_what_no_recipe_can_state(change: dict[str, Any], why: str, store: Store
         store.recipe("unstated")
     assert FILE not in {file.path for file in store["unstated"].files()}
     assert store.replay("unstated").same
+
+
+@pytest.mark.parametrize("method", ["linear", "fisher"])
+def test_models_of_any_name(method: str, tmp_path: Path) -> None:
+    """A model's name, whatever is in it, stands in the recipe beside the ref; but for a +."""
+    models = ("plain", "ün et", 'x #y: "z"', "a+b")
+    rng = np.random.default_rng(0)
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name in ("base", "tuned", "fisher"):
+            for model in models:
+                (tmp_path / name / model).mkdir(parents=True)
+                values = np.abs(rng.standard_normal(100, dtype=np.float32))
+                save_file({"w": values}, tmp_path / name / model / "model.safetensors")
+            store.add(tmp_path / name, name=name)
+        for number, model in enumerate(model.replace(":", "%3A") for model in models):
+            asked = MergeRequest(
+                base=f"base:{model}",
+                experts=[(f"tuned:{model}", 0.5)],
+                method=method,
+                companions={f"fisher:tuned:{model}": f"fisher:{model}"}
+                if method == "fisher"
+                else {},
+            )
+            plan, name = store.plan(asked), f"merged-{number}"
+            store.merge(plan, name=name)
+            if "+" in model:
+                with pytest.raises(BadRequest, match=r"a \+ in its name"):
+                    store.recipe(name)
+                continue
+            for text in (store.recipe(name), store[name].read(FILE).decode()):
+                assert store.plan(store.read_recipe(text).request).plan == plan.plan
+            assert f"tuned:{model}" in str(yaml.safe_load(store.recipe(name))["models"])
+
+
+def test_experts_of_the_base_s_snapshot(tmp_path: Path) -> None:
+    """Several models of one snapshot are several models, also in a recipe."""
+    rng = np.random.default_rng(0)
+    for model in "abc":
+        (tmp_path / "whole" / model).mkdir(parents=True)
+        values = rng.standard_normal(100, dtype=np.float32)
+        save_file({"w": values}, tmp_path / "whole" / model / "model.safetensors")
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        store.add(tmp_path / "whole", name="whole")
+        for method in ("linear", "task_arithmetic"):
+            experts = {"whole:b": 0.5, "whole:c": 0.25}
+            plan = store.plan(MergeRequest(base="whole:a", experts=experts, method=method))
+            store.merge(plan, name=method)
+            text = store.recipe(method)
+            assert [one["model"] for one in yaml.safe_load(text)["models"]] == [*experts]
+            assert store.plan(store.read_recipe(text).request).plan == plan.plan
 
 
 def test_merges_of_earlier_versions_have_no_recipe(store: Store) -> None:

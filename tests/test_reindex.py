@@ -16,7 +16,9 @@ from test_repair import contents, fine_tune, flip, packs, sources
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import CONDEMNED, PRUNED
 from mstore.errors import Conflict, MstoreError, NotFound, StorageFailed
+from mstore.ids import PackId
 from mstore.store.plans import plan_ids, sources_of
 
 
@@ -71,7 +73,7 @@ def told(path: Path, *, with_history: bool = True) -> dict[str, Any]:
             },
         }
         with catalog.index.env.read() as rows:
-            for name in ("snapshots", "edges", "refs"):
+            for name in ("snapshots", "contents", "children", "refs", "pinned"):
                 with rows.cursor(db=catalog.index.db(name)) as cursor:
                     found[name] = [(bytes(key), bytes(value)) for key, value in cursor]
             for name in ("blocks", "records"):
@@ -262,7 +264,7 @@ def test_pruned_snapshots_stay_pruned(path: Path) -> None:
         gone = _blocks(store, old.id) - keep
         assert gone
         with index.env.write() as rows:
-            index.put(rows, "pruned", old.id, (5).to_bytes(8, "big"))
+            index.put(rows, PRUNED, old.id, 5)
             for block in gone:
                 rows.delete(block, db=index.db("blocks"))
         assert store.fsck(read_data=True).problems == ()
@@ -270,7 +272,7 @@ def test_pruned_snapshots_stay_pruned(path: Path) -> None:
     with Store.open(path) as store:
         assert store.fsck(read_data=True).problems == ()
         with store._catalog.index.env.read() as rows:
-            assert store._catalog.index.get(rows, "pruned", old.id) == (5).to_bytes(8, "big")
+            assert store._catalog.index.get(rows, PRUNED, old.id) == 5
 
 
 def test_a_condemned_pack_is_not_taken_in_again(path: Path) -> None:
@@ -286,8 +288,8 @@ def test_a_condemned_pack_is_not_taken_in_again(path: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     shutil.copy(pack, target)
     with Store.open(path) as store, store._catalog.index.env.write() as rows:
-        row = bytes.fromhex(pack.stem) + pack.stat().st_size.to_bytes(8, "big")
-        store._catalog.index.put(rows, "condemned", b"\0\0\1\0", row)
+        row = PackId.parse(pack.stem), pack.stat().st_size, ()
+        store._catalog.index.put(rows, CONDEMNED, 256, row)
     count = len(packs(path)) - 1
     assert Store.reindex(path).packs == count
     with Store.open(path) as store:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mstore.errors import BadName, MstoreError, NotFound
 from mstore.ids import ManifestId, SnapshotId
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
-from mstore.store import snapshot_rows
+from mstore.store import listing
 from mstore.store.catalog import Catalog
 from mstore.store.refs import BRANCH, TAG, Ref, check_name, move
 from mstore.store.revisions import Revision, parse
@@ -150,10 +150,10 @@ def test_ambiguous_prefixes_are_refused(lineage: Lineage, tmp_path: Path) -> Non
         for id in (*ids, SnapshotId(b"\xff" * 32), SnapshotId(bytes(32))):
             rows.put(id, bytes(40), db=catalog.index.db("snapshots"))
     with catalog.index.env.read() as rows:
-        assert snapshot_rows.with_prefix(catalog.index, rows, "abc") == ids
-        assert snapshot_rows.with_prefix(catalog.index, rows, "abc1") == ids[1:2]
-        assert snapshot_rows.with_prefix(catalog.index, rows, "ffff") == [SnapshotId(b"\xff" * 32)]
-        assert snapshot_rows.with_prefix(catalog.index, rows, "abd") == []
+        assert listing.with_prefix(catalog.index, rows, "abc") == ids
+        assert listing.with_prefix(catalog.index, rows, "abc1") == ids[1:2]
+        assert listing.with_prefix(catalog.index, rows, "ffff") == [SnapshotId(b"\xff" * 32)]
+        assert listing.with_prefix(catalog.index, rows, "abd") == []
     with pytest.raises(NotFound):
         catalog.resolve("abd0")
     assert catalog.resolve("abc1") == ids[1]

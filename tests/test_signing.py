@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from mstore import Store
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import SIGNATURES
 from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.signature import Signature, signed_message, signed_text
@@ -301,7 +302,7 @@ def test_a_row_of_another_snapshot_is_corrupt(store: Store, keys: Path) -> None:
     (store.path.parent / "a" / "more.txt").write_text("more")
     store.add(store.path.parent / "a", name="b")
     with catalog.index.env.write() as rows:
-        catalog.index.put(rows, "signatures", store["b"].id + record.id(), b"")
+        catalog.index.put(rows, SIGNATURES, (store["b"].id, record.id()), None)
     with pytest.raises(Corrupt, match="another snapshot"):
         store.verify("b", {})
 

@@ -28,6 +28,7 @@ from mstore.objects.canonical import Record
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress
+from mstore.store.models import tensors_of
 from mstore.store.transaction import Transaction
 
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "breadcrumbs", "model_stock")
@@ -217,7 +218,7 @@ def _block_of(store: Store, ref: str, tensor: str) -> tuple[BlockId, Location]:
     """The one block of a tensor, and where it lies."""
     catalog = store._catalog
     manifest = catalog.manifest(catalog.snapshot(catalog.resolve(ref)).manifest_id())
-    block = catalog.tensor(manifest.tensors()[tensor]).block(0)
+    block = catalog.tensor(tensors_of(catalog, manifest)[tensor]).block(0)
     return block, catalog.locate([block])[0]
 
 

@@ -26,7 +26,8 @@ def asked(place: Place, method: str) -> dict[str, Any]:
     parameters, weights = METHODS[method]
     experts = list(zip(place.family.names, weights, strict=False))
     fishers = place.family.fisher_names if method == "fisher" else []
-    models = {"base": "base", "experts": experts, "fishers": fishers}
+    companions = families.fishers_for(experts, fishers)
+    models: dict[str, Any] = {"base": "base", "experts": experts, "companions": companions}
     return models | {"method": method, "parameters": parameters}
 
 

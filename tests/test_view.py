@@ -483,7 +483,7 @@ def test_a_block_in_the_wrong_place(nbytes: int, tmp_path: Path) -> None:
                 Part(None, transaction.put_record(head), 0),
                 Part("w", transaction.put_record(tensor), nbytes),
             )
-            manifest = Manifest((File("f", 1, nbytes, parts),))
+            manifest = Manifest((File("f.safetensors", 1, nbytes, parts),))
             record = SnapshotRecord(
                 manifest=transaction.put_record(manifest),
                 parents=(),
@@ -496,13 +496,13 @@ def test_a_block_in_the_wrong_place(nbytes: int, tmp_path: Path) -> None:
             )
             transaction.commit(snapshots=[record])
         view = store.view(SnapshotId(record.id()))
-        for ask in (lambda: view.tensor("w"), lambda: list(view.stream("f"))):
+        for ask in (lambda: view.tensor("w"), lambda: list(view.stream("f.safetensors"))):
             with pytest.raises(Corrupt) as found:
                 ask()
-            assert str(found.value.where).endswith(f":f, tensor w, block {block}")
+            assert str(found.value.where).endswith(f":f.safetensors, tensor w, block {block}")
         if nbytes > len(content):
             with pytest.raises(Corrupt):
-                view.read("f", 0, nbytes)
+                view.read("f.safetensors", 0, nbytes)
 
 
 # -- virtual blocks ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from mstore.store.models import models_in, tensors_of
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from mstore.blocks.schema import Sources
     from mstore.merge.analysis.blame import BlameReport
     from mstore.merge.analysis.compatibility import CompatibilityReport
     from mstore.merge.analysis.explain import Explanation
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from mstore.objects.plan import Plan
     from mstore.progress import ProgressCallback
     from mstore.requests import MergeRequest, RecipeRequest, Vocabulary
-    from mstore.store.plan_rows import Sources
     from mstore.vocabulary.align import AlignReport
 
 

@@ -27,6 +27,7 @@ ALWAYS = "always"
 if TYPE_CHECKING:
     from mstore.block_cache import BlockCache
     from mstore.blocks.codecs import Policy
+    from mstore.blocks.schema import Sources
     from mstore.ids import PlanId
     from mstore.merge.planning.request import Input
     from mstore.merge.planning.warnings import MergeWarning
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
     from mstore.store.memo import Memo
-    from mstore.store.plan_rows import Sources
     from mstore.view import SnapshotView
 
 

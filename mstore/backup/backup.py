@@ -33,9 +33,9 @@ from mstore.backup.packs import PlacedPacks, Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
-from mstore.blocks.location_rows import pack_number
-from mstore.blocks.pack_numbers import Condemned, NamedPack
+from mstore.blocks.location import pack_number
 from mstore.blocks.packs import SealedPack, pack_path
+from mstore.blocks.schema import PRUNED, Condemned, NamedPack
 from mstore.check.affected import Affected, AffectedTensors
 from mstore.check.findings import Findings, Problem
 from mstore.errors import Conflict, Corrupt, StorageFailed, Unavailable
@@ -44,7 +44,7 @@ from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
 from mstore.sharing import Sharing
-from mstore.store import condemned, generation, leases, lost_found, mirror, pruned_rows, refs
+from mstore.store import condemned, generation, leases, lost_found, mirror, refs
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import give_names
 
@@ -332,7 +332,7 @@ class _Backup:
             return ()
         with closing(Catalog(self._layout)) as catalog:
             with catalog.index.env.read() as transaction:
-                pruned = pruned_rows.ids(catalog.index, transaction)
+                pruned = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
             return AffectedTensors(catalog, self._findings).all(names, pruned)
 
     def _hint(self) -> Phrase | None:

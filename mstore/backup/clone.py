@@ -18,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import destination, lacking, packs, source
+from mstore.backup import lacking, packs, source
 from mstore.backup.backup import Moved
 from mstore.backup.packs import PlacedPacks, Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
-from mstore.blocks.pack_numbers import NamedPack
 from mstore.blocks.packs import SealedPack, read_table
+from mstore.blocks.schema import NamedPack
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
 from mstore.frozen import frozen
@@ -122,7 +122,6 @@ class _Clone:
         fs.make_directory(layout.incoming, private=True)
         with closing(Index(layout.index, create=True)) as index:
             theirs = index_copy.copy(self._catalog.index, index)
-            destination.forget(index)
             staged: dict[PackId, Path] = {}
             own = [self._copy(pack, theirs, staged) for pack in theirs]
             with index.env.write() as transaction:

@@ -2,7 +2,7 @@
 
     backup             "mstore backup 1 <uuid>": whose backup it is; the first file that is written
     index, counters    the generation of the last backup, and which packs were damaged when they
-                       were copied (`mstore.store.backup_row`)
+                       were copied
     tmp/incoming/      packs and the index of the next state, while they are not all there
     tmp/incoming.lock  held by the backup that runs: to others it looks like a lease
 
@@ -26,13 +26,13 @@ from typing import Self
 from mstore import fs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
-from mstore.blocks.pack_numbers import NamedPack
+from mstore.blocks.schema import BACKUP, NamedPack
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
 from mstore.frozen import frozen
 from mstore.ids import PackId
 from mstore.phrases import call, joined, phrase
-from mstore.store import backup_row, leases, refs
 from mstore.store import layout as layouts
+from mstore.store import leases, refs
 from mstore.store.config import Config
 from mstore.store.layout import BACKUP_MARKER, Layout
 from mstore.store.mirror import Mirror
@@ -57,13 +57,7 @@ class State:
 def note(index: Index, generation: int, damaged: Sequence[PackId]) -> None:
     """Say in a new index that it is a backup's, as of which generation, and what is damaged."""
     with index.env.write() as transaction:
-        backup_row.put(index, transaction, generation, damaged)
-
-
-def forget(index: Index) -> None:
-    """Take that back: this index is a store's."""
-    with index.env.write() as transaction:
-        backup_row.remove(index, transaction)
+        index.put(transaction, BACKUP, generation, tuple(damaged))
 
 
 class Destination:
@@ -143,7 +137,7 @@ class Destination:
             raise Conflict("this process has the backup open", where=str(layout.root))
         try:
             with closing(Index(layout.index)) as index, index.env.read() as transaction:
-                row = backup_row.get(index, transaction)
+                row = index.backup(transaction)
                 generation = index.generation(transaction)
                 if row is None or row.generation != generation:
                     raise Conflict(

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from mstore.blocks import location_rows, row_batches
 from mstore.blocks.index import Index
-from mstore.blocks.location_rows import Key
+from mstore.blocks.location import Key, base_of, moved, pack_number
 from mstore.blocks.packs import Kind
 from mstore.check.findings import Findings
 from mstore.check.graph import Graph
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import SnapshotId
-from mstore.store import snapshot_rows
+from mstore.store import listing
 from mstore.store.catalog import Catalog
 
 _KEPT = "missing from the store; this backup keeps its copy"
@@ -29,8 +28,8 @@ def found(catalog: Catalog) -> Findings:
     findings = Findings()
     Graph(catalog, findings).run(with_mirror=False)
     index = catalog.index
-    for batch in row_batches.blocks(index):
-        named = (location_rows.base_of(row) for _, row in batch)
+    for batch in index.block_batches():
+        named = (base_of(row) for _, row in batch)
         bases = sorted({base for base in named if base is not None})
         with index.env.read() as transaction:
             stored = index.has_blocks(transaction, bases) if bases else []
@@ -69,10 +68,10 @@ def _restored(new: Index, old: Index, wanted: Iterable[Key]) -> Iterator[Key]:
         numbers = {pack.number: new.pack_number(writing, pack.id) for pack in packs}
         for key in sorted(wanted):
             row = old.row(reading, key)
-            number = None if row is None else numbers.get(location_rows.pack_number(row))
+            number = None if row is None else numbers.get(pack_number(row))
             if row is None or number is None or new.row(writing, key) is not None:
                 continue
-            new.put_row(writing, key, location_rows.moved(row, number))
+            new.put_row(writing, key, moved(row, number))
             yield key
 
 
@@ -81,4 +80,4 @@ def _list_again(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> None:
         with suppress(NotFound, Corrupt):
             record = catalog.snapshot(id)
             with catalog.index.env.write() as transaction:
-                snapshot_rows.insert(catalog.index, transaction, record)
+                listing.insert(catalog.index, transaction, record)

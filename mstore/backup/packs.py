@@ -17,11 +17,10 @@ from mstore import fs
 from mstore.ahead import in_order
 from mstore.backup.ticks import Tick
 from mstore.blocks.index import Index
-from mstore.blocks.location import Location
-from mstore.blocks.location_rows import Row, pack_number
-from mstore.blocks.pack_numbers import NamedPack
+from mstore.blocks.location import Location, Row, pack_number
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, open_pack, read_footer
 from mstore.blocks.reader import BlockReader
+from mstore.blocks.schema import NamedPack
 from mstore.check.findings import Findings, typed
 from mstore.errors import Corrupt, Unreadable
 from mstore.ids import BlockId, Buffer, PackId

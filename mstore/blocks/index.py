@@ -1,28 +1,12 @@
 """The index: which pack holds a block or record, at what offset, and the tables of the store.
 
-Named databases of one LMDB environment, keys fixed-width and big-endian.  One module knows the
-bytes of each:
-
-    blocks, records               blocks.location_rows
-    packs, pack_ids, condemned    blocks.pack_numbers
-    counters    "packs"           -> the next pack number, u32: this module
-                "generation"      -> how often something was published, u64: this module
-                "backup"          store.backup_row
-                "pinned" + id     store.pin_rows
-    snapshots, edges              store.snapshot_rows
-    refs, reflog                  store.refs
-    plans                         store.plan_rows
-    pruned                        store.pruned_rows
-    signatures                    store.signature_rows
-    leases                        store.leases
-
-Others ask `Index` or a function of these modules, and get ids, numbers, locations and records.
-`get`, `put`, `delete`, `keys`, `walk` and `db` are for these modules alone (a house-rules test
-checks).
+Named databases of one LMDB environment.  `mstore.blocks.schema` declares the tables, and so the
+bytes of their rows; `mstore.blocks.location` knows those of locations.  Modules above ask `Index`
+with a table and typed keys, and get values.  `db` and cursors are for the modules that handle rows
+as bytes (a house-rules test lists them).
 
 Payloads and footers prove the rows of blocks and records.  Nothing proves the others, so each ends
-with a check of its database, key and value (`checked_rows`), and is read through `get` and `walk`,
-which refuse a row that does not match.
+with a check of its database, key and value, and a row that does not match is refused.
 
 Everything here can be rebuilt from packs and the ref mirror.  Functions take an open transaction,
 so that the caller decides what is one atomic step.
@@ -30,89 +14,41 @@ so that the caller decides what is one atomic step.
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Final, TypeVar
 
-from mstore.blocks import checked_rows, location_rows, pack_numbers
+from mstore.blocks import location
 from mstore.blocks.lmdb_env import Environment
-from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Location
-from mstore.blocks.location_rows import BLOCKS, RECORDS, Key, Row
-from mstore.blocks.pack_numbers import CONDEMNED, PACK_IDS, PACKS, Condemned, NamedPack
+from mstore.blocks.lmdb_types import Cursor, IndexTransaction
+from mstore.blocks.location import Key, Location, Row
 from mstore.blocks.packs import Kind, SealedPack
+from mstore.blocks.schema import (
+    BACKUP,
+    BLOCKS,
+    CONDEMNED,
+    COUNTERS,
+    DATABASES,
+    PACK_IDS,
+    PACKS,
+    RECORDS,
+    TABLES,
+    BackupRow,
+    Condemned,
+    NamedPack,
+)
+from mstore.blocks.tables import Table
 from mstore.errors import Corrupt
-from mstore.ids import BlockId, PackId
+from mstore.ids import ID_BYTES, BlockId, PackId
 from mstore.phrases import call
 
-DATABASES = (
-    "blocks",
-    "records",
-    "packs",
-    "pack_ids",
-    "snapshots",
-    "edges",
-    "refs",
-    "reflog",
-    "leases",
-    "plans",
-    "condemned",
-    "counters",
-    "pruned",
-    "signatures",
-)
-UNCHECKED = frozenset({"blocks", "records", "leases"})
-"""Databases whose rows end with no check: payloads prove the first two, locks the third."""
-COUNTERS = "counters"
-_NEXT_PACK = b"packs"
-_GENERATION = b"generation"
-_COUNT = struct.Struct(">Q")
-
-
-def sealed(database: str, key: bytes, value: bytes) -> bytes:
-    """Return the row of a value: the value and its check."""
-    return checked_rows.sealed(database, _hashed(key), value)
-
-
-def opened(database: str, key: bytes, row: bytes | None) -> bytes | None:
-    """Return the value of a row; None if there is no row or it does not match its check."""
-    return checked_rows.opened(database, _hashed(key), row)
-
-
-def subject(database: str, key: bytes) -> tuple[str, str]:
-    """Return what a row is about: a kind and a readable name."""
-    match database:
-        case "refs":
-            return "ref", key.decode(errors="backslashreplace")
-        case "reflog":
-            # The key is the name, a zero byte, and eight bytes of position.
-            return "reflog", key[:-9].decode(errors="backslashreplace")
-        case "plans":
-            return "plan", key.hex()
-    return "index", f"{database} {key.hex()}"
-
-
-def damaged(database: str, key: bytes) -> Corrupt:
-    """Return the error for a row that does not match its check."""
-    kind, name = subject(database, key)
-    return Corrupt(
-        f"the index's row of this {kind} does not match its check",
-        where=f"plan {name}" if kind == "plan" else name,
-        hint=call("reindex"),
-    )
-
-
-def _hashed(key: bytes) -> bytes:
-    # Keys differ in length: without the prefix, a byte could move from a key to its value.
-    return len(key).to_bytes(2, "big") + key
-
-
-def read_generation(key: bytes, value: bytes) -> int | None:
-    """Return the generation that a row of `counters` states; None for another counter."""
-    return int.from_bytes(value, "big") if key == _GENERATION else None
+_NEXT_PACK: Final = "packs"
+GENERATION: Final = "generation"
+_BATCH = 20_000
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class Index:
@@ -139,77 +75,165 @@ class Index:
         """Return the handle of a named database."""
         return self.env.databases[name]
 
-    # -- rows with a check -------------------------------------------------------------------
+    # -- rows of any table -------------------------------------------------------------------
 
-    def get(self, transaction: IndexTransaction, database: str, key: bytes) -> bytes | None:
+    def get(self, transaction: IndexTransaction, table: Table[_K, _V], key: _K) -> _V | None:
         """Return the value of a row, None if there is none.  Raises Corrupt if it is damaged."""
-        row = transaction.get(key, db=self.db(database))
-        return None if row is None else _opened(database, key, row)
+        data = table.key.encode(key)
+        row = transaction.get(data, db=self.db(table.name))
+        return None if row is None else table.read(data, row)
+
+    def has(self, transaction: IndexTransaction, table: Table[_K, Any], key: _K) -> bool:
+        """Return whether there is a row; does not check it."""
+        return transaction.get(table.key.encode(key), db=self.db(table.name)) is not None
 
     def put(
         self,
         transaction: IndexTransaction,
-        database: str,
-        key: bytes,
-        value: bytes,
+        table: Table[_K, _V],
+        key: _K,
+        value: _V,
         *,
         overwrite: bool = True,
     ) -> None:
-        """Write a row with its check."""
-        row = sealed(database, key, value)
-        transaction.put(key, row, db=self.db(database), overwrite=overwrite)
+        """Write a row."""
+        data, row = table.row(key, value)
+        transaction.put(data, row, db=self.db(table.name), overwrite=overwrite)
+
+    def delete(self, transaction: IndexTransaction, table: Table[_K, Any], key: _K) -> None:
+        """Delete a row, if there is one."""
+        transaction.delete(table.key.encode(key), db=self.db(table.name))
+
+    def delete_all(
+        self, transaction: IndexTransaction, table: Table[Any, Any], *begin: object
+    ) -> None:
+        """Delete the rows whose keys begin with these fields, damaged ones too."""
+        prefix = table.key.begin(begin)
+        with transaction.cursor(db=self.db(table.name)) as cursor:
+            while cursor.set_range(prefix) and cursor.key().startswith(prefix):
+                cursor.delete()
 
     def walk(
-        self, transaction: IndexTransaction, database: str, prefix: bytes = b""
-    ) -> Iterator[tuple[bytes, bytes]]:
-        """Yield key and value of rows with this key prefix.  Raises Corrupt if one is damaged."""
-        with transaction.cursor(db=self.db(database)) as cursor:
-            more = cursor.set_range(prefix) if prefix else cursor.first()
-            while more and cursor.key().startswith(prefix):
-                key = bytes(cursor.key())
-                yield key, _opened(database, key, cursor.value())
+        self, transaction: IndexTransaction, table: Table[_K, _V], *begin: object
+    ) -> Iterator[tuple[_K, _V]]:
+        """Yield key and value of the rows whose keys begin with these fields, in order.
+
+        Raises Corrupt if one is damaged.
+        """
+        prefix, item = table.key.begin(begin), table.item
+        with transaction.cursor(db=self.db(table.name)) as cursor:
+            more = _go(cursor, prefix)
+            while more:
+                key = cursor.key()
+                if not key.startswith(prefix):
+                    break
+                yield item(key, cursor.value())
                 more = cursor.next()
 
-    def delete(self, transaction: IndexTransaction, database: str, key: bytes) -> bool:
-        """Delete a row; return whether there was one."""
-        return transaction.delete(key, db=self.db(database))
-
     def keys(
-        self, transaction: IndexTransaction, database: str, start: bytes = b""
+        self, transaction: IndexTransaction, table: Table[Any, Any], *begin: object
     ) -> Iterator[bytes]:
-        """Yield the keys from `start` on, in order.  Neither reads nor checks values."""
-        with transaction.cursor(db=self.db(database)) as cursor:
-            if cursor.set_range(start) if start else cursor.first():
-                yield from map(bytes, cursor.iternext(values=False))
+        """Yield the bytes of the keys that begin with these fields, in order.
+
+        Neither reads nor checks values, so a key may be damaged.
+        """
+        return self._keys(transaction, table, table.key.begin(begin))
+
+    def keys_with(
+        self, transaction: IndexTransaction, table: Table[Any, Any], digits: str
+    ) -> Iterator[bytes]:
+        """Yield the bytes of the keys that begin with these hex digits, as `keys` does."""
+        half = len(digits) // 2 * 2
+        for key in self._keys(transaction, table, bytes.fromhex(digits[:half])):
+            if key.hex().startswith(digits):
+                yield key
+
+    def _keys(
+        self, transaction: IndexTransaction, table: Table[Any, Any], prefix: bytes
+    ) -> Iterator[bytes]:
+        with transaction.cursor(db=self.db(table.name)) as cursor:
+            if _go(cursor, prefix):
+                for key in cursor.iternext(values=False):
+                    if not key.startswith(prefix):
+                        break
+                    yield bytes(key)
+
+    def last(
+        self, transaction: IndexTransaction, table: Table[_K, Any], *begin: object
+    ) -> _K | None:
+        """Return the last key that begins with these fields; None if there is none."""
+        prefix = table.key.begin(begin)
+        with transaction.cursor(db=self.db(table.name)) as cursor:
+            beyond = bool(prefix) and cursor.set_range(prefix + b"\xff" * ID_BYTES)
+            if not (cursor.prev() if beyond else cursor.last()):
+                return None
+            key = cursor.key()
+            return table.key_of(key) if key.startswith(prefix) else None
 
     def count(self, transaction: IndexTransaction, name: str) -> int:
         """Return the number of rows of a named database."""
         return int(transaction.stat(self.db(name))["entries"])
 
-    # -- generations -------------------------------------------------------------------------
+    def batches(self, table: Table[Any, Any]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Yield the keys and rows of a table, in key order: one short transaction per batch.
+
+        For passes over a whole index that must not hold one transaction open.  May miss concurrent
+        changes.
+        """
+        after: bytes | None = None
+        while True:
+            with (
+                self.env.read() as transaction,
+                transaction.cursor(db=self.db(table.name)) as cursor,
+            ):
+                more = cursor.first() if after is None else cursor.set_range(after + b"\0")
+                rows: list[tuple[bytes, bytes]] = []
+                while more and len(rows) < _BATCH:
+                    rows.append((bytes(cursor.key()), bytes(cursor.value())))
+                    more = cursor.next()
+            if rows:
+                after = rows[-1][0]
+                yield rows
+            if not more:
+                return
+
+    def unsound(self) -> Iterator[tuple[Table[Any, Any], bytes]]:
+        """Yield table and key of every row that does not match its check or has another form."""
+        for table in TABLES:
+            if table.has_check:
+                for batch in self.batches(table):
+                    for key, row in batch:
+                        if not table.is_sound(key, row):
+                            yield table, key
+
+    # -- what is one row ---------------------------------------------------------------------
 
     def generation(self, transaction: IndexTransaction) -> int:
         """Return how many commits were published.  Raises Corrupt if the row is damaged."""
-        value = self.get(transaction, COUNTERS, _GENERATION)
-        return 0 if value is None else _COUNT.unpack(value)[0]
+        return self.get(transaction, COUNTERS, GENERATION) or 0
 
     def set_generation(self, transaction: IndexTransaction, generation: int) -> None:
         """Record how many commits were published, in the transaction that publishes one."""
-        self.put(transaction, COUNTERS, _GENERATION, _COUNT.pack(generation))
+        self.put(transaction, COUNTERS, GENERATION, generation)
 
-    def has_generation(self, transaction: IndexTransaction) -> bool:
-        """Return whether a generation was ever recorded; does not check the row."""
-        return transaction.get(_GENERATION, db=self.db(COUNTERS)) is not None
+    def backup(self, transaction: IndexTransaction) -> BackupRow | None:
+        """Return what a backup is of; None if this index is not a backup's.
+
+        One whose generation is another than the row's was written to since.  Raises Corrupt if the
+        row is damaged.
+        """
+        found = next(self.walk(transaction, BACKUP), None)
+        return None if found is None else BackupRow(*found)
 
     # -- locations ---------------------------------------------------------------------------
 
     def block(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
         """Return the location of a block, or None."""
-        return self._located(transaction, transaction.get(block, db=self.db(BLOCKS)))
+        return self._located(transaction, transaction.get(block, db=self.db(BLOCKS.name)))
 
     def has_block(self, transaction: IndexTransaction, block: BlockId) -> bool:
         """Return whether the block is stored."""
-        return transaction.get(block, db=self.db(BLOCKS)) is not None
+        return transaction.get(block, db=self.db(BLOCKS.name)) is not None
 
     def has_blocks(self, transaction: IndexTransaction, blocks: Sequence[bytes]) -> list[bool]:
         """Return whether each block is stored, with one call into LMDB."""
@@ -217,7 +241,7 @@ class Index:
 
     def record(self, transaction: IndexTransaction, kind: Kind, id: bytes) -> Location | None:
         """Return the location of a record, or None."""
-        database, key = location_rows.name(kind, id)
+        database, key = _place(kind, id)
         return self._located(transaction, transaction.get(key, db=self.db(database)))
 
     def has_record(self, transaction: IndexTransaction, kind: Kind, id: bytes) -> bool:
@@ -226,8 +250,8 @@ class Index:
 
     def has_records(self, transaction: IndexTransaction, keys: Iterable[Key]) -> set[Key]:
         """Return those of these records that are stored, with one call into LMDB."""
-        names = {location_rows.name(*key)[1]: key for key in keys}
-        with transaction.cursor(db=self.db(RECORDS)) as cursor:
+        names = {_place(*key)[1]: key for key in keys}
+        with transaction.cursor(db=self.db(RECORDS.name)) as cursor:
             return {names[name] for name, _ in cursor.getmulti(list(names))}
 
     def record_spans(
@@ -237,42 +261,40 @@ class Index:
 
         A fast `record` for many, with one call into LMDB.
         """
-        names = location_rows.record_names(kind, ids)
-        with transaction.cursor(db=self.db(RECORDS)) as cursor:
+        names = [bytes([kind]) + id for id in ids]
+        with transaction.cursor(db=self.db(RECORDS.name)) as cursor:
             rows: Any = cursor.getmulti(names)
         spans = []
         packs = _Packs(self, transaction)
         for name, row in rows:
-            number, offset, stored, _, codec, _, _ = location_rows.fields(row)
+            number, offset, stored, _, codec, _, _ = location.fields(row)
             spans.append((packs[number], offset, stored, codec, name[1:]))
         return spans
 
     def blocks(self, transaction: IndexTransaction) -> Iterator[tuple[BlockId, Location]]:
         """Yield every block with its location, in id order."""
         row: Any
-        with transaction.cursor(db=self.db(BLOCKS)) as cursor:
+        with transaction.cursor(db=self.db(BLOCKS.name)) as cursor:
             for key, row in cursor:
                 yield BlockId(key), self.location(transaction, row)
 
     def records(self, transaction: IndexTransaction) -> Iterator[tuple[Kind, bytes, Location]]:
         """Yield every record's kind, id and location."""
         row: Any
-        with transaction.cursor(db=self.db(RECORDS)) as cursor:
+        with transaction.cursor(db=self.db(RECORDS.name)) as cursor:
             for key, row in cursor:
                 yield Kind(key[0]), key[1:], self.location(transaction, row)
 
     def record_ids(self, transaction: IndexTransaction, kind: Kind) -> Iterator[bytes]:
         """Yield the ids of every record of one kind, in order."""
-        for key in self.keys(transaction, RECORDS, bytes([kind])):
-            if key[0] != kind:
-                break
+        for key in self.keys(transaction, RECORDS, kind):
             yield key[1:]
 
     # -- rows of locations -------------------------------------------------------------------
 
     def row(self, transaction: IndexTransaction, key: tuple[int, bytes]) -> Row | None:
         """Return the row of a block or record, or None.  A record may be of an unknown kind."""
-        database, name = location_rows.name(*key)
+        database, name = _place(*key)
         found: Any = transaction.get(name, db=self.db(database))
         row: Row | None = found
         return row
@@ -281,7 +303,7 @@ class Index:
         self, transaction: IndexTransaction, blocks: Sequence[bytes]
     ) -> list[Row | None]:
         """Return the rows of many blocks in one call into LMDB; None for a block not stored."""
-        with transaction.cursor(db=self.db(BLOCKS)) as cursor:
+        with transaction.cursor(db=self.db(BLOCKS.name)) as cursor:
             found: Any = cursor.getmulti(blocks)
         if len(found) == len(blocks):
             return [row for _, row in found]
@@ -290,7 +312,7 @@ class Index:
 
     def location(self, transaction: IndexTransaction, row: Row) -> Location:
         """Return where the row of a block or record says that its payload lies."""
-        number, offset, stored, raw, codec, width, base = location_rows.fields(row)
+        number, offset, stored, raw, codec, width, base = location.fields(row)
         pack = self._pack_id(transaction, number)
         return Location(pack, offset, stored, raw, codec, width, base)
 
@@ -299,19 +321,19 @@ class Index:
         packs = _Packs(self, transaction)
         found = []
         for row in rows:
-            number, offset, stored, raw, codec, width, base = location_rows.fields(row)
+            number, offset, stored, raw, codec, width, base = location.fields(row)
             found.append(Location(packs[number], offset, stored, raw, codec, width, base))
         return found
 
     def put_row(self, transaction: IndexTransaction, key: Key, row: Row) -> None:
         """Write the row of a block or record."""
-        database, name = location_rows.name(*key)
+        database, name = _place(*key)
         data: Any = row
         transaction.put(name, data, db=self.db(database))
 
     def delete_row(self, transaction: IndexTransaction, key: Key) -> None:
         """Delete the row of a block or record, if there is one."""
-        database, name = location_rows.name(*key)
+        database, name = _place(*key)
         transaction.delete(name, db=self.db(database))
 
     def delete_row_if(self, transaction: IndexTransaction, key: Key, row: Row) -> bool:
@@ -342,12 +364,28 @@ class Index:
             id = self._pack_ids[number] = pack.id
         return id
 
+    def location_batches(self) -> Iterator[list[tuple[int, bytes, Row]]]:
+        """Yield kind, id and row of every block, then of every record, as `batches` does.
+
+        A kind may be unknown.
+        """
+        batch: Any
+        for batch in self.batches(BLOCKS):
+            yield [(Kind.BLOCK, id, row) for id, row in batch]
+        for batch in self.batches(RECORDS):
+            yield [(key[0], key[1:], row) for key, row in batch]
+
+    def block_batches(self) -> Iterator[list[tuple[bytes, Row]]]:
+        """Yield id and row of every block, as `batches` does."""
+        batches: Any = self.batches(BLOCKS)
+        yield from batches
+
     # -- packs -------------------------------------------------------------------------------
 
     def packs(self, transaction: IndexTransaction) -> Iterator[tuple[PackId, int]]:
         """Yield (PackId, size in bytes) of every pack."""
-        for pack in self.named_packs(transaction):
-            yield pack.id, pack.size
+        for _, named in self.walk(transaction, PACKS):
+            yield named
 
     def pack_ids(self, transaction: IndexTransaction) -> Iterator[bytes]:
         """Yield the id of every pack that the index names.  Neither reads nor checks rows."""
@@ -355,30 +393,27 @@ class Index:
 
     def named_packs(self, transaction: IndexTransaction) -> Iterator[NamedPack]:
         """Yield every pack that the index names, by number."""
-        for key, value in self.walk(transaction, PACKS):
-            yield pack_numbers.decode_pack(key, value)
+        for number, named in self.walk(transaction, PACKS):
+            yield NamedPack(number, *named)
 
     def numbered_pack(self, transaction: IndexTransaction, number: int) -> NamedPack | None:
         """Return the pack that has this number, or None."""
-        key = pack_numbers.encode_number(number)
-        value = self.get(transaction, PACKS, key)
-        return None if value is None else pack_numbers.decode_pack(key, value)
+        named = self.get(transaction, PACKS, number)
+        return None if named is None else NamedPack(number, *named)
 
     def has_number(self, transaction: IndexTransaction, number: int) -> bool:
         """Return whether a pack has this number; does not check the row."""
-        return transaction.get(pack_numbers.encode_number(number), db=self.db(PACKS)) is not None
+        return self.has(transaction, PACKS, number)
 
     def pack_number(self, transaction: IndexTransaction, pack: PackId) -> int | None:
         """Return the number of a pack; None for a pack that the index does not name."""
-        value = self.get(transaction, PACK_IDS, pack)
-        return None if value is None else pack_numbers.decode_number(value)
+        return self.get(transaction, PACK_IDS, pack)
 
     def name_packs(self, transaction: IndexTransaction, packs: Iterable[NamedPack]) -> None:
         """Insert the rows of packs under the numbers that they have."""
         for pack in packs:
-            number = pack_numbers.encode_number(pack.number)
-            self.put(transaction, PACKS, number, pack_numbers.encode_pack(pack))
-            self.put(transaction, PACK_IDS, pack.id, number)
+            self.put(transaction, PACKS, pack.number, (pack.id, pack.size))
+            self.put(transaction, PACK_IDS, pack.id, pack.number)
 
     def insert_pack(self, transaction: IndexTransaction, pack: SealedPack) -> None:
         """Insert rows for a pack and all its entries.
@@ -387,23 +422,22 @@ class Index:
         that gc collects.
         """
         number = self._number_pack(transaction, pack)
-        rows: dict[str, list[tuple[bytes, Any]]] = {BLOCKS: [], RECORDS: []}
+        rows: dict[str, list[tuple[bytes, Any]]] = {BLOCKS.name: [], RECORDS.name: []}
         for entry in pack.entries:
-            database, key = location_rows.name(entry.kind, entry.id)
-            rows[database].append((key, location_rows.encode(number, entry)))
+            database, key = _place(entry.kind, entry.id)
+            rows[database].append((key, location.encode(number, entry)))
         for database, items in rows.items():
             with transaction.cursor(db=self.db(database)) as cursor:
                 cursor.putmulti(items, overwrite=False)
 
     def _number_pack(self, transaction: IndexTransaction, pack: SealedPack) -> int:
         """Insert rows for the pack itself and return its number, which no pack had before."""
-        counter = self.get(transaction, COUNTERS, _NEXT_PACK)
-        number = 0 if counter is None else pack_numbers.decode_number(counter)
-        for database in (PACKS, CONDEMNED):
-            with transaction.cursor(db=self.db(database)) as cursor:
-                if cursor.last():
-                    number = max(number, pack_numbers.decode_number(cursor.key()) + 1)
-        self.put(transaction, COUNTERS, _NEXT_PACK, pack_numbers.encode_number(number + 1))
+        number = self.get(transaction, COUNTERS, _NEXT_PACK) or 0
+        for table in (PACKS, CONDEMNED):
+            last = self.last(transaction, table)
+            if last is not None:
+                number = max(number, last + 1)
+        self.put(transaction, COUNTERS, _NEXT_PACK, number + 1)
         self.name_packs(transaction, [NamedPack(number, pack.id, pack.size)])
         return number
 
@@ -424,8 +458,8 @@ class Index:
         if moved:
             number = self._number_pack(transaction, pack)
             for key, entry, _ in moved:
-                self.put_row(transaction, key, location_rows.encode(number, entry))
-        return Counter(location_rows.pack_number(row) for _, _, row in moved)
+                self.put_row(transaction, key, location.encode(number, entry))
+        return Counter(location.pack_number(row) for _, _, row in moved)
 
     # -- condemned packs ---------------------------------------------------------------------
 
@@ -440,20 +474,22 @@ class Index:
         named = self.numbered_pack(transaction, number)
         if named is None:
             raise Corrupt("the pack has two numbers, or none", where=f"pack {pack.hex()}")
-        key = pack_numbers.encode_number(number)
-        self.put(transaction, CONDEMNED, key, pack_numbers.encode_condemned(named, leases))
-        self.delete(transaction, PACKS, key)
+        names = tuple(lease.encode("ascii", "replace") for lease in leases)
+        self.put(transaction, CONDEMNED, number, (named.id, named.size, names))
+        self.delete(transaction, PACKS, number)
         self.delete(transaction, PACK_IDS, pack)
 
     def condemned(self, transaction: IndexTransaction) -> list[Condemned]:
         """Return every condemned pack whose file may still exist."""
-        rows = self.walk(transaction, CONDEMNED)
-        return [pack_numbers.decode_condemned(key, value) for key, value in rows]
+        return [
+            Condemned(number, pack, size, tuple(name.decode("ascii", "replace") for name in names))
+            for number, (pack, size, names) in self.walk(transaction, CONDEMNED)
+        ]
 
     def forget_condemned(self, transaction: IndexTransaction, packs: Iterable[Condemned]) -> None:
         """Remove the rows of condemned packs whose files are deleted."""
         for pack in packs:
-            self.delete(transaction, CONDEMNED, pack_numbers.encode_number(pack.number))
+            self.delete(transaction, CONDEMNED, pack.number)
 
 
 class _Packs(dict[int, PackId]):
@@ -468,8 +504,11 @@ class _Packs(dict[int, PackId]):
         return pack
 
 
-def _opened(database: str, key: bytes, row: bytes) -> bytes:
-    value = opened(database, key, row)
-    if value is None:
-        raise damaged(database, key)
-    return value
+def _place(kind: int, id: bytes) -> tuple[str, bytes]:
+    """Return the database and the key of a block or record."""
+    return (BLOCKS.name, id) if kind == Kind.BLOCK else (RECORDS.name, bytes([kind]) + id)
+
+
+def _go(cursor: Cursor, prefix: bytes) -> bool:
+    # LMDB goes to no empty key.
+    return cursor.set_range(prefix) if prefix else cursor.first()

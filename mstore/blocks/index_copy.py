@@ -1,19 +1,19 @@
 """An index with the rows of another, as of one commit.
 
 Inserts rows into a new environment instead of copying pages: leftovers in old pages stay behind,
-every row that carries a check is checked, and the copy has a lock file of its own. Leases and
-condemned packs are not copied.
+every row that carries a check is checked, and the copy has a lock file of its own. Tables of the
+source alone, such as leases and condemned packs, are not copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from mstore.blocks.index import DATABASES, UNCHECKED, Index, damaged, opened
+from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.pack_numbers import CONDEMNED, PACK_IDS, PACKS, NamedPack
-
-_LEFT = frozenset({"leases", CONDEMNED, PACKS, PACK_IDS})
+from mstore.blocks.schema import PACK_IDS, PACKS, TABLES, NamedPack
+from mstore.blocks.tables import Table
 
 
 def copy(source: Index, target: Index) -> list[NamedPack]:
@@ -23,18 +23,18 @@ def copy(source: Index, target: Index) -> list[NamedPack]:
     """
     source.env.refresh()
     with source.env.read() as reading, target.env.write() as writing:
-        for database in DATABASES:
-            if database not in _LEFT:
-                with writing.cursor(db=target.db(database)) as cursor:
-                    cursor.putmulti(_checked(source, reading, database), append=True)
+        for table in TABLES:
+            if not (table.is_own or table in (PACKS, PACK_IDS)):
+                with writing.cursor(db=target.db(table.name)) as cursor:
+                    cursor.putmulti(_checked(source, reading, table), append=True)
         return list(source.named_packs(reading))
 
 
 def _checked(
-    index: Index, transaction: IndexTransaction, database: str
+    index: Index, transaction: IndexTransaction, table: Table[Any, Any]
 ) -> Iterator[tuple[bytes, bytes]]:
-    with transaction.cursor(db=index.db(database)) as cursor:
+    with transaction.cursor(db=index.db(table.name)) as cursor:
         for key, row in cursor:
-            if database not in UNCHECKED and opened(database, key, row) is None:
-                raise damaged(database, key)
+            if table.has_check:
+                table.item(key, row)
             yield key, row

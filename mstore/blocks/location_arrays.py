@@ -1,12 +1,11 @@
 """All rows of `blocks` and `records` at one moment, as arrays.
 
 About 67 bytes per block. `HEAD` is the form of a location without its base
-(`mstore.blocks.location_rows`); the bases are row numbers.
+(`mstore.blocks.location`); the bases are row numbers.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,17 +16,27 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mstore.blocks.id_search import (
+    Flags,
+    Leading,
+    Numbers,
+    bucket_bits,
+    buckets,
+    edges,
+    leading,
+    lower_bound,
+    words,
+)
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_columns import Columns, Unexpected
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_rows import BLOCKS, RECORDS, Row
+from mstore.blocks.location import Row
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import BLOCKS, RECORDS
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES
 from mstore.phrases import call
 
-Numbers = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 HEAD = np.dtype(
     [
         ("pack", ">u4"),
@@ -41,10 +50,7 @@ HEAD = np.dtype(
 NO_BASE, LOST_BASE = -1, -2
 """Instead of the row number of a base: the payload needs none; its base is not stored."""
 _BATCH = 1 << 17
-_WORDS = ID_BYTES // 8
-_IS_LITTLE = sys.byteorder == "little"
 _LARGEST = np.uint64((1 << 64) - 1)
-_MOST_IN_A_BUCKET = 64
 _ALL_EQUAL = np.uint32(0x01010101)
 """Four flags that are true, as one number."""
 _ID = np.dtype((np.void, ID_BYTES))
@@ -62,8 +68,12 @@ class Table:
         self._ids = np.frombuffer(keys, _ID)
         # One more behind the last, for which nothing is too large.
         self._first = np.full(len(self._ids) + 1, _LARGEST)
-        self._first[:-1] = _numbers(self._ids)
-        self._shift, self._starts = _buckets(self._first[:-1])
+        self._first[:-1] = leading(self._ids)
+        self._bits = bucket_bits(len(self._ids))
+        inner = edges(1, 1 << self._bits, self._bits)
+        self._starts = np.full((1 << self._bits) + 1, len(self._ids), np.int32)
+        self._starts[0] = 0
+        self._starts[1:-1] = np.searchsorted(self._first[:-1], inner)
         self.base = np.empty(0, np.int32)
 
     def __len__(self) -> int:
@@ -99,7 +109,7 @@ class Table:
         result = np.full(len(wanted), -1, np.int64)
         if not len(self):
             return result
-        first = _numbers(wanted)
+        first = leading(wanted)
         # In sorted order, each search finds the data of the one before in the processor's cache.
         order = np.argsort(first)
         first, wanted = first[order], wanted[order]
@@ -117,16 +127,11 @@ class Table:
             found[open_] += 1
         return result
 
-    def _from(self, first: npt.NDArray[np.uint64]) -> Numbers:
+    def _from(self, first: Leading) -> Numbers:
         """Return the first row whose id does not begin with less than each of these numbers."""
-        if self._starts is None:
-            return np.searchsorted(self._first[:-1], first)
-        found = self._starts[(first >> self._shift).astype(np.int64)].astype(np.int64)
-        behind = np.flatnonzero(self._first[found] < first)
-        while len(behind):
-            found[behind] += 1
-            behind = behind[self._first[found[behind]] < first[behind]]
-        return found
+        bucket = buckets(first, self._bits)
+        low, high = (self._starts[one].astype(np.int64) for one in (bucket, bucket + 1))
+        return lower_bound(low, high, lambda rows: self._first[rows] < first)
 
     def resolve(self, inside: slice, named: Flags, bases: bytes) -> None:
         """Set the bases of those of the rows inside that name one, from these concatenated ids."""
@@ -135,45 +140,13 @@ class Table:
 
     def _are(self, numbers: Numbers, wanted: npt.NDArray[np.void]) -> Flags:
         """Return whether the ids of these rows are the wanted ones."""
-        equal = _words(self._ids[numbers]) == _words(wanted)
+        equal = words(self._ids[numbers]) == words(wanted)
         return np.asarray(equal.view(np.uint32)[:, 0] == _ALL_EQUAL)
-
-
-def _buckets(first: npt.NDArray[np.uint64]) -> tuple[np.uint64, npt.NDArray[np.int32] | None]:
-    """Return by how much to shift a number to get its bucket, and the first row of each bucket.
-
-    Ids are hashes: about four share a bucket, and stepping through it is faster than a search in
-    halves.  None if a bucket is large: then they are no hashes; or if they do not ascend.
-    """
-    bits = max(1, len(first).bit_length() - 2)
-    shift = np.uint64(64 - bits)
-    if (first[1:] < first[:-1]).any():
-        return shift, None
-    counts = np.zeros(1 << bits, np.int32)
-    for start in range(0, len(first), _BATCH):
-        some = (first[start : start + _BATCH] >> shift).astype(np.int64)
-        # The buckets of some lie together.
-        low, high = int(some[0]), int(some[-1])
-        counts[low : high + 1] += np.bincount(some - low).astype(np.int32)
-    if counts.max() > _MOST_IN_A_BUCKET:
-        return shift, None
-    return shift, np.cumsum(counts, dtype=np.int32) - counts
 
 
 def id_at(ids: bytes, place: int) -> bytes:
     """Return one of concatenated ids."""
     return ids[place * ID_BYTES : (place + 1) * ID_BYTES]
-
-
-def _words(ids: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    """Return ids as uint64[ids, 4]: for equality alone the order of bytes does not matter."""
-    return ids.view(np.uint64).reshape(-1, _WORDS)
-
-
-def _numbers(ids: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    """Return the first eight bytes of ids as numbers, in whose order the ids are."""
-    first = _words(ids)[:, 0]
-    return first.byteswap() if _IS_LITTLE else first.copy()
 
 
 def read(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
@@ -182,7 +155,7 @@ def read(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
 
 
 def _block_table(index: Index, transaction: IndexTransaction) -> Table:
-    count = index.count(transaction, BLOCKS)
+    count = index.count(transaction, BLOCKS.name)
     try:
         return _table(count, _Pages(index, transaction))
     except Unexpected:
@@ -243,7 +216,7 @@ class _Pages:
 
     def __init__(self, index: Index, transaction: IndexTransaction) -> None:
         lengths = HEAD.itemsize, _DELTA.itemsize
-        self._columns = Columns(index.env, transaction, BLOCKS, ID_BYTES, lengths)
+        self._columns = Columns(index.env, transaction, BLOCKS.name, ID_BYTES, lengths)
 
     def ids(self) -> Iterator[npt.NDArray[np.void]]:
         for nodes in self._columns.batches():
@@ -290,7 +263,7 @@ class _Cursor:
     def _column(self, what: str) -> Iterator[list[bytes]]:
         """Yield the keys, or the rows, in batches; both at once take twice as long."""
         index, transaction = self._ask
-        with transaction.cursor(db=index.db(BLOCKS)) as cursor:
+        with transaction.cursor(db=index.db(BLOCKS.name)) as cursor:
             column: Any = cursor.iternext(keys=what == "keys", values=what == "rows")
             while batch := list(islice(column, _BATCH)):
                 yield batch
@@ -298,13 +271,13 @@ class _Cursor:
 
 def _require(is_sound: bool) -> None:
     if not is_sound:
-        raise Corrupt("the index has rows of another form", where=BLOCKS, hint=call("reindex"))
+        raise Corrupt("the index has rows of another form", where=BLOCKS.name, hint=call("reindex"))
 
 
 def _record_tables(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
     keys = {kind: bytearray() for kind in Kind}
     heads = {kind: bytearray() for kind in Kind}
-    with transaction.cursor(db=index.db(RECORDS)) as cursor:
+    with transaction.cursor(db=index.db(RECORDS.name)) as cursor:
         for key, row in cursor:
             # Ignore kinds that this version does not know; their packs stay.
             with suppress(ValueError):

@@ -15,10 +15,9 @@
 All integers are little-endian.  The file's size is a multiple of 4096.  PackId = BLAKE3 with the
 "mstore 1 pack" context over the first 72 header bytes and the table.  The generation is the one
 after the index's when the writer began: the commit that publishes the pack has this generation or a
-later one (`mstore.store.generation`).  Version 1 has no generation: the bytes are zero, and its
-PackId covers the first 64.  Raw payloads of one file follow each other in file order; such a run
-starts at a pack offset congruent to its file offset modulo 4096, so that whole pages of the file
-are whole pages of the pack.
+later one (`mstore.store.generation`).  Raw payloads of one file follow each other in file order;
+such a run starts at a pack offset congruent to its file offset modulo 4096, so that whole pages of
+the file are whole pages of the pack.
 
 Crash promise: a pack gets its final name only after its bytes are synced, so every name in packs/
 is a complete pack.  A writer belongs to one thread; any number of threads may use `PackFiles`.
@@ -50,8 +49,6 @@ from mstore.phrases import call
 
 PAGE = 4096
 VERSION = 2
-VERSIONS = (1, 2)
-"""Pack versions that this code reads."""
 MAGIC = b"MSTOREPK"
 TAIL_MAGIC = b"KPEROTSM"
 NONCE_BYTES = 32
@@ -68,7 +65,6 @@ _SHARE = 8
 
 _NAME = re.compile(r"[0-9a-f]{64}\.pack")
 _HEADER = struct.Struct("<8sI4x16s32sQ")
-_OLD_HEADER_BYTES = 64
 _STORE_UUID = slice(16, 32)
 _TAIL = struct.Struct("<QQ32sI4x8s")
 ENTRY = struct.Struct("<32s32sQIIBBB5x")
@@ -362,9 +358,8 @@ def store_of(path: Path) -> bytes:
 
 
 def generation_of(path: Path) -> int:
-    """Return a pack's generation; 0 for version 1.  Raises as `read_footer` does."""
-    head = _covered_head(path)
-    return int(_HEADER.unpack(head)[4]) if len(head) == _HEADER.size else 0
+    """Return a pack's generation.  Raises as `read_footer` does."""
+    return int(_HEADER.unpack(_covered_head(path))[4])
 
 
 def _covered_head(path: Path) -> bytes:
@@ -395,21 +390,17 @@ def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
     file.seek(size - _TAIL.size)
     tail = file.read(_TAIL.size)
     offset, length, digest, version, magic = _TAIL.unpack(tail)
-    head_magic, head_version, _, _, generation = _HEADER.unpack(head)
+    head_magic, head_version, *_ = _HEADER.unpack(head)
     if magic != TAIL_MAGIC or head_magic != MAGIC:
         raise Corrupt("not a pack, or damaged at an end", where=where)
     if version != head_version:
         raise Corrupt(f"of version {head_version}, and of {version} by its footer", where=where)
-    if version not in VERSIONS:
-        raise Incompatible(f"pack version {version} needs a newer mstore", where=where)
+    if version != VERSION:
+        raise Incompatible(f"pack version {version}; this mstore reads {VERSION}", where=where)
     if length % ENTRY.size or offset < PAGE or offset + length + _TAIL.size > size:
         raise Corrupt("the footer does not fit the file", where=where)
     if tail != _TAIL.pack(offset, length, digest, version, magic):
         raise Corrupt("the tail padding is not zero", where=where)
-    if version == 1:
-        if generation:
-            raise Corrupt("the header padding is not zero", where=where)
-        head = head[:_OLD_HEADER_BYTES]
     return head, offset, length, digest
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Set as AbstractSet
 
-from mstore.blocks import location_rows
-from mstore.blocks.location_rows import Row
+from mstore.blocks.location import Row, base_of, pack_number
 from mstore.blocks.packs import Kind
 from mstore.check.findings import Findings
 from mstore.errors import Corrupt, NotFound
@@ -111,13 +110,13 @@ class AffectedTensors:
     def _reads_wrong(self, block: BlockId, row: Row) -> bool:
         if (Kind.BLOCK, bytes(block)) in self._findings.broken:
             return True
-        base = location_rows.base_of(row)
+        base = base_of(row)
         if base is not None:
             with self._catalog.index.env.read() as transaction:
                 under = self._catalog.index.row(transaction, (Kind.BLOCK, base))
             if self._is_lost(BlockId(base), under):
                 return True
-        if location_rows.pack_number(row) not in self._numbers:
+        if pack_number(row) not in self._numbers:
             return False
         try:
             self._catalog.read_block(block)

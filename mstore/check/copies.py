@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
-from mstore.blocks.location import Location
-from mstore.blocks.location_rows import Key
+from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, listed, read_table
 from mstore.blocks.reader import BlockReader, located
 from mstore.check.findings import typed

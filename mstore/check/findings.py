@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mstore.blocks.location_rows import Key, Row
+from mstore.blocks.location import Key, Row
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt, NotFound, Unreadable
 from mstore.frozen import frozen

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks import location_rows, row_batches
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Location
-from mstore.blocks.location_rows import Row, pack_number
+from mstore.blocks.location import Location, Row, base_of, pack_number, raw_length
 from mstore.blocks.packs import (
     NO_BASE,
     Entry,
@@ -95,7 +93,7 @@ class Footers:
 
     def _count_rows(self, numbers: set[int]) -> Counter[int]:
         named: Counter[int] = Counter()
-        for batch in row_batches.locations(self._index):
+        for batch in self._index.location_batches():
             counted = Counter(pack_number(row) for _, _, row in batch)
             named.update(counted)
             if counted.keys() - numbers:
@@ -204,9 +202,9 @@ class Footers:
             name = entry.base.hex()[:12]
             if base is None:
                 what = f"its base {name} is missing"
-            elif location_rows.base_of(base) is not None:
+            elif base_of(base) is not None:
                 what = f"its base {name} is a delta itself"
-            elif location_rows.raw_length(base) != entry.raw_length:
+            elif raw_length(base) != entry.raw_length:
                 what = f"its base {name} has another length"
             else:
                 continue
@@ -230,7 +228,7 @@ class Footers:
             with suppress(PackGone):
                 _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
                 footers[number] = {(entry.kind, entry.id) for entry in entries}
-        for batch in row_batches.locations(self._index):
+        for batch in self._index.location_batches():
             for kind, id, row in batch:
                 number = pack_number(row)
                 if number in footers and (kind, id) not in footers[number]:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Collection, Container
 from contextlib import closing
 
-from mstore.blocks import lmdb_check, row_batches
-from mstore.blocks.index import Index, subject
-from mstore.blocks.location_rows import pack_number
+from mstore.blocks import lmdb_check
+from mstore.blocks.index import Index
+from mstore.blocks.location import pack_number
 from mstore.blocks.packs import pack_path
 from mstore.check import index_file
 from mstore.check.affected import Affected, AffectedTensors
@@ -142,8 +142,8 @@ class Checker:
     def _index(self, catalog: Catalog) -> None:
         """Find faults that only a new index fixes; with such an index, nothing else is judged."""
         findings = self.findings
-        for database, key in row_batches.damaged(catalog.index):
-            kind, name = subject(database, key)
+        for table, key in catalog.index.unsound():
+            kind, name = table.subject(key)
             findings.tell(kind, name, "the row does not match its check")
         why = generation.doubt(catalog.layout, catalog.index, packs=True)
         if why is not None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from mstore.blocks.location_rows import raw_length
+from mstore.blocks.location import raw_length
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import PRUNED, SIGNATURES
 from mstore.check.findings import Findings
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import Id, ManifestId, PlanId, SnapshotId, TensorId
@@ -19,7 +20,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.store import mirror, plan_rows, pruned_rows, refs, signature_rows, snapshot_rows
+from mstore.store import listing, mirror, refs
 from mstore.store.catalog import Catalog
 
 
@@ -28,7 +29,7 @@ def _shown(ref: refs.Ref | None) -> str:
 
 
 class Graph:
-    """One pass over refs, reflogs, snapshots and signatures."""
+    """One pass over refs, snapshots and signatures."""
 
     def __init__(self, catalog: Catalog, findings: Findings) -> None:
         self._catalog = catalog
@@ -42,8 +43,9 @@ class Graph:
         self.snapshots = 0
 
     def run(self, *, with_mirror: bool = True) -> None:
-        """Check everything; a copy that is being made has no mirror yet."""
-        self.names = self._refs()
+        """Check everything, where rows are sound; a copy that is being made has no mirror yet."""
+        with self._index.env.read() as transaction:
+            self.names = dict(refs.walk(self._index, transaction))
         known = set(self._catalog.snapshot_ids())
         self.snapshots = len(known)
         for name, ref in self.names.items():
@@ -57,23 +59,13 @@ class Graph:
         for snapshot in sorted(known):
             self._snapshot(snapshot, known, with_contents=snapshot not in self.pruned)
         self._signatures(known)
-        self._sources()
         if with_mirror:
             self._mirror()
-
-    def _refs(self) -> dict[str, refs.Ref]:
-        def tell(name: str) -> None:
-            self.findings.tell("ref", name, "the row cannot be read")
-
-        names = refs.readable(self._index, tell)
-        for name in refs.unreadable_reflogs(self._index):
-            self.findings.tell("reflog", name, "a move cannot be read")
-        return names
 
     def _pruned(self) -> set[SnapshotId]:
         """Return the snapshots that need no contents; one that a ref names directly needs them."""
         with self._index.env.read() as transaction:
-            marked = pruned_rows.ids(self._index, transaction)
+            marked = {id for id, _ in self._index.walk(transaction, PRUNED)}
         return marked - {ref.snapshot_id() for ref in self.names.values()}
 
     def _unlisted(self, known: set[SnapshotId]) -> None:
@@ -116,7 +108,7 @@ class Graph:
 
     def _own_rows(self, id: SnapshotId, record: SnapshotRecord) -> None:
         with self._index.env.read() as transaction:
-            do_agree = snapshot_rows.agree(self._index, transaction, id, record)
+            do_agree = listing.agree(self._index, transaction, id, record)
         if not do_agree:
             self.findings.incomplete.add(bytes(id))
             what = "its rows in the index do not agree with its record"
@@ -191,19 +183,13 @@ class Graph:
             self.findings.tell("virtual", id.hex(), what)
 
     def _signatures(self, known: set[SnapshotId]) -> None:
-        for row in signature_rows.all_rows(self._index):
-            if isinstance(row, bytes):
-                self.findings.tell("index", row.hex(), "not a row of a signature")
-                continue
-            snapshot, signature = row
+        with self._index.env.read() as transaction:
+            rows = [key for key, _ in self._index.walk(transaction, SIGNATURES)]
+        for snapshot, signature in rows:
             if snapshot not in known:
                 what = f"signs {snapshot.short}, which is missing"
                 self.findings.tell("signature", signature.hex(), what)
             self._require(Kind.SIGNATURE, signature, f"snapshot {snapshot.short}")
-
-    def _sources(self) -> None:
-        for plan, error in plan_rows.unreadable(self._index):
-            self.findings.tell("plan", plan, error.what)
 
     def _mirror(self) -> None:
         # A crash right after a commit leaves the mirror behind; the next writer refreshes it.

@@ -11,23 +11,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mstore.blocks import location_rows, pack_numbers
-from mstore.blocks.index import DATABASES
 from mstore.blocks.lmdb_check import at_most
 from mstore.blocks.lmdb_pages import LmdbFile
+from mstore.blocks.schema import DATABASES, TABLES
 from mstore.errors import Corrupt, StorageFailed
 from mstore.phrases import call
-from mstore.store import snapshot_rows
 from mstore.store.layout import Layout
 
-# database -> lengths of its keys, lengths of its values; the readers check the databases not
-# listed.
-_FORMS: dict[bytes, tuple[frozenset[int], frozenset[int]]] = {
-    b"blocks": location_rows.BLOCKS_FORM,
-    b"records": location_rows.RECORDS_FORM,
-    b"packs": pack_numbers.PACKS_FORM,
-    b"pack_ids": pack_numbers.PACK_IDS_FORM,
-    b"snapshots": snapshot_rows.FORM,
+_LENGTHS = {
+    table.name.encode(): (table.key.lengths, table.row_lengths())
+    for table in TABLES
+    if table.key.lengths or table.row_lengths()
 }
 _ATTEMPTS = 20
 _PAUSE = 0.01
@@ -80,8 +74,8 @@ def _faults(file: LmdbFile) -> list[str]:
     tell = at_most(found)
 
     def look(database: bytes, key: bytes, value: bytes) -> None:
-        form = _FORMS.get(database)
-        if form is not None and (len(key) not in form[0] or len(value) not in form[1]):
+        keys, rows = _LENGTHS.get(database, (None, None))
+        if (keys and len(key) not in keys) or (rows and len(value) not in rows):
             tell(f"{database.decode()}: the row {key.hex()[:16]} has another form")
 
     names = file.check(tell, look)

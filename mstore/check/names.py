@@ -18,7 +18,7 @@ from mstore.frozen import frozen
 from mstore.store import mirror
 from mstore.store.layout import Layout
 from mstore.store.mirror import Mirror
-from mstore.store.refs import BRANCH, Move, Ref
+from mstore.store.refs import Move, Ref
 
 _MIRROR: Final = "the mirror"
 _INDEX: Final = "the old index"
@@ -116,8 +116,7 @@ def _words(
         yield _Word(generation, 1, _INDEX, old.refs.get(name))
     move = old.moves.get(name)
     if move is not None:
-        kind = move.kind or (old.refs[name].kind if name in old.refs else BRANCH)
-        ref = None if move.new is None else Ref(kind, move.new)
+        ref = None if move.new is None else Ref(move.kind, move.new)
         yield _Word(move.generation, 0, _REFLOG, ref)
 
 

@@ -6,19 +6,35 @@ damaged database; skips rows that do not match their check or do not decode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-import msgspec
-
-from mstore.blocks.index import opened, read_generation
+from mstore.blocks.index import GENERATION
 from mstore.blocks.lmdb_pages import LmdbFile, Tree
-from mstore.blocks.pack_numbers import decode_condemned, decode_pack
+from mstore.blocks.schema import (
+    CONDEMNED,
+    COUNTERS,
+    LEASES,
+    PACKS,
+    PINNED,
+    PLANS,
+    PRUNED,
+    REFLOG,
+    REFS,
+    SNAPSHOTS,
+    Move,
+    Ref,
+    Sources,
+)
+from mstore.blocks.tables import Table
 from mstore.errors import BadName, Corrupt
 from mstore.ids import PackId, PlanId, SnapshotId
-from mstore.store import leases, pin_rows, plan_rows, pruned_rows, refs
+from mstore.store import refs
 from mstore.store.layout import Layout
-from mstore.store.refs import LogRow, Move, Ref
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 @dataclass(slots=True)
@@ -35,9 +51,9 @@ class OldIndex:
     refs: dict[str, Ref] = field(default_factory=dict)
     are_refs_whole: bool = False
     is_reflog_whole: bool = False
-    reflog: dict[bytes, LogRow] = field(default_factory=dict)
+    reflog: dict[tuple[str, int], Move] = field(default_factory=dict)
     moves: dict[str, Move] = field(default_factory=dict)
-    plans: dict[PlanId, bytes] = field(default_factory=dict)
+    plans: dict[PlanId, Sources] = field(default_factory=dict)
     snapshots: set[SnapshotId] | None = None
     pruned: dict[SnapshotId, int] | None = None
     pinned: dict[SnapshotId, int] = field(default_factory=dict)
@@ -66,88 +82,53 @@ class OldIndex:
         if not databases:
             self.notes.append("nothing of it can be read")
             return
-        for name, take in (
-            (b"counters", self._take_counter),
-            (b"plans", self._take_plan),
-            (b"packs", self._take_pack),
-            (b"condemned", self._take_condemned),
-        ):
-            self._take_all(file, databases, name, take)
-        self.is_reflog_whole = not self._take_all(file, databases, b"reflog", self._take_move)
-        self.are_refs_whole = not self._take_all(file, databases, b"refs", self._take_ref)
-        snapshots: set[SnapshotId] = set()
-        pruned: dict[SnapshotId, int] = {}
+        self.generation = self._rows(file, databases, COUNTERS)[0].get(GENERATION)
+        self.plans, _ = self._rows(file, databases, PLANS)
+        packs, _ = self._rows(file, databases, PACKS)
+        condemned, _ = self._rows(file, databases, CONDEMNED)
+        self.condemned = {pack for pack, _, _ in condemned.values()}
+        self.packs = self.condemned | {pack for pack, _ in packs.values()}
+        self.reflog, self.is_reflog_whole = self._rows(file, databases, REFLOG)
+        # Rows come in the order of positions, so the newest comes last.
+        self.moves = {name: move for (name, _), move in self.reflog.items()}
+        self.refs, self.are_refs_whole = self._rows(file, databases, REFS)
+        self.pinned, _ = self._rows(file, databases, PINNED)
+        snapshots, is_whole = self._rows(file, databases, SNAPSHOTS)
+        self.snapshots = set(snapshots) if is_whole else None
+        pruned, is_whole = self._rows(file, databases, PRUNED)
+        self.pruned = pruned if is_whole else None
 
-        def take_snapshot(key: bytes, value: bytes) -> None:
-            snapshots.add(SnapshotId(key))
-
-        def take_pruned(key: bytes, value: bytes) -> None:
-            id, time_ns = pruned_rows.parse(key, value)
-            pruned[id] = time_ns
-
-        if not self._take_all(file, databases, b"snapshots", take_snapshot):
-            self.snapshots = snapshots
-        if not self._take_all(file, databases, b"pruned", take_pruned):
-            self.pruned = pruned
-
-    def _take_all(
-        self,
-        file: LmdbFile,
-        databases: dict[bytes, Tree],
-        name: bytes,
-        take: Callable[[bytes, bytes], None],
-    ) -> bool:
-        """Take the rows of one database; return whether any were lost."""
+    def _rows(
+        self, file: LmdbFile, databases: dict[bytes, Tree], table: Table[_K, _V]
+    ) -> tuple[dict[_K, _V], bool]:
+        """Return the rows of a table that can be read, and whether these are all."""
+        name = table.name.encode()
         if name not in databases:
-            self.notes.append(f"{name.decode()}: missing")
-            return True
+            self.notes.append(f"{table.name}: missing")
+            return {}, False
         told: list[str] = []
+        found: dict[_K, _V] = {}
         count = 0
         for key, row in file.rows(name, databases[name], told.append):
             count += 1
-            value = opened(name.decode(), key, row)
             try:
-                if value is None:
-                    raise ValueError("does not match its check")
-                take(key, value)
-            except (msgspec.MsgspecError, ValueError, BadName, Corrupt):
-                told.append(f"{name.decode()}: a row cannot be read")
+                one, value = table.item(key, row)
+                _require_named(table, one, value)
+                found[one] = value
+            except (Corrupt, BadName):
+                told.append(f"{table.name}: a row cannot be read")
         if count != databases[name].entries and not told:
-            told.append(f"{name.decode()}: {databases[name].entries - count} rows are lost")
+            told.append(f"{table.name}: {databases[name].entries - count} rows are lost")
         self.notes += told
-        return bool(told)
+        return found, not told
 
-    def _take_counter(self, key: bytes, value: bytes) -> None:
-        found = read_generation(key, value)
-        if found is not None:
-            self.generation = found
-        pin = pin_rows.parse(key, value)
-        if pin is not None:
-            self.pinned[pin[0]] = pin[1]
 
-    def _take_ref(self, key: bytes, value: bytes) -> None:
-        name, ref = refs.parse(key, value)
-        self.refs[name] = ref
-
-    def _take_move(self, key: bytes, value: bytes) -> None:
-        row = LogRow(key, value)
-        name, move = refs.parse_log(row)
-        self.reflog[key] = row
-        # Rows come in the order of positions, so the newest comes last.
-        self.moves[name] = move
-
-    def _take_plan(self, key: bytes, value: bytes) -> None:
-        id = PlanId(key)
-        plan_rows.decode(id, value)
-        self.plans[id] = value
-
-    def _take_pack(self, key: bytes, value: bytes) -> None:
-        self.packs.add(decode_pack(key, value).id)
-
-    def _take_condemned(self, key: bytes, value: bytes) -> None:
-        pack = decode_condemned(key, value).pack
-        self.condemned.add(pack)
-        self.packs.add(pack)
+def _require_named(table: Table[Any, Any], key: Any, value: Any) -> None:
+    """Raise BadName or Corrupt if a row of refs or reflogs has a name or kind that none has."""
+    if table is REFS or table is REFLOG:
+        refs.check_name(key if table is REFS else key[0])
+    if table is REFS and value.kind not in (refs.BRANCH, refs.TAG):
+        raise Corrupt(f"not a kind of ref: {value.kind}", where=key)
 
 
 def at_work(layout: Layout) -> Iterator[tuple[str, int, str]]:
@@ -156,8 +137,6 @@ def at_work(layout: Layout) -> Iterator[tuple[str, int, str]]:
         databases = file.databases(lambda _: None)
         if b"leases" in databases:
             for key, value in file.rows(b"leases", databases[b"leases"], lambda _: None):
-                try:
-                    name, row = leases.parse(key, value)
-                    yield name, row.pid, row.purpose
-                except (msgspec.MsgspecError, ValueError):
-                    continue
+                row = LEASES.found(key, value)
+                if row is not None:
+                    yield key.decode(errors="replace"), row.pid, row.purpose

@@ -11,9 +11,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from mstore.blocks import row_batches
 from mstore.blocks.index import Index
-from mstore.blocks.location_rows import Key, Row, base_of, raw_length
+from mstore.blocks.location import Key, Row, base_of, raw_length
 from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table, store_of
 from mstore.blocks.reader import BlockReader
 from mstore.check.findings import typed
@@ -183,7 +182,7 @@ class PackRows:
         """Drop deltas whose base is missing, or cannot be one."""
         index = self._index
         left_out = 0
-        for batch in row_batches.blocks(index):
+        for batch in index.block_batches():
             deltas = [(id, row, base) for id, row in batch if (base := base_of(row))]
             if not deltas:
                 continue

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from mstore.ahead import in_order
-from mstore.blocks.location import Location
-from mstore.blocks.location_rows import Row
+from mstore.blocks.location import Location, Row
 from mstore.blocks.packs import Kind, pack_path, read_table
 from mstore.check.findings import Findings
 from mstore.errors import Corrupt, Unreadable

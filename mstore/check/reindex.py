@@ -30,6 +30,7 @@ from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, SIGNATURES, Source, Sources
 from mstore.check import names as witnesses
 from mstore.check import old_index
 from mstore.check.names import Names
@@ -45,20 +46,15 @@ from mstore.phrases import call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import (
     leases,
+    listing,
     lost_found,
     memo,
     mirror,
-    pin_rows,
-    plan_rows,
-    pruned_rows,
     refs,
-    signature_rows,
-    snapshot_rows,
 )
 from mstore.store.catalog import now_ns
 from mstore.store.config import Config
 from mstore.store.layout import Layout, locate, require_local, require_writable
-from mstore.store.plan_rows import Source, Sources
 
 _DATA = "data.mdb"
 
@@ -352,10 +348,10 @@ class _Building:
     # -- snapshots ---------------------------------------------------------------------------
 
     def _snapshots(self, collected: set[bytes]) -> dict[SnapshotId, SnapshotRecord]:
-        """Insert rows of snapshots, edges and signatures, except for collected snapshots."""
+        """Insert rows of snapshots and signatures, except for collected snapshots."""
         index = self._index
         snapshots: dict[SnapshotId, SnapshotRecord] = {}
-        signatures: dict[SignatureId, bytes] = {}
+        signatures: dict[SignatureId, SnapshotId] = {}
         for id in self._stored(Kind.SNAPSHOT):
             data = None if id in collected else self._record(Kind.SNAPSHOT, id)
             if data is not None:
@@ -365,17 +361,17 @@ class _Building:
             data = self._record(Kind.SIGNATURE, id)
             if data is not None:
                 with suppress(Corrupt):
-                    signatures[SignatureId(id)] = decode(Signature, data, id.hex()).snapshot
+                    signatures[SignatureId(id)] = decode(Signature, data, id.hex()).snapshot_id()
         with index.env.write() as transaction:
             for id in collected:
                 # Its blocks may be gone as well: a listed record without them would be reported as
                 # damage.
                 index.delete_row(transaction, (Kind.SNAPSHOT, id))
             for snapshot in snapshots.values():
-                snapshot_rows.insert(index, transaction, snapshot)
+                listing.insert(index, transaction, snapshot)
             for signature, signed in signatures.items():
                 if signed not in collected:
-                    signature_rows.insert(index, transaction, signed, signature)
+                    index.put(transaction, SIGNATURES, (signed, signature), None)
         return snapshots
 
     def _stored(self, kind: Kind) -> list[bytes]:
@@ -392,7 +388,8 @@ class _Building:
         """Insert the chosen refs, and the old index's reflogs with a move to the chosen state."""
         old, index = self._old, self._index
         with index.env.write() as transaction:
-            refs.restore_log(index, transaction, old.reflog.values())
+            for key, move in old.reflog.items():
+                index.put(transaction, REFLOG, key, move)
             for name in settled.removed:
                 last = old.moves[name].new
                 if last is not None:
@@ -489,13 +486,9 @@ class _Building:
                 derived[plan] = Sources(source(bases[0]), tuple(map(source, experts)))
         index, told = self._index, self._old.plans
         with index.env.write() as transaction:
-            for plan in {**derived, **told}:
-                if not index.has_record(transaction, Kind.PLAN, plan):
-                    continue
-                if plan in told:
-                    plan_rows.restore(index, transaction, plan, told[plan])
-                else:
-                    plan_rows.put(index, transaction, plan, derived[plan])
+            for plan, sources in {**derived, **told}.items():
+                if index.has_record(transaction, Kind.PLAN, plan):
+                    index.put(transaction, PLANS, plan, sources)
 
     # -- contents ----------------------------------------------------------------------------
 
@@ -516,7 +509,7 @@ class _Building:
                 pruned.setdefault(id, now)
         with self._index.env.write() as transaction:
             for id, time_ns in pruned.items():
-                pruned_rows.mark(self._index, transaction, [id], time_ns)
+                self._index.put(transaction, PRUNED, id, time_ns)
             self._pins(transaction, snapshots)
         return len(pruned)
 
@@ -526,4 +519,4 @@ class _Building:
         """Mark the snapshots that the old index says are pinned: their newest copies are raw."""
         for id, time_ns in self._old.pinned.items():
             if id in snapshots:
-                pin_rows.mark(self._index, transaction, id, time_ns)
+                self._index.put(transaction, PINNED, id, time_ns)

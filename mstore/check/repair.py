@@ -21,12 +21,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mstore.blocks import codecs, location_rows, row_batches
+from mstore.blocks import codecs, location
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Location
-from mstore.blocks.location_rows import Key, Row, base_of, pack_number
+from mstore.blocks.location import Key, Location, Row, base_of, pack_number
 from mstore.blocks.packs import Kind
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, typed
@@ -38,7 +37,7 @@ from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import condemned, leases, snapshot_rows
+from mstore.store import condemned, leases, listing
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
@@ -237,7 +236,7 @@ class Repair:
                 if index.delete_row_if(transaction, key, row):
                     dropped.append(key)
             for snapshot in snapshots:
-                snapshot_rows.insert(index, transaction, snapshot)
+                listing.insert(index, transaction, snapshot)
             for kind, id in damage.rows:
                 if kind == Kind.SNAPSHOT:
                     _unlist_if_lost(index, transaction, SnapshotId(id))
@@ -404,7 +403,7 @@ class _Shelf:
                 # A row that someone else healed meanwhile stays.
                 index.insert_pack(transaction, pack)
             for snapshot in self._snapshots:
-                snapshot_rows.insert(index, transaction, snapshot)
+                listing.insert(index, transaction, snapshot)
             self._packs.keep()
         return set(self.keys)
 
@@ -416,9 +415,9 @@ class _Shelf:
 
 def _form(row: Row | None, length: int) -> Form | None:
     """Parse how a row says that its block is stored; None if it cannot be right."""
-    if row is None or location_rows.raw_length(row) != length:
+    if row is None or location.raw_length(row) != length:
         return None
-    codec, width = location_rows.codec(row), location_rows.width(row)
+    codec, width = location.codec(row), location.width(row)
     base = base_of(row)
     with suppress(Incompatible):
         if width in WIDTHS and Codec(codec).is_delta == (base is not None):
@@ -428,7 +427,7 @@ def _form(row: Row | None, length: int) -> Form | None:
 
 def _rows_in(catalog: Catalog, numbers: set[int | None]) -> Iterator[tuple[Key, Row]]:
     """Yield every row that names one of these packs."""
-    for batch in row_batches.locations(catalog.index):
+    for batch in catalog.index.location_batches():
         for kind, id, row in batch:
             if pack_number(row) in numbers:
                 # Skip records of a kind that this version does not know.
@@ -445,7 +444,7 @@ def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[Snapshot
 def _unlist_if_lost(index: Index, transaction: IndexTransaction, id: SnapshotId) -> None:
     """Unlist a snapshot whose record is gone; healing the record lists it again."""
     if not index.has_record(transaction, Kind.SNAPSHOT, id):
-        snapshot_rows.unlist(index, transaction, id)
+        listing.unlist(index, transaction, id)
 
 
 def _condemn(catalog: Catalog, transaction: IndexTransaction, pack: PackId, kept: set[int]) -> bool:

@@ -28,9 +28,9 @@ import numpy as np
 
 from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_rows import pack_number
-from mstore.blocks.pack_numbers import Condemned
+from mstore.blocks.location import pack_number
 from mstore.blocks.packs import Kind, pack_path
+from mstore.blocks.schema import PINNED, PLANS, PRUNED, SIGNATURES, Condemned
 from mstore.errors import StorageFailed
 from mstore.frozen import frozen
 from mstore.gc import proof, tidy
@@ -45,12 +45,8 @@ from mstore.store import (
     condemned,
     generation,
     leases,
+    listing,
     lost_found,
-    pin_rows,
-    plan_rows,
-    pruned_rows,
-    signature_rows,
-    snapshot_rows,
 )
 from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog, now_ns
@@ -404,7 +400,7 @@ class Collector:
         """Read the roots, plus all new snapshots, named or not: what they rely on stays."""
         roots = Roots.read(self._catalog, transaction, self._since)
         known = reach.inventory.snapshots
-        new = set(snapshot_rows.ids(self._catalog.index, transaction)) - known
+        new = set(listing.ids(self._catalog.index, transaction)) - known
         return replace(roots, loose=roots.loose | (new - roots.refs))
 
     # -- packs that nobody needs -------------------------------------------------------------
@@ -486,9 +482,9 @@ def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: Dead)
     """Delete all index rows of snapshots that are gone, except their reflogs."""
     index = catalog.index
     for id in dead.snapshots:
-        pruned_rows.unmark(index, transaction, id)
-        signature_rows.remove(index, transaction, id)
-    snapshot_rows.remove(index, transaction, dead.snapshots)
+        index.delete(transaction, PRUNED, id)
+        index.delete_all(transaction, SIGNATURES, id)
+    listing.remove(index, transaction, dead.snapshots)
 
 
 def _drop_sources(catalog: Catalog, transaction: IndexTransaction, reach: Reach) -> None:
@@ -497,18 +493,18 @@ def _drop_sources(catalog: Catalog, transaction: IndexTransaction, reach: Reach)
     Other snapshots can then stand in for the inputs.
     """
     index = catalog.index
-    for id, sources in list(plan_rows.walk(index, transaction)):
-        named = {source.snapshot for source in (sources.base, *sources.experts)}
+    for id, sources in list(index.walk(transaction, PLANS)):
+        named = {source.snapshot_id() for source in (sources.base, *sources.experts)}
         kept = index.has_record(transaction, Kind.PLAN, id)
-        if not kept or not all(snapshot_rows.is_listed(index, transaction, one) for one in named):
-            plan_rows.remove(index, transaction, id)
+        if not kept or not all(listing.is_listed(index, transaction, one) for one in named):
+            index.delete(transaction, PLANS, id)
 
 
 def _drop_pins(catalog: Catalog, transaction: IndexTransaction, reach: Reach) -> None:
     """Delete the marks of pinned snapshots whose contents are gone."""
     index = catalog.index
-    for id in pin_rows.ids(index, transaction) - reach.whole:
-        pin_rows.unmark(index, transaction, id)
+    for id in [id for id, _ in index.walk(transaction, PINNED) if id not in reach.whole]:
+        index.delete(transaction, PINNED, id)
 
 
 def _purposes(catalog: Catalog, names: set[str]) -> list[str]:

@@ -12,10 +12,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mstore.blocks import row_batches
-from mstore.blocks.index import damaged
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_rows import Key
+from mstore.blocks.location import Key
 from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
 from mstore.blocks.reader import located
 from mstore.check import index_file
@@ -46,8 +44,8 @@ def require_sound_names(catalog: Catalog) -> None:
     generation.require_current(catalog.layout, catalog.index, packs=True)
     with catalog.index.env.read():
         index_file.refuse(catalog.layout, index_file.faults(catalog.layout))
-    for database, key in row_batches.damaged(catalog.index):
-        raise damaged(database, key)
+    for table, key in catalog.index.unsound():
+        raise table.damaged(key)
     try:
         told = mirror.read(catalog.layout)
     except Corrupt as error:

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from mstore.ancestry import ancestry
+from mstore.blocks.schema import PRUNED
 from mstore.errors import BadRequest, NotFound
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import PREVIOUS
 from mstore.phrases import call
 from mstore.reachability import NS_A_DAY, Roots
-from mstore.store import pruned_rows, refs
+from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.transaction import RefMove, apply_moves
 
@@ -95,7 +96,9 @@ def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> P
 
 def _write(catalog: Catalog, chosen: Sequence[SnapshotId], tags: dict[str, refs.Ref]) -> None:
     with catalog.advancing() as transaction:
-        pruned_rows.mark(catalog.index, transaction, chosen, now_ns())
+        now = now_ns()
+        for id in chosen:
+            catalog.index.put(transaction, PRUNED, id, now, overwrite=False)
         moves = [RefMove(name, ref, None, "prune") for name, ref in sorted(tags.items())]
         apply_moves(catalog, transaction, moves)
 
@@ -179,7 +182,7 @@ def _unpruned(
     catalog: Catalog, snapshots: Iterable[SnapshotId], tagged: dict[str, refs.Ref]
 ) -> list[SnapshotId]:
     with catalog.index.env.read() as transaction:
-        known = pruned_rows.ids(catalog.index, transaction)
+        known = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
     named = {ref.snapshot_id() for ref in tagged.values()}
     found = [id for id in snapshots if id not in known or id in named]
     # A missing snapshot has no contents to prune.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.blocks.location_rows import Key, Row
+from mstore.blocks.location import Key, Row
 from mstore.blocks.packs import NO_BASE, Kind, SealedPack
 from mstore.blocks.reader import BlockReader, decoded, verify
 from mstore.errors import Corrupt, StorageFailed

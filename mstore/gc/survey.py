@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mstore.blocks.location_arrays import Flags, Numbers, Table
+from mstore.blocks.id_search import Flags, Numbers
+from mstore.blocks.location_arrays import Table
 from mstore.blocks.packs import ENTRY, PAGE, Kind, dead_bytes, pack_path
 from mstore.errors import Corrupt
 from mstore.frozen import frozen

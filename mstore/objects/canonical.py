@@ -18,16 +18,8 @@ import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, Buffer, Id
+from mstore.ids import ID_BYTES, Buffer, Id, plain_id
 from mstore.objects.limits import DEFAULT_LIMITS, MAX_COUNT, RecordLimits
-
-
-def plain_id(value: object) -> bytes:
-    """Encode an id as its 32 bytes; msgspec does not handle subclasses."""
-    if isinstance(value, Id):
-        return bytes(value)
-    raise NotImplementedError(f"a record cannot hold {type(value).__name__}")
-
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain_id)
 # Decoding checks these constraints.

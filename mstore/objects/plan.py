@@ -175,6 +175,11 @@ class PlanInput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         """The content of this input."""
         return ManifestId(self.manifest)
 
+    @property
+    def key(self) -> tuple[bytes, str | None]:
+        """Equal for inputs that are one model: a content may hold several."""
+        return self.manifest, self.model
+
 
 class Criteria(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The constraints on the selection, besides the budget.

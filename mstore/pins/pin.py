@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from mstore.ahead import in_order
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.blocks.location import Location
-from mstore.blocks.location_rows import Row, width
+from mstore.blocks.location import Location, Row, width
+from mstore.blocks.schema import PINNED
 from mstore.errors import Corrupt, NotFound, StorageFailed
 from mstore.frozen import frozen
 from mstore.ids import BlockId, SnapshotId
@@ -27,7 +27,7 @@ from mstore.pins.rewriting import Rewriting
 from mstore.pins.runs import LONG_RUN, Layout, layout, to_copy
 from mstore.pins.spots import GROUP_BYTES, Group, Spot
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import contents, pin_rows
+from mstore.store import contents
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES
 
@@ -102,7 +102,9 @@ def pin(
         rewriting.require_room(plan.copied, plan.copied_bytes)
         _copy(catalog, rewriting, plan, threads, progress)
         rewriting.publish(
-            lambda transaction: pin_rows.mark(catalog.index, transaction, snapshot, now_ns())
+            lambda transaction: catalog.index.put(
+                transaction, PINNED, snapshot, now_ns(), overwrite=False
+            )
         )
         lies = _layout(catalog, manifest.files)
     return PinReport(

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_rows import Key, Row
+from mstore.blocks.location import Key, Row
 from mstore.blocks.packs import ENTRY, PAGE, Kind, SealedPack
 from mstore.errors import Conflict, StorageFailed
 from mstore.ids import BlockId

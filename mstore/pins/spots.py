@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from mstore.blocks.codecs import Codec, Elements, elements_of
+from mstore.blocks.schema import PINNED
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import BlockId, SnapshotId
 from mstore.objects.manifest import File
 from mstore.objects.tensor import Tensor
-from mstore.store import pin_rows
 from mstore.store.catalog import Catalog
 
 GROUP_BYTES: Final = 4 << 20
@@ -87,7 +87,7 @@ def of_others(catalog: Catalog, id: SnapshotId) -> set[BlockId]:
     What is damaged there must neither stop work on this one nor bare what is whole there.
     """
     with catalog.index.env.read() as transaction:
-        pinned = pin_rows.ids(catalog.index, transaction)
+        pinned = {id for id, _ in catalog.index.walk(transaction, PINNED)}
     found: set[BlockId] = set()
     for other in pinned - {id}:
         # A version that knows nothing of pins leaves their marks when it collects a snapshot.

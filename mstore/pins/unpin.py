@@ -14,11 +14,10 @@ from contextlib import closing, suppress
 from typing import NamedTuple
 
 from mstore.ahead import in_order
-from mstore.blocks import row_batches
 from mstore.blocks.codecs import Codec, Encoded, encode
-from mstore.blocks.location import Location
-from mstore.blocks.location_rows import Row, base_of
+from mstore.blocks.location import Location, Row, base_of
 from mstore.blocks.room import Room
+from mstore.blocks.schema import PINNED
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, SnapshotId
@@ -31,7 +30,7 @@ from mstore.pins.rewriting import Rewriting
 from mstore.pins.spots import Group, Spot
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.streaming import BaseBlocks
-from mstore.store import contents, pin_rows
+from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.publishing import MAX_PACK_BYTES
@@ -92,7 +91,7 @@ def unpin(
         _require_pinned(catalog, snapshot, called)
         work = _Unpinning(catalog, snapshot, record, manifest)
         work.run(rewriting, threads, progress)
-        rewriting.publish(lambda transaction: pin_rows.unmark(catalog.index, transaction, snapshot))
+        rewriting.publish(lambda transaction: catalog.index.delete(transaction, PINNED, snapshot))
         blocks = list(work.blocks)
         after = int(catalog.stored_lengths(blocks).sum()) if blocks else 0
     return UnpinReport(
@@ -110,7 +109,7 @@ def unpin(
 
 def _require_pinned(catalog: Catalog, snapshot: SnapshotId, called: str) -> None:
     with catalog.index.env.read() as transaction:
-        if pin_rows.is_marked(catalog.index, transaction, snapshot):
+        if catalog.index.get(transaction, PINNED, snapshot) is not None:
             return
     raise BadRequest(
         "is not pinned",
@@ -259,7 +258,7 @@ def _alike(catalog: Catalog, own: Manifest, base: Manifest) -> Iterator[tuple[st
 def _referred(catalog: Catalog, candidates: set[BlockId]) -> set[bytes]:
     """Return those of these blocks that any stored block is a difference to."""
     found: set[bytes] = set()
-    for batch in row_batches.blocks(catalog.index):
+    for batch in catalog.index.block_batches():
         bases = (base_of(row) for _, row in batch)
         found.update(base for base in bases if base is not None and base in candidates)
     return found

@@ -30,10 +30,10 @@ HEAD: Final = (
 """The first line: as it is stored, and with names of one store."""
 
 _ARITHMETIC: Final = "float32"
-_ID = r"[0-9a-f]{64}(?::[^\"+]*)?"
+_ID = r"[0-9a-f]{64}(?::(?:[^\"\\+]|\\.)*)?"
 _MODEL = re.compile(rf'^([^"]*?(\w+): )"({_ID}(?:\+{_ID})?)"$', re.MULTILINE)
 """A line that names a model."""
-_OF = re.compile(rf'^(  \w+:)({_ID}): "([0-9a-f]{{64}})"$', re.MULTILINE)
+_COMPANION = re.compile(rf'^(  "\w+:?)({_ID}|)": "({_ID})"$', re.MULTILINE)
 """A line that names a companion."""
 
 # By tensor; what is not in it has the value of the merge itself.
@@ -66,7 +66,8 @@ def named(text: str, refs: Mapping[str, str]) -> str:
 
     def told(id: str) -> str:
         content, colon, model = id.partition(":")
-        return f"{refs.get(content, content)}{colon}{model}"
+        # The model's name is as it is written there.
+        return json.dumps(refs.get(content, content))[1:-1] + colon + model
 
     def line(found: re.Match[str]) -> str:
         start, key, ids = found.groups()
@@ -74,12 +75,14 @@ def named(text: str, refs: Mapping[str, str]) -> str:
         # Such a name is a word there.
         if name == ids or (key == "tokenizer_source" and name in (BASE, UNION)):
             return found[0]
-        return f"{start}{json.dumps(name)}  # {ids}"
+        return f'{start}"{name}"  # {ids}'
 
-    changed = _MODEL.sub(line, text)
-    changed = _OF.sub(
-        lambda found: f"{found[1]}{told(found[2])}: {json.dumps(told(found[3]))}", changed
-    )
+    def companion(found: re.Match[str]) -> str:
+        start, of, id = found.groups()
+        lines = f'{start}{told(of)}": "{told(id)}"'
+        return lines if lines == found[0] else f"{lines}  # {id}"
+
+    changed = _COMPANION.sub(companion, _MODEL.sub(line, text))
     return changed if changed == text else changed.replace(*HEAD, 1)
 
 
@@ -95,16 +98,18 @@ def _why_not(plan: Plan, method: KnownMethod) -> str | None:
         return "some of its tensors have a type of their own"
     if any(operation.method != plan.method for operation in plan.operations):
         return "some of its tensors have a method of their own"
-    experts = [expert.manifest for expert in plan.experts]
+    if any("+" in (one.model or "") for one in plan.inputs):
+        return "a model with a + in its name would be one with an adapter"
+    base, *experts = (one.key for one in (plan.inputs[0], *plan.experts))
     if plan.layers:
         return None
     if len(set(experts)) != len(experts):
         return "two experts are one model"
-    if plan.inputs[0].manifest in experts and not method.takes_base:
+    if base in experts and not method.takes_base:
         return "an expert is the base"
     named = [name for name, one in method.parameters.items() if one.of_base]
     operations = plan.operations
-    if method.takes_base and plan.inputs[0].manifest not in experts:
+    if method.takes_base and base not in experts:
         for name in named:
             if any(name in dict(one.parameters) for one in operations):
                 return f"{name} needs a base model, which a recipe of {plan.method} averages, too"
@@ -147,7 +152,7 @@ class _Writer:
             yield from self._slices()
             return
         base = _named(plan.inputs[0])
-        is_listed = plan.inputs[0].manifest in [expert.manifest for expert in plan.experts]
+        is_listed = plan.inputs[0].key in [expert.key for expert in plan.experts]
         if not self._method.takes_base or (is_listed and not self._method.is_baseless):
             yield f"base_model: {json.dumps(base)}"
         else:
@@ -164,7 +169,7 @@ class _Writer:
             yield "companions:"
         for one in plan.companions:
             of = "" if one.of is None else f":{_named(plan.inputs[one.of])}"
-            yield f"  {one.role}{of}: {json.dumps(_named(one))}"
+            yield f"  {json.dumps(one.role + of)}: {json.dumps(_named(one))}"
         if plan.dtype is not None:
             yield f"dtype: {_ARITHMETIC}"
             yield f"out_dtype: {DTYPES[plan.dtype]}"

@@ -1,11 +1,9 @@
 """Digests: what planning needs of a pair's statistics, without unpacking them.
 
-Owns two kinds of row that follow from a table (`mstore.stats.table`) and can be made from it again:
+A digest follows from a table (`mstore.stats.table`) and can be made from it again:
 
-    rows    elements of the tensor u64, elements a chunk u32, then for each chunk the fields of
-            chunk.CHUNK up to the sketch, 32 bytes
-    cut     of one rank k: `histogram.Threshold` as value f32, then above, needed, in_bin and
-            inexact, u64 each
+    elements of the tensor u64, elements a chunk u32, then for each chunk the fields of chunk.CHUNK
+    up to the sketch, 32 bytes
 
 Little-endian.  A table of one chunk has no digest of its rows: such tables are opened together
 (`mstore.stats.many`).  Does not own where rows are kept.  Pure functions.
@@ -22,18 +20,11 @@ import msgspec
 import numpy as np
 
 from mstore.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows, finite
-from mstore.stats.histogram import Threshold
-
-ROWS: Final = b"rows of a delta1"
-"""Stands for the digest of a table's rows in a key: 16 bytes."""
 
 ROW_BYTES: Final = CHUNK.itemsize - SKETCH_BUCKETS - 2
 """Bytes of a row without exponent and sketch."""
 
-_CUT: Final = b"cut at 1"
-_RANK: Final = struct.Struct(">8sQ")
 _HEAD: Final = struct.Struct("<QI")
-_THRESHOLD: Final = struct.Struct("<fQQQQ")
 
 
 class Digest(msgspec.Struct, frozen=True, eq=False):
@@ -46,11 +37,6 @@ class Digest(msgspec.Struct, frozen=True, eq=False):
     elements: int
     chunk_elements: int
     is_finite: bool
-
-
-def cut_at(rank: int) -> bytes:
-    """Return what stands for the cut at a rank in a key: 16 bytes."""
-    return _RANK.pack(_CUT, rank)
 
 
 def digest(rows: Rows, elements: int, chunk_elements: int) -> bytes | None:
@@ -93,15 +79,3 @@ def _head(value: bytes) -> tuple[int, int, int] | None:
     chunks = -(-elements // chunk) if chunk else 0
     fits = chunks > 0 and len(value) == _HEAD.size + ROW_BYTES * chunks
     return (elements, chunk, chunks) if fits else None
-
-
-def encode_cut(cut: Threshold) -> bytes:
-    """Encode a cut."""
-    return _THRESHOLD.pack(cut.value, cut.above, cut.needed, cut.in_bin, cut.inexact)
-
-
-def decode_cut(value: bytes | None) -> Threshold | None:
-    """Decode a cut; None for a missing or invalid one."""
-    if value is None or len(value) != _THRESHOLD.size:
-        return None
-    return Threshold(*_THRESHOLD.unpack(value))

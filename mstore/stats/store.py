@@ -1,43 +1,36 @@
 """Statistics at rest, in an LMDB environment of their own, because they can be discarded.
 
-    pairs        base TensorId + expert TensorId             -> batch u32, offset u32, length u32,
-                                                                check of the table
-    tables       batch u32                                   -> tables (`mstore.stats.table`), one
-                                                                after the other
-    squares      TensorId                                    -> sum of squares f64, check
-                 base TensorId + expert TensorId             -> another fact about the difference
-                 + hash of what it is, 16 bytes                 (`merge.planning.facts`), f64, check
-                 base TensorId + expert TensorId             -> a digest of their table, check
-                 + what it is, 16 bytes                         (`mstore.stats.digests`)
-                 TensorId + hash of what it is, 16 bytes     -> sums over its chunks, f64, check
-    thresholds   base TensorId + expert TensorId + k u64     -> value f32, quota u64, check
-    ties         base TensorId + expert TensorId + k u64     -> elements with |d| = value in each
-                 + elements a chunk u64                         chunk, u32, up to the one in which
-                                                                the quota ends, check; nothing but
-                                                                the check where all are kept
-
 All of it is a pure function of tensors, so nothing is ever updated.  A row that is missing or does
-not match its check (`mstore.blocks.checked_rows`) is computed again.  Tables are stored in batches
-because LMDB rounds values above half a page up to whole pages, and most tables are about that
-large.  Integers are big-endian.
+not match its check (`mstore.blocks.tables`) is computed again.  Tables of deltas are stored in
+batches because LMDB rounds values above half a page up to whole pages, and most are about that
+large.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from threading import Lock
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks import disposable
-from mstore.blocks.checked_rows import CHECK_BYTES, check_of, opened, sealed
 from mstore.blocks.disposable import Tell, silent
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.tables import (
+    CHECK_BYTES,
+    Field,
+    Table,
+    form,
+    id_of,
+    number,
+    numbers,
+    raw,
+)
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, TensorId
 from mstore.stats import digests
@@ -45,19 +38,83 @@ from mstore.stats.digests import Digest
 from mstore.stats.histogram import Threshold
 from mstore.stats.table import DeltaTable, MeasuredPair
 
-DATABASES = ("pairs", "tables", "squares", "thresholds", "ties")
 PENDING_ROWS = 256
 PENDING_BYTES = 4 << 20
 BATCH_BYTES = 1 << 16
 _OF_ROW = 256
 """Memory overhead of a pending row, beside its bytes."""
-_PLACE = struct.Struct(f">III{CHECK_BYTES}s")
-_NUMBER = struct.Struct(">I")
-_SQUARES = struct.Struct(">d")
-_THRESHOLD = struct.Struct(">fQ")
-_KEEP = struct.Struct(">QQ")
-_TIES = np.dtype(">u4")
-_SUMS = np.dtype(">f8")
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+def _array(code: str, text: str) -> Field[npt.NDArray[Any]]:
+    """Return a field of any number of numbers."""
+    dtype = np.dtype(code)
+
+    def decode(data: bytes) -> npt.NDArray[Any]:
+        return np.frombuffer(data, dtype=dtype).astype(dtype.newbyteorder("="))
+
+    return Field(text, None, lambda values: values.astype(dtype).tobytes(), decode)
+
+
+_TENSOR = id_of(TensorId)
+_BASE, _EXPERT = id_of(TensorId, "base"), id_of(TensorId, "expert")
+_WHAT = raw("hash of what it is", 16)
+_FLOAT = numbers(">d", "f64")
+
+PAIRS: Final = Table(
+    "pairs",
+    form(_BASE, _EXPERT),
+    form(numbers(f">III{CHECK_BYTES}s", "u32 batch, u32 offset, u32 length, check of the table")),
+    "where the table of their difference is",
+    proof="the table's check",
+)
+BATCHES: Final = Table(
+    "tables",
+    form(number(4, "batch")),
+    form(raw("tables")),
+    "one after the other (`mstore/stats/table.py`)",
+    proof="checks in `pairs`",
+)
+SQUARES: Final = Table("squares", form(_TENSOR), form(_FLOAT), "sum of squares")
+FACTS: Final = Table(
+    "facts",
+    form(_BASE, _EXPERT, _WHAT),
+    form(_FLOAT),
+    "a fact about the difference (`mstore/merge/planning/facts.py`)",
+)
+SUMS: Final = Table(
+    "sums", form(_TENSOR, _WHAT), form(_array(">f8", "f64 each")), "sums over chunks"
+)
+DIGESTS: Final = Table(
+    "digests",
+    form(_BASE, _EXPERT),
+    form(raw("digest")),
+    "rows of the table (`mstore/stats/digests.py`)",
+)
+CUTS: Final = Table(
+    "cuts",
+    form(_BASE, _EXPERT, number(8, "rank")),
+    form(numbers(">fQQQQ", "f32 value, u64 above, u64 needed, u64 in bin, u64 inexact")),
+    "where the table is cut at a rank",
+)
+THRESHOLDS: Final = Table(
+    "thresholds",
+    form(_BASE, _EXPERT, number(8, "k")),
+    form(numbers(">fQ", "f32 magnitude, u64 quota")),
+    "the k-th largest magnitude of the difference, and how many elements of it are kept",
+)
+TIES: Final = Table(
+    "ties",
+    form(_BASE, _EXPERT, number(8, "k"), number(8, "elements per chunk")),
+    form(_array(">u4", "u32 each")),
+    "elements of that magnitude in each chunk up to the one in which the quota ends; "
+    "none where all are kept",
+)
+TABLES: Final[tuple[Table[Any, Any], ...]] = tuple(
+    one for one in list(globals().values()) if isinstance(one, Table)
+)
+DATABASES: Final = tuple(table.name for table in TABLES)
 
 
 class StatsStore:
@@ -73,7 +130,7 @@ class StatsStore:
         self._env = disposable.acquire(path, DATABASES, "statistics table", tell)
         self._lock = Lock()
         self._is_closed = False
-        self._pending: dict[tuple[str, bytes], bytes] = {}
+        self._pending: dict[tuple[Table[Any, Any], bytes], bytes] = {}
         self._pending_bytes = 0
 
     def close(self) -> None:
@@ -92,20 +149,31 @@ class StatsStore:
         if self._env is not None:
             self._env.require_outside()
 
-    def _get(self, database: str, key: bytes) -> bytes | None:
-        with self._lock:
-            waiting = self._pending.get((database, key))
-        if waiting is not None:
-            return waiting
-        env = self._env
-        if env is None:
-            return None
-        with env.read() as transaction:
-            return opened(database, key, transaction.get(key, db=env.databases[database]))
+    def _get(self, table: Table[_K, _V], key: _K) -> _V | None:
+        return self._many(table, [key])[0]
 
-    def _put(self, database: str, key: bytes, value: bytes) -> None:
+    def _many(self, table: Table[_K, _V], keys: Iterable[_K]) -> list[_V | None]:
+        """Return the values of rows, None for one that is missing or damaged, with one lookup."""
+        encoded = list(map(table.key.encode, keys))
+        decode = table.value.decode
         with self._lock:
-            self._pending[database, key] = value
+            waiting = {key: self._pending.get((table, key)) for key in encoded}
+        found = {key: None if value is None else decode(value) for key, value in waiting.items()}
+        # In the order of the table: neighbours are found without another descent.
+        asked = sorted(key for key, value in found.items() if value is None)
+        env = self._env
+        if asked and env is not None:
+            with env.read() as transaction:
+                rows = _rows(env, transaction, table, asked)
+            found.update((key, table.found(key, row)) for key, row in rows.items())
+        return [found[key] for key in encoded]
+
+    def _put(self, table: Table[_K, _V], key: _K, value: _V) -> None:
+        self._put_row(table, table.key.encode(key), table.value.encode(value))
+
+    def _put_row(self, table: Table[Any, Any], key: bytes, value: bytes) -> None:
+        with self._lock:
+            self._pending[table, key] = value
             self._pending_bytes += len(key) + len(value) + _OF_ROW
             full = self._pending_bytes >= PENDING_BYTES
         if full:
@@ -122,31 +190,31 @@ class StatsStore:
         if waiting:
             # Nothing in it depends on the files that were there before.
             env.follow()
-            tables = {key: value for (name, key), value in waiting.items() if name == "pairs"}
+            pairs = {key: value for (table, key), value in waiting.items() if table is PAIRS}
             with env.write() as transaction:
-                for (database, key), value in waiting.items():
-                    if database != "pairs":
-                        row = sealed(database, key, value)
-                        transaction.put(key, row, db=env.databases[database])
-                self._insert_tables(env, transaction, tables)
+                for (table, key), value in waiting.items():
+                    if table is not PAIRS:
+                        row = table.sealed(key, value)
+                        transaction.put(key, row, db=env.databases[table.name])
+                self._insert_pairs(env, transaction, pairs)
 
-    def _insert_tables(
-        self, env: Environment, transaction: IndexTransaction, tables: dict[bytes, bytes]
+    def _insert_pairs(
+        self, env: Environment, transaction: IndexTransaction, pairs: dict[bytes, bytes]
     ) -> None:
-        pairs, batches = env.databases["pairs"], env.databases["tables"]
+        places, batches = env.databases[PAIRS.name], env.databases[BATCHES.name]
         with transaction.cursor(db=batches) as cursor:
-            number = 1 + _NUMBER.unpack(cursor.key())[0] if cursor.last() else 0
+            number = 1 + BATCHES.key.decode(cursor.key()) if cursor.last() else 0
         batch = bytearray()
-        for key, table in tables.items():
+        for key, table in pairs.items():
             if batch and len(batch) + len(table) > BATCH_BYTES:
-                transaction.put(_NUMBER.pack(number), bytes(batch), db=batches)
+                transaction.put(BATCHES.key.encode(number), bytes(batch), db=batches)
                 batch.clear()
                 number += 1
-            place = _PLACE.pack(number, len(batch), len(table), check_of("pairs", key, table))
-            transaction.put(key, place, db=pairs)
+            place = number, len(batch), len(table), PAIRS.check(key, table)
+            transaction.put(key, PAIRS.value.encode(place), db=places)
             batch += table
         if batch:
-            transaction.put(_NUMBER.pack(number), bytes(batch), db=batches)
+            transaction.put(BATCHES.key.encode(number), bytes(batch), db=batches)
 
     def pair(self, base: TensorId, expert: TensorId) -> DeltaTable | None:
         """Return statistics of expert minus base, or None."""
@@ -158,22 +226,24 @@ class StatsStore:
 
     def encoded_pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[bytes | None]:
         """Return encoded statistics, for callers that decode many at once (`mstore.stats.many`)."""
-        wanted = [base + expert for base, expert in keys]
+        wanted = list(map(PAIRS.key.encode, keys))
         with self._lock:
-            found = {key: self._pending.get(("pairs", key)) for key in wanted}
+            found = {key: self._pending.get((PAIRS, key)) for key in wanted}
         asked = sorted(key for key, value in found.items() if value is None)
         env = self._env
         if asked and env is not None:
             with env.read() as transaction:
-                rows = _many(env, transaction, "pairs", asked)
-                # A row of another length counts as missing.
-                places = {k: _PLACE.unpack(r) for k, r in rows.items() if len(r) == _PLACE.size}
-                numbers = sorted({_NUMBER.pack(number) for number, *_ in places.values()})
-                batches = _many(env, transaction, "tables", numbers)
-            for key, (number, offset, length, check) in places.items():
-                table = batches.get(_NUMBER.pack(number), b"")[offset : offset + length]
-                if check_of("pairs", key, table) == check:
-                    found[key] = table
+                rows = _rows(env, transaction, PAIRS, asked)
+                places = {key: PAIRS.found(key, row) for key, row in rows.items()}
+                numbers = {BATCHES.key.encode(place[0]) for place in places.values() if place}
+                batches = _rows(env, transaction, BATCHES, sorted(numbers))
+            for key, place in places.items():
+                if place is not None:
+                    number, offset, length, check = place
+                    batch = batches.get(BATCHES.key.encode(number), b"")
+                    table = batch[offset : offset + length]
+                    if PAIRS.check(key, table) == check:
+                        found[key] = table
         return [found[key] for key in wanted]
 
     def digests(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[Digest | None]:
@@ -181,103 +251,81 @@ class StatsStore:
 
         A digest that is missing says nothing of the table.
         """
-        return digests.digests(self._facts([base + one + digests.ROWS for base, one in keys]))
+        rows = self._many(DIGESTS, keys)
+        return digests.digests(rows)
 
     def cuts(self, keys: Sequence[tuple[TensorId, TensorId, int]]) -> list[Threshold | None]:
         """Return where these pairs' tables are cut at a rank (`histogram.select`), if known."""
-        rows = self._facts([base + one + digests.cut_at(rank) for base, one, rank in keys])
-        return [digests.decode_cut(row) for row in rows]
+        return [None if cut is None else Threshold(*cut) for cut in self._many(CUTS, keys)]
 
     def put_digest(self, base: TensorId, expert: TensorId, table: DeltaTable) -> None:
         """Add the digest of a pair's table, if it has one."""
         row = digests.digest(table.rows, table.elements, table.chunk_elements)
         if row is not None:
-            self._put("squares", base + expert + digests.ROWS, row)
+            self._put(DIGESTS, (base, expert), row)
 
     def put_cut(self, base: TensorId, expert: TensorId, rank: int, cut: Threshold) -> None:
         """Add where a pair's table is cut at a rank."""
-        self._put("squares", base + expert + digests.cut_at(rank), digests.encode_cut(cut))
-
-    def _facts(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return rows of `squares`, each sound or None, with one lookup."""
-        with self._lock:
-            found = {key: self._pending.get(("squares", key)) for key in keys}
-        # In the order of the table: neighbours are found without another descent.
-        asked = sorted(key for key, value in found.items() if value is None)
-        env = self._env
-        if asked and env is not None:
-            with env.read() as transaction:
-                rows = _many(env, transaction, "squares", asked)
-            found |= {key: opened("squares", key, rows.get(key)) for key in asked}
-        return [found[key] for key in keys]
+        told = cut.value, cut.above, cut.needed, cut.in_bin, cut.inexact
+        self._put(CUTS, (base, expert, rank), told)
 
     def put_pair(self, pair: MeasuredPair) -> None:
         """Add a finished measurement; a pair without a difference adds only the base's squares."""
         if pair.table is not None:
-            self._put("pairs", pair.base + pair.expert, pair.table)
+            self._put_row(PAIRS, pair.base + pair.expert, pair.table)
         if pair.digest is not None:
-            self._put("squares", pair.base + pair.expert + digests.ROWS, pair.digest)
+            self._put(DIGESTS, (pair.base, pair.expert), pair.digest)
         self.put_squares(pair.base, pair.base_squares)
 
     def squares(self, tensor: TensorId) -> float | None:
         """Return the sum of squares of a tensor, or None."""
-        value = self._get("squares", tensor)
-        return None if value is None else float(_SQUARES.unpack(value)[0])
+        return self.squares_of([tensor])[0]
 
     def squares_of(self, tensors: Sequence[TensorId]) -> list[float | None]:
         """Return `squares` of each tensor, with one lookup for all of them."""
-        values = self._facts(tensors)
-        return [None if value is None else float(_SQUARES.unpack(value)[0]) for value in values]
+        return [None if value is None else value[0] for value in self._many(SQUARES, tensors)]
 
     def put_squares(self, tensor: TensorId, value: float) -> None:
         """Add a sum of squares."""
-        self._put("squares", bytes(tensor), _SQUARES.pack(value))
+        self._put(SQUARES, tensor, (value,))
 
     def fact(self, base: TensorId, expert: TensorId, what: bytes) -> float | None:
         """Return a fact about a difference, or None.  what: 16 bytes that stand for it."""
-        value = self._get("squares", base + expert + what)
-        return None if value is None else float(_SQUARES.unpack(value)[0])
+        return self.facts([(base, expert, what)])[0]
 
     def facts(self, keys: Sequence[tuple[TensorId, TensorId, bytes]]) -> list[float | None]:
         """Return `fact` of each key, with one lookup for all of them."""
-        values = self._facts([base + expert + what for base, expert, what in keys])
-        return [None if value is None else float(_SQUARES.unpack(value)[0]) for value in values]
+        return [None if value is None else value[0] for value in self._many(FACTS, keys)]
 
     def put_fact(self, base: TensorId, expert: TensorId, what: bytes, value: float) -> None:
         """Add such a fact."""
-        self._put("squares", base + expert + what, _SQUARES.pack(value))
+        self._put(FACTS, (base, expert, what), (value,))
 
     def sums(self, tensor: TensorId, what: bytes) -> npt.NDArray[np.float64] | None:
         """Return sums over the chunks of a tensor, or None.  what: 16 bytes that stand for them."""
-        value = self._get("squares", tensor + what)
-        if value is None or len(value) % _SUMS.itemsize:
-            return None
-        return np.frombuffer(value, dtype=_SUMS).astype(np.float64)
+        return self._get(SUMS, (tensor, what))
 
     def put_sums(self, tensor: TensorId, what: bytes, sums: npt.NDArray[np.float64]) -> None:
         """Add such sums."""
-        self._put("squares", tensor + what, sums.astype(_SUMS).tobytes())
+        self._put(SUMS, (tensor, what), sums)
 
     def threshold(self, base: TensorId, expert: TensorId, keep: int) -> tuple[float, int] | None:
         """Return the exact magnitude of the `keep`-th largest delta and its quota, or None."""
-        value = self._get("thresholds", base + expert + keep.to_bytes(8, "big"))
-        return None if value is None else _THRESHOLD.unpack(value)
+        value = self._get(THRESHOLDS, (base, expert, keep))
+        return None if value is None else (value[0], value[1])
 
     def put_threshold(
         self, base: TensorId, expert: TensorId, keep: int, value: float, quota: int
     ) -> None:
         """Add an exact threshold."""
-        key = base + expert + keep.to_bytes(8, "big")
-        self._put("thresholds", key, _THRESHOLD.pack(value, quota))
+        self._put(THRESHOLDS, (base, expert, keep), (value, quota))
 
     def ties(
         self, base: TensorId, expert: TensorId, keep: int, chunk: int
     ) -> npt.NDArray[np.int64] | None:
         """Return the elements at the threshold per chunk, or None; empty: all of them are kept."""
-        value = self._get("ties", base + expert + _KEEP.pack(keep, chunk))
-        if value is None or len(value) % _TIES.itemsize:
-            return None
-        return np.frombuffer(value, dtype=_TIES).astype(np.int64)
+        value = self._get(TIES, (base, expert, keep, chunk))
+        return None if value is None else value.astype(np.int64)
 
     def put_ties(
         self,
@@ -288,8 +336,7 @@ class StatsStore:
         counts: npt.NDArray[np.int64],
     ) -> None:
         """Add such counts: int64[chunks], up to the chunk where the quota ends."""
-        key = base + expert + _KEEP.pack(keep, chunk)
-        self._put("ties", key, counts.astype(_TIES).tobytes())
+        self._put(TIES, (base, expert, keep, chunk), counts)
 
     def tidy(self, stored: Callable[[Sequence[bytes]], list[bool]]) -> None:
         """Drop entries of tensors that are not stored, and empty batches."""
@@ -297,12 +344,14 @@ class StatsStore:
         if env is None:
             return
         with env.write() as transaction:
-            for database in ("pairs", "squares", "thresholds", "ties"):
-                for key in _gone(env, transaction, database, stored):
-                    transaction.delete(key, db=env.databases[database])
-            with transaction.cursor(db=env.databases["pairs"]) as cursor:
-                used = {bytes(place[: _NUMBER.size]) for _, place in cursor}
-            tables = env.databases["tables"]
+            for table in TABLES:
+                if table is not BATCHES:
+                    for key in _gone(env, transaction, table, stored):
+                        transaction.delete(key, db=env.databases[table.name])
+            with transaction.cursor(db=env.databases[PAIRS.name]) as cursor:
+                places = [PAIRS.found(key, row) for key, row in cursor]
+            used = {BATCHES.key.encode(place[0]) for place in places if place is not None}
+            tables = env.databases[BATCHES.name]
             with transaction.cursor(db=tables) as cursor:
                 unused = [key for key in cursor.iternext(values=False) if key not in used]
             for key in unused:
@@ -316,11 +365,11 @@ class StatsStore:
 def _gone(
     env: Environment,
     transaction: IndexTransaction,
-    database: str,
+    table: Table[Any, Any],
     stored: Callable[[Sequence[bytes]], list[bool]],
 ) -> list[bytes]:
     gone = []
-    with transaction.cursor(db=env.databases[database]) as cursor:
+    with transaction.cursor(db=env.databases[table.name]) as cursor:
         keys = iter(cursor.iternext(values=False))
         while batch := list(islice(keys, PENDING_ROWS)):
             named = [_tensors(key) for key in batch]
@@ -334,10 +383,10 @@ def _gone(
     return gone
 
 
-def _many(
-    env: Environment, transaction: IndexTransaction, database: str, keys: Sequence[bytes]
+def _rows(
+    env: Environment, transaction: IndexTransaction, table: Table[Any, Any], keys: Sequence[bytes]
 ) -> dict[bytes, bytes]:
-    with transaction.cursor(db=env.databases[database]) as cursor:
+    with transaction.cursor(db=env.databases[table.name]) as cursor:
         return dict(cursor.getmulti(keys))
 
 

@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from mstore import fs
-from mstore.blocks import location_rows
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Location
-from mstore.blocks.location_rows import Row
+from mstore.blocks.location import Location, Row, stored_lengths
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import Kind, Outdated, PackFiles, PackGone, PackWriter
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
@@ -50,7 +48,7 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call
-from mstore.store import generation, mirror, revisions, snapshot_rows, unseen
+from mstore.store import generation, listing, mirror, revisions, unseen
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
 from mstore.store.config import Config
@@ -266,7 +264,7 @@ class Catalog:
         with self.index.env.read() as transaction:
             rows = self.index.block_rows(transaction, ordered)
         lengths = np.empty(len(blocks), dtype=np.int64)
-        lengths[order] = location_rows.stored_lengths(_all_stored(ordered, rows))
+        lengths[order] = stored_lengths(_all_stored(ordered, rows))
         return lengths
 
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
@@ -622,7 +620,7 @@ class Catalog:
     def snapshot_ids(self) -> list[SnapshotId]:
         """Return every stored snapshot, by id."""
         with self.index.env.read() as transaction:
-            return list(snapshot_rows.ids(self.index, transaction))
+            return list(listing.ids(self.index, transaction))
 
     def times(self, ids: Iterable[SnapshotId]) -> dict[SnapshotId, int]:
         """Return the time of each of these snapshots that the index lists, in ns, from its rows.
@@ -630,7 +628,7 @@ class Catalog:
         Raises Corrupt if a row is damaged.
         """
         with self.index.env.read() as transaction:
-            return snapshot_rows.times(self.index, transaction, ids)
+            return listing.times(self.index, transaction, ids)
 
     def contents(self, ids: Iterable[SnapshotId]) -> dict[SnapshotId, ManifestId]:
         """Return the content of each of these snapshots that is not lost, from the index.
@@ -641,7 +639,7 @@ class Catalog:
         wanted = set(ids)
         sound: set[bytes] = set()
         with self.index.env.read() as transaction:
-            found = snapshot_rows.contents(self.index, transaction, wanted)
+            found = listing.contents(self.index, transaction, wanted)
             with suppress(Corrupt):
                 spans = self.index.record_spans(transaction, Kind.SNAPSHOT, found)
                 packs = {pack for pack in {span[0] for span in spans} if self.packs.is_there(pack)}
@@ -656,12 +654,12 @@ class Catalog:
     def children(self, id: SnapshotId) -> set[SnapshotId]:
         """Return the snapshots that have this one as a parent, from the index."""
         with self.index.env.read() as transaction:
-            return snapshot_rows.children(self.index, transaction, id)
+            return listing.children(self.index, transaction, id)
 
     def snapshots_of(self, manifest: ManifestId) -> list[SnapshotId]:
         """Return the snapshots with this content, newest first (ties by id)."""
         with self.index.env.read() as transaction:
-            found = snapshot_rows.with_content(self.index, transaction, manifest)
+            found = listing.with_content(self.index, transaction, manifest)
         return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
 
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.pack_numbers import Condemned
 from mstore.blocks.packs import pack_path
+from mstore.blocks.schema import Condemned
 from mstore.errors import StorageFailed
 from mstore.ids import PackId
 from mstore.store import leases

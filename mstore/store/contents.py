@@ -1,6 +1,6 @@
 """Whether a snapshot's contents are stored, or were pruned.
 
-A pruned snapshot (`mstore.store.pruned_rows`) stays in the lineage, with its record, manifest, plan
+A pruned snapshot (one in the table `pruned`) stays in the lineage, with its record, manifest, plan
 and coverage. The next garbage collection may drop its contents; until then they can be read and
 kept. A stored tensor record has all its blocks, so the tensor records tell whether contents are
 stored.
@@ -15,11 +15,12 @@ from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import PRUNED
 from mstore.errors import Conflict, Corrupt, NotFound, StorageFailed
 from mstore.ids import SnapshotId
 from mstore.objects.manifest import Manifest
 from mstore.phrases import call, phrase
-from mstore.store import damage, leases, pruned_rows, refs, snapshot_rows
+from mstore.store import damage, leases, listing, refs
 from mstore.store.catalog import Catalog
 
 
@@ -30,7 +31,7 @@ class Pruned(NotFound):
 def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
     """Raise Pruned (a NotFound) if a snapshot's contents were pruned and are gone."""
     with catalog.index.env.read() as transaction:
-        if not pruned_rows.is_marked(catalog.index, transaction, id):
+        if catalog.index.get(transaction, PRUNED, id) is None:
             return
     manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
     with catalog.index.env.read() as transaction:
@@ -45,13 +46,13 @@ def keep(catalog: Catalog, transaction: IndexTransaction, id: SnapshotId, name: 
     meanwhile, NotFound if its contents were.
     """
     index = catalog.index
-    if not snapshot_rows.is_listed(index, transaction, id):
+    if not listing.is_listed(index, transaction, id):
         raise _collected(id, name)
-    if pruned_rows.is_marked(index, transaction, id):
+    if index.get(transaction, PRUNED, id) is not None:
         manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
         if not _is_whole(index, transaction, manifest):
             raise _gone(id.short)
-        pruned_rows.unmark(index, transaction, id)
+        index.delete(transaction, PRUNED, id)
 
 
 @contextmanager
@@ -111,9 +112,9 @@ def require_held(catalog: Catalog, id: SnapshotId) -> None:
 def _is_gone(catalog: Catalog, id: SnapshotId) -> bool:
     """Return whether garbage collection removed a snapshot, or its contents."""
     with catalog.index.env.read() as transaction:
-        if not snapshot_rows.is_listed(catalog.index, transaction, id):
+        if not listing.is_listed(catalog.index, transaction, id):
             return True
-        if not pruned_rows.is_marked(catalog.index, transaction, id):
+        if catalog.index.get(transaction, PRUNED, id) is None:
             return False
     # A snapshot's tensor records are removed in the same transaction as its blocks.
     manifest = catalog.manifest(catalog.snapshot(id).manifest_id())

@@ -26,7 +26,7 @@ from mstore.blocks.index import Index
 from mstore.errors import Corrupt, Incompatible
 from mstore.ids import ID_BYTES, PackId
 from mstore.phrases import call
-from mstore.store import backup_row, mirror
+from mstore.store import mirror
 from mstore.store.layout import BACKUP_MARKER, Layout
 
 _ID_IN_NAME = slice(-len(".pack") - 2 * ID_BYTES, -len(".pack"))
@@ -37,14 +37,14 @@ def is_backup(layout: Layout, index: Index) -> bool:
     if not (layout.root / BACKUP_MARKER).exists():
         return False
     with index.env.read() as transaction:
-        row = backup_row.get(index, transaction)
+        row = index.backup(transaction)
         return row is not None and row.generation == index.generation(transaction)
 
 
 def damaged_when_copied(index: Index) -> frozenset[PackId]:
     """Return the packs of a backup that were already damaged in its store."""
     with index.env.read() as transaction:
-        row = backup_row.get(index, transaction)
+        row = index.backup(transaction)
     return frozenset() if row is None else frozenset(row.damaged)
 
 

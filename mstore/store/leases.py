@@ -31,8 +31,8 @@ import msgspec
 from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.pack_numbers import LEASE_NAME_BYTES
-from mstore.errors import BadName, StorageFailed
+from mstore.blocks.schema import LEASE_NAME_BYTES, LEASES, LeaseRow
+from mstore.errors import BadName, Corrupt, StorageFailed
 from mstore.ids import SnapshotId
 from mstore.store import layout as layouts
 from mstore.store.layout import Layout
@@ -42,17 +42,6 @@ HOLD = ".pin"
 """The end of a hold's name, from when holds were called pins: other versions look for it."""
 PACK = ".pack"
 RECEIPT = ".receipt"
-_LEASES = "leases"
-
-
-class LeaseRow(msgspec.Struct, frozen=True, array_like=True):
-    """The index's row of a lease: process id and purpose, for people; only the lock counts."""
-
-    pid: int
-    purpose: str
-
-
-_decode = msgspec.msgpack.Decoder(LeaseRow).decode
 
 
 class Lease:
@@ -79,8 +68,7 @@ class Lease:
             with index.env.write() as transaction:
                 # A path in it may be no text.
                 told = purpose.encode(errors="backslashreplace").decode()
-                row = msgspec.msgpack.encode(LeaseRow(os.getpid(), told))
-                transaction.put(self.name.encode(), row, db=index.db(_LEASES))
+                index.put(transaction, LEASES, self.name.encode(), LeaseRow(os.getpid(), told))
                 self.number = transaction.id()
                 """Of the transaction that wrote the row, and nothing else."""
         except BaseException:
@@ -89,7 +77,7 @@ class Lease:
 
     def drop_row(self, transaction: IndexTransaction) -> None:
         """Delete the lease's row, in the transaction that publishes the work."""
-        self._index.delete(transaction, _LEASES, self.name.encode())
+        self._index.delete(transaction, LEASES, self.name.encode())
 
     def leave(self) -> None:
         """Release the lock but keep the directory, for another lease to `claim`."""
@@ -188,22 +176,16 @@ def is_live(layout: Layout, name: str) -> bool:
 
 def told(index: Index, transaction: IndexTransaction, name: str) -> LeaseRow | None:
     """Return the index's row of a lease; None if there is none or it is unreadable."""
-    row = transaction.get(name.encode(), db=index.db(_LEASES))
-    with suppress(msgspec.MsgspecError):
-        return None if row is None else _decode(row)
+    with suppress(Corrupt):
+        return index.get(transaction, LEASES, name.encode())
     return None
 
 
 def names(index: Index, transaction: IndexTransaction) -> list[str]:
     """Return the names of all leases that have a row, dead ones too."""
-    keys = index.keys(transaction, _LEASES)
+    keys = index.keys(transaction, LEASES)
     # A damaged key names no lease.
     return [key.decode("ascii", "replace") for key in keys if len(key) == LEASE_NAME_BYTES]
-
-
-def parse(key: bytes, value: bytes) -> tuple[str, LeaseRow]:
-    """Parse a row: the name of the lease, and what it says. Raises ValueError, MsgspecError."""
-    return key.decode(), _decode(value)
 
 
 def _lock_path(layout: Layout, name: str) -> Path:
@@ -340,14 +322,14 @@ def sweep(layout: Layout, index: Index) -> None:
         with suppress(StorageFailed):
             _sweep_one(layout, path)
     with index.env.read() as transaction:
-        keys = list(index.keys(transaction, _LEASES))
+        keys = list(index.keys(transaction, LEASES))
     # A damaged key names no lease.
     locks = [_lock_path(layout, key.decode(errors="replace")) for key in keys]
     gone = [key for key, lock in zip(keys, locks, strict=True) if not lock.exists()]
     if gone:
         with index.env.write() as transaction:
             for key in gone:
-                index.delete(transaction, _LEASES, key)
+                index.delete(transaction, LEASES, key)
 
 
 def _sweep_one(layout: Layout, path: Path) -> None:

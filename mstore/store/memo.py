@@ -1,12 +1,10 @@
 """The memo table at rest: outputs of earlier merges, for reuse.
 
-    outputs      memo key (32 bytes)     -> BlockIds of a chunk's output, the ties it took, the
-                                            new elements of it that are not finite,
-                                            those of them that no expert has, check
-    requests     request key (32 bytes)  -> PlanId, check
+    outputs      memo key     -> what a chunk's output is (`mstore.merge.running.memo_keys`)
+    requests     request key  -> the plan that was made for it
 
 Has its own LMDB environment, because all of it can be discarded: a row that is missing, or does not
-match its check (`mstore.blocks.checked_rows`), costs a computation and changes no result.
+match its check (`mstore.blocks.tables`), costs a computation and changes no result.
 `mstore.merge` owns what goes into a key and what a row's value means; callers check whether the
 named blocks and plans still exist.
 """
@@ -18,18 +16,33 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from mstore.blocks import disposable
-from mstore.blocks.checked_rows import opened, sealed
 from mstore.blocks.disposable import Tell, silent
 from mstore.blocks.lmdb_env import Environment, closed
+from mstore.blocks.tables import Table, form, id_of, raw
 from mstore.ids import ID_BYTES, PlanId
 
-DATABASES = ("outputs", "requests")
+OUTPUTS: Final = Table(
+    "outputs",
+    form(raw("memo key", ID_BYTES)),
+    form(
+        raw("BlockIds, u32 ties each, u32 not finite, u32 of these in experts, u16 counts of ties")
+    ),
+    "what a chunk's output is",
+)
+REQUESTS: Final = Table(
+    "requests",
+    form(raw("request key", ID_BYTES)),
+    form(id_of(PlanId)),
+    "the plan that was made for it",
+)
+TABLES: Final[tuple[Table[Any, Any], ...]] = OUTPUTS, REQUESTS
+DATABASES: Final = tuple(table.name for table in TABLES)
 _BATCH = 4096
 _END = struct.Struct("<IIH")
-OUTPUTS, REQUESTS = DATABASES
+_V = TypeVar("_V")
 
 
 class Memo:
@@ -47,7 +60,7 @@ class Memo:
         self._env: Environment | None = None
         self._is_out_of_reach = False
         self._is_closed = False
-        self._pending: dict[tuple[str, bytes], bytes] = {}
+        self._pending: dict[tuple[Table[Any, Any], bytes], Any] = {}
 
     def close(self) -> None:
         """Release the environment once running reads have ended; idempotent.
@@ -77,13 +90,13 @@ class Memo:
         A store that was only used for planning has requests and no outputs.
         """
         with self._lock:
-            if any(database == OUTPUTS for database, _ in self._pending):
+            if any(table is OUTPUTS for table, _ in self._pending):
                 return True
         env = self._open(create=False)
         if env is None:
             return False
         with env.read() as transaction:
-            return bool(transaction.stat(env.databases[OUTPUTS])["entries"])
+            return bool(transaction.stat(env.databases[OUTPUTS.name])["entries"])
 
     def put_outputs(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
         """Add (memo key, value) rows."""
@@ -91,12 +104,11 @@ class Memo:
 
     def plan(self, key: bytes) -> PlanId | None:
         """Return the plan made for a request, or None.  The plan may no longer be stored."""
-        value = self._get(REQUESTS, [key])[0]
-        return None if value is None or len(value) != ID_BYTES else PlanId(value)
+        return self._get(REQUESTS, [key])[0]
 
     def put_plan(self, key: bytes, plan: PlanId) -> None:
         """Remember the plan of a request."""
-        self._put(REQUESTS, [(key, bytes(plan))])
+        self._put(REQUESTS, [(key, plan)])
 
     def flush(self) -> None:
         """Write pending rows in one transaction.  Raises StorageFailed, Corrupt."""
@@ -112,9 +124,10 @@ class Memo:
         # Nothing in it depends on the files that were there before.
         env.follow()
         with env.write() as transaction:
-            for (database, key), value in sorted(waiting.items()):
-                row = sealed(database, key, value)
-                transaction.put(key, row, db=env.databases[database])
+            for (table, key), value in sorted(
+                waiting.items(), key=lambda one: (one[0][0].name, one[0][1])
+            ):
+                transaction.put(*table.row(key, value), db=env.databases[table.name])
 
     def tidy(
         self, stored: Callable[[Sequence[bytes]], list[bool]], planned: Callable[[PlanId], bool]
@@ -127,41 +140,41 @@ class Memo:
         if env is None:
             return
         with env.read() as transaction:
-            with transaction.cursor(db=env.databases[OUTPUTS]) as cursor:
+            with transaction.cursor(db=env.databases[OUTPUTS.name]) as cursor:
                 gone = list(_dead_outputs(cursor, stored))
-            with transaction.cursor(db=env.databases[REQUESTS]) as cursor:
-                plans = [opened(REQUESTS, key, row) for key, row in cursor]
-            stale = any(p is None or len(p) != ID_BYTES or not planned(PlanId(p)) for p in plans)
+            with transaction.cursor(db=env.databases[REQUESTS.name]) as cursor:
+                plans = [REQUESTS.found(key, row) for key, row in cursor]
+            stale = any(plan is None or not planned(plan) for plan in plans)
         if not gone and not stale:
             return
         with env.write() as transaction:
             for key in gone:
-                transaction.delete(key, db=env.databases[OUTPUTS])
+                transaction.delete(key, db=env.databases[OUTPUTS.name])
             if stale:
-                transaction.drop(env.databases[REQUESTS], delete=False)
+                transaction.drop(env.databases[REQUESTS.name], delete=False)
 
     def file_bytes(self) -> int:
         """Return the size on disk; 0 if there is no table yet."""
         env = self._open(create=False)
         return 0 if env is None else env.file_bytes()
 
-    def _get(self, database: str, keys: Sequence[bytes]) -> list[bytes | None]:
+    def _get(self, table: Table[bytes, _V], keys: Sequence[bytes]) -> list[_V | None]:
         env = self._open(create=False)
-        found: dict[bytes, bytes | None] = {}
+        found: dict[bytes, _V | None] = {}
         if env is not None:
             with (
                 env.read() as transaction,
-                transaction.cursor(db=env.databases[database]) as cursor,
+                transaction.cursor(db=env.databases[table.name]) as cursor,
             ):
                 rows = cursor.getmulti(keys)
-                found.update((key, opened(database, key, row)) for key, row in rows)
+                found.update((key, table.found(key, row)) for key, row in rows)
         with self._lock:
             waiting = self._pending
-            return [waiting.get((database, key), found.get(key)) for key in keys]
+            return [waiting.get((table, key), found.get(key)) for key in keys]
 
-    def _put(self, database: str, rows: Iterable[tuple[bytes, bytes]]) -> None:
+    def _put(self, table: Table[bytes, _V], rows: Iterable[tuple[bytes, _V]]) -> None:
         with self._lock:
-            self._pending.update({(database, key): value for key, value in rows})
+            self._pending.update({(table, key): value for key, value in rows})
 
     def _open(self, *, create: bool) -> Environment | None:
         with self._lock:
@@ -180,7 +193,7 @@ def forget_requests(path: Path) -> None:
     env = Environment.acquire(path, DATABASES)
     try:
         with env.write() as transaction:
-            transaction.drop(env.databases[REQUESTS], delete=False)
+            transaction.drop(env.databases[REQUESTS.name], delete=False)
     finally:
         env.release()
 
@@ -191,7 +204,7 @@ def _dead_outputs(
     """Yield the keys of rows that are damaged or name a block that is not stored."""
     every: Iterator[Any] = iter(rows)
     while batch := list(islice(every, _BATCH)):
-        named = [_blocks(opened(OUTPUTS, key, row)) for key, row in batch]
+        named = [_blocks(OUTPUTS.found(key, row)) for key, row in batch]
         wanted = sorted({block for blocks in named for block in blocks})
         there = dict(zip(wanted, stored(wanted), strict=True))
         for (key, _), blocks in zip(batch, named, strict=True):

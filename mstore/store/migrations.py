@@ -6,10 +6,8 @@ runs again ends in the same state, so a crash only costs another migration. Afte
 once its result is durable, one rename raises the version in the `format` file. Until then the store
 has the older version, and programs of that version still read it.
 
-A step in the table is never removed.
-
-    1 -> 2    rows of the index end with a check, the index has a generation, and so has the mirror;
-              packs stay as they are
+The table is empty until a released version has a format before this one. A step that a release had
+is never removed.
 """
 
 from __future__ import annotations
@@ -18,12 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks.index import DATABASES, UNCHECKED, Index
-from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict, Incompatible
 from mstore.frozen import frozen
 from mstore.phrases import call, phrase
-from mstore.store import mirror
 from mstore.store.config import Config
 from mstore.store.layout import (
     FORMAT_LIMIT,
@@ -64,39 +59,7 @@ class Step:
     apply: Callable[[Path], None]
 
 
-def _check_rows(root: Path) -> None:
-    """Add a check to each row, and set the generation in the same transaction to mark it done.
-
-    If there is no index, `reindex` makes one with checks.
-    """
-    layout = read(root)
-    fs.share(root, Config.load(layout).shared)
-    fs.make_directory(layout.tmp, private=True, exist_ok=True)
-    if not (layout.index / "data.mdb").exists():
-        return
-    index = Index(layout.index)
-    try:
-        with index.env.write() as transaction:
-            if not index.has_generation(transaction):
-                for database in DATABASES:
-                    if database not in UNCHECKED:
-                        _seal(index, transaction, database)
-                index.set_generation(transaction, 1)
-        mirror.write(layout, index)
-    finally:
-        index.close()
-
-
-def _seal(index: Index, transaction: IndexTransaction, database: str) -> None:
-    with transaction.cursor(db=index.db(database)) as cursor:
-        rows = [(bytes(key), bytes(value)) for key, value in cursor]
-    for key, value in rows:
-        index.put(transaction, database, key, value)
-
-
-STEPS: tuple[Step, ...] = (
-    Step(1, "checks for the rows of the index, generations for index and mirror", _check_rows),
-)
+STEPS: tuple[Step, ...] = ()
 
 
 def migrate(

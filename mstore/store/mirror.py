@@ -7,8 +7,7 @@
 
 `refs/mirror` is written after each commit. So it states the refs of that commit or, after a crash,
 of an earlier one; never of a later one. Up to KEPT earlier mirrors with other refs stay as
-`refs/mirror.<generation>`, and a damaged one as `refs/mirror.damaged`. Version 1 has no generation
-and no last line.
+`refs/mirror.<generation>`, and a damaged one as `refs/mirror.damaged`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ KEPT: Final = 8
 MAX_BYTES: Final = 1 << 28
 """Longest mirror that is read, in bytes: about a million refs with the longest names."""
 _HEAD: Final = "mstore refs 2\n"
-_OLD_HEAD: Final = "mstore refs 1\n"
 _GENERATION: Final = re.compile(r"generation (0|[1-9][0-9]{0,18})")
 _CHECK: Final = b"blake3 "
 _CHECK_BYTES: Final = len(_CHECK) + 64 + 1
@@ -100,7 +98,7 @@ def _name_in(line: bytes) -> bytes:
 def _lines_of(path: Path, data: bytes, generation: int) -> list[bytes]:
     """Return the ref lines of a mirror of this generation; none if it is of another."""
     with suppress(Corrupt):
-        if data.startswith(_HEAD.encode()) and _generation(path, data) == generation:
+        if _generation(path, data) == generation:
             return data[:-_CHECK_BYTES].splitlines(keepends=True)[2:]
     return []
 
@@ -137,10 +135,7 @@ def _keep(layout: Layout, before: bytes, listed: bytes, generation: int) -> None
                 where=str(layout.mirror),
                 hint=call("reindex"),
             )
-        if (
-            before.startswith(_HEAD.encode())
-            and listed == (before.split(b"\n", 2)[2][:-_CHECK_BYTES])
-        ):
+        if listed == before.split(b"\n", 2)[2][:-_CHECK_BYTES]:
             return
         target = layout.mirror.with_name(f"mirror.{old}")
     # If the filesystem has no hard links, keep one mirror less.
@@ -212,8 +207,6 @@ def _bytes(path: Path) -> bytes | None:
 
 
 def _generation(path: Path, data: bytes) -> int:
-    if data.startswith(_OLD_HEAD.encode()) and data.endswith(b"\n"):
-        return 0
     body, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
     if check != _CHECK + blake3(body).hexdigest().encode() + b"\n":
         raise Corrupt("not a ref mirror, or damaged", where=str(path), hint=call("reindex"))
@@ -225,10 +218,8 @@ def _generation(path: Path, data: bytes) -> int:
 
 
 def _refs(path: Path, data: bytes) -> dict[str, Ref]:
-    lines = data.decode(errors="replace").split("\n")[:-1]
-    lines = lines[1:] if data.startswith(_OLD_HEAD.encode()) else lines[2:-1]
     found = {}
-    for line in lines:
+    for line in data.decode(errors="replace").split("\n")[2:-2]:
         kind, _, rest = line.partition(" ")
         id, _, name = rest.partition(" ")
         try:

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import Model, full_name, models_of
 from mstore.errors import Incompatible, NotFound, did_you_mean
 from mstore.ids import TensorId
@@ -133,6 +132,8 @@ class Models:
 
     def config(self, model: str) -> str:
         """Return the path of a model's config."""
+        from mstore.checkpoint.declared import CONFIG  # late: what lists tensors needs no config
+
         return self.named[model].path(CONFIG)
 
     def require_one_each(self, called: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from mstore.blocks.schema import PLANS, Risk
 from mstore.frozen import frozen
 from mstore.ids import TensorId
 from mstore.objects.coverage import Coverage
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
-from mstore.store import plan_rows
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Risk
 
 
 @frozen
@@ -63,5 +62,5 @@ def of_snapshot(
     if found is not None or plan is None:
         return found or ()
     with catalog.index.env.read() as transaction:
-        told = plan_rows.get(catalog.index, transaction, plan)
+        told = catalog.index.get(transaction, PLANS, plan)
     return () if told is None else may_be(told.risks)

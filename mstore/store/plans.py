@@ -1,6 +1,6 @@
 """The origin of a plan's inputs: snapshots, and the names that the user gave them.
 
-A plan names contents; a merge's parents are snapshots.  If the plan has no row (`store.plan_rows`),
+A plan names contents; a merge's parents are snapshots.  If the plan has no row in the index,
 the newest snapshot with the same content stands in for an input.
 """
 
@@ -12,14 +12,14 @@ import msgspec
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
+from mstore.blocks.schema import PLANS, Source, Sources
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.phrases import call, phrase
-from mstore.store import plan_rows, refs
+from mstore.store import refs
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Source, Sources
 from mstore.store.transaction import Transaction
 
 
@@ -31,7 +31,7 @@ def put_sources(
     If the row already names a snapshot by one of its refs, that name stays: repeating the request
     under other names does not rename the inputs of existing merges.
     """
-    old = plan_rows.get(catalog.index, transaction, plan)
+    old = catalog.index.get(transaction, PLANS, plan)
     if old is not None and len(old.experts) == len(sources.experts):
         sources = msgspec.structs.replace(
             sources,
@@ -41,7 +41,7 @@ def put_sources(
                 for new, before in zip(sources.experts, old.experts, strict=True)
             ),
         )
-    plan_rows.put(catalog.index, transaction, plan, sources)
+    catalog.index.put(transaction, PLANS, plan, sources)
 
 
 def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
@@ -87,12 +87,12 @@ def sources_of_merge(catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotR
 def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
     """Return the inputs of a plan.  Raises NotFound if this store lacks one, Corrupt."""
     with catalog.index.env.read() as transaction:
-        told = plan_rows.get(catalog.index, transaction, id)
+        told = catalog.index.get(transaction, PLANS, id)
     if told is not None:
         return told
     return Sources(
         _stand_in(catalog, plan.base_id()),
-        tuple(_stand_in(catalog, expert.manifest_id()) for expert in plan.experts),
+        tuple(_stand_in(catalog, one.manifest_id()) for one in plan.inputs[1:]),
     )
 
 

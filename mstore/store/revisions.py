@@ -17,11 +17,12 @@ import msgspec
 
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.schema import PLANS
 from mstore.errors import BadName, BadRequest, NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import Text, call, joined, phrase
-from mstore.store import plan_rows, refs, snapshot_rows
+from mstore.store import listing, refs
 
 _SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
 _ODD_SUFFIX = re.compile(r".(~|@\{)")
@@ -63,8 +64,8 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
     if ref is not None:
         return ref.snapshot_id()
     is_prefix = _PREFIX.fullmatch(revision.name) is not None
-    ids = snapshot_rows.with_prefix(index, transaction, revision.name) if is_prefix else []
-    if not ids and is_prefix and plan_rows.has_prefix(index, transaction, revision.name):
+    ids = listing.with_prefix(index, transaction, revision.name) if is_prefix else []
+    if not ids and is_prefix and any(index.keys_with(transaction, PLANS, revision.name)):
         raise NotFound(
             "no such ref or snapshot",
             where=revision.name,
@@ -114,7 +115,7 @@ def _from_reflog(index: Index, transaction: IndexTransaction, revision: Revision
             where=f"{revision.name}@{{{revision.back}}}",
             hint=call("reflog", revision.name),
         )
-    if not snapshot_rows.is_listed(index, transaction, new):
+    if not listing.is_listed(index, transaction, SnapshotId(new)):
         raise NotFound(
             f"snapshot {SnapshotId(new).short}, where the ref was then, was collected",
             where=f"{revision.name}@{{{revision.back}}}",

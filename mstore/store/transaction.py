@@ -24,7 +24,7 @@ import msgspec
 from mstore import fs
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, elements_of, encode
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_rows import Key
+from mstore.blocks.location import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.checkpoint.partition import in_blocks, partition
 from mstore.errors import BadRequest, Conflict, Interrupted, NotFound
@@ -36,7 +36,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.phrases import Option, phrase
-from mstore.store import condemned, contents, leases, refs, snapshot_rows
+from mstore.store import condemned, contents, leases, listing, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
@@ -328,7 +328,7 @@ class Transaction:
                 catalog.index.insert_pack(transaction, pack)
             self._check_bases(transaction)
             for snapshot in snapshots:
-                snapshot_rows.insert(catalog.index, transaction, snapshot)
+                listing.insert(catalog.index, transaction, snapshot)
             apply_moves(catalog, transaction, moves)
             if also is not None:
                 also(transaction)

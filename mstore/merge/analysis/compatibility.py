@@ -239,9 +239,10 @@ def _sums(
     base, *experts = (model.manifest.id() for model in models)
     if is_adapter(models[0].tensors):
         return {}
+    given = request.experts[: len(experts)]
     inputs = Inputs(
         *(catalog, base, experts, [model.name for model in models]),
-        choice=ModelChoice(request.base.model, tuple(one.model for one in request.experts)),
+        choice=ModelChoice(request.base.model, tuple(one.model for one in given)),
         fill=request.allow_missing,
     )
     return known_sums(catalog, statistics, inputs, request.only, request.skip, products=True)

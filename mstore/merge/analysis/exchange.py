@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from mstore.blocks.schema import Sources
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.ids import PlanId
 from mstore.merge.planning.costs import told_costs
@@ -30,7 +31,6 @@ from mstore.objects.plan import (
 )
 from mstore.phrases import call, phrase
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Sources
 from mstore.store.plans import find, sources_of, store_plan
 
 FORMAT = "mstore plan 1"

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from mstore.adapters.inputs import Inputs, Names
+from mstore.blocks.schema import Sources
 from mstore.errors import Corrupt, NotFound, did_you_mean
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId
@@ -39,7 +40,6 @@ from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.not_finite import of_merge
-from mstore.store.plan_rows import Sources
 from mstore.store.plans import plan_of, sources_of_merge
 from mstore.store.refs import is_pattern
 
@@ -341,7 +341,7 @@ def _experts_of(catalog: Catalog, plan: Plan) -> tuple[Names, ...]:
         return Inputs.of(catalog, plan).experts
     except (NotFound, Corrupt):
         return tuple(
-            tensors_of(catalog, catalog.manifest(one.manifest_id())) for one in plan.experts
+            tensors_of(catalog, catalog.manifest(one.manifest_id())) for one in plan.inputs[1:]
         )
 
 

@@ -98,7 +98,7 @@ def _cancels(plan: Plan) -> bool:
         return False
     operation = Operations(plan).main
     weighted = [
-        (expert.manifest, weight)
+        (expert.key, weight)
         for expert, weight in zip(plan.experts, plan.weights, strict=True)
         if weight
     ]

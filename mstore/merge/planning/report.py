@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mstore.blocks.schema import Sources
 from mstore.errors import BadRequest, Unavailable
 from mstore.frozen import frozen
 from mstore.ids import PlanId
@@ -16,7 +17,6 @@ from mstore.objects.plan import BASE, BELOW, DROPPED, EQUAL, OMITTED, READ, SHAR
 from mstore.phrases import call, few, phrase
 from mstore.sizes import exact_size, format_size
 from mstore.store.not_finite import NotFiniteTensor, may_be
-from mstore.store.plan_rows import Sources
 
 
 @frozen
@@ -136,6 +136,11 @@ def plan_report(
         notes.append(
             f"{size} of experts were read for statistics or exact thresholds that "
             f"were missing, apart from the budget, {again}"
+        )
+    if plan.allow_missing:
+        notes.append(
+            "tensors may be missing: the base's count for what an expert lacks, and what the base "
+            "lacks is left out"
         )
     if not kept:
         notes.append("this store can be read and not written: the plan is not kept in it")

@@ -239,8 +239,10 @@ def _companions(
                 where=Option("companions"),
                 hint=did_you_mean(role, COMPANIONS),
             )
-        belongs: list[int | None] = [None] if not colon else [0] if of == BASE else []
-        belongs += numbers.get(of, [])
+        belongs: list[int | None] = [*numbers.get(of, [])] if colon else [None]
+        if not belongs and of == BASE:
+            # Of an expert that was named so it is of the expert.
+            belongs = [0]
         if not belongs:
             raise BadRequest(
                 f"{of[:_SHOWN]!r} is neither {BASE} nor one of the experts as they were named: "

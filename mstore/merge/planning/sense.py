@@ -17,6 +17,7 @@ from typing import Final
 
 from mstore.adapters.inputs import Inputs
 from mstore.adapters.targets import is_adapter
+from mstore.blocks.schema import Sources
 from mstore.compare import Measure, Sums, by_layer, comparable
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import ManifestId
@@ -30,7 +31,6 @@ from mstore.phrases import call, few, phrase
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
-from mstore.store.plan_rows import Sources
 
 MOST_OF_MODEL: Final = 0.5
 """An expert that moved a whole model further than this, relative to the base's norm, is odd."""

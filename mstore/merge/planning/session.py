@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from blake3 import blake3
 
+from mstore.blocks.schema import Risk
 from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Value
@@ -34,7 +35,6 @@ from mstore.progress import ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
-from mstore.store.plan_rows import Risk
 
 PLANNER = 8
 """Increment whenever the same request leads to a different plan."""

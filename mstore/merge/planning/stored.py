@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
+from mstore.blocks.schema import Source, Sources
 from mstore.errors import NotFound
 from mstore.merge.planning.costs import Costs, costs_of, told_costs
 from mstore.merge.planning.noop import require_effect
@@ -21,7 +22,6 @@ from mstore.progress import ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
-from mstore.store.plan_rows import Source, Sources
 from mstore.store.plans import plan_ids, sources_of, store_plan
 
 

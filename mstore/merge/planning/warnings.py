@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mstore.adapters.inputs import Inputs, stand_ins
 from mstore.adapters.targets import is_adapter
+from mstore.blocks.schema import Source, Sources
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations
@@ -31,7 +32,6 @@ from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 from mstore.store.models import models_in, paired, tensors_of
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.store.plan_rows import Source, Sources
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
@@ -81,7 +81,7 @@ def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         return tuple(
             MergeWarning(LEFT_OUT, source.name, f"no layer is from {source.name}")
             for number, source in enumerate(sources.experts, start=1)
-            if number not in used and plan.experts[number - 1].manifest != plan.inputs[0].manifest
+            if number not in used and plan.experts[number - 1].key != plan.inputs[0].key
         )
     return tuple(
         MergeWarning(kind, sources.experts[k].name, text)
@@ -273,7 +273,7 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     own, name = plan.experts[k], sources.experts[k].name
     used = Operations(plan).used(plan)
     idle = {n for n in range(k + 1) if used and all(one.given[n] == 0 for one in used)}
-    same = [n for n in range(k) if plan.experts[n].manifest == own.manifest and n not in idle]
+    same = [n for n in range(k) if plan.experts[n].key == own.key and n not in idle]
     if same and k not in idle:
         earlier = sources.experts[same[0]].name
         also = "" if earlier == name else f": it has the content of {earlier}"
@@ -281,11 +281,11 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
         adds = "; its weights add up" if weighted else ""
         yield REPEATED, f"{name} is given more than once{also}{adds}"
     # Where whole models are mixed as vectors, or added up, the base is a model like the others.
-    if own.manifest == plan.inputs[0].manifest and all(
+    if own.key == plan.inputs[0].key and all(
         one.is_whole and not (one.is_near or one.compares_deltas) for one in used
     ):
         return
-    if own.manifest == plan.inputs[0].manifest:
+    if own.key == plan.inputs[0].key:
         yield IS_BASE, f"{name} is the base itself, so it changes nothing{_diluting(plan)}"
         return
     if all(operation.given[k] == 0 for operation in used):

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from mstore.blocks.codecs import Policy
+from mstore.blocks.schema import Sources
 from mstore.errors import Incompatible, StorageFailed
 from mstore.ids import ManifestId, SnapshotId
 from mstore.merge.planning.warnings import told_counts
@@ -25,7 +26,6 @@ from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor, counted
-from mstore.store.plan_rows import Sources
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from mstore.adapters.inputs import files_merged_into
+from mstore.blocks.schema import Sources
 from mstore.checkpoint.declared import (
     CARD,
     CONFIG,
@@ -46,7 +47,6 @@ from mstore.objects.plan import BASE, DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import contents
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Sources
 
 LICENCES = "licenses"
 _LICENCE_FILE = re.compile(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 
+from mstore.blocks.schema import Source, Sources
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.models import name_in_model
 from mstore.errors import BadRequest, Conflict
@@ -30,7 +31,6 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.store.plan_rows import Source, Sources
 from mstore.store.plans import sources_of
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL

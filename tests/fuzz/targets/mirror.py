@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 
+from blake3 import blake3
 from mutation import Form
 
 from mstore.store import mirror, refs
@@ -25,7 +26,7 @@ def target(data: bytes) -> None:
 
 
 def seeds() -> Iterable[bytes]:
-    yield b"mstore refs 1\n"
-    yield (
-        b"mstore refs 1\nbranch " + b"ab" * 32 + b" llama/base\ntag " + b"cd" * 32 + " é\n".encode()
-    )
+    lines = f"branch {'ab' * 32} llama/base\ntag {'cd' * 32} é\n".encode()
+    for refs_told in (b"", lines):
+        body = b"mstore refs 2\ngeneration 1\n" + refs_told
+        yield body + f"blake3 {blake3(body).hexdigest()}\n".encode()

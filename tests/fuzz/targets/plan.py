@@ -15,7 +15,11 @@ FORM = Form.MESSAGEPACK
 
 def target(data: bytes) -> None:
     record = decode(Plan, data, "input")
-    assert all(len(tensor.states) == len(record.experts) for tensor in record.tensors)
+    others = record.experts + record.companions
+    assert record.inputs[1:] == others
+    assert len(record.weights) == len(record.experts)
+    assert all(len(tensor.states) == len(others) for tensor in record.tensors)
+    assert all(record.operation_of(tensor) in record.operations for tensor in record.tensors)
     record.base_id()
 
 

@@ -14,12 +14,14 @@ from mstore import Store
 from mstore.objects.coverage import Coverage, TensorCoverage
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import (
+    FISHER,
     Criteria,
     Mixture,
     Plan,
-    PlanExpert,
+    PlanInput,
     PlanOperation,
     PlanTensor,
+    Taken,
     Threshold,
 )
 from mstore.objects.signature import Signature
@@ -51,21 +53,29 @@ SNAPSHOTS = (
 )
 PLANS = (
     Plan(
-        method="ties",
-        parameters=(("density", 0.5), ("normalize", True), ("seed", -1)),
-        base=A,
-        experts=(PlanExpert(B, 1.0), PlanExpert(C, 0.5)),
+        operations=(
+            PlanOperation(
+                "ties", (("density", 0.5), ("normalize", True), ("seed", -1)), (1.0, 0.5)
+            ),
+        ),
+        inputs=(
+            PlanInput(BASE, None, A),
+            PlanInput(EXPERT, None, B, "unet"),
+            PlanInput(EXPERT, None, C),
+        ),
         dtype=None,
         block_size=65536,
         budget=1000,
         criteria=Criteria("norm", 0.5, None, ("a*",), (), None),
+        allow_missing=True,
         full_expert_bytes=2,
         planned_expert_bytes=1,
         error_bound=None,
         error_estimate=0.25,
         tensors=(PlanTensor("w", 128, (b"\0\4", b"\1\2"), (Threshold(0.5, -1),) * 2, (-1.0, 0.0)),),
         copied=(("t", "other dtype"),),
-        notes=("a note",),
+        remarks=("a remark",),
+        without=("text", "text@fp16"),
     ),
 )
 PLANS += (
@@ -78,11 +88,31 @@ PLANS += (
                 "v", 9, (b"\0", b"\2"), (), (0.0, 0.0), mixture=Mixture(0.5, (1.0, 0.0), True)
             ),
         ),
-        operations=(PlanOperation("breadcrumbs", (("gamma", 0.5),), (1.0, 0.5)),),
+        operations=(
+            *PLANS[0].operations,
+            PlanOperation("breadcrumbs", (("gamma", (0.5, 0.25)),), (1.0, 0.5)),
+        ),
+    ),
+    msgspec.structs.replace(
+        PLANS[0],
+        inputs=(
+            *PLANS[0].inputs,
+            PlanInput(FISHER, None, C),
+            PlanInput(FISHER, 0, A),
+            PlanInput(FISHER, 2, B, ""),
+        ),
+        tensors=(PlanTensor("w", 128, (b"\0",) * 5, (), (-1.0,) * 5),),
+    ),
+    msgspec.structs.replace(
+        PLANS[0],
+        tensors=(),
+        layers=((0, 0), (2, 1), (1, 1)),
+        taken=(Taken("v", 2, "w"), Taken("w", 1, "w")),
+        dropped=("t", "u"),
     ),
 )
 COVERED = (TensorCoverage("w", 9, b"\1\0", (b"\xfe\1", b"\0\0")),)
-COVERAGES = (Coverage(A, COVERED), Coverage(A, COVERED, (("w", 3),)))
+COVERAGES = (Coverage(A, COVERED, ()), Coverage(A, COVERED, (("w", 3),)))
 VIRTUALS = (VirtualTensor("BF16", (2, 3), 12, A, "w"),)
 SIGNATURES = (Signature(A, "ed25519", B, C * 2, "alice@example.org", 5),)
 
