@@ -331,3 +331,64 @@ def test_one_component_of_a_pipeline_is_merged(shape: Shape) -> None:
         wanted = {**shape.weights["base"], part: shape.weights["one"][part]}
         assert_equal(shape.load(shape.root / "out"), wanted)
         shutil.rmtree(shape.root / "out")
+
+
+def test_a_fine_tune_of_one_component_is_merged_into_it(shape: Shape) -> None:
+    """A component that was tuned and saved alone is an expert of that of the pipeline."""
+    part = shape.parts[0]
+    pipeline = pipelines.load(shape.root / "base")
+    pipelines.tune(pipeline, 9, {part})
+    module = pipelines.modules_of(pipeline)[part]
+    module.save_pretrained(shape.root / "lone")
+    added = shape.store.add(shape.root / "lone", name="lone", base=f"base:{part}")
+    assert added.blocks_equal_base is not None
+    assert added.warnings == ()
+    request = MergeRequest(base=f"base:{part}", experts=["lone"], method="linear")
+    shape.store.merge(shape.store.plan(request), name="partly")
+    shape.store.checkout("partly", shape.root / "out")
+    wanted = {**shape.weights["base"], part: pipelines.state(module)}
+    assert_equal(shape.load(shape.root / "out"), wanted)
+    shutil.rmtree(shape.root / "out")
+    # The variant is another model, and still the base's.
+    half = shape.store["partly"].load_torch(model=part + HALF)
+    assert_equal({part: half}, {part: shape.store["base"].load_torch(model=part + HALF)})
+
+
+# -- variants ------------------------------------------------------------------------------------
+
+
+def test_variants_that_a_fine_tune_lacks_are_left_out(shape: Shape) -> None:
+    """Without fp16 files in an expert the merge has none: a loader that asks for them is told so,
+    and gets no unmerged weights."""
+    pipeline = pipelines.load(shape.root / "one")
+    pipeline.save_pretrained(shape.root / "plain", max_shard_size=SHARD)
+    shape.store.add(shape.root / "plain", name="plain", base="base")
+    plan = shape.store.plan(MergeRequest(base="base", experts=["plain"], method="linear"))
+    assert "other models" in [one.kind for one in plan.warnings]
+    shape.store.merge(plan, name="partly")
+    assert shape.store["partly"].models() == sorted(shape.parts)
+    shape.store.checkout("partly", shape.root / "out")
+    assert_equal(shape.load(shape.root / "out"), shape.weights["one"])
+    with pytest.raises((OSError, ValueError)):
+        shape.load(shape.root / "out", variant="fp16")
+    shutil.rmtree(shape.root / "out")
+
+
+def test_a_component_stands_for_its_only_form(shape: Shape) -> None:
+    """A base of fp16 files alone, as one downloads it, is merged with fine-tunes that were saved
+    without a variant."""
+    for name in MEMBERS[:2]:
+        pipeline = pipelines.load(shape.root / name, variant="fp16")
+        variant = "fp16" if name == "base" else None
+        pipeline.save_pretrained(shape.root / f"half-{name}", variant=variant)
+        base = None if name == "base" else "half/base"
+        shape.store.add(shape.root / f"half-{name}", name=f"half/{name}", base=base)
+    request = MergeRequest(base="half/base", experts=["half/one"], method="linear")
+    shape.store.merge(shape.store.plan(request), name="half/merged")
+    shape.store.checkout("half/merged", shape.root / "out")
+    wanted = {
+        part: {name: value.half() for name, value in tensors.items()}
+        for part, tensors in shape.weights["one"].items()
+    }
+    assert_equal(shape.load(shape.root / "out", variant="fp16"), wanted, cast=True)
+    shutil.rmtree(shape.root / "out")
