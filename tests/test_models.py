@@ -80,9 +80,17 @@ def test_which_files_make_a_model(paths: list[str], names: dict[str, int]) -> No
     assert {name: len(files) for name, files in found.items()} == names
 
 
-def test_an_index_names_its_shards_whatever_they_are_called() -> None:
+@pytest.mark.parametrize(
+    "half",
+    [
+        "model.safetensors.index.fp16.json",
+        "model.safetensors.fp16.index.json",
+        "model.fp16.safetensors.index.json",
+    ],
+)
+def test_an_index_names_its_shards_whatever_they_are_called(half: str) -> None:
     """Shards are those of the index, and a variant's index is that of the variant."""
-    plain, half = "model.safetensors.index.json", "model.safetensors.index.fp16.json"
+    plain = "model.safetensors.index.json"
     maps = {plain: {"a": "part-a.safetensors"}, half: {"a": "half.safetensors"}}
     found = named(["part-a.safetensors", "half.safetensors", plain, half], maps)
     assert found == {"": ("part-a.safetensors",), "@fp16": ("half.safetensors",)}
@@ -134,12 +142,19 @@ def test_what_a_tensor_is_called_tells_model_and_name(directory: str, name: str)
         (["unet", "unet_2"], ["unet", "unet_2"], ("unet", "unet_2"), {"unet": "unet_2"}),
         (["unet"], ["a", "b"], (None, "b"), {"unet": "b"}),
         (["unet"], ["a", "b"], ("unet", "c"), {}),
+        (["u@fp16", "v@fp16"], ["u", "v"], (None, None), {"u@fp16": "u", "v@fp16": "v"}),
+        (["u", "v"], ["u@fp16", "v", "v@fp16"], (None, None), {"u": "u@fp16", "v": "v"}),
+        (["u", "u@fp16", "v"], ["u", "v"], (None, None), {"u": "u", "v": "v"}),
+        (["u", "v"], ["u@fp16", "u@ema", "v"], (None, None), {"v": "v"}),
+        (["u", "u@fp16", "v"], ["u@fp16", "v"], ("u", None), {"u": "u@fp16"}),
+        (["u@fp16", "v@fp16"], ["u", "v"], (None, "u"), {"u@fp16": "u"}),
     ],
 )
 def test_which_model_stands_for_which(
     base: list[str], own: list[str], chosen: tuple[str | None, str | None], pairs: dict[str, str]
 ) -> None:
-    """Namesakes stand for each other, or those that are named, or the only ones."""
+    """Namesakes stand for each other, or the only forms of a model, or those that are named, or the
+    only ones."""
     assert paired(base, own, chosen) == pairs
 
 
