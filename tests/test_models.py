@@ -289,6 +289,30 @@ def test_a_variant_that_an_expert_lacks_is_left_out(tmp_path: Path) -> None:
         assert "other models" in [one.kind for one in plan.warnings]
 
 
+def test_settings_are_compared_component_by_component(store: Store) -> None:
+    """check-merge compares the configs of models that stand for each other, and names which."""
+    folder = store.path.parent
+    for name, heads in (("base", 4), ("tuned", 8)):
+        for part in PARTS:
+            told = {"_class_name": "Wan", "num_attention_heads": heads if part == PARTS[1] else 2}
+            (folder / name / part / "config.json").write_text(json.dumps(told))
+        store.add(folder / name, name=name, base=None)
+    lone = write(folder / "lone", {WEIGHTS: 3.0})
+    (lone / "config.json").write_text(json.dumps(told | {"_class_name": "Flux"}))
+    store.add(lone, name="lone", base=None)
+    told = f"{PARTS[1]}: num_attention_heads is 8, not 4"
+    assert asked(store, "base", "tuned") == [told]
+    assert asked(store, f"base:{PARTS[0]}", "tuned") == []
+    found = asked(store, f"tuned:{PARTS[1]}", "lone")
+    assert found == [f"{PARTS[1]}: _class_name is Flux, not Wan"]
+
+
+def asked(store: Store, base: str, expert: str) -> list[str]:
+    """What check-merge finds of settings."""
+    found = store.check_merge(MergeRequest(base=base, experts=[expert], method="linear")).findings
+    return [one.text for one in found if one.aspect in ("settings", "architecture")]
+
+
 def test_a_fine_tune_of_one_component_is_added_to_it(store: Store) -> None:
     """`add` with a base REF:MODEL compares with that model, and stores differences to it."""
     folder = write(store.path.parent / "part", {"model.safetensors": 10.0})
