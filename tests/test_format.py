@@ -190,7 +190,8 @@ def test_everything_is_in_both(made: Made, indexed: IndependentStore) -> None:
 
 
 def test_snapshots(made: Made, read: IndependentStore) -> None:
-    """A snapshot says where it comes from: its parents by role, origin, message, time, tool."""
+    """A snapshot says where it comes from: its parents by role, by what it was made, message, time,
+    tool."""
     s = made.snapshots
     parents = {
         "base": [],
@@ -203,11 +204,12 @@ def test_snapshots(made: Made, read: IndependentStore) -> None:
     found = {key: read.snapshot(snapshot) for key, snapshot in s.items()}
     assert {key: snapshot.parents for key, snapshot in found.items()} == parents
     merged, virtual = found.pop("merged"), found.pop("virtual")
-    assert (merged.origin, merged.plan) == ("merge", str(made.plan.plan))
+    assert (merged.made, merged.plan) == ("merge", str(made.plan.plan))
     assert read.coverage(merged.coverage or "").plan == merged.plan
-    assert (virtual.origin, virtual.plan, virtual.coverage) == ("merge", merged.plan, None)
+    assert (virtual.made, virtual.plan, virtual.coverage) == ("merge", merged.plan, None)
     for key, snapshot in found.items():
-        assert (snapshot.origin, snapshot.message) == ("add", key)
+        assert (snapshot.made, snapshot.message) == ("add", key)
+        assert (snapshot.origin, snapshot.author) == (None, "")
         assert (snapshot.plan, snapshot.coverage) == (None, None)
     times = [snapshot.time_ns for snapshot in [*found.values(), merged, virtual]]
     assert [made.times[0], *times, made.times[1]] == sorted([*made.times, *times])
@@ -670,7 +672,7 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
 STORE_UUID = bytes(range(16))
 SAFETENSORS_HEADER = b'{"w":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}}'
 WEIGHT = bytes(range(100, 112))
-GOLDEN_ID = "759d7280a0164d192eee97cf2a5ed1aee9831bd33d9ff315fb45a617ce067dc8"
+GOLDEN_ID = "91d86423b84159e4f2172f35f272d2ec0129057895296ab1078fb285e2a8aca9"
 
 
 def digest(data: bytes, context: str) -> bytes:
@@ -725,7 +727,15 @@ class Draft:
         return data, Path("packs") / name[:2] / f"{name}.pack"
 
     def snapshot(self, manifest: bytes, time: bytes) -> None:
-        record = b"\x99" + text("snapshot/1") + bin32(manifest) + b"\x90" + text("add")
+        record = (
+            b"\x9b"
+            + text("snapshot/1")
+            + bin32(manifest)
+            + b"\x90"
+            + text("add")
+            + b"\xc0"
+            + text("ada")
+        )
         record += b"\xc0\xc0" + text("by hand") + time + text("a pencil")
         self.put("snapshot", 3, record, digest(record, "mstore 1 snapshot"))
 
