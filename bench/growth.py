@@ -221,7 +221,16 @@ class Family:
         content = ManifestId(self.into.record(manifest))
         now = time.time_ns()
         record = SnapshotRecord(
-            content, parents, "add", None, None, f"family {self.number}", now, "mstore simulated"
+            content,
+            parents,
+            "add",
+            None,
+            "",
+            None,
+            None,
+            f"family {self.number}",
+            now,
+            "mstore simulated",
         )
         id = SnapshotId(self.into.record(record))
         rows = self.into.rows

@@ -39,7 +39,8 @@ CONTEXTS = {
     SIGNATURE: "mstore 1 signature",
 }
 PACK_CONTEXT = "mstore 1 pack"
-ROLES = ("previous", "base", "expert")
+ROLES = ("previous", "base", "expert", "companion")
+MADE = ("add", "merge", "prepare", "cast", "align", "extract", "combine")
 
 HEADER = struct.Struct("<8s I 4s 32s")
 UNCHECKED = ("blocks", "records", "leases")
@@ -221,7 +222,9 @@ class File:
 class Snapshot:
     manifest: str
     parents: list[tuple[str, str]]
-    origin: str
+    made: str
+    origin: tuple[str, str, str] | None
+    author: str
     plan: str | None
     coverage: str | None
     message: str
@@ -407,21 +410,34 @@ def _read_file(row: list[Any]) -> File:
 
 
 def _read_snapshot(data: bytes) -> Snapshot:
-    manifest, rows, origin, plan, coverage, message, time_ns, tool = _fields(data, "snapshot/1", 9)
+    manifest, rows, made, origin, author, plan, coverage, message, time_ns, tool = _fields(
+        data, "snapshot/1", 11
+    )
     parents = [_items(row, "parent", 2) for row in _items(rows, "parents")]
     require(all(role in ROLES for role, _ in parents), "a parent of no known role")
     require([r for r, _ in parents] == sorted((r for r, _ in parents), key=ROLES.index), "roles")
-    require(origin in ("add", "merge"), f"origin {origin!r}")
+    roles = [role for role, _ in parents]
+    require(roles.count("previous") < 2 and roles.count("base") < 2, "two parents of one role")
+    require(made in MADE, f"made {made!r}")
+    require((plan is not None) == (made in ("merge", "prepare")), f"a plan of {made}")
+    require(plan is not None or coverage is None, "coverage without a plan")
     return Snapshot(
         _hex(manifest, "ManifestId"),
         [(role, _hex(parent, "SnapshotId")) for role, parent in parents],
-        origin,
+        made,
+        None if origin is None else _read_origin(origin),
+        _text(author, "author"),
         _maybe(_hex, plan, "PlanId"),
         _maybe(_hex, coverage, "CoverageId"),
         _text(message, "message"),
         _count(time_ns, "time_ns"),
         _text(tool, "tool"),
     )
+
+
+def _read_origin(row: object) -> tuple[str, str, str]:
+    url, revision, commit = _items(row, "origin", 3)
+    return _text(url, "URL"), _text(revision, "revision"), _text(commit, "commit")
 
 
 def _read_plan(data: bytes) -> Plan:

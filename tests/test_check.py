@@ -497,7 +497,7 @@ def test_a_pruned_snapshot_needs_no_contents(store: Store) -> None:
 
 def _merge_of(store: Store) -> bytes:
     ids = store.snapshot_ids()
-    return next(id for id in ids if store._catalog.snapshot(id).origin == "merge")
+    return next(id for id in ids if store._catalog.snapshot(id).made == "merge")
 
 
 def test_a_condemned_pack_is_garbage(store: Store) -> None:

@@ -386,7 +386,9 @@ def test_a_strangers_manifest_stays_in_its_directory(
             record = SnapshotRecord(
                 manifest=transaction.put_record(manifest),
                 parents=(),
-                origin="add",
+                made="add",
+                origin=None,
+                author="",
                 plan=None,
                 coverage=None,
                 message="",

@@ -190,7 +190,8 @@ def test_everything_is_in_both(made: Made, indexed: IndependentStore) -> None:
 
 
 def test_snapshots(made: Made, read: IndependentStore) -> None:
-    """A snapshot says where it comes from: its parents by role, origin, message, time, tool."""
+    """A snapshot says where it comes from: its parents by role, by what it was made, message, time,
+    tool."""
     s = made.snapshots
     parents = {
         "base": [],
@@ -203,11 +204,12 @@ def test_snapshots(made: Made, read: IndependentStore) -> None:
     found = {key: read.snapshot(snapshot) for key, snapshot in s.items()}
     assert {key: snapshot.parents for key, snapshot in found.items()} == parents
     merged, virtual = found.pop("merged"), found.pop("virtual")
-    assert (merged.origin, merged.plan) == ("merge", str(made.plan.plan))
+    assert (merged.made, merged.plan) == ("merge", str(made.plan.plan))
     assert read.coverage(merged.coverage or "").plan == merged.plan
-    assert (virtual.origin, virtual.plan, virtual.coverage) == ("merge", merged.plan, None)
+    assert (virtual.made, virtual.plan, virtual.coverage) == ("merge", merged.plan, None)
     for key, snapshot in found.items():
-        assert (snapshot.origin, snapshot.message) == ("add", key)
+        assert (snapshot.made, snapshot.message) == ("add", key)
+        assert (snapshot.origin, snapshot.author) == (None, "")
         assert (snapshot.plan, snapshot.coverage) == (None, None)
     times = [snapshot.time_ns for snapshot in [*found.values(), merged, virtual]]
     assert [made.times[0], *times, made.times[1]] == sorted([*made.times, *times])
@@ -667,7 +669,7 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
 
 SAFETENSORS_HEADER = b'{"w":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}}'
 WEIGHT = bytes(range(100, 112))
-GOLDEN_ID = "135032e64b7c0e8687a11521d53661fb852d9900d458a0c82ba86f461f176927"
+GOLDEN_ID = "87638c96924c729ef1eb039d740adeffab72c60619b8e11eb11f71fcb06cdc7a"
 
 
 def digest(data: bytes, context: str) -> bytes:
@@ -722,7 +724,15 @@ class Draft:
         return data, Path("packs") / name[:2] / f"{name}.pack"
 
     def snapshot(self, manifest: bytes, time: bytes) -> None:
-        record = b"\x99" + text("snapshot/1") + bin32(manifest) + b"\x90" + text("add")
+        record = (
+            b"\x9b"
+            + text("snapshot/1")
+            + bin32(manifest)
+            + b"\x90"
+            + text("add")
+            + b"\xc0"
+            + text("ada")
+        )
         record += b"\xc0\xc0" + text("by hand") + time + text("a pencil")
         self.put("snapshot", 3, record, digest(record, "mstore 1 snapshot"))
 

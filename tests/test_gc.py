@@ -474,7 +474,7 @@ def test_a_child_of_a_collected_parent_is_refused(store: Store, tmp_path: Path) 
         with Store.open(store.path) as other:
             other.gc()
         child = SnapshotRecord(
-            record.manifest, (Parent(PREVIOUS, parent),), "add", None, None, "", 1, "test"
+            record.manifest, (Parent(PREVIOUS, parent),), "add", None, "", None, None, "", 1, "test"
         )
         with pytest.raises(Conflict):
             transaction.commit(snapshots=[child])

@@ -56,7 +56,7 @@ def put_file(transaction: Transaction, contents: bytes, path: str = "file") -> M
 
 def snapshot_of(manifest: Manifest, message: str = "") -> SnapshotRecord:
     """A snapshot without parents."""
-    return SnapshotRecord(manifest.id(), (), "add", None, None, message, 1, "test")
+    return SnapshotRecord(manifest.id(), (), "add", None, "", None, None, message, 1, "test")
 
 
 def publish(

@@ -487,7 +487,9 @@ def test_a_block_in_the_wrong_place(nbytes: int, tmp_path: Path) -> None:
             record = SnapshotRecord(
                 manifest=transaction.put_record(manifest),
                 parents=(),
-                origin="add",
+                made="add",
+                origin=None,
+                author="",
                 plan=None,
                 coverage=None,
                 message="",

@@ -43,7 +43,7 @@ from mstore.frozen import frozen
 from mstore.ids import Buffer, PackId, PlanId, SignatureId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.signature import Signature
-from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
+from mstore.objects.snapshot import BASE, COMPANION, EXPERT, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import (
@@ -491,7 +491,7 @@ class _Building:
         for record in snapshots.values():
             plan = record.plan_id()
             bases = [p.snapshot for p in record.parents if p.role == BASE]
-            experts = [p.snapshot for p in record.parents if p.role == EXPERT]
+            experts = [p.snapshot for p in record.parents if p.role in (EXPERT, COMPANION)]
             if plan is not None and len(bases) == 1:
                 derived[plan] = Sources(source(bases[0]), tuple(map(source, experts)))
         index, told = self._index, self._old.plans

@@ -24,13 +24,13 @@ from mstore.compare import ComparedPart, Sums
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.ids import TensorId
+from mstore.made.cards import conflicts, stated_licence
 from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.sense import far_experts, known_sums, swapped
 from mstore.merge.planning.survey import odd_types
 from mstore.merge.planning.tied import first_names, told_of_head
 from mstore.merge.planning.warnings import told_of_moved
-from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
