@@ -640,7 +640,7 @@ def _require_fine_tune(
     config = next((file for file in files if file.path == CONFIG), None)
     if not is_adapter(tensors) and is_any_adapter(shapes, tensors, config is not None):
         models = models_in(catalog, base)
-        own_model = models.only(name) if asked.model is None else asked.model
+        own_model = models.meant(name) if asked.model is None else asked.model
         own_slots = {name_in_model(own): slot for own, slot in slots.items()}
         tied = Tied.of(catalog, base, own_model, own_slots)
         ours = {

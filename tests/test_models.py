@@ -147,7 +147,7 @@ def test_which_model_stands_for_which(
 
 
 def weights(value: float, dtype: str = "f4") -> dict[str, np.ndarray[Any, Any]]:
-    return {"blocks.0.w": np.full((64, 64), value, dtype)}
+    return {"blocks.0.weight": np.full((64, 64), value, dtype)}
 
 
 def write(folder: Path, values: Mapping[str, float], half: bool = False) -> Path:
@@ -188,7 +188,7 @@ def merge(store: Store, base: str, *experts: str, **more: Any) -> dict[str, floa
     return {name: float(snapshot.tensor(name)[0, 0]) for name in snapshot}
 
 
-FIRST, SECOND = (f"{part}:blocks.0.w" for part in PARTS)
+FIRST, SECOND = (f"{part}:blocks.0.weight" for part in PARTS)
 
 
 def test_each_component_is_merged_with_its_namesake(store: Store) -> None:
@@ -202,7 +202,7 @@ def test_a_named_model_alone_is_merged(store: Store) -> None:
     assert merge(store, f"base:{PARTS[0]}", f"tuned:{PARTS[1]}") == {FIRST: 30.0, SECOND: 10.0}
     assert merge(store, f"base:{PARTS[1]}", "alone") == {FIRST: 1.0, SECOND: 5.0}
     assert merge(store, "base", f"tuned:{PARTS[1]}") == {FIRST: 1.0, SECOND: 30.0}
-    assert merge(store, "alone", f"tuned:{PARTS[1]}") == {"blocks.0.w": 30.0}
+    assert merge(store, "alone", f"tuned:{PARTS[1]}") == {"blocks.0.weight": 30.0}
 
 
 def test_models_that_say_not_which_are_refused(store: Store) -> None:
@@ -228,8 +228,8 @@ def test_a_virtual_merge_is_the_real_one(store: Store) -> None:
 def test_one_model_is_loaded_by_its_own_names(store: Store) -> None:
     """`load` takes a model, and says which there are where none is meant."""
     assert store["tuned"].models() == [*PARTS]
-    assert store["tuned"].load(model=PARTS[1])["blocks.0.w"][0, 0] == 30.0
-    assert store["alone"].load()["blocks.0.w"][0, 0] == 5.0
+    assert store["tuned"].load(model=PARTS[1])["blocks.0.weight"][0, 0] == 30.0
+    assert store["alone"].load()["blocks.0.weight"][0, 0] == 5.0
     with pytest.raises(Incompatible, match="holds 2 models: transformer, transformer_2"):
         store["tuned"].load()
 
@@ -267,9 +267,12 @@ def test_a_variant_that_an_expert_lacks_is_left_out(tmp_path: Path) -> None:
         both = dict.fromkeys(whole, 3.0)
         store.add(write(tmp_path / "both", both, half=True), name="both", base="base")
         store.add(write(tmp_path / "one", {"model.safetensors": 3.0}), name="one", base="base")
-        assert merge(store, "base", "both") == {"blocks.0.w": 3.0, "@fp16:blocks.0.w": 3.0}
-        assert store["merged"].tensor("@fp16:blocks.0.w").dtype == np.float16
-        assert merge(store, "base", "one") == {"blocks.0.w": 3.0}
+        assert merge(store, "base", "both") == {
+            "blocks.0.weight": 3.0,
+            "@fp16:blocks.0.weight": 3.0,
+        }
+        assert store["merged"].tensor("@fp16:blocks.0.weight").dtype == np.float16
+        assert merge(store, "base", "one") == {"blocks.0.weight": 3.0}
         plan = store.plan(MergeRequest(base="base", experts=["one"], method="linear"))
         assert "other models" in [one.kind for one in plan.warnings]
 
@@ -295,3 +298,23 @@ models:
     assert float(store["merged"].tensor(SECOND)[0, 0]) == 2.0
     again = store.read_recipe(store.recipe("merged"), where="r.yml")
     assert store.plan(again.request).plan == plan.plan
+
+
+def test_one_model_is_cast(store: Store) -> None:
+    """A cast of REF:MODEL leaves the other models as they are; one of REF casts them all."""
+    store.cast(f"tuned:{PARTS[1]}", dtype="float16", name="half")
+    assert {one.name: one.dtype for one in store.tensors("half")} == {FIRST: "F32", SECOND: "F16"}
+    store.cast("tuned", dtype="float16", name="halves")
+    assert {one.dtype for one in store.tensors("halves")} == {"F16"}
+    assert store["halves"].tensor(SECOND)[0, 0] == 30.0
+
+
+def test_an_adapter_is_extracted_of_one_model(store: Store) -> None:
+    """Expert less base, of the models that are named; applied to that model it is the expert."""
+    store.extract_lora(f"tuned:{PARTS[1]}", f"base:{PARTS[1]}", name="adapter", rank=1, dtype="F32")
+    with pytest.raises(Incompatible, match="holds 2 models"):
+        store.extract_lora("tuned", "base", name="x", rank=1)
+    request = MergeRequest(base=f"base:{PARTS[1]}", experts=["adapter"], method="passthrough")
+    store.merge(store.plan(request), name="merged")
+    assert store["merged"].tensor(SECOND)[0, 0] == pytest.approx(30.0, rel=1e-5)
+    assert store["merged"].tensor(FIRST)[0, 0] == 1.0

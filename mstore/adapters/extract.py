@@ -126,7 +126,7 @@ def extract(
     )
     model = catalog.manifest(catalog.snapshot(base[1]).manifest_id())
     models = models_in(catalog, model)
-    main = models.only(base[0])
+    main = models.meant(base[0])
     config = config_of(catalog, model, models.config(main))
     if config.get("model_type") in _TRANSPOSED:
         raise Incompatible(
@@ -203,7 +203,7 @@ def _tensors(
     catalog: Catalog, one: tuple[str, SnapshotId], only: Sequence[str], skip: Sequence[str]
 ) -> _Tensors:
     models = models_in(catalog, catalog.manifest(catalog.snapshot(one[1]).manifest_id()))
-    tensors = models.in_model(models.only(one[0]))
+    tensors = models.in_model(models.meant(one[0]))
     if is_adapter(tensors):
         raise Incompatible("is an adapter already", where=one[0])
     require_matches(tensors, only, skip)

@@ -20,6 +20,7 @@ from mstore.casting.streaming import Caster, CastTensor, Job
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.header import LENGTH_BYTES, METADATA_KEY
+from mstore.checkpoint.models import Model, full_name, split_name
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
@@ -27,7 +28,7 @@ from mstore.ids import SnapshotId, TensorId
 from mstore.made.files import Slot, assembled, texts_of, with_dtype
 from mstore.made.snapshots import Publication, branch_below
 from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
-from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.shapes import chosen, require_matches
 from mstore.objects.snapshot import BASE, CAST, EXPERT, Parent
 from mstore.objects.tensor import Tensor
@@ -35,7 +36,7 @@ from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
-from mstore.store.models import tensors_of
+from mstore.store.models import models_in, tensors_of
 from mstore.store.transaction import Transaction, branch_to_move
 
 BRANCHES: Final = "cast"
@@ -89,6 +90,7 @@ def cast(
     catalog: Catalog,
     model: tuple[str, SnapshotId],
     *,
+    of: str | None = None,
     dtype: str,
     name: str | None,
     only: Sequence[str],
@@ -100,8 +102,8 @@ def cast(
 ) -> CastReport:
     """Store the model with another element type under a ref.
 
-    dtype: of `CASTS`. name: None for one below `cast/`. allow_nonfinite: also publish a model in
-    which elements became infinite.
+    of: the one of its models to cast; None: all. dtype: of `CASTS`. name: None for one below
+    `cast/`. allow_nonfinite: also publish a model in which elements became infinite.
 
     Raises BadRequest (patterns), Incompatible (scales that are missing or of another form, types
     that cannot be cast, elements that became infinite), BadName, Conflict, Corrupt, StorageFailed;
@@ -109,9 +111,11 @@ def cast(
     """
     began = time.monotonic()
     told = CASTS[dtype]
-    branch = branch_below(BRANCHES, f"{model[0]}-{told}") if name is None else name
+    branch = (
+        branch_below(BRANCHES, f"{model[0].replace(':', '-')}-{told}") if name is None else name
+    )
     manifest = catalog.manifest(catalog.snapshot(model[1]).manifest_id())
-    plan = _Plan(catalog, manifest, dtype, only, skip, model[0])
+    plan = _Plan(catalog, manifest, of, dtype, only, skip, model[0])
     with Transaction(catalog, f"cast {branch}") as transaction:
         current = branch_to_move(catalog, branch)
         with ThreadPoolExecutor(threads, "cast") as pool:
@@ -189,8 +193,9 @@ def _too_large(what: str, told: str, counts: Mapping[str, int]) -> str:
 
 @frozen
 class _Slot:
-    """A tensor of the output: its part in the model, and if it is cast, from and to what."""
+    """A tensor of the output: its name, its part, and if it is cast, from and to what."""
 
+    full: str
     part: Part
     source: Tensor
     scale: Scale | None
@@ -218,6 +223,7 @@ class _Plan:
         self,
         catalog: Catalog,
         manifest: Manifest,
+        of: str | None,
         dtype: str,
         only: Sequence[str],
         skip: Sequence[str],
@@ -226,11 +232,12 @@ class _Plan:
         self.before = manifest
         self._dtype = dtype
         self._where = where
-        weights = [file for file in manifest.files if file.form == SAFETENSORS]
+        models = models_in(catalog, manifest)
+        weights = [file for model in models.named for file in models.files(model)]
         parts = [part for file in weights for part in file.tensors()]
         ids = [part.tensor_id() for part in parts]
         self._records = dict(zip(ids, catalog.tensors(ids), strict=True))
-        names = {str(part.name) for part in parts}
+        names = [name for name in models.tensors if of is None or split_name(name)[0] == of]
         require_matches(names, only, skip)
         self._only = bool(only)
         self._wanted = chosen(dict.fromkeys(names, ()), only, skip).keys()
@@ -241,14 +248,12 @@ class _Plan:
         self.scaled: set[str] = set()
         self.shared = 0
         self.dropped = 0
-        directories: dict[str, list[File]] = {}
-        for file in weights:
-            directories.setdefault(posixpath.dirname(file.path), []).append(file)
-        for directory, files in directories.items():
-            own = posixpath.join(directory, CONFIG)
+        for model in models.named.values():
+            own = model.path(CONFIG)
             path = own if manifest.file(own) is not None else CONFIG
             config = config_of(catalog, manifest, path)
-            self._take(catalog, directory, files, config, inherited=path != own)
+            files = models.files(model.name)
+            self._take(catalog, model, files, config, inherited=path != own)
         for file in manifest.files:
             if file.form == OPAQUE and posixpath.basename(file.path) == CONFIG:
                 self._take_config(catalog, file)
@@ -256,13 +261,13 @@ class _Plan:
     def _take(
         self,
         catalog: Catalog,
-        directory: str,
+        model: Model,
         files: Sequence[File],
         config: Mapping[str, object],
         *,
         inherited: bool,
     ) -> None:
-        """Decide on the tensors of a directory.  inherited: the config is not its own."""
+        """Decide on the tensors of a model.  inherited: the config is not its own."""
         tensors: dict[str, Tensor] = {}
         for file in files:
             for part in file.tensors():
@@ -272,18 +277,18 @@ class _Plan:
         if inherited and kinds <= CODES.keys():
             # An adapter or a part in a directory of its own, which is not quantized.
             stated = None
-        skipped = tensors.keys() - self._wanted
+        skipped = {one for one in tensors if full_name(model.name, one) not in self._wanted}
         scales = scales_of(tensors, stated, self._where, self._marks(catalog, files), skipped)
-        left = [name for name in scales.of if name not in self._wanted]
+        left = [name for name in scales.of if name in skipped]
         if left:
             raise BadRequest(
                 f"{left[0]} has scales, and a weight with scales cannot be left out",
                 where=Option("only") if self._only else Option("skip"),
             )
-        if scales.of and self.before.file(path := posixpath.join(directory, STATED_ELSEWHERE)):
+        if scales.of and self.before.file(path := model.path(STATED_ELSEWHERE)):
             self.removed.add(path)
         for file in files:
-            slots = [self._slot(part, scales) for part in file.tensors()]
+            slots = [self._slot(model.name, part, scales) for part in file.tensors()]
             kept = [slot for slot in slots if slot is not None]
             self.dropped += len(slots) - len(kept)
             self.shared += sum(slot.target is None for slot in kept)
@@ -306,16 +311,17 @@ class _Plan:
                 headers += [metadata[key] for key in metadata if key == HEADER_KEY]
         return marks_of(parts, read, headers, self._where)
 
-    def _slot(self, part: Part, scales: Scales) -> _Slot | None:
-        """Return what becomes of a tensor, None if it is dropped."""
-        name, source = str(part.name), self._records[part.tensor_id()]
-        if name in scales.dropped:
+    def _slot(self, model: str, part: Part, scales: Scales) -> _Slot | None:
+        """Return what becomes of a tensor of a model, None if it is dropped."""
+        own, source = str(part.name), self._records[part.tensor_id()]
+        if own in scales.dropped:
             return None
-        # Another file of the directory may have a tensor of the same name, without scales.
-        scale = scales.of.get(name) if source.dtype in EIGHT_BITS else None
+        name = full_name(model, own)
+        # Another shard may have a tensor of the same name, without scales.
+        scale = scales.of.get(own) if source.dtype in EIGHT_BITS else None
         is_float = DTYPES[source.dtype].floating and name in self._wanted
         if not is_float or (source.dtype == self._dtype and scale is None):
-            return _Slot(part, source, None, None)
+            return _Slot(name, part, source, None, None)
         if source.dtype not in CASTABLE:
             raise Incompatible(
                 f"elements of {source.dtype} cannot be cast: {name}", where=self._where
@@ -324,7 +330,7 @@ class _Plan:
         if scale is not None:
             self.scaled.add(name)
         length = nbytes(self._dtype, source.shape)
-        return _Slot(part, source, scale, Tensor(self._dtype, source.shape, length, b""))
+        return _Slot(name, part, source, scale, Tensor(self._dtype, source.shape, length, b""))
 
     def _take_config(self, catalog: Catalog, file: File) -> None:
         # Parsed by strict rules first: what is no usual config stays.
@@ -415,9 +421,9 @@ class _Run:
             return slot.part
         part, found = self._known[slot.part.tensor_id(), slot.scale]
         if found.overflowed:
-            self.overflowed[slot.name] = found.overflowed
+            self.overflowed[slot.full] = found.overflowed
         if found.products:
-            self.products[slot.name] = found.products
+            self.products[slot.full] = found.products
         return Part(slot.name, part.tensor, part.nbytes)
 
     def _tick(self, length: int) -> None:

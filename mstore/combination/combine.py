@@ -208,7 +208,7 @@ def _require_one_name(catalog: Catalog, base: Sequence[Parent], members: Sequenc
     """
     for parent in base:
         model = catalog.manifest(catalog.snapshot(parent.snapshot_id()).manifest_id())
-        main = models_in(catalog, model).only(parent.snapshot_id().short)
+        main = models_in(catalog, model).meant(parent.snapshot_id().short)
         modules = [module for member in members for module in member.products]
         for group in Tied.of(catalog, model, main, (f"{module}." for module in modules)).groups:
             own = {one.name: {n for n in group if _module(n) in one.products} for one in members}

@@ -69,11 +69,14 @@ class Models:
             raise NotFound("has no such model", where=f"{where}:{name}", hint=hint)
         return found
 
-    def only(self, where: str) -> str:
-        """Return the model that is meant where none is named: the only one, or that of the top.
+    def meant(self, revision: str) -> str:
+        """Return the model that REF:MODEL names; of REF the only one, or that of the top.
 
-        Raises Incompatible, at `where`, if there are others alone.
+        Raises NotFound, and Incompatible if REF has several others.
         """
+        where, model = snapshot_of(revision), model_of(revision)
+        if model is not None:
+            return self.model(model, where).name
         if len(self.named) == 1:
             return next(iter(self.named))
         if "" in self.named:
