@@ -1,4 +1,8 @@
-"""The model of an average by Fishers: what leaving experts out costs.
+"""INFORMED: sum of the w_k F_k d_k, over the sum of the w_k F_k (`arithmetic.informed`).
+
+F_k is the element of expert k's Fisher, at least `floor`.  0 if that sum is 0.
+
+**What leaving experts out costs.**
 
 An expert's share of an element is s_k = w_k F_k over the sum of these.  With deltas that are
 orthogonal, the full merge minus the one without the experts O, of which R are left, is, squared,
@@ -25,26 +29,36 @@ An estimate, no bound: shares of single elements may be anything.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mstore.merge.methods.method import Operation
-from mstore.merge.planning.fishers import FisherGrid
-from mstore.merge.planning.grid import Bools, Floats, Grid, added
-from mstore.merge.planning.model import Model, States
-from mstore.merge.planning.scores import Score
-from mstore.merge.planning.surveyed import SurveyedTensor
-from mstore.numeric.codes import LARGEST, can_overflow
+from mstore.merge.arithmetic import informed
+from mstore.merge.arithmetic.tiles import INFORMED
+from mstore.merge.measures.fishers import FisherGrid
+from mstore.merge.measures.grid import Bools, Floats, Grid, added
+from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.model import Model, States
+from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, single
+from mstore.merge.methods.selections.selection import Selection, common
 from mstore.objects.plan import BELOW, EQUAL, READ
+
+if TYPE_CHECKING:
+    from mstore.merge.methods.method import Operation
+
+FLOOR: Final = Parameter("floor", "float", 0.0, Range(0.0, MAX_SINGLE))
+
+
+def _floor(operation: Operation) -> float:
+    """Return the least that an element of a Fisher counts as, a float32."""
+    return single(common(operation.parameters, FLOOR))
 
 
 class InformedModel(Model):
-    """As `Model`, for an operation of Combine.INFORMED."""
+    """As `Model`, for averages by Fishers."""
 
-    def __init__(self, operation: Operation, grid: Grid, tensors: Sequence[SurveyedTensor]) -> None:
-        super().__init__(operation, grid, tensors)
+    def __init__(self, operation: Operation, grid: Grid) -> None:
+        super().__init__(operation, grid)
         assert grid.fishers is not None
         self._fishers: FisherGrid = grid.fishers
         self._counts = self.free() == READ
@@ -57,7 +71,7 @@ class InformedModel(Model):
         grid, fishers = self._grid, self._fishers
         states = np.full(grid.shape, READ, dtype=np.uint8)
         nothing = ~fishers.is_there
-        if self.operation.floor == 0:
+        if _floor(self.operation) == 0:
             nothing = nothing | (fishers.sums == 0)
         nothing[list(self.operation.weightless)] = True
         states[nothing] = BELOW
@@ -73,7 +87,7 @@ class InformedModel(Model):
         Where not all are known, all are taken to be alike.
         """
         fishers = self._fishers
-        means = np.maximum(fishers.sums / self._grid.elements, self.operation.floor)
+        means = np.maximum(fishers.sums / self._grid.elements, _floor(self.operation))
         known = (~np.isnan(fishers.sums) | ~self._counts).all(axis=0)
         weights = np.array(self.operation.weights)[:, None]
         parts: Floats = np.where(self._counts, weights * np.where(known, means, 1.0), 0.0)
@@ -109,7 +123,7 @@ class InformedModel(Model):
         is_left = left > 0
         return self.likely(is_left, np.zeros_like(is_left))
 
-    def ranked(self, score: Score) -> Floats:
+    def ranked(self, score: str) -> Floats:
         """Return the roots to rank units by."""
         return self.roots
 
@@ -126,22 +140,48 @@ class InformedModel(Model):
         others = _square(_over(rest, kept), left) * squares
         return added(own) + lost * added(others)
 
-    def overflow(
-        self, dtype: str | None, squares: Mapping[str, float]
-    ) -> list[tuple[float, str, int]]:
-        """As `Model.overflow`: an average moves no further than the expert that moves most."""
+    def reach(self) -> tuple[float, Floats]:
+        """As `Model.reach`: an average moves no further than the expert that moves most."""
         grid = self._grid
         moved = np.where(grid.known, grid.column("max_abs"), 0.0).max(axis=0)
-        moved = np.maximum.reduceat(moved, grid.starts[:-1]) * abs(self.operation.factor_given)
-        found = []
-        for tensor, delta in zip(self._tensors, moved.tolist(), strict=True):
-            own, out = tensor.record.dtype, tensor.dtype or dtype or tensor.record.dtype
-            source = tensor.sources[0] if tensor.sources else tensor.name
-            reach = math.sqrt(squares.get(source, 0.0)) + delta
-            if can_overflow(own, out) and not reach <= LARGEST[out]:
-                worst = math.inf if math.isnan(reach) else reach
-                found.append((-worst, tensor.name, tensor.elements))
-        return found
+        moved = np.maximum.reduceat(moved, grid.starts[:-1])
+        return 1.0, moved * abs(self.operation.factor_given)
+
+
+class Informed(Combination):
+    """The average by Fishers: a task has all experts, and after them their Fishers."""
+
+    kind = INFORMED
+    kernel = staticmethod(informed.run)
+    per_expert = 2
+    model = InformedModel
+    unbounded = "divides by sums of Fishers"
+    fishers = True
+
+    def facts(self, select: type[Selection]) -> str:
+        """Return the sums of Fishers."""
+        return "sums of the experts' Fishers, and of their squares, chunk by chunk"
+
+    def divided_by(self, operation: Operation) -> str:
+        """Return that the method does."""
+        return "the method"
+
+    def dilutes(self, operation: Operation) -> bool:
+        """Return True: a Fisher counts where its expert does not move, too."""
+        return True
+
+    def most(self, operation: Operation) -> tuple[float, ...]:
+        """Return as much as if it were alone."""
+        return (operation.farthest,) * len(operation.weights)
+
+    def factors(self, operation: Operation) -> tuple[float, float]:
+        """Return scale and floor."""
+        return operation.factor, _floor(operation)
+
+    def who(self, operation: Operation, k: int, listed: int) -> bytes:
+        """Return whose Fisher it is, or which expert: one counts without the other."""
+        half = listed // 2
+        return (k % half).to_bytes(2, "little") + bytes([k >= half])
 
 
 def _over(part: Floats, whole: Floats) -> Floats:

@@ -1,4 +1,5 @@
-"""Where the selection by spread of one tensor ends, and what is left of each expert.
+"""VARIED: d_k if the variance of all d_k of the element, at least one of which is not 0, is among
+the int(select_topk * n) largest of n (`arithmetic.spread`).
 
 Exactly k elements of a tensor are selected.  The threshold is found by the bits of the spreads,
 which order as the numbers do: the upper half in a first pass over all experts, the lower half in a
@@ -10,66 +11,133 @@ second reads nothing; of a larger one no pass keeps more than chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+from blake3 import blake3
 
-from mstore.blocks.meter import Meter
 from mstore.merge.arithmetic import masks, pieces
+from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Bools, Singles
-from mstore.merge.arithmetic.spread import Cut, spreads
-from mstore.merge.methods.parameters import single
+from mstore.merge.arithmetic.spread import Cut, selected, spreads
+from mstore.merge.measures.deltas import Chunks
+from mstore.merge.measures.grid import Floats, Grid
+from mstore.merge.methods.parameters import Parameter, Range, Value, single
+from mstore.merge.methods.selections.selection import Masks, Measured, Selection, alike, common
 from mstore.numeric import halves
 from mstore.numeric.halves import Bits, Counts
-from mstore.objects.tensor import Tensor
-from mstore.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
-from mstore.store.catalog import Catalog
+from mstore.objects.plan import Threshold
 
-_MOST_KEPT = 1 << 25
+if TYPE_CHECKING:
+    from mstore.merge.measures.facts import TensorFacts
+    from mstore.merge.methods.method import Operation
+
+SHARE: Final = Parameter("select_topk", "float", 1.0, Range(0.0, 1.0, above_low=True))
+_MOST_KEPT: Final = 1 << 25
 """Spreads of a tensor of up to so many elements are kept: 128 MiB."""
 
 
-class Chunks:
-    """The deltas of experts, chunk by chunk.  records: of the base and of each expert."""
+class Varied(Selection, frozen=True):
+    """The elements that experts move most differently; share: of all, select_topk."""
 
-    def __init__(self, catalog: Catalog, records: Sequence[Tensor], meter: Meter) -> None:
-        self._catalog = catalog
-        self._base, *self._experts = records
-        self.elements = math.prod(self._base.shape)
-        self.length = tensor_chunk(catalog.block_size, self._base, self._experts)
-        self._read_base = chunk_reader(catalog, self._base, self.length, None)
-        # What is equal in two of them is read once.
-        alike = {(one.dtype, one.blocks): one for one in self._experts}
-        self._readers = {
-            key: chunk_reader(catalog, one, self.length, meter) for key, one in alike.items()
-        }
-        self.numbers = range(-(-self.elements // self.length))
-        self.experts = len(self._experts)
+    share: float
 
-    def deltas(self, number: int) -> Iterator[list[Singles]]:
-        """Read a chunk of base and experts, equal blocks once; yield the deltas of all, in pieces.
+    facts = "squares of the deltas that are selected, and where the selection ends"
+    by_norms = False
 
-        A piece is float32[n] of each expert, as `pieces.deltas` cuts them.
-        """
-        elements = min(self.length, self.elements - number * self.length)
-        base, none = self._read_base(number), self._blocks(self._base, number)
-        keys = [self._blocks(expert, number) for expert in self._experts]
-        sides = {
-            key: (self._readers[expert.dtype, expert.blocks](number), expert.dtype)
-            for key, expert in dict(zip(keys, self._experts, strict=True)).items()
-            if key != none
-        }
-        cut = pieces.deltas((base, self._base.dtype), list(sides.values()), elements)
-        for start, end, moved in cut:
-            found = dict(zip(sides, moved, strict=True))
-            found[none] = np.zeros(end - start, dtype=np.float32)
-            yield [found[key] for key in keys]
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        """Return it with the parameter select_topk; all deltas are selected with 1."""
+        share = common(parameters, SHARE)
+        return cls(experts, share) if share < 1 else _All(experts)
 
-    def _blocks(self, record: Tensor, number: int) -> tuple[Any, ...]:
-        blocks = chunk_blocks(record, self.length, number, self._catalog.block_size)
-        return record.dtype, *blocks
+    @property
+    def needs_several(self) -> bool:
+        """One expert alone has no variance."""
+        return True
+
+    def weightless(self, weights: Sequence[float]) -> tuple[bool, ...]:
+        """Return False for all: whoever counts in a variance is read, whatever its weight."""
+        return (False,) * len(weights)
+
+    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
+        """Return where the selection ends, and the squares that it leaves of each expert."""
+        ids = [id for id, _ in facts.sides[1:]]
+        # Sums in another order may round otherwise.
+        what = struct.pack("<d", self.share) + b"".join(ids)
+        keys = [
+            (ids[max(0, place)], blake3(b"spread 2 %d" % place + what).digest(length=16))
+            for place in range(-2, len(ids))
+        ]
+        known = facts.known(keys)
+        if known is None:
+            cut, squares = _select(facts.chunks(), self.share, facts.pool)
+            facts.keep(keys, (*cut, *squares))
+        else:
+            value, before, *squares = known
+            cut = Cut(value, int(before))
+        return Measured(cut=cut, squares=squares)
+
+    def squares(self, grid: Grid) -> Floats:
+        """Return a guess: what varies most is also what moves most."""
+        return grid.whole * min(1.0, 2.0 * math.sqrt(self.share))
+
+    def kept(self, grid: Grid) -> Floats:
+        """Return the share of what moves."""
+        return grid.moved * self.share
+
+    @property
+    def planned(self) -> int:
+        """One."""
+        return 1
+
+    def fits(self, thresholds: Sequence[Threshold], listed: int) -> bool:
+        """Return whether there is one for each expert, the same for all."""
+        return super().fits(thresholds, listed) and len(set(thresholds)) == 1
+
+    @property
+    def masked(self) -> int:
+        """By masks."""
+        return 1
+
+    def cut(self, planned: Sequence[Threshold]) -> Cut:
+        """Return the threshold of the spreads."""
+        return Cut(planned[0].value, planned[0].quota)
+
+    def mask_bytes(self, read: int) -> int:
+        """Return a byte for each expert."""
+        return self.experts
+
+    def masks(
+        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+    ) -> Masks:
+        """Return the elements that the spread of what is read selects."""
+        assert cut is not None
+        found = np.empty(chunk.n, dtype=np.bool_)
+        for start, end, sides in pieces.of_chunk(chunk):
+            at = chunk.first_index + start
+            found[start:end] = selected(spreads(sides, end - start), cut, at)
+        return alike(found, len(chunk.row_of))
+
+    def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
+        """Return the threshold, the number of experts, and how many ties of the chunk count."""
+        return place_of(cut, first_index, length, self.experts)
+
+
+class _All(Selection, frozen=True):
+    """All deltas, of which a combination may need squares."""
+
+    by_norms = False
+
+
+def place_of(cut: Cut | None, first_index: int, length: int, experts: int) -> bytes:
+    """Return what selects elements of a chunk: a threshold, experts, ties here that count."""
+    assert cut is not None
+    before = cut.before - first_index if cut.before >= 0 else length
+    return struct.pack("<fIQ", cut.value, experts, min(length, max(0, before)))
 
 
 class _Spreads:
@@ -111,7 +179,7 @@ class _Sums(NamedTuple):
     at: list[float]
 
 
-def select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut, list[float]]:
+def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut, list[float]]:
     """Return where the selection of this share ends, and the sum of squares that it leaves.
 
     The share is of the elements with a spread; their number is rounded down, as mergekit does.

@@ -47,7 +47,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mstore.merge.planning.grid import Bools, Floats
+from mstore.merge.measures.grid import Bools, Floats
 
 
 class _Group(NamedTuple):
