@@ -80,9 +80,17 @@ def test_which_files_make_a_model(paths: list[str], names: dict[str, int]) -> No
     assert {name: len(files) for name, files in found.items()} == names
 
 
-def test_an_index_names_its_shards_whatever_they_are_called() -> None:
+@pytest.mark.parametrize(
+    "half",
+    [
+        "model.safetensors.index.fp16.json",
+        "model.safetensors.fp16.index.json",
+        "model.fp16.safetensors.index.json",
+    ],
+)
+def test_an_index_names_its_shards_whatever_they_are_called(half: str) -> None:
     """Shards are those of the index, and a variant's index is that of the variant."""
-    plain, half = "model.safetensors.index.json", "model.safetensors.index.fp16.json"
+    plain = "model.safetensors.index.json"
     maps = {plain: {"a": "part-a.safetensors"}, half: {"a": "half.safetensors"}}
     found = named(["part-a.safetensors", "half.safetensors", plain, half], maps)
     assert found == {"": ("part-a.safetensors",), "@fp16": ("half.safetensors",)}
@@ -134,12 +142,19 @@ def test_what_a_tensor_is_called_tells_model_and_name(directory: str, name: str)
         (["unet", "unet_2"], ["unet", "unet_2"], ("unet", "unet_2"), {"unet": "unet_2"}),
         (["unet"], ["a", "b"], (None, "b"), {"unet": "b"}),
         (["unet"], ["a", "b"], ("unet", "c"), {}),
+        (["u@fp16", "v@fp16"], ["u", "v"], (None, None), {"u@fp16": "u", "v@fp16": "v"}),
+        (["u", "v"], ["u@fp16", "v", "v@fp16"], (None, None), {"u": "u@fp16", "v": "v"}),
+        (["u", "u@fp16", "v"], ["u", "v"], (None, None), {"u": "u", "v": "v"}),
+        (["u", "v"], ["u@fp16", "u@ema", "v"], (None, None), {"v": "v"}),
+        (["u", "u@fp16", "v"], ["u@fp16", "v"], ("u", None), {"u": "u@fp16"}),
+        (["u@fp16", "v@fp16"], ["u", "v"], (None, "u"), {"u@fp16": "u"}),
     ],
 )
 def test_which_model_stands_for_which(
     base: list[str], own: list[str], chosen: tuple[str | None, str | None], pairs: dict[str, str]
 ) -> None:
-    """Namesakes stand for each other, or those that are named, or the only ones."""
+    """Namesakes stand for each other, or the only forms of a model, or those that are named, or the
+    only ones."""
     assert paired(base, own, chosen) == pairs
 
 
@@ -275,6 +290,30 @@ def test_a_variant_that_an_expert_lacks_is_left_out(tmp_path: Path) -> None:
         assert merge(store, "base", "one") == {"blocks.0.weight": 3.0}
         plan = store.plan(MergeRequest(base="base", experts=["one"], method="linear"))
         assert "other models" in [one.kind for one in plan.warnings]
+
+
+def test_settings_are_compared_component_by_component(store: Store) -> None:
+    """check-merge compares the configs of models that stand for each other, and names which."""
+    folder = store.path.parent
+    for name, heads in (("base", 4), ("tuned", 8)):
+        for part in PARTS:
+            told = {"_class_name": "Wan", "num_attention_heads": heads if part == PARTS[1] else 2}
+            (folder / name / part / "config.json").write_text(json.dumps(told))
+        store.add(folder / name, name=name, base=None)
+    lone = write(folder / "lone", {WEIGHTS: 3.0})
+    (lone / "config.json").write_text(json.dumps(told | {"_class_name": "Flux"}))
+    store.add(lone, name="lone", base=None)
+    told = f"{PARTS[1]}: num_attention_heads is 8, not 4"
+    assert asked(store, "base", "tuned") == [told]
+    assert asked(store, f"base:{PARTS[0]}", "tuned") == []
+    found = asked(store, f"tuned:{PARTS[1]}", "lone")
+    assert found == [f"{PARTS[1]}: _class_name is Flux, not Wan"]
+
+
+def asked(store: Store, base: str, expert: str) -> list[str]:
+    """What check-merge finds of settings."""
+    found = store.check_merge(MergeRequest(base=base, experts=[expert], method="linear")).findings
+    return [one.text for one in found if one.aspect in ("settings", "architecture")]
 
 
 def test_a_fine_tune_of_one_component_is_added_to_it(store: Store) -> None:
