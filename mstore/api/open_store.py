@@ -262,8 +262,8 @@ class OpenStore:
     def doubt(self) -> str | None:
         """Why this store is readable but not writable; None if it is writable.
 
-        Its index is older than its mirror of the refs: it was replaced by an older one, or is
-        damaged.  Every write then raises Corrupt until `reindex` has rebuilt the index.
+        Its index is older than the mirror of the refs or the list of packs: it was replaced by an
+        older one, or is damaged.  Every write then raises Corrupt until `reindex` has rebuilt it.
         """
         return self._catalog.doubt()
 

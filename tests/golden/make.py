@@ -1,6 +1,6 @@
 """Makes the golden store of this format version: everything that the format knows, in little.
 
-    python tests/golden/make.py tests/golden/format-2
+    python tests/golden/make.py tests/golden/format-3
 
 Run it once for a format version, and again when what is written changes, as for a new codec.  From
 the first release on, what it made stays as it is, and every later version must read it

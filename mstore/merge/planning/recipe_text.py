@@ -14,7 +14,7 @@ from mstore.checkpoint.declared import MERGEKIT
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
 from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
@@ -90,12 +90,11 @@ def known_method(method: Method) -> KnownMethod:
         },
         weighted=method.weighted,
         # An average has no base: mergekit counts one that is listed like any other model.
-        # A mean on the sphere is an average, too; slerp goes from the base to its one expert.
-        takes_base=method.select is Select.WHOLE and (method.mix is None or method.experts is None),
+        takes_base=method.lists_base,
         baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
         is_alone=method.weight is not None,
         partial=method.weighted and method.experts is None,
-        elects=method.combine is Combine.ELECTED,
+        elects=method.combine.elects,
         refused={name: (usual, why) for name, usual, why in method.refuses},
     )
 

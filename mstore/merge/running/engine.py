@@ -22,6 +22,7 @@ import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.meter import Meter
+from mstore.blocks.pack_store import HERE
 from mstore.errors import BudgetExceeded
 from mstore.ids import BlockId
 from mstore.merge.planning.costs import Costs, costs_of
@@ -122,10 +123,9 @@ class Engine:
         written: set[BlockId] = set()
         self._known = KnownChunks(catalog, ready, sink, memo, written)
         first = Slice(
-            packs=catalog.layout.packs,
+            place=HERE,
+            store=catalog.layout.root,
             target=(Path() if sink is None else sink.directory) / "0.pack",
-            store=catalog.layout.uuid.bytes,
-            generation=catalog.next_generation(),
             block_size=catalog.block_size,
             policy=None if sink is None else policy,
             bounds=limits,
