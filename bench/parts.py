@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.codecs import Codec, decode, decode_into
-from mstore.blocks.packs import Kind, read_table
+from mstore.blocks.packs import Kind, read_footer
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.methods import registry
 from mstore.stats import deltas
@@ -90,7 +90,7 @@ class Payloads:
         """What one pack has that is not raw."""
         found = []
         with pack.open("rb") as file:
-            for entry in read_table(pack)[1]:
+            for entry in read_footer(pack).entries:
                 if entry.kind != Kind.BLOCK or entry.codec in (Codec.RAW, Codec.CONSTANT):
                     continue
                 file.seek(entry.offset)

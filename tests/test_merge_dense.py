@@ -28,7 +28,8 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Policy
 from mstore.blocks.location import Location
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import NO_BASE, PackFiles, PackWriter
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.packs import NO_BASE, PackWriter
 from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.merge.planning.request import Input, resolve
@@ -805,7 +806,7 @@ def test_leftovers_are_decoded_with_their_bases(
     def leave(name: str, under: BlockId, like: bytes) -> Path:
         encoded = codecs.encode(moved, elements, Policy.DENSE, (under, like))
         assert encoded.base == under
-        writer = PackWriter(tmp_path / name, catalog.layout.uuid.bytes, 1)
+        writer = PackWriter(tmp_path / name)
         writer.append_encoded(BlockId.of(moved), encoded, "f", 0)
         return writer.seal().path
 

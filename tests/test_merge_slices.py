@@ -24,7 +24,8 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import PAGE, PackFiles
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.packs import PAGE
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.ids import BlockId, ManifestId, PackId, PlanId
 from mstore.merge.running.commit import Merged, run_merge

@@ -17,7 +17,6 @@ from small_models import BLOCK
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.location import Location
-from mstore.blocks.packs import pack_path
 from mstore.errors import Corrupt, StorageFailed
 from mstore.ids import BlockId, Id, ManifestId
 from mstore.merge.planning.known_pairs import KnownPairs
@@ -234,7 +233,7 @@ def test_a_damaged_block_in_a_group_is_named(threads: int, written: Path, tmp_pa
     nothing."""
     with filled(tmp_path / "store", written, "raw") as store:
         block, place = _block_of(store, "e1", f"t{BAD:03}")
-        pack = pack_path(store._catalog.layout.packs, place.pack)
+        pack = Path(store._catalog.packs.where(place.pack))
         pack.chmod(0o644)
         with pack.open("r+b") as file:
             file.seek(place.offset + 5)

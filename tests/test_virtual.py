@@ -319,7 +319,7 @@ def test_an_input_that_is_damaged(store: Store, tmp_path: Path) -> None:
     merged(store, "m", virtual=True, **METHODS["ties"])
     block = store.view("e1").record("model.embed.weight").block(3)
     place = store._catalog.locate([block])[0]
-    pack = store._catalog.packs.path(place.pack)
+    pack = Path(store._catalog.packs.where(place.pack))
     pack.chmod(0o644)
     with pack.open("r+b") as file:
         file.seek(place.offset + 100)

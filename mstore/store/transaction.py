@@ -2,9 +2,10 @@
 
 The commit order is a promise (docs/format.md, "Commit order"):
 
-    lease -> payloads into tmp/ -> footer, fsync -> rename into packs/ -> fsync directories
-    -> writer lock -> ONE index transaction: check again that every block counted as present
-       still is, insert rows, compare-and-swap the refs, append the reflog
+    lease -> payloads into tmp/ -> footer, fsync -> writer lock -> pack list, fsync
+    -> rename into packs/ -> fsync directories
+    -> ONE index transaction: check again that every block counted as present still is, insert
+       rows, compare-and-swap the refs, append the reflog
     -> acknowledge -> refresh the text mirror
 
 A crash before the index commit leaves only garbage. After it, everything is stored. A transaction
@@ -79,7 +80,7 @@ class Transaction:
         # Before any write: garbage of a killed writer may occupy the space that is needed.
         with catalog.publishing(packs=True):
             leases.sweep(catalog.layout, catalog.index)
-            condemned.sweep(catalog.layout, catalog.index)
+            condemned.sweep(catalog.layout, catalog.index, catalog.packs)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
         catalog.lengths.outlive(self._lease.number)
         self._packs = NewPacks(
@@ -100,7 +101,6 @@ class Transaction:
     ) -> None:
         try:
             self._packs.abandon()
-            self._packs.take_back()
         finally:
             if self._resumes and kind is not None and _is_interruption(kind):
                 # Sealed packs with a receipt wait for the next attempt.
@@ -319,9 +319,8 @@ class Transaction:
         """
         for snapshot in snapshots:
             self.put_record(snapshot)
-        self._packs.publish()
         catalog = self._catalog
-        with catalog.committing() as transaction:
+        with self._packs.committing() as transaction:
             self._check_relied(transaction)
             self._check_parents(transaction, snapshots)
             for pack in self._packs.sealed:
@@ -333,7 +332,6 @@ class Transaction:
             if also is not None:
                 also(transaction)
             self._lease.drop_row(transaction)
-            self._packs.keep()
             number = transaction.id()
         # Blocks that were stored before keep their rows (`Index.insert_pack`).
         catalog.lengths.outlive(number)

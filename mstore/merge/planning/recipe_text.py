@@ -18,19 +18,19 @@ from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
 from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
+from mstore.objects.snapshot import PREPARE
 from mstore.recipes.nodes import DEFAULT_LIMITS
 from mstore.recipes.resolve import KnownMethod, KnownParameter
 from mstore.recipes.write import named, recipe_of
-from mstore.requests import PREPARED
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.plans import sources_of
 
 
-def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> str:
+def recipe_text(catalog: Catalog, plan: Plan) -> str:
     """Return the recipe of a plan.  Raises BadRequest if no recipe can state it.
 
-    tells_stacks: with comments that say how models that are stacks of layers were made.
+    Comments say how models that are stacks of layers were made.
     """
     names = list(tensors_of(catalog, catalog.manifest(plan.base_id())))
     if not is_retyped(catalog, plan):
@@ -46,7 +46,7 @@ def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> s
         and not is_adapter(names)
     )
     text = recipe_of(plan, method, names, adapters)
-    if tells_stacks and not plan.layers:
+    if not plan.layers:
         members = dict.fromkeys(
             [plan.inputs[0].manifest, *(expert.manifest for expert in plan.experts)]
         )
@@ -70,8 +70,9 @@ def printed_recipe(catalog: Catalog, plan: Plan) -> str:
     refs: dict[str, str] = {}
     found = catalog.refs()
     for name in sorted(found, key=lambda one: (one not in given, found[one].kind, len(one), one)):
-        if not name.startswith(PREPARED):
-            refs.setdefault(catalog.snapshot(found[name].snapshot_id()).manifest_id().hex(), name)
+        record = catalog.snapshot(found[name].snapshot_id())
+        if record.made != PREPARE:
+            refs.setdefault(record.manifest_id().hex(), name)
     return named(text, refs)
 
 
