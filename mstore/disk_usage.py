@@ -194,7 +194,7 @@ class History:
         roots = Roots.read(catalog, transaction, since_ns)
         logged: dict[str, set[SnapshotId]] = defaultdict(set)
         for name, move in ref_rows.walk_reflogs(index, transaction):
-            if is_recent(move.time_ns, since_ns):
+            if is_recent(move.time_ns, since_ns) and not ref_rows.is_candidate(name):
                 logged[name].update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
         of_refs = frozenset[SnapshotId]().union(*(logged[name] for name in refs))
         gone = frozenset[SnapshotId]().union(*(logged[name] for name in logged if name not in refs))

@@ -60,7 +60,7 @@ class ParentReport:
     snapshot: SnapshotId
     """the snapshot's id"""
     refs: tuple[str, ...] = ()
-    """branches and tags that point at it"""
+    """refs that point at it"""
 
 
 @frozen
@@ -86,7 +86,7 @@ class SnapshotReport:
     time_ns: int
     """when, in nanoseconds since 1970 (UTC)"""
     refs: tuple[str, ...]
-    """branches and tags that point at it"""
+    """refs that point at it"""
     plain_bytes: int
     """size of the files as checked out"""
     files: int
@@ -113,7 +113,7 @@ class RefReport:
     name: str
     """the ref"""
     kind: str
-    """branch or tag"""
+    """branch, tag, remote or candidate"""
     snapshot: SnapshotId
     """the snapshot's id"""
     manifest: ManifestId | None
@@ -261,9 +261,12 @@ def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple
 def log(
     catalog: Catalog, starts: Iterable[SnapshotId] | None, limit: int | None
 ) -> list[SnapshotReport]:
-    """Report the lineage of some snapshots, or of all refs."""
+    """Report the lineage of some snapshots, or of all refs but candidates."""
     names = names_of(catalog)
-    reached = ancestry(catalog, names if starts is None else starts, limit)
+    if starts is None:
+        named = catalog.refs().values()
+        starts = {ref.snapshot_id() for ref in named if ref.kind != ref_rows.CANDIDATE}
+    reached = ancestry(catalog, starts, limit)
     pruned, pinned = _pruned(catalog, names), _pinned(catalog)
     return [_described(catalog, id, names, pruned, pinned) for id in reached]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
@@ -17,7 +17,8 @@ from mstore.errors import BadName, Conflict, NotFound
 from mstore.ids import SnapshotId
 from mstore.store import refs
 from mstore.store.catalog import Catalog
-from mstore.store.refs import BRANCH, TAG, Move, Ref
+from mstore.store.refs import BRANCH, CANDIDATE, REMOTE, TAG, Move, Ref
+from mstore.store.transaction import follow_remote
 
 NAMES = ["a", "a/b", "a/b/c", "ab", "a.b", "é", "a-b", "z/z", "llama/merged"]
 
@@ -122,6 +123,72 @@ def test_bad_names(name: str, why: str) -> None:
         refs.check_name(name)
     assert refusal.value.hint is not None
     assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("main", BRANCH),
+        ("a/b", TAG),
+        ("remotes/origin/llama/merged", REMOTE),
+        ("remotes/origin/" + "x" * 200, REMOTE),
+        ("candidates/run-7/llama/merged", CANDIDATE),
+        ("candidates/0123456789abcdef0123456789abcdef01234567/m", CANDIDATE),
+    ],
+)
+def test_a_name_tells_its_kind(name: str, kind: str) -> None:
+    """Remote refs and candidates have directories of their own; no name is of two of these."""
+    refs.check(name, kind)
+    refs.check(name)
+    for other in {BRANCH, REMOTE, CANDIDATE} - ({BRANCH} if kind == TAG else {kind}):
+        with pytest.raises(BadName):
+            refs.check(name, other)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("remotes", "candidates", "remotes/origin", "candidates/run", "remotes//a"),
+        *("remotes/origin/", "remotes/o r/a", "remotes/origin/a b", "remotes/-o/a"),
+        *("remotes/origin/remotes/a/b", "candidates/run/candidates/a/b"),
+        *("candidates/" + "r" * 65 + "/a", "remotes/origin/0123456789abcdef"),
+    ],
+)
+def test_names_of_no_kind(name: str) -> None:
+    """What is below a kind's directory names a remote or run, and a branch or tag of it."""
+    for kind in (None, *refs.KINDS, "other"):
+        with pytest.raises(BadName):
+            refs.check(name, kind)
+
+
+def test_no_command_makes_a_branch_or_tag_there(tmp_path: Path) -> None:
+    """Branches and tags of these names are refused, whoever makes them, and so are renamed refs."""
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        source = small_model(tmp_path / "in", "one")
+        store.add(source, name="main")
+        calls: list[Callable[[str], object]] = [
+            lambda name: store.add(source, name=name),
+            lambda name: store.tag(name, "main"),
+            lambda name: store.reset(name, "main"),
+            lambda name: store.move(name, None, "main"),
+            lambda name: store.rename("main", name),
+        ]
+        for name in ("remotes", "remotes/origin/a", "candidates/run/a", "candidates/a"):
+            for call in calls:
+                with pytest.raises(BadName, match=name.partition("/")[0]):
+                    call(name)
+        assert [one.name for one in store.refs()] == ["main"]
+
+
+def test_patterns_stay_in_their_directory() -> None:
+    """A pattern matches remote refs or candidates only if it begins like them."""
+    known = ["a", "x/a", "remotes/o/a", "remotes/p/a", "candidates/r/a"]
+    assert refs.chosen(known, ["*"]) == ["a", "x/a"]
+    assert refs.chosen(known, ["*/a"]) == ["x/a"]
+    assert refs.chosen(known, ["remotes/*"]) == ["remotes/o/a", "remotes/p/a"]
+    assert refs.chosen(known, ["remotes/o/*", "candidates/*"]) == ["remotes/o/a", "candidates/r/a"]
+    with pytest.raises(NotFound):
+        refs.chosen(known, ["c*"])
 
 
 def test_a_new_name_hides_no_snapshot(tmp_path: Path) -> None:
@@ -254,3 +321,81 @@ def test_what_is_not_there(catalog: Catalog) -> None:
         assert reflog(catalog, name) == []
         with catalog.index.env.read() as rows, pytest.raises(NotFound):
             refs.require(catalog.index, rows, name)
+
+
+# -- remotes -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A store with two models."""
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name in ("one", "two"):
+            store.add(small_model(tmp_path / name, name), name=name)
+        yield store
+
+
+def follow(store: Store, remote: str, **found: str) -> list[str]:
+    """The remote has these branches; return the names that moved."""
+    named = {name.replace("__", "/"): store[of].id for name, of in found.items()}
+    return [move.name for move in follow_remote(store._catalog, remote, named)]
+
+
+def test_remote_refs_say_what_the_remote_has(store: Store) -> None:
+    """They are made, moved and removed as the remote's are; those of other remotes stay."""
+    assert follow(store, "origin", main="one", x="one") == [
+        "remotes/origin/main",
+        "remotes/origin/x",
+    ]
+    follow(store, "other", main="one")
+    assert follow(store, "origin", main="two", x__y="one") == [
+        "remotes/origin/x",
+        "remotes/origin/main",
+        "remotes/origin/x/y",
+    ]
+    assert follow(store, "origin", main="two", x__y="one") == []
+    found = {one.name: (one.kind, one.snapshot) for one in store.refs("remotes/*")}
+    assert found == {
+        "remotes/origin/main": (REMOTE, store["two"].id),
+        "remotes/origin/x/y": (REMOTE, store["one"].id),
+        "remotes/other/main": (REMOTE, store["one"].id),
+    }
+    with pytest.raises(Conflict):
+        follow_remote(store._catalog, "origin", {"main": SnapshotId(bytes(32))})
+    for remote in ("a/b", "", "x" * 65, "-x"):
+        with pytest.raises(BadName):
+            follow_remote(store._catalog, remote, {})
+
+
+def test_a_remote_ref_has_a_short_name(store: Store) -> None:
+    """REMOTE/NAME names it where no branch or tag has that name; its name in full always does."""
+    follow(store, "origin", main="one")
+    follow(store, "origin", main="two")
+    for name in ("origin/main", "remotes/origin/main"):
+        assert store[name].id == store["two"].id
+        assert store[f"{name}@{{1}}"].id == store["one"].id
+    store.tag("origin/main", "one")
+    assert store["origin/main"].id == store["origin/main@{0}"].id == store["one"].id
+    assert store["remotes/origin/main"].id == store["two"].id
+    store.remove("origin/main")
+    assert store["origin/main"].id == store["two"].id
+
+
+def test_a_remote_ref_keeps_its_snapshot(store: Store) -> None:
+    """gc keeps it as a branch's, prune keeps its contents, and reindex brings it back."""
+    follow(store, "origin", main="one")
+    one = store["one"].id
+    store.remove("one")
+    store.gc(reflog_days=0)
+    assert store["origin/main"].id == one
+    store.prune(keep_last=1)
+    (store.path / "index" / "data.mdb").unlink()
+    path = store.path
+    store.close()
+    Store.reindex(path)
+    with Store.open(path) as again:
+        assert again.ref("remotes/origin/main").snapshot == one
+        assert again.ref("remotes/origin/main").kind == REMOTE
+        assert not again.fsck().problems
+        again.gc(reflog_days=0)
+        assert again["remotes/origin/main"].id == one

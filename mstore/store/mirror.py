@@ -32,7 +32,7 @@ from mstore.phrases import call
 from mstore.sizes import format_size
 from mstore.store import refs
 from mstore.store.layout import Layout
-from mstore.store.refs import BRANCH, TAG, Ref
+from mstore.store.refs import Ref
 
 KEPT: Final = 8
 MAX_BYTES: Final = 1 << 28
@@ -223,9 +223,7 @@ def _refs(path: Path, data: bytes) -> dict[str, Ref]:
         kind, _, rest = line.partition(" ")
         id, _, name = rest.partition(" ")
         try:
-            refs.check_name(name)
-            if kind not in (BRANCH, TAG):
-                raise BadName(f"{kind!r} is no kind of ref")
+            refs.check(name, kind)
             found[name] = Ref(kind, SnapshotId.parse(id))
         except BadName as error:
             raise Corrupt(f"not a line of a ref mirror: {line!r}", where=str(path)) from error

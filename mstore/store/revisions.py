@@ -1,6 +1,7 @@
 """Revisions: how a person names a snapshot.
 
-NAME          a ref or tag
+NAME          a branch or tag; another ref by its name in full
+REMOTE/NAME   where no branch or tag has that name: the ref remotes/REMOTE/NAME
 PREFIX        at least four hex digits of a SnapshotId
 MANIFEST      a ManifestId in full: the newest snapshot with that content
 REV~N         N steps along the first parent (parents are in the order previous, base, experts)
@@ -60,7 +61,7 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
     """Resolve name and reflog position.  Raises NotFound or BadName (ambiguous prefix)."""
     if revision.back is not None:
         return _from_reflog(index, transaction, revision)
-    ref = refs.get(index, transaction, revision.name)
+    ref = refs.meant(index, transaction, revision.name)
     if ref is not None:
         return ref.snapshot_id()
     is_prefix = _PREFIX.fullmatch(revision.name) is not None
@@ -99,6 +100,7 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
 
 def _from_reflog(index: Index, transaction: IndexTransaction, revision: Revision) -> SnapshotId:
     moves = refs.reflog(index, transaction, revision.name)
+    moves = moves or refs.reflog(index, transaction, refs.of_remote(revision.name))
     assert revision.back is not None
     if not moves:
         raise refs.missing(revision.name, refs.names(index, transaction))

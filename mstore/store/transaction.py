@@ -13,7 +13,7 @@ belongs to one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ from mstore.blocks.location import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.checkpoint.partition import in_blocks, partition
 from mstore.errors import BadRequest, Conflict, Interrupted, NotFound
-from mstore.ids import BlockId, Id, TensorId
+from mstore.ids import BlockId, Id, SnapshotId, TensorId
 from mstore.objects.canonical import Record
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.manifest import Manifest, Part
@@ -48,6 +48,28 @@ class RefMove(msgspec.Struct, frozen=True):
     expect: refs.Ref | None
     new: refs.Ref | None
     action: str
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The ref that a commit moves, and the branch that its snapshot follows: both as they are now.
+
+    For a branch, the two are one; a candidate is made for a branch that does not move.
+    """
+
+    name: str
+    kind: str
+    now: refs.Ref | None
+    branch: refs.Ref | None
+
+    def moves(self, snapshot: SnapshotId, action: str) -> list[RefMove]:
+        """Return the move of the ref to this snapshot; none if it is there."""
+        new = refs.Ref(self.kind, snapshot)
+        return [] if new == self.now else [RefMove(self.name, self.now, new, action)]
+
+    @property
+    def was(self) -> SnapshotId | None:
+        """Where the branch points."""
+        return None if self.branch is None else self.branch.snapshot_id()
 
 
 class Transaction:
@@ -413,6 +435,18 @@ def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
     return current
 
 
+def target_of(catalog: Catalog, name: str, candidate: str | None) -> Target:
+    """Return what a commit to a branch moves: the branch, or this run's candidate for it.
+
+    Raises as `branch_to_move`; call it like that.
+    """
+    branch = branch_to_move(catalog, name)
+    if candidate is None:
+        return Target(name, refs.BRANCH, branch, branch)
+    own = refs.below(refs.CANDIDATE, candidate, name)
+    return Target(own, refs.CANDIDATE, catalog.ref(own), branch)
+
+
 def tip_of(
     catalog: Catalog, current: refs.Ref | None
 ) -> tuple[SnapshotRecord | None, tuple[Parent, ...]]:
@@ -448,6 +482,37 @@ def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence
             action=move.action,
             time_ns=now_ns(),
         )
+        if refs.is_candidate(move.name):
+            catalog.hold_candidate(move.name, move.new)
+
+
+def follow_remote(
+    catalog: Catalog, remote: str, found: Mapping[str, SnapshotId]
+) -> Sequence[RefMove]:
+    """Make the refs of a remote say what its branches and tags are; return the moves.
+
+    found: all of them; what the remote has no more is removed. Raises BadName, Conflict (a snapshot
+    is not stored), StorageFailed.
+    """
+    new = {
+        refs.below(refs.REMOTE, remote, name): refs.Ref(refs.REMOTE, id)
+        for name, id in found.items()
+    }
+
+    begin = refs.directory_of(refs.REMOTE, remote)
+
+    def choose(transaction: IndexTransaction) -> list[RefMove]:
+        named = refs.walk(catalog.index, transaction)
+        old = {name: ref for name, ref in named if name.startswith(begin)}
+        # Removals first: what was a ref there may be a directory of refs now.
+        gone = [RefMove(name, old[name], None, "fetch") for name in sorted(old.keys() - new)]
+        return gone + [
+            RefMove(name, old.get(name), ref, "fetch")
+            for name, ref in sorted(new.items())
+            if old.get(name) != ref
+        ]
+
+    return choose_moves(catalog, choose)
 
 
 def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:

@@ -26,13 +26,14 @@ from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor, counted
-from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
+from mstore.store.transaction import Target, Transaction, target_of, tip_of
 from mstore.version import TOOL
 
 
 class Merged(msgspec.Struct, frozen=True):
     """A published merge. `is_new` is False if the ref already was exactly that.
 
+    was: where the branch pointed.
     not_finite: tensors with elements that are infinite or NaN, and are finite in the base.
     """
 
@@ -42,6 +43,7 @@ class Merged(msgspec.Struct, frozen=True):
     outcome: Outcome
     bytes_written: int
     not_finite: tuple[NotFiniteTensor, ...]
+    was: SnapshotId | None
 
 
 def run_merge(
@@ -52,6 +54,7 @@ def run_merge(
     name: str,
     message: str,
     threads: int,
+    candidate: str | None = None,
     allow_nonfinite: bool = False,
     progress: ProgressCallback | None = None,
     memo: Memo | None = None,
@@ -65,6 +68,7 @@ def run_merge(
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 
+    candidate: a run whose candidate for the branch `name` will point at the result, in its place.
     allow_nonfinite: also publish a result with elements that are infinite or NaN, and are finite in
     every input.
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
@@ -82,7 +86,10 @@ def run_merge(
         contents.held(catalog, (source.snapshot_id() for source in inputs)),
         Transaction(catalog, f"merge {name}", resumes=True) as transaction,
     ):
-        current = branch_to_move(catalog, name) if materialized is None else materialized
+        if materialized is None:
+            target = target_of(catalog, name, candidate)
+        else:
+            target = Target(name, refs.BRANCH, materialized, materialized)
         for source in inputs:
             contents.require(catalog, source.snapshot_id(), source.name)
         outcome = Engine(
@@ -101,23 +108,20 @@ def run_merge(
         found = counted(dict(outcome.coverage.not_finite), outcome.tensors)
         transaction.rely_on_manifest(outcome.manifest)
         transaction.put_record(outcome.manifest)
-        record, is_new = _snapshot(catalog, current, outcome, plan, sources, message, transaction)
-        if is_new:
-            word = "merge" if materialized is None else "materialize"
-            action = f"{word}: {plan.method}" + (f": {message}" if message else "")
-            new = refs.Ref(refs.BRANCH, record.id())
-            transaction.commit(snapshots=[record], moves=[RefMove(name, current, new, action)])
-        elif transaction.has_news:
-            # A repair had dropped some of its blocks or records: they are stored again.
-            transaction.commit()
+        record, is_new = _snapshot(catalog, target, outcome, plan, sources, message, transaction)
+        word = "merge" if materialized is None else "materialize"
+        action = f"{word}: {plan.method}" + (f": {message}" if message else "")
+        moves = target.moves(record.id(), action)
+        if moves or transaction.has_news:
+            # If it is not new, a repair may have dropped some of it, which is stored again.
+            transaction.commit(snapshots=[record] if is_new else (), moves=moves)
     if memo is not None:
         # Only now are the blocks published. Outputs that cannot be remembered are computed again.
         with suppress(StorageFailed):
             memo.put_outputs(outcome.memo_rows)
             memo.flush()
-    return Merged(
-        record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written, found
-    )
+    written = transaction.bytes_written
+    return Merged(record.id(), record.manifest_id(), is_new, outcome, written, found, target.was)
 
 
 def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) -> Incompatible:
@@ -170,9 +174,26 @@ def is_merge_of(tip: SnapshotRecord, plan: Plan, parents: tuple[Parent, ...]) ->
     return tip.plan == plan.id() and made_from(tip) == parents
 
 
+def made_before(
+    catalog: Catalog, target: Target, plan: Plan, parents: tuple[Parent, ...]
+) -> SnapshotRecord | None:
+    """Return the merge by this plan that a branch, or the candidate for it, is already.
+
+    parents: of the snapshot that would be made.
+    """
+    inputs = tuple(parent for parent in parents if parent.role != PREVIOUS)
+    tip, _ = tip_of(catalog, target.branch)
+    if tip is not None and is_merge_of(tip, plan, inputs):
+        return tip
+    # A candidate that follows another state of the branch is not the one that was asked for.
+    tip, _ = tip_of(catalog, target.now)
+    is_it = tip is not None and tip.plan == plan.id() and tip.parents == parents
+    return tip if is_it else None
+
+
 def _snapshot(
     catalog: Catalog,
-    current: refs.Ref | None,
+    target: Target,
     outcome: Outcome,
     plan: Plan,
     sources: Sources,
@@ -180,11 +201,10 @@ def _snapshot(
     transaction: Transaction,
 ) -> tuple[SnapshotRecord, bool]:
     parents = parents_of(sources)
-    tip, previous = tip_of(catalog, current)
-    if tip is not None:
-        same = tip.manifest == outcome.manifest.id() and not tip.is_virtual
-        if same and is_merge_of(tip, plan, parents):
-            return tip, False
+    _, previous = tip_of(catalog, target.branch)
+    tip = made_before(catalog, target, plan, (*previous, *parents))
+    if tip is not None and tip.manifest == outcome.manifest.id() and not tip.is_virtual:
+        return tip, False
     record = SnapshotRecord(
         manifest=outcome.manifest.id(),
         parents=(*previous, *parents),

@@ -17,7 +17,7 @@ from mstore.errors import BadRequest, Conflict
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.validate import check_fits
-from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_of, run_merge
+from mstore.merge.running.commit import Merged, made_before, made_from, parents_of, run_merge
 from mstore.merge.running.output import Layout
 from mstore.merge.running.papers import Papers, form_of
 from mstore.merge.running.task import Tasks
@@ -32,7 +32,7 @@ from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor
 from mstore.store.plans import sources_of
-from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
+from mstore.store.transaction import Target, Transaction, target_of, tip_of
 from mstore.version import TOOL
 
 
@@ -71,7 +71,7 @@ class Deferred:
     """A published virtual merge.
 
     is_new: False if the ref already was that merge; then is_virtual says whether it still is.
-    blocks_reused: output blocks of tensors that are the base's own.
+    blocks_reused: output blocks of tensors that are the base's own. was: where the branch pointed.
     """
 
     snapshot: SnapshotId
@@ -81,31 +81,43 @@ class Deferred:
     bytes_written: int
     blocks_total: int
     blocks_reused: int
+    was: SnapshotId | None
 
 
 def commit_virtual(
-    catalog: Catalog, plan: Plan, sources: Sources, *, name: str, message: str
+    catalog: Catalog,
+    plan: Plan,
+    sources: Sources,
+    *,
+    name: str,
+    message: str,
+    candidate: str | None = None,
 ) -> Deferred:
     """Publish a plan as a snapshot whose blocks are computed when they are read.
+
+    candidate: as in `run_merge`.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (a plan that does
     not fit), StorageFailed; then nothing is published.
     """
     check_fits(catalog, plan)
     with Transaction(catalog, f"merge {name}") as transaction:
-        current = branch_to_move(catalog, name)
+        target = target_of(catalog, name, candidate)
         output = _Output(catalog, plan, transaction)
         manifest = output.manifest()
         parents = parents_of(sources)
-        tip, previous = tip_of(catalog, current)
-        if current is not None and tip is not None and is_merge_of(tip, plan, parents):
-            # Virtual or real, the branch already is the requested merge.
-            if tip.is_virtual and transaction.has_news:
-                # Some of its blocks or records were lost: store them again.
+        _, previous = tip_of(catalog, target.branch)
+        action = f"merge: {plan.method}, virtual" + (f": {message}" if message else "")
+        tip = made_before(catalog, target, plan, (*previous, *parents))
+        if tip is not None:
+            # Virtual or real, the ref already is the requested merge.
+            moves = target.moves(tip.id(), action)
+            if moves or (tip.is_virtual and transaction.has_news):
+                # Some of its blocks or records may have been lost: store them again.
                 transaction.rely_on_manifest(manifest)
                 transaction.rely_on_inputs(plan)
-                transaction.commit()
-            return _deferred(current.snapshot_id(), tip, False, 0, output)
+                transaction.commit(moves=moves)
+            return _deferred(target, tip, False, 0, output)
         record = SnapshotRecord(
             manifest=transaction.put_record(manifest),
             parents=(*previous, *parents),
@@ -118,23 +130,22 @@ def commit_virtual(
         )
         transaction.rely_on_manifest(manifest)
         transaction.rely_on_inputs(plan)
-        action = f"merge: {plan.method}, virtual" + (f": {message}" if message else "")
-        new = refs.Ref(refs.BRANCH, record.id())
-        transaction.commit(snapshots=[record], moves=[RefMove(name, current, new, action)])
-    return _deferred(record.id(), record, True, transaction.bytes_written, output)
+        transaction.commit(snapshots=[record], moves=target.moves(record.id(), action))
+    return _deferred(target, record, True, transaction.bytes_written, output)
 
 
 def _deferred(
-    id: SnapshotId, record: SnapshotRecord, is_new: bool, written: int, output: _Output
+    target: Target, record: SnapshotRecord, is_new: bool, written: int, output: _Output
 ) -> Deferred:
     return Deferred(
-        snapshot=id,
+        snapshot=record.id(),
         manifest=record.manifest_id(),
         is_new=is_new,
         is_virtual=record.is_virtual,
         bytes_written=written,
         blocks_total=output.blocks_total,
         blocks_reused=output.blocks_reused,
+        was=target.was,
     )
 
 
@@ -281,9 +292,9 @@ def _branch(catalog: Catalog, name: str) -> refs.Ref:
             where=name,
             hint=_on_a_branch(name),
         )
-    if current.kind == refs.TAG:
+    if current.kind != refs.BRANCH:
         raise Conflict(
-            "is a tag, and tags do not move",
+            f"is a {current.kind}, and only branches move",
             where=name,
             hint=_on_a_branch(name),
         )
