@@ -18,7 +18,6 @@ import json
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -89,7 +88,6 @@ class Simulated:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rng = np.random.default_rng(4)
-        self.uuid = uuid.UUID((path / "format").read_text().split()[2])
         # Not synced: what is measured opens it anew, as the library does.
         self.env = lmdb.open(
             str(path / "index"), map_size=1 << 38, max_dbs=len(schema.DATABASES) + 8, sync=False
@@ -136,7 +134,7 @@ class Simulated:
     def seal(self) -> None:
         """Write the pack: a footer, records, and holes."""
         pack, self.pack = self.pack, self._new_pack()
-        head = _HEADER.pack(MAGIC, VERSION, self.uuid.bytes, self.rng.bytes(32), 0)
+        head = _HEADER.pack(MAGIC, VERSION, self.rng.bytes(32))
         # Sorted by kind, then id.
         table = b"".join(sorted(pack.entries, key=lambda entry: (entry[80], entry[:32])))
         size = pack.offset + len(table) + _TAIL.size
@@ -223,7 +221,16 @@ class Family:
         content = ManifestId(self.into.record(manifest))
         now = time.time_ns()
         record = SnapshotRecord(
-            content, parents, "add", None, None, f"family {self.number}", now, "mstore simulated"
+            content,
+            parents,
+            "add",
+            None,
+            "",
+            None,
+            None,
+            f"family {self.number}",
+            now,
+            "mstore simulated",
         )
         id = SnapshotId(self.into.record(record))
         rows = self.into.rows

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 from once import disk_bytes
 
-from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
-from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.methods import registry
 
 CHUNK = 2 << 20  # bytes of one model
@@ -83,8 +82,8 @@ class Naive:
         self.base = models[0]
         self.count = len(models) - 1
         operation = registry.operation(method, given, [1.0] * self.count)
-        self.mix = Mix.of(operation)
-        self.seed = operation.seed if operation.is_drawn else None
+        self.mix = operation.mix()
+        self.keys = operation.selection.keys
         self.thresholds = thresholds
         self.models = [spans(model) for model in models]
         self.scratch = threading.local()
@@ -138,9 +137,9 @@ class Naive:
         for span, row in zip(chunk.spans, rows, strict=False):
             done = os.preadv(span.fd, [row[: chunk.nbytes]], span.offset + chunk.start)
             assert done == chunk.nbytes
-        keys = np.zeros((self.count, 2), dtype=np.uint32)
-        if self.seed is not None:
-            keys = mask_keys(self.seed, self.count, chunk.name)
+        keys = self.keys(chunk.name)
+        if keys is None:
+            keys = np.zeros((self.count, 2), dtype=np.uint32)
         cut = self.thresholds.get(chunk.name, [0.0] * self.count)
         mix_chunk(
             self.mix,

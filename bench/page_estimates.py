@@ -9,7 +9,6 @@ from typing import Any
 
 from tables import Told, table
 
-from mstore.merge.methods.method import Select
 from mstore.merge.methods.registry import METHODS
 
 BEGIN = "<!-- made by bench/report.py from bench/results/estimates.json -->\n"
@@ -68,7 +67,7 @@ def extremes(told: Told) -> tuple[float, float]:
     unbounded = {
         f"`{name}`"
         for name, method in METHODS.items()
-        if not method.is_additive and method.select is not Select.AGREED
+        if not method.is_additive and method.select.is_told
     }
     ratios = [own for ((method, _, _), _), own in found.items() if method in unbounded]
     every = list(itertools.chain.from_iterable(ratios))

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.codecs import Codec, decode, decode_into
-from mstore.blocks.packs import Kind, read_table
-from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
+from mstore.blocks.packs import Kind, read_footer
+from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.methods import registry
 from mstore.stats import deltas
 
@@ -90,7 +90,7 @@ class Payloads:
         """What one pack has that is not raw."""
         found = []
         with pack.open("rb") as file:
-            for entry in read_table(pack)[1]:
+            for entry in read_footer(pack).entries:
                 if entry.kind != Kind.BLOCK or entry.codec in (Codec.RAW, Codec.CONSTANT):
                     continue
                 file.seek(entry.offset)
@@ -153,7 +153,7 @@ def mixed(method: str, models: Sequence[Bytes]) -> float:
     """Processor seconds of the kernel of a merge of `models[1:]` upon `models[0]`."""
     count = len(models) - 1
     given = {"density": DENSITY} if method == "ties" else {}
-    mix = Mix.of(registry.operation(method, given, [1.0] * count))
+    mix = registry.operation(method, given, [1.0] * count).mix()
     cut = np.full(count, CUT, dtype=np.float32)
     unlimited = np.full(count, UNLIMITED, dtype=np.int64)
     keys, row_of = np.zeros((count, 2), dtype=np.uint32), np.arange(count, dtype=np.int64)

@@ -94,7 +94,9 @@ def make(path: Path, experts: int) -> None:
         manifest = Manifest((File("model.safetensors", SAFETENSORS, size, tuple(parts)),))
         pack = SealedPack(PackId.of(name.encode()), path, 4096, tuple(entries))
         parents = (Parent(BASE, base_snapshot),) if number else ()
-        snapshot = SnapshotRecord(manifest.id(), parents, "add", None, None, "", number, "bench")
+        snapshot = SnapshotRecord(
+            manifest.id(), parents, "add", None, "", None, None, "", number, "bench"
+        )
         base_snapshot = base_snapshot or snapshot.id()
         with Transaction(catalog, "bench") as transaction:
             for record in records.values():

@@ -27,7 +27,7 @@ import lmdb
 import numpy as np
 from measure import drop_cache, keep, machine, options, run, spread
 
-from mstore.blocks import location_rows, segments
+from mstore.blocks import location, segments
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, Entry, Kind
 from mstore.blocks.segments import FIELDS, ROW, Rows, Segment, Segments
@@ -168,7 +168,7 @@ class InLmdb:
     def _found(self, rows: list[Any]) -> int:
         found = []
         for row in rows:
-            number, *rest = location_rows.fields(row)
+            number, *rest = location.fields(row)
             found.append(Location(self.packs[number], *rest))
         return len(found)
 

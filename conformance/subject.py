@@ -62,10 +62,10 @@ def replay(
 ) -> Tensors:
     """Every tensor from the kernel, block by block, with masks and factors from elsewhere."""
     own = registry.operation(case.method, case.parameters(), case.weights)
-    if own.needs_norms:
+    if own.selection.needs_facts:
         # The factors come with the masks.
         own = own.settled(Mixture(0.0, (1.0,) * len(case.weights), keeps_base=True))
-    mix = Mix.of(own)
+    mix = own.mix()
     return {
         name: _replay(mix, base, [family.members[e][name] for e in case.experts], drawn, out_dtype)
         for name, base in family.base.items()

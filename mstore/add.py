@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -45,19 +46,18 @@ from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.lineage import ParentReport
+from mstore.made.snapshots import Publication
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import chosen, matching, require_same_shapes
-from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
+from mstore.objects.snapshot import ADD, BASE, Origin, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.phrases import Call, Option, call, few, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.store import StatsStore
-from mstore.store import refs
-from mstore.store.catalog import Catalog, now_ns
+from mstore.store.catalog import Catalog
 from mstore.store.models import models_in, tensors_of
 from mstore.store.tied import KEY, Tied, own_head, ties
-from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
-from mstore.version import TOOL
+from mstore.store.transaction import Transaction, branch_to_move
 
 if TYPE_CHECKING:
     from mstore.differences import Differences, Slot, Sums
@@ -67,6 +67,7 @@ Kind = Literal["full", "delta"]
 """What the tensors of a checkpoint are: weights, or differences to those of the base."""
 
 GROUP_BYTES = 4 << 20
+_HUB = "https://huggingface.co"
 
 
 @frozen
@@ -638,7 +639,7 @@ def _require_fine_tune(
     config = next((file for file in files if file.path == CONFIG), None)
     if not is_adapter(tensors) and is_any_adapter(shapes, tensors, config is not None):
         models = models_in(catalog, base)
-        own_model = models.only(name) if asked.model is None else asked.model
+        own_model = models.meant(name) if asked.model is None else asked.model
         own_slots = {name_in_model(own): slot for own, slot in slots.items()}
         tied = Tied.of(catalog, base, own_model, own_slots)
         ours = {
@@ -680,13 +681,15 @@ def add(
     """Store a scanned checkpoint under a ref, encoding new blocks by `policy`.
 
     kind: what its tensors are; if they are differences to the base, their sums are stored.
-    message: the reason; without one, a snapshot of a Hub cache tells the model and its commit.
+    message: the reason. A snapshot of a Hub cache also tells the model and its commit.
 
     Raises BadCheckpoint, BadName, Conflict (the name is a tag), Incompatible (the base has other
     tensors), StorageFailed. On any error nothing is published.
     """
     began = time.monotonic()
-    reason = message or origin_of(checkpoint.root) or ""
+    known = origin_of(checkpoint.root)
+    origin = None if known is None else Origin(f"{_HUB}/{known.model}", *known[1:])
+    reason = message or ("" if known is None else f"{known.model}@{known.commit}")
     base_manifest, of_base = None, None
     if base.snapshot is not None:
         base_manifest = catalog.manifest_of(base.snapshot)
@@ -740,22 +743,25 @@ def add(
         _require_in_place(catalog, transaction.relied_blocks, checkpoint.root)
         manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
         manifest_id = manifest.id()
-        if differences is not None:
-            # Much of it is the base's own.
-            transaction.rely_on_manifest(manifest)
-        snapshot, is_new = _snapshot(catalog, current, manifest, base, reason)
+        publication = Publication(catalog, transaction)
+        snapshot, is_new = publication.put(
+            name,
+            current,
+            manifest,
+            ADD,
+            _parents(catalog, manifest, base),
+            message=message,
+            action=f"add: {reason}" if reason else "add",
+            origin=origin,
+            keeps=partial(_is_told, base),
+            # Of sums, much is the base's own.
+            relies=differences is not None,
+        )
         # Before the commit: an error after it would report a failure of something that was done.
         told = _told_base(catalog, snapshot)
         warnings = _warnings(checkpoint, files)
         statistics.flush()
-        transaction.put_record(manifest)
-        if is_new:
-            new = refs.Ref(refs.BRANCH, snapshot.id())
-            action = f"add: {reason}" if reason else "add"
-            transaction.commit(snapshots=[snapshot], moves=[RefMove(name, current, new, action)])
-        elif transaction.has_news:
-            # A repair had dropped some of its blocks or records: store them again.
-            transaction.commit()
+        publication.commit()
     notes = (*checkpoint.notes, *_notes(adder, base, told, message, is_new=is_new))
     if differences is not None:
         notes = (*notes, *_told_differences(catalog, differences, manifest, told_size))
@@ -808,37 +814,18 @@ def _told_differences(
         yield told_size
 
 
-def _snapshot(
-    catalog: Catalog,
-    current: refs.Ref | None,
-    manifest: Manifest,
-    base: Base,
-    message: str,
-) -> tuple[SnapshotRecord, bool]:
-    """Return the snapshot to publish; or the ref's own and False if it states the same already."""
-    tip, previous = tip_of(catalog, current)
-    parents = [*previous]
-    if tip is not None:
-        told = {parent.snapshot for parent in tip.parents if parent.role == BASE}
-        as_told = not base.given or base.snapshot is None or base.snapshot in told
-        # A virtual merge that takes everything from its base has the same manifest, but is no add.
-        if tip.manifest == manifest.id() and as_told and not tip.is_virtual:
-            return tip, False
-    if base.snapshot is not None:
-        is_copy = catalog.snapshot(base.snapshot).manifest == manifest.id()
-        if base.given or not is_copy:
-            parents.append(Parent(BASE, base.snapshot))
-    record = SnapshotRecord(
-        manifest=manifest.id(),
-        parents=tuple(parents),
-        origin="add",
-        plan=None,
-        coverage=None,
-        message=message,
-        time_ns=now_ns(),
-        tool=TOOL,
-    )
-    return record, True
+def _is_told(base: Base, tip: SnapshotRecord) -> bool:
+    """Return whether a snapshot of the same content states this base already."""
+    told = {parent.snapshot for parent in tip.parents if parent.role == BASE}
+    return not base.given or base.snapshot is None or base.snapshot in told
+
+
+def _parents(catalog: Catalog, manifest: Manifest, base: Base) -> tuple[Parent, ...]:
+    """Return the base as the parent; nothing if it was only found and is the same content."""
+    if base.snapshot is None:
+        return ()
+    is_copy = catalog.snapshot(base.snapshot).manifest == manifest.id()
+    return () if is_copy and not base.given else (Parent(BASE, base.snapshot),)
 
 
 def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path) -> None:

@@ -95,7 +95,7 @@ class ManifestId(Id):
 
 
 class SnapshotId(Id):
-    """Names a commit: manifest, parents, origin, message and time."""
+    """Names a commit: manifest, parents, message, and how, by whom and when it was made."""
 
     __slots__ = ()
     context = "mstore 1 snapshot"

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
+from msgspec.structs import astuple
+
 from mstore.ancestry import ancestry, is_led_to, parents_of
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.schema import PINNED, PRUNED
@@ -56,11 +58,23 @@ class ParentReport:
     """An edge of the lineage."""
 
     role: str
-    """previous, base or expert"""
+    """previous, base, expert or companion"""
     snapshot: SnapshotId
     """the snapshot's id"""
     refs: tuple[str, ...] = ()
     """refs that point at it"""
+
+
+@frozen
+class OriginReport:
+    """Where a checkpoint came from."""
+
+    url: str
+    """the repository"""
+    revision: str
+    """branch or tag that named the commit; empty if that is not known"""
+    commit: str
+    """the commit"""
 
 
 @frozen
@@ -73,8 +87,12 @@ class SnapshotReport:
     """id of the content: same bytes, same id"""
     parents: tuple[ParentReport, ...]
     """what it was made from"""
-    origin: str
-    """add or merge"""
+    made: str
+    """by what it came to be: add, merge, prepare, cast, align, extract or combine"""
+    origin: OriginReport | None
+    """where it came from; None if that is not known, or it was made here"""
+    author: str
+    """who made it; empty if nobody said"""
     plan: PlanId | None
     """id of its merge plan; None if it was added"""
     method: str | None
@@ -191,7 +209,9 @@ def _described(
         snapshot=id,
         manifest=record.manifest_id(),
         parents=parents(record, names),
-        origin=record.origin,
+        made=record.made,
+        origin=_origin(record),
+        author=record.author,
         plan=plan_id,
         method=None if plan_id is None else _method(catalog, plan_id),
         virtual=record.is_virtual,
@@ -215,7 +235,9 @@ def _missing(
         snapshot=id,
         manifest=None if record is None else record.manifest_id(),
         parents=() if record is None else parents(record, names),
-        origin="" if record is None else record.origin,
+        made="" if record is None else record.made,
+        origin=None if record is None else _origin(record),
+        author="" if record is None else record.author,
         plan=None if record is None else record.plan_id(),
         method=None,
         virtual=record is not None and record.is_virtual,
@@ -227,6 +249,10 @@ def _missing(
         tensors=0,
         missing=True,
     )
+
+
+def _origin(record: SnapshotRecord) -> OriginReport | None:
+    return None if record.origin is None else OriginReport(*astuple(record.origin))
 
 
 def _not_finite(

@@ -165,10 +165,12 @@ class _Load:
         found = self.maps.get(pack)
         if found is None:
             try:
-                found = self.maps[pack] = self.catalog.packs.mapped(pack, self.for_torch)
+                found = self.catalog.packs.mapped(pack, self.for_torch)
             except (PackGone, OSError):
                 # Reading looks up where the blocks went, and says what is wrong with a file.
                 return None
+            if found is not None:
+                self.maps[pack] = found
         return found
 
     def _check(self, blocks: Sequence[BlockId], places: Sequence[Location], raw: Bytes) -> int:

@@ -260,7 +260,7 @@ class _Search:
             base = self._catalog.manifest(candidate.record.manifest_id())
             slots = {name: slot for name, (_, _, slot) in self._slots.items()}
             models = models_in(self._catalog, base)
-            main = models.only(candidate.name)
+            main = models.meant(candidate.name)
             ids = models.in_model(main)
             if is_adapter(ids):
                 return False

@@ -163,7 +163,9 @@ class Reflinks:
         shared, packs, pack = piece.shared, self._catalog.packs, piece.places[0].pack
         end = piece.offset + piece.length
         try:
-            packs.clone(pack, piece.in_pack(shared.start), len(shared), file, shared.start)
+            start = piece.in_pack(shared.start)
+            if not packs.clone(pack, start, len(shared), file, shared.start):
+                raise StorageFailed("packs are no files here", errno=errno.EOPNOTSUPP)
             for start, stop in ((piece.offset, shared.start), (shared.stop, end)):
                 if start < stop:
                     file.write_at(start, packs.read(pack, piece.in_pack(start), stop - start))

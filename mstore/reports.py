@@ -32,6 +32,7 @@ from mstore.gc.collect import GcReport
 from mstore.gc.prune import PruneReport
 from mstore.lineage import (
     FileReport,
+    OriginReport,
     ParentReport,
     ReflogReport,
     RefReport,
@@ -113,6 +114,7 @@ __all__ = [
     "MethodReport",
     "MigrateReport",
     "NotFiniteTensor",
+    "OriginReport",
     "ParameterReport",
     "ParentReport",
     "PinReport",

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
 from mstore import lineage
 from mstore.ancestry import ancestry
-from mstore.blocks import packs as packfiles
-from mstore.blocks.packs import Kind, pack_path
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import Kind
 from mstore.disk_usage import CodecUsage, Sums, Usage
 from mstore.errors import Corrupt
 from mstore.frozen import frozen
@@ -90,7 +89,7 @@ def store_report(catalog: Catalog, *, statistics_bytes: int, memo_bytes: int) ->
     tables = inventory.tables.values()
     named = sum(int(table.heads["stored"].sum(dtype=np.int64)) for table in tables)
     size = sum(size for _, size in inventory.packs.values())
-    dead = _dead_bytes(inventory, catalog.layout.packs)
+    dead = _dead_bytes(inventory, catalog.packs)
     index = catalog.index
     with index.env.read() as transaction:
         condemned = sum(pack.size for pack in index.condemned(transaction))
@@ -125,7 +124,7 @@ def store_report(catalog: Catalog, *, statistics_bytes: int, memo_bytes: int) ->
     )
 
 
-def _dead_bytes(inventory: Inventory, packs: Path) -> int:
+def _dead_bytes(inventory: Inventory, packs: Packs) -> int:
     """Return the payload bytes in packs that no row names. Unreadable packs count nothing."""
     rows, stored = Counter[int](), Counter[int]()
     for table in inventory.tables.values():
@@ -139,5 +138,5 @@ def _dead_bytes(inventory: Inventory, packs: Path) -> int:
     for number, (pack, _) in inventory.packs.items():
         # fsck reports damaged packs; a pack that was just removed holds no dead bytes.
         with suppress(Corrupt):
-            dead += packfiles.dead_bytes(pack_path(packs, pack), rows[number], stored[number])
+            dead += packs.dead_bytes(pack, rows[number], stored[number])
     return dead

@@ -327,7 +327,7 @@ class SnapshotView:
 
         model: None for the one that is meant where none is named.  Raises NotFound, Incompatible.
         """
-        name = self.models.only(where) if model is None else self.models.model(model, where).name
+        name = self.models.meant(where) if model is None else self.models.model(model, where).name
         view = copy(self)
         view._tensors = self.models.in_model(name)
         return view

@@ -14,11 +14,15 @@ import pytest
 
 from mstore import fs
 from mstore.blocks.index import Index
-from mstore.blocks.packs import Kind, pack_path
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.packs import Kind
 from mstore.fs import files
 from mstore.gc.collect import Collector
+from mstore.ids import PackId
 from mstore.pins.rewriting import Rewriting
 from mstore.reachability import Reach
+from mstore.store import pack_list
+from mstore.store.publishing import NewPacks
 from mstore.store.transaction import Transaction
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -75,10 +79,10 @@ def index_before_packs(patch: pytest.MonkeyPatch) -> None:
     commit = Transaction.commit
 
     def reversed_commit(self: Transaction, **what: Any) -> None:
-        packs = self._packs
-        publish, packs.publish = packs.publish, packs.seal  # type: ignore[method-assign]
-        commit(self, **what)
-        publish()
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(NewPacks, "_give_names", lambda self: None)
+            commit(self, **what)
+        self._packs._give_names()
 
     patch.setattr(Transaction, "commit", reversed_commit)
 
@@ -105,7 +109,7 @@ def unlinked_before_the_commit(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: Any, reach: Any, choice: Any, *rest: Any) -> None:
         for use in (*choice.remove, *choice.rewrite):
-            fs.unlink(pack_path(self._catalog.layout.packs, use.pack))
+            fs.unlink(Path(self._catalog.packs.where(use.pack)))
         commit(self, reach, choice, *rest)
 
     patch.setattr(Collector, "_commit", hasty)
@@ -156,19 +160,44 @@ def copies_named_late(patch: pytest.MonkeyPatch) -> None:
     publish = Rewriting.publish
 
     def backwards(self: Rewriting, also: Any) -> None:
-        packs = self._packs
-        named = packs.publish
-        packs.publish = packs.seal  # type: ignore[method-assign]
-        publish(self, also)
-        named()
-        packs.keep()
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(NewPacks, "_give_names", lambda self: None)
+            publish(self, also)
+        self._packs._give_names()
 
     patch.setattr(Rewriting, "publish", backwards)
 
 
+def names_before_the_list(patch: pytest.MonkeyPatch) -> None:
+    """Packs get their names before the list has a line for them."""
+
+    def backwards(self: NewPacks) -> None:
+        if self.sealed:
+            catalog = self._catalog
+            catalog.packs.put(self.sealed)
+            new = [pack.id for pack in self.sealed]
+            pack_list.add(catalog.layout, catalog.index, new, catalog.packs.is_there)
+
+    patch.setattr(NewPacks, "_give_names", backwards)
+
+
+def list_directory_not_synced(patch: pytest.MonkeyPatch) -> None:
+    """The name of the list is not synced before packs get theirs."""
+    _without_directory_syncs(patch, lambda path: path.name == "refs")
+
+
 def condemned_for_ever(patch: pytest.MonkeyPatch) -> None:
     """What is condemned is never removed."""
-    patch.setattr("mstore.store.condemned.sweep", lambda layout, index: [])
+    patch.setattr("mstore.store.condemned.sweep", lambda layout, index, packs: [])
+
+
+def removals_not_synced(patch: pytest.MonkeyPatch) -> None:
+    """A removed pack may come back after its line went."""
+
+    def careless(self: PackFiles, pack: PackId) -> None:
+        fs.unlink(Path(self.where(pack)), missing_ok=True)
+
+    patch.setattr(PackFiles, "remove", careless)
 
 
 MUTANTS: list[tuple[str, Mutant]] = [
@@ -186,6 +215,8 @@ MUTANTS: list[tuple[str, Mutant]] = [
     ("first_steps", index_directory_not_synced),
     ("first_steps", store_directory_not_synced),
     ("moving_add", index_before_packs),
+    ("moving_add", names_before_the_list),
+    ("moving_add", list_directory_not_synced),
     ("plan_and_merge", index_before_packs),
     ("moving_add", index_not_synced),
     ("plan_and_merge", nothing_swept),
@@ -200,6 +231,7 @@ MUTANTS: list[tuple[str, Mutant]] = [
     ("pruning", ancestors_forgotten),
     ("collecting", numbers_given_twice),
     ("collecting", condemned_for_ever),
+    ("collecting", removals_not_synced),
     ("pinning", packs_not_synced),
     ("pinning", pack_directory_not_synced),
     ("pinning", copies_named_late),

@@ -313,7 +313,7 @@ def repairing(sources: Path, disk: Path) -> Life:
                 (place for _, place in catalog.index.blocks(transaction)),
                 key=lambda place: place.stored_length,
             )
-        path = catalog.packs.path(location.pack)
+        path = Path(catalog.packs.where(location.pack))
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.seek(location.offset + location.stored_length // 2)

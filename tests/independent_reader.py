@@ -13,7 +13,6 @@ import json
 import math
 import re
 import struct
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,9 +39,10 @@ CONTEXTS = {
     SIGNATURE: "mstore 1 signature",
 }
 PACK_CONTEXT = "mstore 1 pack"
-ROLES = ("previous", "base", "expert")
+ROLES = ("previous", "base", "expert", "companion")
+MADE = ("add", "merge", "prepare", "cast", "align", "extract", "combine")
 
-HEADER = struct.Struct("<8s I 4s 16s 32s Q")
+HEADER = struct.Struct("<8s I 4s 32s")
 UNCHECKED = ("blocks", "records", "leases")
 TAIL = struct.Struct("<Q Q 32s I 4s 8s")
 ENTRY = struct.Struct("<32s 32s Q I I B B B 5s")
@@ -222,7 +222,9 @@ class File:
 class Snapshot:
     manifest: str
     parents: list[tuple[str, str]]
-    origin: str
+    made: str
+    origin: tuple[str, str, str] | None
+    author: str
     plan: str | None
     coverage: str | None
     message: str
@@ -408,21 +410,34 @@ def _read_file(row: list[Any]) -> File:
 
 
 def _read_snapshot(data: bytes) -> Snapshot:
-    manifest, rows, origin, plan, coverage, message, time_ns, tool = _fields(data, "snapshot/1", 9)
+    manifest, rows, made, origin, author, plan, coverage, message, time_ns, tool = _fields(
+        data, "snapshot/1", 11
+    )
     parents = [_items(row, "parent", 2) for row in _items(rows, "parents")]
     require(all(role in ROLES for role, _ in parents), "a parent of no known role")
     require([r for r, _ in parents] == sorted((r for r, _ in parents), key=ROLES.index), "roles")
-    require(origin in ("add", "merge"), f"origin {origin!r}")
+    roles = [role for role, _ in parents]
+    require(roles.count("previous") < 2 and roles.count("base") < 2, "two parents of one role")
+    require(made in MADE, f"made {made!r}")
+    require((plan is not None) == (made in ("merge", "prepare")), f"a plan of {made}")
+    require(plan is not None or coverage is None, "coverage without a plan")
     return Snapshot(
         _hex(manifest, "ManifestId"),
         [(role, _hex(parent, "SnapshotId")) for role, parent in parents],
-        origin,
+        made,
+        None if origin is None else _read_origin(origin),
+        _text(author, "author"),
         _maybe(_hex, plan, "PlanId"),
         _maybe(_hex, coverage, "CoverageId"),
         _text(message, "message"),
         _count(time_ns, "time_ns"),
         _text(tool, "tool"),
     )
+
+
+def _read_origin(row: object) -> tuple[str, str, str]:
+    url, revision, commit = _items(row, "origin", 3)
+    return _text(url, "URL"), _text(revision, "revision"), _text(commit, "commit")
 
 
 def _read_plan(data: bytes) -> Plan:
@@ -645,7 +660,6 @@ class Entry:
 @dataclass(frozen=True)
 class Pack:
     id: str
-    uuid: str
     size: int
     entries: list[Entry]
 
@@ -693,8 +707,8 @@ def verify_pack_bytes(data: bytes, path: Path) -> Pack:
 
 def _read_pack(data: bytes) -> Pack:
     require(len(data) >= PAGE + TAIL.size and len(data) % PAGE == 0, "no pack has this size")
-    magic, version, zero, owner, _, _ = HEADER.unpack_from(data)
-    require(magic == b"MSTOREPK" and version == 2, "magic or version of the header")
+    magic, version, zero, _ = HEADER.unpack_from(data)
+    require(magic == b"MSTOREPK" and version == 3, "magic or version of the header")
     require(_blank(zero) and _blank(data[HEADER.size : PAGE]), "header with more than zeros")
     start, length, digest, again, zero, magic = TAIL.unpack(data[-TAIL.size :])
     require((magic, again) == (b"KPEROTSM", version), "magic or version of the tail")
@@ -714,7 +728,7 @@ def _read_pack(data: bytes) -> Pack:
         require(_blank(data[end : entry.offset]), "a gap with more than zeros")
         end = entry.offset + entry.stored
     require(_blank(data[end:start]), "a gap with more than zeros")
-    return Pack(pack_id, str(uuid.UUID(bytes=owner)), len(data), entries)
+    return Pack(pack_id, len(data), entries)
 
 
 def _read_entry(row: tuple[Any, ...]) -> Entry:
@@ -1093,9 +1107,10 @@ class IndependentStore:
 
     def _from_packs(self) -> dict[tuple[int, str], tuple[Path, Entry]]:
         places = {}
+        since = self.pack_list()
         for path in sorted((self.path / "packs").glob("*/*.pack")):
             pack = verify_pack(path)
-            require(pack.uuid == self.uuid, "a pack of another store")
+            require(pack.id in since, "a pack without a line")
             places.update({(e.kind, e.id): (path, e) for e in pack.entries})
         return places
 
@@ -1121,15 +1136,28 @@ class IndependentStore:
         rows = [(k.decode(), _items(decode(v), "ref", 2)) for k, v in self.index["refs"].items()]
         return _check_refs((name, kind, _hex(snapshot, name)) for name, (kind, snapshot) in rows)
 
+    def pack_list(self) -> dict[str, int]:
+        """The packs of the newest list, and the generation of each."""
+        found = [
+            re.fullmatch(r"packs\.(0|[1-9]\d*)", p.name) for p in (self.path / "refs").iterdir()
+        ]
+        newest = max((int(name[1]) for name in found if name), default=None)
+        if newest is None:
+            return {}
+        path = self.path / "refs" / f"packs.{newest}"
+        generation, lines = _sealed_lines(path, "mstore packs 1", "pack list")
+        require(generation == newest, "a pack list under another's name")
+        require(lines.pop(0) == f"store {self.uuid}", "a pack list of another store")
+        rows = [re.fullmatch(r"(0|[1-9]\d*) ([0-9a-f]{64})", line) for line in lines]
+        require(all(rows), "a line of the pack list")
+        packs = [(int(row[1]), row[2]) for row in rows if row]
+        require(packs == sorted(packs), "the pack list is out of order")
+        require(all(since <= generation for since, _ in packs), "a pack later than its list")
+        return {pack: since for since, pack in packs}
+
     def _refs_of_mirror(self) -> dict[str, tuple[str, str]]:
-        data = (self.path / "refs" / "mirror").read_bytes()
-        first, *lines = data.decode().split("\n")
-        require(lines[-1:] == [""], "last line of the mirror")
-        require(first == "mstore refs 2", "first line of the mirror")
-        body, hash, _ = data[:-72], data[-72:-1].decode(), lines.pop()
-        require(hash == f"blake3 {blake3(body).hexdigest()}", "the mirror's hash")
-        require(lines.pop() == hash, "last line of the mirror")
-        require(re.fullmatch(r"generation (0|[1-9]\d*)", lines.pop(0)), "the mirror's generation")
+        path = self.path / "refs" / "mirror"
+        _, lines = _sealed_lines(path, "mstore refs 2", "mirror")
         rows = [re.fullmatch(r"(\S+) ([0-9a-f]{64}) (\S+)", line) for line in lines]
         require(all(rows), "a line of the mirror")
         refs = _check_refs((row[3], row[1], row[2]) for row in rows if row)
@@ -1137,8 +1165,23 @@ class IndependentStore:
         return refs
 
 
+def _sealed_lines(path: Path, head: str, what: str) -> tuple[int, list[str]]:
+    """Generation and lines of a text that ends with its own hash."""
+    data = path.read_bytes()
+    first, *lines = data.decode().split("\n")
+    require(lines[-1:] == [""], f"last line of the {what}")
+    require(first == head, f"first line of the {what}")
+    body, hash, _ = data[:-72], data[-72:-1].decode(), lines.pop()
+    require(hash == f"blake3 {blake3(body).hexdigest()}", f"the {what}'s hash")
+    require(lines.pop() == hash, f"last line of the {what}")
+    told = re.fullmatch(r"generation (0|[1-9]\d*)", lines.pop(0))
+    require(told, f"the {what}'s generation")
+    assert told is not None
+    return int(told[1]), lines
+
+
 def _read_format(line: bytes) -> tuple[str, int]:
-    row = re.fullmatch(rb"mstore 2 ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ([0-9]+)\n", line)
+    row = re.fullmatch(rb"mstore 3 ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ([0-9]+)\n", line)
     if row is None:
         raise FormatError("format line")
     block_size = int(row[2])

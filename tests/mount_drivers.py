@@ -310,4 +310,4 @@ def pack_of(store: Path, ref: str) -> Path:
             for extent in view.physical_extents(SHARDS[0])
             if extent.location is not None
         )
-        return opened._catalog.packs.path(places.most_common(1)[0][0])
+        return Path(opened._catalog.packs.where(places.most_common(1)[0][0]))

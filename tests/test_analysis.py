@@ -17,6 +17,7 @@ from mstore.ids import TensorId
 from mstore.progress import Progress
 from mstore.stats.store import PAIRS
 from mstore.stats.table import DeltaTable
+from mstore.store.models import tensors_of
 
 FAMILY = families.layered(rows=70)
 WITHOUT = {"model.empty", "model.inv_freq", "model.steps"}
@@ -59,7 +60,7 @@ def changed_bytes(base: families.Array, expert: families.Array) -> int:
 
 def _ids(store: Store, revision: str) -> dict[str, TensorId]:
     catalog = store._catalog
-    return catalog.manifest(catalog.snapshot(catalog.resolve(revision)).manifest_id()).tensors()
+    return tensors_of(catalog, catalog.manifest_of(catalog.resolve(revision)))
 
 
 def test_the_same_as_add_takes(store: Store, tmp_path: Path) -> None:

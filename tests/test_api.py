@@ -151,8 +151,8 @@ def test_stores_that_cannot_be_opened(store: Store, tmp_path: Path) -> None:
     path = store.path
     store.close()
     line = (path / "format").read_text()
-    (path / "format").write_text(line.replace("mstore 2 ", "mstore 3 "))
-    with pytest.raises(Incompatible, match="format 3"):
+    (path / "format").write_text(line.replace("mstore 3 ", "mstore 4 "))
+    with pytest.raises(Incompatible, match="format 4"):
         Store.open(path)
     for damaged in ("", "nonsense", line[:-5], line + "more\n", line.replace("65536", "x")):
         (path / "format").write_text(damaged)

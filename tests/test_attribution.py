@@ -253,7 +253,8 @@ def store(family: families.Family, tmp_path_factory: pytest.TempPathFactory) -> 
 def merge(store: Store, way: str) -> Plan:
     method, parameters, options = WAYS[way]
     experts = list(weights_of(way).items())
-    models = {"base": "base", "experts": experts, "fishers": fishers_of(way)}
+    companions = families.fishers_for(experts, fishers_of(way))
+    models = {"base": "base", "experts": experts, "companions": companions}
     plan = store.plan(MergeRequest(**models, method=method, parameters=parameters, **options))
     store.merge(plan, name="merged")
     return store._catalog.record(Plan, plan.plan)

@@ -8,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -17,10 +17,13 @@ from small_models import BLOCK, files_of, small_model
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
+from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest, Conflict, Corrupt, NotFound, StorageFailed
+from mstore.ids import PackId
 from mstore.phrases import as_phrase, call
-from mstore.store import leases, listing
+from mstore.store import leases, listing, pack_list
+from mstore.store.layout import locate
 
 LIVES = """
 import os, signal, sys
@@ -610,8 +613,8 @@ def test_a_backup_that_copied_badly_says_so(
 
     real = packs.copy
 
-    def badly(source: Path, target: Path, tick: object, **named: object) -> None:
-        real(source, target, tick, **named)  # type: ignore[arg-type]
+    def badly(source: Packs, pack: PackId, target: Path, tick: Callable[[int], None]) -> None:
+        real(source, pack, target, tick)
         target.chmod(0o644)
         with target.open("r+b") as file:
             file.seek(4096 + 100)
@@ -651,15 +654,17 @@ def test_a_clone_is_shared_as_the_store_is(store: Store, tmp_path: Path) -> None
 
 
 def test_a_clone_is_a_store_of_its_own(store: Store, models: Path, tmp_path: Path) -> None:
-    """Contents, refs, reflogs and settings are the source's; name and packs are its own, so that
-    neither is taken for the other."""
+    """Contents, refs, reflogs and settings are the source's, and packs are the same, byte for byte;
+    the name is its own, so that neither is taken for the other."""
     target = tmp_path / "clone"
     plan = store.plan(MergeRequest(base="one", experts=["two"], method="linear"), threads=1)
     store.merge(plan, name="merged", virtual=True, threads=1)
     report = Store.clone(store.path, target, threads=1)
     assert contents(target) == contents(store.path)
     assert report.uuid != store.uuid
-    assert not packs_in(target).keys() & packs_in(store.path).keys()
+    assert packs_in(target) == packs_in(store.path)
+    told = [pack_list.read(locate(path)).since for path in (target, store.path)]
+    assert told[0] == told[1]
     with Store.open(target) as copy:
         assert copy.uuid == report.uuid
         assert dict(copy.config) == dict(store.config)

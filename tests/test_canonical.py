@@ -41,7 +41,7 @@ from mstore.objects.plan import (
     Threshold,
 )
 from mstore.objects.signature import Signature
-from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
+from mstore.objects.snapshot import BASE, MADE, PREVIOUS, Origin, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 
@@ -71,11 +71,14 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
         "mstore 1 manifest",
     ),
     "snapshot": (
-        SnapshotRecord(A, PARENTS, "merge", B, A, "", 1 << 60, "t/1"),
-        "99aa736e617073686f742f31" + "c420" + "aa" * 32 + "92"
+        SnapshotRecord(
+            A, PARENTS, "merge", Origin("u", "main", "c"), "ada", B, A, "", 1 << 60, "t/1"
+        ),
+        "9baa736e617073686f742f31" + "c420" + "aa" * 32 + "92"
         + "92a870726576696f7573c420" + "bb" * 32
         + "92a462617365c420" + "cc" * 32
-        + "a56d65726765" + "c420" + "bb" * 32 + "c420" + "aa" * 32
+        + "a56d65726765" + "93" + "a175" + "a46d61696e" + "a163" + "a3616461"
+        + "c420" + "bb" * 32 + "c420" + "aa" * 32
         + "a0" + "cf1000000000000000" + "a3742f31",
         "mstore 1 snapshot",
     ),
@@ -362,6 +365,8 @@ RECORDS: dict[type[Record], st.SearchStrategy[Record]] = {
         SnapshotRecord,
         IDS,
         st.lists(st.builds(Parent, TEXT, IDS), max_size=3).map(tuple),
+        st.sampled_from(MADE) | TEXT,
+        st.none() | st.builds(Origin, TEXT, TEXT, TEXT),
         TEXT,
         st.none() | IDS,
         st.none() | IDS,
@@ -509,9 +514,18 @@ def test_deep_nesting_is_corrupt() -> None:
 def test_ids_are_stored_as_plain_bytes() -> None:
     """A record built with typed ids has the bytes of one built with plain ones."""
     typed = SnapshotRecord(
-        ManifestId(A), (Parent(BASE, SnapshotId(B)),), "add", PlanId(C), CoverageId(C), "", 1, ""
+        ManifestId(A),
+        (Parent(BASE, SnapshotId(B)),),
+        "add",
+        None,
+        "",
+        PlanId(C),
+        CoverageId(C),
+        "",
+        1,
+        "",
     )
-    plain = SnapshotRecord(A, (Parent(BASE, B),), "add", C, C, "", 1, "")
+    plain = SnapshotRecord(A, (Parent(BASE, B),), "add", None, "", C, C, "", 1, "")
     assert typed.encode() == plain.encode()
 
 
@@ -540,7 +554,9 @@ def _files(*paths: str) -> Manifest:
 
 
 def _snapshot(*roles: str, **fields: Any) -> SnapshotRecord:
-    plain = SnapshotRecord(A, tuple(Parent(r, B) for r in roles), "add", None, None, "", 1, "t")
+    plain = SnapshotRecord(
+        A, tuple(Parent(r, B) for r in roles), "add", None, "", None, None, "", 1, "t"
+    )
     return msgspec.structs.replace(plain, **fields)
 
 
@@ -601,9 +617,14 @@ UNSOUND: dict[str, Record] = {
     "parents out of order": _snapshot("expert", "base"),
     "two bases": _snapshot("base", "base"),
     "many parents": _snapshot(*["expert"] * 4097),
-    "an unknown origin": _snapshot(origin="found"),
+    "a base after a companion": _snapshot("companion", "base"),
+    "an unknown way to be made": _snapshot(made="found"),
+    "a long author": _snapshot(author=LONG),
+    "a long address": _snapshot(origin=Origin(LONG, "", "")),
+    "a merge without a plan": _snapshot(made="merge"),
+    "a cast with a plan": _snapshot(made="cast", plan=A),
     "a plan of what was added": _snapshot(plan=A),
-    "coverage without a plan": _snapshot(origin="merge", coverage=A),
+    "coverage without a plan": _snapshot(coverage=A),
     "a long message": _snapshot(message="x" * ((1 << 20) + 1)),
     "states of two experts for one": _plan(PlanTensor("w", 1, (b"", b""), (), (0.0, 0.0))),
     "norms of two experts for one": _plan(PlanTensor("w", 1, (b"",), (), (0.0, 0.0))),
@@ -760,15 +781,13 @@ def test_a_tensor_must_fit_its_blocks() -> None:
         Tensor("U8", (1,), 1, A[:31]).check(size, "here")
 
 
-def test_a_tensor_name_stands_for_its_first_occurrence() -> None:
-    """In a manifest with a name in two files, the first file in order has it."""
+def test_a_manifest_finds_its_files() -> None:
+    """By path, and knows what a checkout of them takes."""
     files = (
         File("a", SAFETENSORS, 2, (Part(None, A, 1), Part("w", A, 1))),
         File("b", SAFETENSORS, 3, (Part(None, A, 1), Part("w", B, 1), Part("v", C, 1))),
     )
     manifest = Manifest(files)
-    assert manifest.tensors() == {"w": TensorId(A), "v": TensorId(C)}
-    assert manifest.tensors() is manifest.tensors()
     assert decode(Manifest, manifest.encode(), "") == manifest
     assert manifest.plain_bytes() == 5
     assert manifest.file("b") == files[1]

@@ -506,7 +506,7 @@ def test_lineage_and_a_second_time(store: Store, tmp_path: Path) -> None:
     source = store.add(save(tmp_path / "m", every()), name="m").snapshot
     report = store.cast("m", dtype="float16", name="out", message="why", threads=1)
     shown = store.log("out")[0]
-    assert (shown.origin, shown.message) == ("add", "why")
+    assert (shown.made, shown.message) == ("cast", "why")
     assert [(one.role, one.snapshot) for one in shown.parents] == [("base", source)]
     again = store.cast("m", dtype="F16", name="out", threads=3)
     assert not again.new_snapshot
@@ -662,7 +662,7 @@ def file_of(
 ) -> Path:
     """A single file as ComfyUI has them; formats: what its header says of layers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt", "modelspec.title": "video"}
+    metadata = {"format": "pt", "modelspec.architecture": "video"}
     if formats is not None:
         metadata["_quantization_metadata"] = json.dumps({"layers": formats})
     write(path, tensors, metadata)
@@ -711,7 +711,7 @@ def test_a_single_file_with_scales(store: Store, tmp_path: Path, form: str) -> N
     assert (report.scaled, report.scales_dropped) == (1, 2 + len(marks))
     store.checkout("out", tmp_path / "out")
     with safe_open(tmp_path / "out" / "video.safetensors", "np") as opened:
-        assert opened.metadata() == {"format": "pt", "modelspec.title": "video"}
+        assert opened.metadata() == {"format": "pt", "modelspec.architecture": "video"}
 
 
 W = np.ones((4, 6), KINDS["F8_E4M3"])

@@ -83,7 +83,7 @@ def test_a_new_store(tmp_path: Path) -> None:
         uuid = store.uuid
         assert store.fsck(read_data=True).problems == ()
     root = tmp_path / "a" / "store"
-    assert (root / "format").read_text() == f"mstore 2 {uuid} 65536\n"
+    assert (root / "format").read_text() == f"mstore 3 {uuid} 65536\n"
     assert sorted(path.name for path in root.iterdir()) == [
         "config", "format", "index", "lock", "packs", "refs", "stats", "tmp",
     ]  # fmt: skip
@@ -235,8 +235,8 @@ def test_a_newer_format_is_refused(template: Path, tmp_path: Path) -> None:
     line = (root / "format").read_text()
     newer, older = "pip install -U mstore", "mstore.Store.migrate(PATH)"
     others = {
-        line.replace("mstore 2", "mstore 3"): newer,
-        line.replace("mstore 2", "mstore 1"): older,
+        line.replace("mstore 3", "mstore 4"): newer,
+        line.replace("mstore 3", "mstore 2"): older,
         "mstore 10 something new\n": newer,
         "mstore 0\n": older,
     }
@@ -258,8 +258,8 @@ def test_a_newer_format_is_refused(template: Path, tmp_path: Path) -> None:
         lambda line: line.upper(),
         lambda line: line.replace("65536", "065536"),
         lambda line: line.replace("65536", "many"),
-        lambda line: line.replace("mstore 2", "mstore two"),
-        lambda line: line.replace("mstore 2", "mstore 9" + "9" * 5000),
+        lambda line: line.replace("mstore 3", "mstore two"),
+        lambda line: line.replace("mstore 3", "mstore 9" + "9" * 5000),
         lambda line: line.replace("mstore", "mst\u00f6re"),
         lambda line: line.replace(" ", "  "),
     ],
@@ -393,7 +393,7 @@ def test_every_block_reads_as_what_it_is(catalog: Catalog) -> None:
 def test_a_flipped_bit_is_an_error_that_names_the_block(catalog: Catalog) -> None:
     """No damaged byte of any payload is handed out; the error says which block, pack and offset."""
     for id, location in blocks(catalog).items():
-        path = catalog.packs.path(location.pack)
+        path = Path(catalog.packs.where(location.pack))
         for place in (0, location.stored_length // 2, location.stored_length - 1):
             flip(path, location.offset + place)
             with pytest.raises(Corrupt) as refusal:
@@ -418,12 +418,16 @@ def test_a_damaged_record_is_an_error_that_names_it(catalog: Catalog) -> None:
         Kind.SNAPSHOT: lambda raw: catalog.snapshot(SnapshotId(raw)),
     }
     for kind, raw, location in records:
-        flip(catalog.packs.path(location.pack), location.offset + location.stored_length // 2)
+        flip(
+            Path(catalog.packs.where(location.pack)), location.offset + location.stored_length // 2
+        )
         with pytest.raises(Corrupt, match="does not match") as refusal:
             read[kind](raw)
         assert refusal.value.where is not None
         assert raw.hex() in refusal.value.where
-        flip(catalog.packs.path(location.pack), location.offset + location.stored_length // 2)
+        flip(
+            Path(catalog.packs.where(location.pack)), location.offset + location.stored_length // 2
+        )
         read[kind](raw)
 
 

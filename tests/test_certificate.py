@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from mstore import MergeRequest
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
-from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
-from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
+from mstore.merge.methods.combinations.mixed import Mixed
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.planner import Planner
@@ -92,21 +92,23 @@ def chosen(
     made = operation(method, parameters, weights)
     if made.needs_facts:
         sides = [side.astype(np.float64) for side in (base, *experts)]
-        if not made.is_whole:
+        if not made.selection.is_whole:
             sides = [side - sides[0] for side in sides]
-        made = made.settle([[float(one @ other) for other in sides] for one in sides])
+        combine = made.method.combine
+        assert isinstance(combine, Mixed)
+        made = combine.mixed(made, [[float(one @ other) for other in sides] for one in sides])
     return made
 
 
 def merged(own: Operation, base: Single, experts: list[Any], whole: list[Single]) -> Single:
     """The kernel's float32; an expert that is None is left out, `whole` has it all the same."""
     cuts: list[tuple[Any, int]] = [(0.0, UNLIMITED)] * len(experts)
-    if own.is_band:
+    if own.selection.cuts == 2:
         parameters = dict(own.parameters)
         found = [
             reference.thresholds(
                 reference.delta(base, expert),
-                own.densities[k],
+                reference.each(parameters, "density", k),
                 reference.each(parameters, "gamma", k),
             )
             for k, expert in enumerate(whole)
@@ -116,8 +118,9 @@ def merged(own: Operation, base: Single, experts: list[Any], whole: list[Single]
     rows = np.stack(there) if there else np.zeros((1, base.size), dtype=np.float32)
     numbers = iter(range(len(there)))
     out = np.zeros(base.size, dtype=np.float32)
+    drawn = own.selection.keys("t")
     mix_chunk(
-        Mix.of(own),
+        own.mix(),
         base.view(np.uint8),
         "F32",
         rows.view(np.uint8),
@@ -127,7 +130,7 @@ def merged(own: Operation, base: Single, experts: list[Any], whole: list[Single]
         0,
         np.array([value for value, _ in cuts], dtype=np.float32),
         np.array([quota for _, quota in cuts]),
-        mask_keys(own.seed, len(experts), "t"),
+        drawn if drawn is not None else np.zeros((len(experts), 2), dtype=np.uint32),
         out.view(np.uint8),
         "F32",
     )
@@ -147,7 +150,7 @@ def planner(
         row = deltas.measure(base.view(np.uint8), "F32", expert.view(np.uint8), "F32", n, 0, counts)
         ids = (TensorId.of(b"base"), TensorId.of(bytes([k])))
         cost, twin = np.array([4 * n]), np.array([k])
-        ranks = own.keep_counts(n, k) if own.is_trimmed else ()
+        ranks = own.selection.ranks(n, k)
         histogram = _without_nan(Histogram.from_dense(counts))
         cuts = tuple([select(histogram, rank, n) if rank else KEEPS_NONE for rank in ranks])
         sides.append(ExpertTensor(ids, record, np.zeros(1, dtype=bool), twin, cost, row, cuts))

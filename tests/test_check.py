@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import pack_lines
 import pytest
 from blake3 import blake3
 from checkpoints import write_safetensors
@@ -140,6 +141,7 @@ def test_garbage_is_listed_and_harmless(store: Store) -> None:
     orphan = store.path / "packs" / "00" / f"{'00' * 32}.pack"
     orphan.parent.mkdir(exist_ok=True)
     shutil.copy(packs(store)[0], orphan)
+    pack_lines.give(store.path, orphan.stem)
     (store.path / "tmp" / "0123456789abcdef").mkdir()
     report = store.fsck(read_data=True)
     assert report.problems == ()
@@ -153,7 +155,7 @@ def test_a_flipped_payload_bit(store: Store) -> None:
     """Damage of a payload is found by reading the data, not by the quick check, and named."""
     with store._catalog.index.env.read() as rows:
         id, where = max(store._catalog.index.blocks(rows), key=lambda block: block[1].stored_length)
-    path = store._catalog.packs.path(where.pack)
+    path = Path(store._catalog.packs.where(where.pack))
     overwrite(path, where.offset + 99, bytes([path.read_bytes()[where.offset + 99] ^ 1]))
     assert store.fsck().problems == ()
     (problem,) = store.fsck(read_data=True).problems
@@ -340,7 +342,7 @@ def test_deltas_are_read_through_their_bases(dense: Store) -> None:
     index = dense._catalog.index
     with index.env.read() as rows:
         where = index.location(rows, rows.get(base, db=index.db("blocks")))
-    path = dense._catalog.packs.path(where.pack)
+    path = Path(dense._catalog.packs.where(where.pack))
     place = where.offset + where.stored_length // 2
     overwrite(path, place, bytes([path.read_bytes()[place] ^ 1]))
     report = dense.fsck(read_data=True)
@@ -415,7 +417,7 @@ def test_a_sample_finds_damage_that_it_reads(store: Store) -> None:
     """With every block broken, any sample that reads anything finds a problem."""
     with store._catalog.index.env.read() as rows:
         places = [
-            (store._catalog.packs.path(where.pack), where.offset)
+            (Path(store._catalog.packs.where(where.pack)), where.offset)
             for _, where in store._catalog.index.blocks(rows)
         ]
     for path, place in places:
@@ -438,7 +440,7 @@ def test_a_record_that_is_broken_or_missing(store: Store, kind: str, is_missing:
         with index.env.write() as rows:
             rows.delete(bytes([number]) + id, db=index.db("records"))
     else:
-        path = store._catalog.packs.path(where.pack)
+        path = Path(store._catalog.packs.where(where.pack))
         overwrite(path, where.offset + 1, bytes([path.read_bytes()[where.offset + 1] ^ 1]))
     problems = store.fsck().problems
     assert (kind, id.hex()) in {(problem.kind, problem.where) for problem in problems}
@@ -495,14 +497,14 @@ def test_a_pruned_snapshot_needs_no_contents(store: Store) -> None:
 
 def _merge_of(store: Store) -> bytes:
     ids = store.snapshot_ids()
-    return next(id for id in ids if store._catalog.snapshot(id).origin == "merge")
+    return next(id for id in ids if store._catalog.snapshot(id).made == "merge")
 
 
 def test_a_condemned_pack_is_garbage(store: Store) -> None:
     """A pack that no row names and that waits to be removed is no problem."""
     (store.path / "packs" / "ff").mkdir(exist_ok=True)
     pack = PackId(b"\xff" * 32)
-    path = store._catalog.packs.path(pack)
+    path = Path(store._catalog.packs.where(pack))
     path.write_bytes(b"anything")
     index = store._catalog.index
     with index.env.write() as rows:

@@ -334,7 +334,7 @@ def test_a_damaged_block_leaves_nothing(odd: Path, tmp_path: Path) -> None:
         store.add(odd, name="odd")
         block = store.view("odd").record("many.blocks").block(3)
         location = store._catalog.locate([block])[0]
-        pack = store._catalog.packs.path(location.pack)
+        pack = Path(store._catalog.packs.where(location.pack))
         pack.chmod(0o644)
         with pack.open("r+b") as file:
             file.seek(location.offset)
@@ -386,7 +386,9 @@ def test_a_strangers_manifest_stays_in_its_directory(
             record = SnapshotRecord(
                 manifest=transaction.put_record(manifest),
                 parents=(),
-                origin="add",
+                made="add",
+                origin=None,
+                author="",
                 plan=None,
                 coverage=None,
                 message="",

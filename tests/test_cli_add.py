@@ -302,12 +302,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_model_by_its_id(mstore: Program, cache: Path) -> None:
-    """ORG/NAME is the model of the Hub's cache; the snapshot tells the id and the commit."""
+    """ORG/NAME is the model of the Hub's cache; the snapshot tells address, revision and commit."""
     mstore.succeed("add", "org/tiny-model", "--name-prefix", "hub/")
     assert refs(mstore) == ["hub/tiny-model"]
-    assert mstore.succeed("show", "hub/tiny-model", "--json").document["message"] == (
-        f"org/tiny-model@{REVISION}"
-    )
+    address = "https://huggingface.co/org/tiny-model"
+    shown = mstore.succeed("show", "hub/tiny-model", "--json").document
+    assert shown["origin"] == {"url": address, "revision": "main", "commit": REVISION}
+    assert shown["message"] == ""
+    assert f"{address} {REVISION} (main)" in mstore.succeed("show", "hub/tiny-model").out
+    assert address in mstore.succeed("log", "hub/tiny-model").out
+    assert f"add: org/tiny-model@{REVISION}" in mstore.succeed("reflog", "hub/tiny-model").out
     again = mstore.succeed("add", cache / "models--org--tiny-model", "--name", "hub/tiny-model")
     assert "nothing new" in again.out
     assert "note" not in again.out

@@ -295,6 +295,9 @@ def test_diff_names_what_moved(family: Program) -> None:
     diff = family.succeed("diff", "tiny/base", "tiny/code", "--blocks", "--json").document
     assert [one["name"] for one in diff["tensors"]] == ["layer", "norm"]
     assert all(one["relative_l2"] > 0 for one in diff["tensors"])
+    # REF:MODEL, of the model of the top directory.
+    alone = family.succeed("diff", "tiny/base:", "tiny/code:", "--json").document
+    assert [one["name"] for one in alone["tensors"]] == ["layer", "norm"]
     assert diff["tensors_equal"] == 1
     blocks = diff["tensors"][0]["changed_blocks"]
     assert blocks == list(range(diff["tensors"][0]["blocks_total"]))

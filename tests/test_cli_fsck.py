@@ -123,7 +123,7 @@ def test_reindex_without_the_old_index_says_that_reflogs_begin_anew(mstore: Prog
 
 def test_there_is_nothing_to_migrate(mstore: Program) -> None:
     """A store of this format is left alone, with or without --dry-run."""
-    assert "format 2 already" in mstore.succeed("migrate").out
+    assert "format 3 already" in mstore.succeed("migrate").out
     report = mstore.succeed("migrate", "--dry-run", "--json").document
     assert tuple(report) == tuple(key.name for key in DOCUMENTS["migrate"])
     assert report["steps"] == []
@@ -132,7 +132,7 @@ def test_there_is_nothing_to_migrate(mstore: Program) -> None:
 def test_an_older_store_names_migrate(mstore: Program) -> None:
     """Every command on a store of an older format names the command that helps."""
     path = mstore.store / "format"
-    path.write_text(path.read_text().replace("mstore 2", "mstore 1"))
+    path.write_text(path.read_text().replace("mstore 3", "mstore 2"))
     done = mstore("log")
     assert done.status == 1
     assert f"hint: mstore --store {mstore.store} migrate" in done.err

@@ -20,16 +20,18 @@ def snapshot(
     number: int,
     *parents: tuple[str, int],
     refs: tuple[str, ...] = (),
-    origin: str = "add",
+    made: str = "add",
     virtual: bool = False,
 ) -> SnapshotReport:
     return SnapshotReport(
         snapshot=identity(number),
         manifest=ManifestId(bytes(32)),
         parents=tuple(ParentReport(role, identity(parent)) for role, parent in parents),
-        origin=origin,
+        made=made,
+        origin=None,
+        author="",
         plan=None,
-        method="ties" if origin == "merge" else None,
+        method="ties" if made == "merge" else None,
         virtual=virtual,
         message=f"number {number}\nand more",
         time_ns=number,
@@ -46,10 +48,8 @@ def test_family() -> None:
         snapshot(1, refs=("llama/base",)),
         snapshot(2, ("base", 1), refs=("math",)),
         snapshot(3, ("base", 1), refs=("code",)),
-        snapshot(
-            4, ("base", 1), ("expert", 2), ("expert", 3), refs=("merged", "v1"), origin="merge"
-        ),
-        snapshot(5, ("previous", 4), ("base", 1), ("expert", 3), origin="merge"),
+        snapshot(4, ("base", 1), ("expert", 2), ("expert", 3), refs=("merged", "v1"), made="merge"),
+        snapshot(5, ("previous", 4), ("base", 1), ("expert", 3), made="merge"),
     ]
     assert draw(family) == [
         "*      050505050505 merge ties number 5",

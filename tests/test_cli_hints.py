@@ -107,7 +107,7 @@ def test_hints_name_the_store(mstore: Program) -> None:
         ("moves (mstore gc --all)", "moves (mstore --store 'a b' gc --all)"),
         ("x; mstore rm y, or mstore tag z", f"x; {STORED} rm y, or {STORED} tag z"),
         ("mstore unmount DIR", "mstore unmount DIR"),
-        ("this mstore reads format 2", "this mstore reads format 2"),
+        ("this mstore reads format 3", "this mstore reads format 3"),
         ("/a/mstore log", "/a/mstore log"),
         ("pip install 'mstore[plot]'", "pip install 'mstore[plot]'"),
         ("this is a bug in mstore: please", "this is a bug in mstore: please"),

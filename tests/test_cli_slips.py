@@ -165,7 +165,7 @@ def test_a_lost_block_is_stored_again(mstore: Program, tmp_path: Path) -> None:
     with Store.open(mstore.store) as store:
         tensor = store._catalog.tensor(store.view("base").tensors["norm"])
         at = store._catalog.locate([tensor.block(0)])[0]
-        pack = store._catalog.packs.path(at.pack)
+        pack = Path(store._catalog.packs.where(at.pack))
     pack.chmod(0o644)
     with pack.open("r+b") as file:
         file.seek(at.offset + at.stored_length // 2)

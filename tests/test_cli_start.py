@@ -98,7 +98,7 @@ def test_json_imports_one_module_more(command: str, store: Program) -> None:
 NOT_FOR_A_MERGE = {
     *("mstore.add", "mstore.casting.scales", "mstore.stats.analysis"),
     *("mstore.checkpoint.directory", "mstore.checkpoint.header", "mstore.checkpoint.tree"),
-    *("mstore.merge.methods.dare_ties", "mstore.merge.planning.facts"),
+    *("mstore.merge.methods.dare_ties", "mstore.merge.measures.facts"),
     *("mstore.merge.planning.recipes", "mstore.merge.planning.stack", "mstore.recipes.parse"),
     *("mstore.merge.running.remote", "importlib.metadata", "tomllib"),
 }

@@ -7,10 +7,12 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_runs import Program
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from mstore_cli import user_config
 
@@ -37,18 +39,52 @@ def test_a_list_grows_and_shrinks(settings: Path, tmp_path: Path) -> None:
     stores = [a_store(tmp_path / name) for name in ("one", "two words")]
     (tmp_path / "link").symlink_to("two words")
     line = ("config", "--user", "safe_stores")
-    assert NOWHERE.succeed("config", "--user", "--json").document == {"safe_stores": []}
+    assert NOWHERE.succeed("config", "--user", "--json").document == {
+        "safe_stores": [],
+        "author": "",
+    }
     assert NOWHERE.succeed(*line).lines == ["safe_stores  none"]
     assert not settings.exists()
     added = NOWHERE.succeed(*line, os.path.relpath(stores[0]), tmp_path / "link", "--json")
-    assert added.document == {"safe_stores": stores}
+    assert added.document["safe_stores"] == stores
     NOWHERE.succeed(*line, stores[1])
     assert NOWHERE.succeed(*line, "-q").lines == stores
     assert tomllib.loads(settings.read_text()) == {"safe_stores": stores}
     unset = ("config", "--user", "--unset", "safe_stores")
     assert NOWHERE.succeed(*unset, stores[0], "-q").lines == [stores[1]]
     assert f"safe_stores does not have {stores[0]}" in NOWHERE(*unset, stores[0]).err
-    assert NOWHERE.succeed(*unset, "--json").document == {"safe_stores": []}
+    assert NOWHERE.succeed(*unset, "--json").document["safe_stores"] == []
+
+
+def test_an_author(settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots tell who made them: as MSTORE_AUTHOR says, else `config --user author`, else
+    user@host; log tells it where there are several, show and JSON always."""
+    monkeypatch.delenv("MSTORE_AUTHOR", raising=False)
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init")
+    (tmp_path / "model").mkdir()
+
+    def author(name: str) -> object:
+        save_file({name: np.zeros(2, "f4")}, tmp_path / "model" / "model.safetensors")
+        mstore.succeed("add", tmp_path / "model", "--name", name)
+        return mstore.succeed("show", name, "--json").document["author"]
+
+    host = os.uname().nodename
+    assert str(author("one")).endswith(f"@{host}")
+    assert "BY" not in mstore.succeed("log").out
+    line = ("config", "--user", "author")
+    assert NOWHERE.succeed(*line, "Ada L.").lines == ["author  Ada L."]
+    assert tomllib.loads(settings.read_text()) == {"author": "Ada L."}
+    assert author("two") == "Ada L."
+    assert "author    Ada L." in mstore.succeed("show", "two").out
+    assert "Ada L." in mstore.succeed("log").out
+    assert "takes one value" in NOWHERE(*line, "Ada", "L.").err
+    assert "not one line" in NOWHERE(*line, "a\nb").err
+    monkeypatch.setenv("MSTORE_AUTHOR", "robot")
+    assert author("three") == "robot"
+    monkeypatch.delenv("MSTORE_AUTHOR")
+    assert NOWHERE.succeed("config", "--user", "--unset", "author", "-q").lines == [""]
+    assert str(author("four")).endswith(f"@{host}")
 
 
 def test_what_cannot_be_set(settings: Path, tmp_path: Path) -> None:
@@ -75,6 +111,9 @@ def test_what_cannot_be_set(settings: Path, tmp_path: Path) -> None:
         ("\n[safe_stores]\nx = 1", ", line 2", "takes a list of texts"),
         ("safe_stores = 'x'", ", line 1", "takes a list of texts"),
         ("safe_stores = ['/x', 1]", ", line 1", "takes a list of texts"),
+        ("author = ['me']", ", line 1", "author takes a text"),
+        ("author = 'a\nb'", ", line 1", "invalid character"),
+        ('author = "a\\nb"', ", line 1", "is not one line of text"),
         ("\n\n'safe_stores' = ['/x', 'y']", ", line 3", "'y' is not an absolute path"),
         ("\nsafe_stores", ", line 2", "Expected '='"),
         ("safe_stores = []\nsafe_stores = []", ", line 2", "Cannot overwrite a value"),
@@ -126,8 +165,9 @@ def test_what_is_written_is_read(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("own")))
         paths = list(dict.fromkeys(os.path.realpath(f"/nowhere/{name}") for name in names))
-        user_config._write({"safe_stores": paths})
-        assert user_config.read() == {"safe_stores": paths}
+        settings = {"safe_stores": paths, "author": "".join(filter(str.isprintable, names))[:256]}
+        user_config._write(settings)
+        assert user_config.read() == settings
 
 
 def test_a_path_that_is_no_text(settings: Path, tmp_path: Path) -> None:

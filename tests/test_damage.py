@@ -38,7 +38,7 @@ def damaged(tmp_path: Path) -> Program:
         catalog = store._catalog
         tensor = catalog.tensor(store.view("expert").tensors["mine"])
         at = catalog.locate([tensor.block(0)])[0]
-        pack = catalog.packs.path(at.pack)
+        pack = Path(catalog.packs.where(at.pack))
     pack.chmod(0o644)
     with pack.open("r+b") as file:
         file.seek(at.offset + 100)
@@ -73,7 +73,7 @@ def test_a_lost_pack_is_placed_too(damaged: Program, tmp_path: Path) -> None:
     """A missing pack is reported with the file and tensor that needed it."""
     with Store.open(damaged.store) as store:
         tensor = store._catalog.tensor(store.view("expert").tensors["mine"])
-        lost = store._catalog.packs.path(store._catalog.locate([tensor.block(0)])[0].pack)
+        lost = Path(store._catalog.packs.where(store._catalog.locate([tensor.block(0)])[0].pack))
     # The same block in a tensor of another shape, whose records lie in a pack of their own.
     values = np.random.default_rng(1).standard_normal(4096).astype("<f4")
     other = tmp_path / "other" / "model.safetensors"

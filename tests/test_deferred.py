@@ -55,7 +55,7 @@ def test_log_and_show(store: Store) -> None:
     """A virtual snapshot stands in the log with its method, parents and message, and is marked."""
     made = virtual(store, message="let us see")
     told = store.show("m")
-    assert (told.snapshot, told.origin, told.method) == (made.snapshot, "merge", "ties")
+    assert (told.snapshot, told.made, told.method) == (made.snapshot, "merge", "ties")
     assert (told.plan, told.message, told.virtual) == (made.plan, "let us see", True)
     assert [parent.role for parent in told.parents] == ["base", "expert", "expert"]
     assert [item.virtual for item in store.log("m")] == [True, False, False, False]

@@ -18,7 +18,8 @@ from mstore.api import Store
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy, encode
 from mstore.blocks.location import Location
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import NO_BASE, PackFiles, PackGone, read_table
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.packs import NO_BASE, PackGone, read_footer
 from mstore.blocks.reader import BlockReader
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import BlockId
@@ -146,7 +147,7 @@ def test_a_damaged_base_is_told_from_a_damaged_delta(catalog: Catalog) -> None:
     base, one = block(0), block(1)
     first, second = put(catalog, stored(base), (one, delta(one, base)))
     location = catalog.locate([first])[0]
-    path = catalog.packs.path(location.pack)
+    path = Path(catalog.packs.where(location.pack))
     os.chmod(path, 0o600)
     with path.open("r+b") as file:
         file.seek(location.offset + 77)
@@ -171,7 +172,7 @@ def test_a_block_that_moved_is_found_again(catalog: Catalog) -> None:
     assert target == base
     # Where the index knows no better, the pack is missing, and that is Corrupt.
     location = catalog.locate([first])[0]
-    path = catalog.packs.path(location.pack)
+    path = Path(catalog.packs.where(location.pack))
     catalog.packs.close()
     catalog.packs = PackFiles(catalog.layout.packs)
     catalog._reader = BlockReader(catalog.packs, catalog.block_size)
@@ -196,7 +197,7 @@ def test_deltas_stand_in_file_order(catalog: Catalog, tmp_path: Path) -> None:
     places = catalog.locate([id for id in ids if id != BlockId.of(constant)])
     for before, after in itertools.pairwise(places):
         assert before.offset + before.stored_length == after.offset
-    _, entries = read_table(catalog.packs.path(places[0].pack))
+    entries = read_footer(Path(catalog.packs.where(places[0].pack))).entries
     assert {entry.base for entry in entries if entry.codec == Codec.DELTA} == {BlockId.of(base)}
 
 
@@ -322,7 +323,7 @@ def test_flipped_bytes_of_deltas_are_found(dense: Store, tmp_path: Path) -> None
     with catalog.index.env.read() as transaction:
         rows = [row for row in catalog.index.blocks(transaction) if row[1].base != NO_BASE]
     id, place = rows[0]
-    path = catalog.packs.path(place.pack)
+    path = Path(catalog.packs.where(place.pack))
     os.chmod(path, 0o600)
     plain = bytes(catalog.read_block(id))
     for at in range(0, place.stored_length, max(1, place.stored_length // 50)):

@@ -11,15 +11,14 @@ from test_sweep import SHARES, asked
 
 from mstore import MergeRequest, Store
 from mstore.merge.methods import registry
-from mstore.merge.methods.method import Combine, Select
 
 TOLD = [
     name
     for name in METHODS
-    if registry.METHODS[name].mix is None
-    and registry.METHODS[name].combine is not Combine.ALONE
+    if registry.METHODS[name].combine.by_norms
+    and not registry.METHODS[name].combine.stacks
     # How many experts need an element is not known before they are read.
-    and registry.METHODS[name].select is not Select.AGREED
+    and registry.METHODS[name].select.is_told
 ]
 """Methods of which a plan says how much the whole merge changes."""
 

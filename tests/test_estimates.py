@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mstore.merge.planning.estimates import elected
+from mstore.merge.measures.estimates import elected
 
 Array = np.ndarray
 ELEMENTS = 50_000

@@ -17,7 +17,7 @@ from families import BLOCK
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, NotFound
 from mstore.merge.arithmetic import kernels
-from mstore.merge.running import compute
+from mstore.merge.methods.combinations.combination import Combination
 from mstore.objects.coverage import Coverage, bit, bitmap
 from mstore.reports import ExpertShare, MergeReport, PlanReport
 
@@ -255,16 +255,19 @@ def test_replay_needs_no_refs(store: Store) -> None:
 def test_replay_names_the_first_difference(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where other bytes come out, replay says so and names the first tensor and block."""
     merge(store, "dare_linear", parameters={"density": 0.5})
-    honest = kernels.mix_chunk
+    honest = kernels.run
     found = []
     for wrong in ((37, 0), (BLOCK // 2, BLOCK)):  # model.norm.weight; the third chunk of any
 
-        def broken(*arguments: Any, where: tuple[int, int] = wrong, **more: Any) -> None:
-            honest(*arguments, **more)
-            if arguments[6:8] == where:
-                arguments[11][0] ^= 1
+        def broken(
+            mix: Any, chunk: Any, out: Any, *more: Any, where: tuple[int, int] = wrong
+        ) -> Any:
+            found = honest(mix, chunk, out, *more)
+            if (chunk.n, chunk.first_index) == where:
+                out[0] ^= 1
+            return found
 
-        monkeypatch.setattr(compute, "mix_chunk", broken)
+        monkeypatch.setattr(Combination, "kernel", staticmethod(broken))
         again = store.replay("merged")
         assert not again.same
         assert again.replayed != again.manifest

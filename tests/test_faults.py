@@ -216,7 +216,7 @@ def _break(sources: Path, store: Store) -> None:
     with catalog.index.env.read() as transaction:
         places = [place for _, place in catalog.index.blocks(transaction)]
     location = max(places, key=lambda place: (place.stored_length, place.offset))
-    path = catalog.packs.path(location.pack)
+    path = Path(catalog.packs.where(location.pack))
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.seek(location.offset + location.stored_length // 2)

@@ -190,7 +190,8 @@ def test_everything_is_in_both(made: Made, indexed: IndependentStore) -> None:
 
 
 def test_snapshots(made: Made, read: IndependentStore) -> None:
-    """A snapshot says where it comes from: its parents by role, origin, message, time, tool."""
+    """A snapshot says where it comes from: its parents by role, by what it was made, message, time,
+    tool."""
     s = made.snapshots
     parents = {
         "base": [],
@@ -203,11 +204,12 @@ def test_snapshots(made: Made, read: IndependentStore) -> None:
     found = {key: read.snapshot(snapshot) for key, snapshot in s.items()}
     assert {key: snapshot.parents for key, snapshot in found.items()} == parents
     merged, virtual = found.pop("merged"), found.pop("virtual")
-    assert (merged.origin, merged.plan) == ("merge", str(made.plan.plan))
+    assert (merged.made, merged.plan) == ("merge", str(made.plan.plan))
     assert read.coverage(merged.coverage or "").plan == merged.plan
-    assert (virtual.origin, virtual.plan, virtual.coverage) == ("merge", merged.plan, None)
+    assert (virtual.made, virtual.plan, virtual.coverage) == ("merge", merged.plan, None)
     for key, snapshot in found.items():
-        assert (snapshot.origin, snapshot.message) == ("add", key)
+        assert (snapshot.made, snapshot.message) == ("add", key)
+        assert (snapshot.origin, snapshot.author) == (None, "")
         assert (snapshot.plan, snapshot.coverage) == (None, None)
     times = [snapshot.time_ns for snapshot in [*found.values(), merged, virtual]]
     assert [made.times[0], *times, made.times[1]] == sorted([*made.times, *times])
@@ -347,7 +349,6 @@ def test_every_pack_verifies(made: Made, indexed: IndependentStore) -> None:
     """Every pack is sound by itself, belongs to this store, and can be read only."""
     packs = [reader.verify_pack(path) for path in pack_paths(made)]
     assert len(packs) == 9  # four checkpoints, two plans, two merges, a signature
-    assert {pack.uuid for pack in packs} == {indexed.uuid}
     assert {path.stat().st_mode & 0o777 for path in pack_paths(made)} == {0o444}
 
 
@@ -446,7 +447,7 @@ def test_directory(made: Made, indexed: IndependentStore) -> None:
     assert {path.name for path in made.path.iterdir()} == listed
     assert list((made.path / "tmp").iterdir()) == []
     assert (made.path / "lock").read_bytes() == b""
-    line = f"mstore 2 {indexed.uuid} {BLOCK_SIZE}\n"
+    line = f"mstore 3 {indexed.uuid} {BLOCK_SIZE}\n"
     assert (made.path / "format").read_bytes() == line.encode()
 
 
@@ -489,7 +490,6 @@ def test_pack_table(made: Made, indexed: IndependentStore) -> None:
         start = int.from_bytes(values["u64 table_offset"], "little")
         length = int.from_bytes(values["u64 table length in bytes"], "little")
         assert length % entry_size == 0
-        assert values["the store's UUID"].hex() == indexed.uuid.replace("-", "")
         assert values["BLAKE3 (plain hash) of the table"] == blake3(data[start:][:length]).digest()
         for at, size, what in rows:
             if magic := re.fullmatch(r"magic `(\w+)`", what):
@@ -549,7 +549,7 @@ def test_id_table(made: Made, indexed: IndependentStore) -> None:
         data = path.read_bytes()
         start, length = struct.unpack("<QQ", data[-64:-48])
         table_bytes = data[start : start + length]
-        assert is_id(bytes.fromhex(path.stem), data[:72] + table_bytes, pack_context)
+        assert is_id(bytes.fromhex(path.stem), data[:48] + table_bytes, pack_context)
 
 
 def test_index_table(made: Made, indexed: IndependentStore) -> None:
@@ -667,10 +667,9 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
 
 # --- a pack by hand ------------------------------------------------------------------------------
 
-STORE_UUID = bytes(range(16))
 SAFETENSORS_HEADER = b'{"w":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}}'
 WEIGHT = bytes(range(100, 112))
-GOLDEN_ID = "759d7280a0164d192eee97cf2a5ed1aee9831bd33d9ff315fb45a617ce067dc8"
+GOLDEN_ID = "87638c96924c729ef1eb039d740adeffab72c60619b8e11eb11f71fcb06cdc7a"
 
 
 def digest(data: bytes, context: str) -> bytes:
@@ -718,23 +717,29 @@ class Draft:
         data = bytes(self.head) + bytes(self.start - 4096) + body + self.gap
         table = b"".join(row[1:] for row in self.ordered(rows))
         fields = {"offset": len(data), "length": len(table), "hash": blake3(table).digest()}
-        fields |= {"version": 2, "zero": bytes(4), "magic": b"KPEROTSM", **self.tail}
+        fields |= {"version": 3, "zero": bytes(4), "magic": b"KPEROTSM", **self.tail}
         data += table + bytes(-(len(data) + len(table) + 64) % 4096)
         data += struct.pack("<QQ32sI4s8s", *fields.values())
-        name = digest(data[:72] + table, "mstore 1 pack").hex()
+        name = digest(data[:48] + table, "mstore 1 pack").hex()
         return data, Path("packs") / name[:2] / f"{name}.pack"
 
     def snapshot(self, manifest: bytes, time: bytes) -> None:
-        record = b"\x99" + text("snapshot/1") + bin32(manifest) + b"\x90" + text("add")
+        record = (
+            b"\x9b"
+            + text("snapshot/1")
+            + bin32(manifest)
+            + b"\x90"
+            + text("add")
+            + b"\xc0"
+            + text("ada")
+        )
         record += b"\xc0\xc0" + text("by hand") + time + text("a pencil")
         self.put("snapshot", 3, record, digest(record, "mstore 1 snapshot"))
 
 
 def draft() -> Draft:
     """A safetensors file and 5000 zero bytes, with all the records that a reader needs."""
-    made = Draft(
-        bytearray(struct.pack("<8sII16s32sQ4024x", b"MSTOREPK", 2, 0, STORE_UUID, b"n" * 32, 1))
-    )
+    made = Draft(bytearray(struct.pack("<8sII32s4048x", b"MSTOREPK", 3, 0, b"n" * 32)))
     header = struct.pack("<Q", len(SAFETENSORS_HEADER)) + SAFETENSORS_HEADER
     head = made.put("header", 0, header, blake3(header).digest())
     weight = made.put("weight", 0, WEIGHT, blake3(WEIGHT).digest(), width=2)
@@ -774,12 +779,16 @@ def test_golden_store(tmp_path: Path) -> None:
     data, path = made.seal()
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_bytes(data)
-    (tmp_path / "format").write_text("mstore 2 00010203-0405-0607-0809-0a0b0c0d0e0f 65536\n")
+    (tmp_path / "format").write_text("mstore 3 00010203-0405-0607-0809-0a0b0c0d0e0f 65536\n")
     snapshot = made.entries["snapshot"]["id"].hex()
     (tmp_path / "refs").mkdir()
     body = f"mstore refs 2\ngeneration 1\nbranch {snapshot} hand/made\n"
     hash = blake3(body.encode()).hexdigest()
     (tmp_path / "refs" / "mirror").write_text(f"{body}blake3 {hash}\n")
+    store_line = "store 00010203-0405-0607-0809-0a0b0c0d0e0f"
+    body = f"mstore packs 1\ngeneration 1\n{store_line}\n1 {Path(path).stem}\n"
+    hash = blake3(body.encode()).hexdigest()
+    (tmp_path / "refs" / "packs.1").write_text(f"{body}blake3 {hash}\n")
     store = IndependentStore(tmp_path, index=False)
     assert store.refs() == {"hand/made": snapshot}
     assert {path: store.file_bytes(snapshot, path) for path in store.files(snapshot)} == {
@@ -834,8 +843,8 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
     ("change", "why"),
     [
         (spoil_head(0, 0), "magic or version of the header"),
-        (spoil_head(8, 1), "magic or version of the header"),
-        (spoil_head(8, 3), "magic or version of the header"),
+        (spoil_head(8, 2), "magic or version of the header"),
+        (spoil_head(8, 4), "magic or version of the header"),
         (spoil_head(12, 1), "header with more than zeros"),
         (spoil_head(4095, 1), "header with more than zeros"),
         (spoil_draft(gap=b"\1"), "a gap with more than zeros"),
@@ -847,7 +856,7 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
         (spoil_draft(tail={"length": 8 * 88 + 1}), "half an entry"),
         (spoil_draft(tail={"length": 7 * 88}), "table hash"),
         (spoil_draft(tail={"hash": bytes(32)}), "table hash"),
-        (spoil_draft(tail={"version": 3}), "magic or version of the tail"),
+        (spoil_draft(tail={"version": 2}), "magic or version of the tail"),
         (spoil_draft(tail={"zero": b"\0\0\0\1"}), "tail with more than zeros"),
         (spoil_draft(tail={"magic": b"MSTOREPK"}), "magic or version of the tail"),
         (spoil("header", offset=4095), "payload in the header"),

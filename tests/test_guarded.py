@@ -15,6 +15,7 @@ from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
 from mstore.merge.methods.registry import operation
 from mstore.objects.plan import OMITTED, READ, Plan
+from mstore.store.models import tensors_of
 
 COSINES = {"along": 0.95, "across": 0.3, "against": -0.6}
 """Of the expert's delta and the reference's, by tensor; roughly."""
@@ -74,7 +75,9 @@ def test_each_tensor_is_one_of_two(family: Family, threshold: float) -> None:
             assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32)), name
         assert not np.array_equal(base, wanted) or name == "left"
         ids = [
-            family.store._catalog.manifest(family.store[ref].manifest).tensors()[name]
+            tensors_of(
+                family.store._catalog, family.store._catalog.manifest(family.store[ref].manifest)
+            )[name]
             for ref in ("merged", "tuned" if stays else "reference")
         ]
         assert ids[0] == ids[1], name

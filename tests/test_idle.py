@@ -16,7 +16,6 @@ from test_budget import Place, make
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
-from mstore.merge.methods.method import Select
 from mstore.merge.methods.registry import METHODS
 from mstore.merge.planning import warnings
 from mstore.merge.planning.sense import FAR
@@ -89,7 +88,7 @@ def test_an_idle_expert_is_named(what: str, place: Place) -> None:
         for name, one in METHODS.items()
         # In an average of whole models, the base is a model like the others.
         if one.weighted
-        and one.select is not Select.WHOLE
+        and not one.lists_base
         and "normalize" in [own.name for own in one.parameters]
     ],
 )

@@ -17,7 +17,7 @@ from msgspec import structs
 from reference import DTYPES, WORDS, Array, Mask, name_of
 
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix, count_ties, mix_chunk
+from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties, mix_chunk
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.methods.registry import find, operation
 from mstore.objects.plan import Mixture
@@ -106,23 +106,24 @@ def _merge(
     An expert is absent from a chunk if its mask says so at the chunk's first element.
     """
     op = operation(method, given_parameters, weights)
-    mix, parameters = Mix.of(op), op.parameters
+    mix, parameters = op.mix(), op.parameters
     count = len(experts)
-    slots = 2 * count if op.is_band else count
+    slots = 2 * count if op.selection.cuts == 2 else count
     thresholds = np.zeros(slots, dtype=np.float32)
     left = np.full(slots, UNLIMITED, dtype=np.int64)
-    if op.is_trimmed:
+    if op.selection.trims:
         for k, expert in enumerate(experts):
             deltas = reference.delta(base, expert)
-            density = op.densities[k]
-            if op.is_band:
+            density = reference.each(dict(parameters), "density", k)
+            if op.selection.cuts == 2:
                 gamma = reference.each(dict(parameters), "gamma", k)
                 found = reference.thresholds(deltas, density, gamma)
             else:
                 found = [reference.threshold(deltas, density)]
             for slot, cut in zip(range(k, slots, count), found, strict=True):
                 thresholds[slot], left[slot] = cut
-    keys = mask_keys(op.seed, count, tensor)
+    drawn = op.selection.keys(tensor)
+    keys = np.zeros((count, 2), dtype=np.uint32) if drawn is None else drawn
     out = np.zeros(base.size, dtype=DTYPES[out_dtype])
     for start, stop in itertools.pairwise([0, *cuts, base.size]):
         n = stop - start
@@ -425,7 +426,7 @@ def test_any_quotas_at_both_cuts(
     parameters: dict[str, Any] = {"density": 0.5, "lambda": 0.75}
     out = np.zeros(n, dtype=np.float32)
     found = mix_chunk(
-        Mix.of(operation("breadcrumbs", parameters, weights)),
+        operation("breadcrumbs", parameters, weights).mix(),
         base.view(np.uint8),
         dtypes[0],
         data_rows,
@@ -484,7 +485,7 @@ def test_a_mixture_of_whole_tensors(
         -1 if missing else int(np.sum(np.logical_not(gone[:k]))) for k, missing in enumerate(gone)
     ]
     made = structs.replace(find("slerp"), experts=None).apply({"t": 0.5}, [1.0] * len(experts))
-    mix = Mix.of(made.settled(Mixture(factors[0], tuple(factors[1:]), keeps)))
+    mix = made.settled(Mixture(factors[0], tuple(factors[1:]), keeps)).mix()
     out = np.zeros(n, dtype=DTYPES[out_dtype])
     mix_chunk(
         mix,
@@ -525,7 +526,7 @@ def test_without_a_quota_all_ties_stay() -> None:
 
 def _mix_one(base: Array, expert: Array, out: Array, *, threshold: float, quota: int) -> None:
     mix_chunk(
-        Mix.of(operation("ties", {"density": 0.5}, [1.0])),
+        operation("ties", {"density": 0.5}, [1.0]).mix(),
         base.view(np.uint8),
         "F32",
         expert.view(np.uint8)[None],
@@ -671,7 +672,7 @@ def test_experts_may_share_a_row(method: str, parameters: dict[str, Any]) -> Non
     rng = np.random.default_rng(8)
     n = 2500
     base, (one, two) = _family(rng, "grid", ["BF16", "F16", "BF16"], n)
-    mix = Mix.of(operation(method, parameters, WEIGHTS[:5]))
+    mix = operation(method, parameters, WEIGHTS[:5]).mix()
     keys = mask_keys(3, 5, "t")
     # Of breadcrumbs the second five drop.
     thresholds = np.repeat(np.array([0.5, 1.0], dtype=np.float32), 5)
@@ -726,7 +727,7 @@ def test_given_masks_and_factors(dtype: str, method: str, normalize: bool) -> No
     out = np.zeros(n, dtype=np.float32)
     for start, stop in ((0, 1000), (1000, n)):
         mix_chunk(
-            Mix.of(operation(method, given_parameters, weights)),
+            operation(method, given_parameters, weights).mix(),
             base[start:stop].view(np.uint8),
             dtype,
             np.stack([expert[start:stop].view(np.uint8) for expert in experts]),
@@ -750,19 +751,19 @@ def test_signatures_tell_methods_and_parameters_apart() -> None:
     only through the sum that they divide by, and equal meanings have equal signatures."""
     signatures = {}
     for method, given_parameters in [*METHODS, ("dare_ties", {"density": 0.4})]:
-        signature = Mix.of(operation(method, given_parameters, [0.25, 0.75])).signature()
+        signature = operation(method, given_parameters, [0.25, 0.75]).mix().signature()
         assert len(signature) == 52
-        assert signature == Mix.of(operation(method, given_parameters, [0.75, 0.25])).signature()
+        assert signature == operation(method, given_parameters, [0.75, 0.25]).mix().signature()
         assert signatures.setdefault(signature, (method, given_parameters)) == (
             method,
             given_parameters,
         )
     assert (
-        Mix.of(operation("linear", {}, [1.0])).signature()
-        != Mix.of(operation("linear", {}, [2.0])).signature()
+        operation("linear", {}, [1.0]).mix().signature()
+        != operation("linear", {}, [2.0]).mix().signature()
     )
     # Known bytes: they are part of keys on disk.
-    assert Mix.of(operation("ties", {"density": 0.5}, [1.0])).signature() == (
+    assert operation("ties", {"density": 0.5}, [1.0]).mix().signature() == (
         bytes([1, *[0] * 7, 1, *[0] * 7, 1, *[0] * 7, *[0] * 8])
         + np.array([1, 1, 1], dtype="<f4").tobytes()
         + bytes([0, 0, 0, 0, 1, 0, 0, 0])
@@ -772,7 +773,7 @@ def test_signatures_tell_methods_and_parameters_apart() -> None:
 def _call(**changes: Any) -> npt.NDArray[np.uint8]:
     """mix_chunk on four zero bytes of base and two experts, but for `changes`."""
     arguments: dict[str, Any] = {
-        "mix": Mix.of(operation("ties", {"density": 0.5}, [1.0, 1.0])),
+        "mix": operation("ties", {"density": 0.5}, [1.0, 1.0]).mix(),
         "base": np.zeros(4, dtype=np.uint8),
         "base_dtype": "BF16",
         "rows": np.zeros((2, 64), dtype=np.uint8),
@@ -791,11 +792,9 @@ def _call(**changes: Any) -> npt.NDArray[np.uint8]:
     return out
 
 
-DARE_TIES = Mix.of(operation("dare_ties", {"density": 0.5}, [1.0, 1.0]))
-BAND = Mix.of(operation("breadcrumbs", {"density": 0.5}, [1.0, 1.0]))
-SLERP = Mix.of(
-    operation("slerp", {"t": 0.5}, [1.0]).settled(Mixture(0.5, (0.5,), keeps_base=False))
-)
+DARE_TIES = operation("dare_ties", {"density": 0.5}, [1.0, 1.0]).mix()
+BAND = operation("breadcrumbs", {"density": 0.5}, [1.0, 1.0]).mix()
+SLERP = operation("slerp", {"t": 0.5}, [1.0]).settled(Mixture(0.5, (0.5,), keeps_base=False)).mix()
 """Of one expert: rows of two do not fit."""
 
 
@@ -860,7 +859,7 @@ def test_counting_keeps_all_ties(dtype: str, kind: str) -> None:
         deltas = [np.abs(reference.delta(base, expert)) for expert in experts]
     finite = [delta[np.isfinite(delta) & (delta > 0)] for delta in deltas]
     cuts = np.array([delta[len(delta) // 2] if len(delta) else 1 for delta in finite], np.float32)
-    mix = Mix.of(operation("ties", {"density": 0.5}, weights))
+    mix = operation("ties", {"density": 0.5}, weights).mix()
     outs, counts = [], []
     for quota in (COUNTED, UNLIMITED):
         outs.append(np.zeros(n, dtype=np.float32))
@@ -902,7 +901,7 @@ def test_what_a_quota_keeps_is_told(dtype: str) -> None:
     for quota in (1, 300, 342, 343, 700, 834, 835, 4000):
         out = np.zeros(n, dtype=np.float32)
         kept = mix_chunk(
-            Mix.of(operation("ties", {"density": 0.5}, [1.0])),
+            operation("ties", {"density": 0.5}, [1.0]).mix(),
             base.view(np.uint8),
             dtype,
             stored.view(np.uint8)[None],

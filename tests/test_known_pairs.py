@@ -21,6 +21,7 @@ from mstore.objects.canonical import decode
 from mstore.objects.plan import Plan
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 from mstore.store.stored_lengths import StoredLengths
 from mstore.store.transaction import Transaction
 
@@ -179,7 +180,9 @@ def test_stored_lengths_follow_the_index(tmp_path: Path) -> None:
     with add_all(tmp_path, 1) as store:
         lengths = store._catalog.lengths
         manifest = store._catalog.manifest(store["e0"].manifest)
-        (record,) = store._catalog.tensors([manifest.tensors()["model.embed.weight"]])
+        (record,) = store._catalog.tensors(
+            [tensors_of(store._catalog, manifest)["model.embed.weight"]]
+        )
         blocks = record.blocks
         (first,) = lengths.of([blocks])
         assert lengths.of([blocks, blocks])[1] is first
@@ -227,7 +230,9 @@ def test_lengths_are_looked_up_again_after_a_commit_that_failed(tmp_path: Path) 
     with add_all(tmp_path, 1) as store:
         lengths = store._catalog.lengths
         manifest = store._catalog.manifest(store["e0"].manifest)
-        (record,) = store._catalog.tensors([manifest.tensors()["model.embed.weight"]])
+        (record,) = store._catalog.tensors(
+            [tensors_of(store._catalog, manifest)["model.embed.weight"]]
+        )
         (first,) = lengths.of([record.blocks])
 
         def refuse(rows: object) -> None:

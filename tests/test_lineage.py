@@ -44,7 +44,9 @@ def put(store: Store, time: int, *parents: SnapshotId, ref: str | None = None) -
         record = SnapshotRecord(
             manifest=transaction.put_record(Manifest(())),
             parents=tuple(Parent(roles[min(n, 2)], parent) for n, parent in enumerate(parents)),
-            origin="add",
+            made="add",
+            origin=None,
+            author="",
             plan=None,
             coverage=None,
             message=f"at {time}",
@@ -95,7 +97,9 @@ def test_any_graph(seed: int) -> None:
         record = SnapshotRecord(
             manifest=Manifest(()).id(),
             parents=tuple(Parent(EXPERT, parent) for parent in parents),
-            origin="add",
+            made="add",
+            origin=None,
+            author="",
             plan=None,
             coverage=None,
             message=str(number),
@@ -155,7 +159,9 @@ def test_a_limit_only_shortens_the_list(
                 return None
             edges = tuple(Parent(EXPERT, parent) for parent in parents[id])
             manifest = Manifest(()).id()
-            return SnapshotRecord(manifest, edges, "add", None, None, "", made[id], "test")
+            return SnapshotRecord(
+                manifest, edges, "add", None, "", None, None, "", made[id], "test"
+            )
 
         def times(self, asked: Iterable[SnapshotId]) -> dict[SnapshotId, int]:
             if damaged:
@@ -238,7 +244,7 @@ def test_what_a_removal_leaves_without_a_name(seed: int) -> None:
                 return None
             edges = tuple(Parent(EXPERT, parent) for parent in parents[id])
             manifest = Manifest(()).id()
-            return SnapshotRecord(manifest, edges, "add", None, None, "", 0, "test")
+            return SnapshotRecord(manifest, edges, "add", None, "", None, None, "", 0, "test")
 
         def children(self, id: SnapshotId) -> set[SnapshotId]:
             return {child for child, of in parents.items() if id in of}
@@ -267,7 +273,7 @@ def test_log_of_a_family(store: Store, tmp_path: Path) -> None:
     store.tag("v1", "merged")
 
     told = store.log("merged")
-    assert [(item.snapshot, item.origin) for item in told] == [
+    assert [(item.snapshot, item.made) for item in told] == [
         (merged, "merge"),
         (expert, "add"),
         (base, "add"),

@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
         with store._catalog.index.env.read() as rows:
             place = store._catalog.index.record(rows, Kind.SNAPSHOT, lost)
         assert place is not None
-        store._catalog.packs.path(place.pack).unlink()
+        Path(store._catalog.packs.where(place.pack)).unlink()
     return tmp_path / "store"
 
 

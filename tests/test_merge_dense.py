@@ -28,7 +28,8 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Policy
 from mstore.blocks.location import Location
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import NO_BASE, PackFiles, PackWriter
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.packs import NO_BASE, PackWriter
 from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.merge.planning.request import Input, resolve
@@ -155,8 +156,8 @@ def plan_of(store: Store, method: str, **options: Any) -> Plan:
 def at_rest(store: Store, revision: str) -> dict[BlockId, Location]:
     """Where each block of a snapshot's tensors lies."""
     catalog = store._catalog
-    manifest = catalog.manifest(store[revision].manifest)
-    ids = {b for id in manifest.tensors().values() for b in catalog.tensor(id).block_ids()}
+    tensors = store.view(revision).tensors.values()
+    ids = {b for id in tensors for b in catalog.tensor(id).block_ids()}
     wanted = sorted(ids)
     return dict(zip(wanted, catalog.locate(wanted), strict=True))
 
@@ -241,8 +242,8 @@ def test_output_is_stored_against_the_base(way: str, places: Callable[[str], Pla
     """
     store = places("bf16").store(way)
     catalog = store._catalog
-    manifest = store.merge(planned(store, "task_arithmetic"), name="coded", memo=False).manifest
-    base, merged = (catalog.manifest(id).tensors() for id in (store["base"].manifest, manifest))
+    store.merge(planned(store, "task_arithmetic"), name="coded", memo=False)
+    base, merged = (store.view(name).tensors for name in ("base", "coded"))
     deltas = 0
     for name, id in merged.items():
         ours, theirs = catalog.tensor(id), catalog.tensor(base[name])
@@ -796,9 +797,7 @@ def test_leftovers_are_decoded_with_their_bases(
     """
     store = places("bf16").store("delta")
     catalog = store._catalog
-    tensor = catalog.tensor(
-        catalog.manifest(store["base"].manifest).tensors()["model.embed.weight"]
-    )
+    tensor = catalog.tensor(store.view("base").tensors["model.embed.weight"])
     base = tensor.block(0)
     plain = bytes(catalog.read_block(base))
     moved = (np.frombuffer(plain, dtype="<u2") + np.uint16(1)).tobytes()
@@ -807,7 +806,7 @@ def test_leftovers_are_decoded_with_their_bases(
     def leave(name: str, under: BlockId, like: bytes) -> Path:
         encoded = codecs.encode(moved, elements, Policy.DENSE, (under, like))
         assert encoded.base == under
-        writer = PackWriter(tmp_path / name, catalog.layout.uuid.bytes, 1)
+        writer = PackWriter(tmp_path / name)
         writer.append_encoded(BlockId.of(moved), encoded, "f", 0)
         return writer.seal().path
 
@@ -923,7 +922,7 @@ def test_virtual_merges_and_what_reads_them(way: str, places: Callable[[str], Pl
     tables = []
     for one in (store, raw):
         one.analyze("e1", "root")
-        sides = [one._catalog.manifest(one[name].manifest).tensors() for name in ("root", "e1")]
+        sides = [one.view(name).tensors for name in ("root", "e1")]
         pairs = [(sides[0][name], sides[1][name]) for name in sides[0]]
         found = one._statistics.pairs(pairs)
         tables.append([None if table is None else table.encode() for table in found])
@@ -1026,6 +1025,7 @@ def test_memory_is_a_few_blocks(tmp_path: Path) -> None:
     program = """
 import sys
 from mstore import MergeRequest, Store
+from mstore.store.models import tensors_of
 
 def peak():
     with open("/proc/self/status") as file:

@@ -24,7 +24,8 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import PAGE, PackFiles
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.packs import PAGE
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.ids import BlockId, ManifestId, PackId, PlanId
 from mstore.merge.running.commit import Merged, run_merge
@@ -38,6 +39,7 @@ from mstore.merge.running.worker import execute
 from mstore.objects.plan import READ, SHARED, Plan
 from mstore.sizes import format_size
 from mstore.stats.chunks import chunk_blocks
+from mstore.store.models import tensors_of
 from mstore.store.plans import sources_of
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -317,8 +319,8 @@ def test_no_byte_outside_the_plan_is_read(store: Store, monkeypatch: pytest.Monk
         (place,) = catalog.locate([block])
         allowed[place.pack, place.offset] = place.stored_length
 
-    base = catalog.manifest(plan.base_id()).tensors()
-    experts = [catalog.manifest(e.manifest_id()).tensors() for e in plan.experts]
+    base = tensors_of(catalog, catalog.manifest(plan.base_id()))
+    experts = [tensors_of(catalog, catalog.manifest(e.manifest_id())) for e in plan.experts]
     for tensor in plan.tensors:
         for block in catalog.tensor(base[tensor.name]).block_ids():
             allow(block)
@@ -474,6 +476,7 @@ def test_memory_bounds_threads(store: Store) -> None:
 ANONYMOUS = """
 import sys, threading
 from mstore import MergeRequest, Store
+from mstore.store.models import tensors_of
 
 def anonymous():
     with open("/proc/self/status") as file:

@@ -271,11 +271,13 @@ def test_untouched_chunks_are_the_base(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("density", "elements", "kept"),
-    [(0.2, 5, 1), (0.29, 100, 28), (0.2, 3, 1), (1.0, 7, 7), (0.999, 1, 1), (0.5, 0, 0)],
+    [(0.2, 5, 1), (0.29, 100, 28), (0.2, 3, 1), (0.999, 1, 1), (0.5, 0, 0)],
 )
 def test_keep_count(density: float, elements: int, kept: int) -> None:
-    """max(1, int(density * n)) in float64, at most n."""
-    assert operation("ties", {"density": density}, [1.0]).keep_counts(elements) == (kept,)
+    """max(1, int(density * n)) in float64, at most n; without a density nothing is trimmed."""
+    assert operation("ties", {"density": density}, [1.0]).selection.ranks(elements) == (
+        (kept,) if density < 1 else ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,7 +295,7 @@ def test_band_of_kept_elements(
 ) -> None:
     """int(density * n) elements are kept, after the int(gamma * n) largest, or as many as can."""
     made = operation("breadcrumbs", {"density": density, "gamma": gamma}, [1.0])
-    assert made.keep_counts(elements) == (last, dropped)
+    assert made.selection.ranks(elements) == (last, dropped)
 
 
 def test_needs_and_limits_follow_density() -> None:
@@ -302,13 +304,13 @@ def test_needs_and_limits_follow_density() -> None:
     def op(method: str, **given: Any) -> Operation:
         return operation(method, given, [1.0])
 
-    assert not op("ties").is_trimmed
-    assert op("ties", density=0.9).is_trimmed
-    assert not op("dare_ties", density=0.9).is_trimmed
-    assert set(op("ties", density=0.5).mask_limits) == {2**32}
-    assert set(op("dare_ties").mask_limits) == {2**32}
-    assert set(op("dare_ties", density=0.25).mask_limits) == {2**30}
-    assert set(op("dare_ties", density=0.3).mask_limits) == {1288490189}
+    assert not op("ties").selection.trims
+    assert op("ties", density=0.9).selection.trims
+    assert not op("dare_ties", density=0.9).selection.trims
+    assert set(op("ties", density=0.5).selection.limits) == {2**32}
+    assert set(op("dare_ties").selection.limits) == {2**32}
+    assert set(op("dare_ties", density=0.25).selection.limits) == {2**30}
+    assert set(op("dare_ties", density=0.3).selection.limits) == {1288490189}
     assert set(op("dare_ties", density=0.3).rescales) == {np.float32(1 / 0.3)}
     assert set(op("dare_ties", density=0.3, rescale=False).rescales) == {1}
     assert set(op("ties", density=0.3).rescales) == {1}
@@ -334,8 +336,10 @@ def install(site: Path, name: str, lines: str) -> None:
 
 
 HALVES = """
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import LAMBDA, TRIM_DENSITY, normalize
+from mstore.merge.methods.selections.trimmed import Trimmed
 
 METHOD = Method(
     name="halves",
@@ -343,8 +347,8 @@ METHOD = Method(
     formula="base + lambda * sum of the trimmed w_k d_k",
     source="a test",
     parameters=(TRIM_DENSITY, LAMBDA, normalize(False)),
-    select=Select.TRIMMED,
-    combine=Combine.SUM,
+    select=Trimmed,
+    combine=Sum(),
 )
 """
 
@@ -476,7 +480,9 @@ def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 PAIRED = """
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.mixed import Mixed
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selections.whole import Whole
 from mstore.objects.plan import Mixture
 
 
@@ -491,10 +497,8 @@ METHOD = Method(
     formula="(1 - 2 c) base + c (expert_0 + expert_1), c = <expert_0, expert_1> / |base|^2",
     source="a test",
     parameters=(),
-    select=Select.WHOLE,
-    combine=Combine.SUM,
-    mix=mix,
-    pairs=True,
+    select=Whole,
+    combine=Mixed(mix, pairs=True),
     weighted=False,
 )
 """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import SnapshotId
-from mstore.store import mirror, refs
+from mstore.store import mirror, refs, sealed_text
 from mstore.store.catalog import Catalog
 from mstore.store.refs import BRANCH, TAG, Ref
 
@@ -80,7 +80,7 @@ def test_a_damaged_mirror_is_refused(catalog: Catalog) -> None:
 def test_a_mirror_without_end_is_refused(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more of it is read than the limit, and one byte more is Corrupt."""
     move(catalog, "a", None, ref(1))
-    monkeypatch.setattr(mirror, "MAX_BYTES", catalog.layout.mirror.stat().st_size)
+    monkeypatch.setattr(sealed_text, "MAX_BYTES", catalog.layout.mirror.stat().st_size)
     assert mirror.read(catalog.layout).refs == catalog.refs()
     with catalog.layout.mirror.open("ab") as file:
         file.write(b"x")

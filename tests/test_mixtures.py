@@ -25,9 +25,11 @@ from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
+from mstore.merge.methods.combinations.mixed import Mixed
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import METHODS, operation
 from mstore.objects.plan import OMITTED, READ, Plan
+from mstore.store.models import tensors_of
 
 Double = npt.NDArray[np.float64]
 Single = npt.NDArray[np.float32]
@@ -292,7 +294,9 @@ def test_passthrough_is_the_expert(family: Family) -> None:
     asked = MergeRequest(base="base", experts=["e1"], method="passthrough")
     family.store.merge(family.store.plan(asked), name="same")
     tensors = [
-        family.store._catalog.manifest(family.store[name].manifest).tensors()
+        tensors_of(
+            family.store._catalog, family.store._catalog.manifest(family.store[name].manifest)
+        )
         for name in ("same", "e1")
     ]
     assert tensors[0] == tensors[1]
@@ -477,7 +481,7 @@ def settled(method: str, weights: Sequence[float], vectors: Sequence[Double]) ->
     zero = np.zeros_like(vectors[0])
     sides = [zero, *vectors]
     gram = [[float(one @ other) for other in sides] for one in sides]
-    return operation(method, {}, weights).settle(gram)
+    return mixed(operation(method, {}, weights), gram)
 
 
 @pytest.mark.sampled(2)
@@ -528,6 +532,13 @@ def test_any_vectors_have_finite_factors_or_are_refused(
             assert np.linalg.norm(found) == pytest.approx(wanted, rel=1e-4)
 
 
+def mixed(own: Operation, gram: Any) -> Operation:
+    """The operation of a tensor with these inner products."""
+    combine = own.method.combine
+    assert isinstance(combine, Mixed)
+    return combine.mixed(own, gram)
+
+
 def gram_of(vectors: Sequence[Double]) -> list[list[float]]:
     """The inner products that a method gets of experts: the base is zero, or has no part."""
     sides = [np.zeros_like(vectors[0]), *vectors]
@@ -571,7 +582,7 @@ def test_parameters_at_the_ends_of_their_ranges(method: str, parameters: dict[st
             if method == "slerp":
                 gram = [row[1:] for row in gram[1:]]
             with contextlib.suppress(BadRequest):
-                assert np.isfinite(asked.settle(gram).weights).all()
+                assert np.isfinite(mixed(asked, gram).weights).all()
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 3.0])
@@ -581,7 +592,7 @@ def test_the_mean_of_parallel_vectors_without_a_tolerance(factor: float) -> None
     one = np.random.default_rng(5).standard_normal(256)
     for sign in (1, -1):
         asked = operation("karcher", {"tol": 0, "max_iter": 2**63 - 1}, (1.0, 1.0))
-        a, b = asked.settle(gram_of([one, sign * factor * one])).weights
+        a, b = mixed(asked, gram_of([one, sign * factor * one])).weights
         assert np.allclose(a * one + b * sign * factor * one, (1 + factor) / 2 * one, rtol=1e-6)
 
 
@@ -595,7 +606,7 @@ def test_steps_of_karcher_end() -> None:
         found = {}
         for count in (999, 1000, 10_000, 2**63 - 1):
             asked = operation("karcher", {"tol": 0, "max_iter": count}, (1.0,) * len(vectors))
-            found[count] = asked.settle(gram).weights
+            found[count] = mixed(asked, gram).weights
             assert np.isfinite(found[count]).all()
         # The first are near their mean after ten steps; no further step changes more than rounding.
         if vectors is not far:

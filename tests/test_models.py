@@ -80,9 +80,17 @@ def test_which_files_make_a_model(paths: list[str], names: dict[str, int]) -> No
     assert {name: len(files) for name, files in found.items()} == names
 
 
-def test_an_index_names_its_shards_whatever_they_are_called() -> None:
+@pytest.mark.parametrize(
+    "half",
+    [
+        "model.safetensors.index.fp16.json",
+        "model.safetensors.fp16.index.json",
+        "model.fp16.safetensors.index.json",
+    ],
+)
+def test_an_index_names_its_shards_whatever_they_are_called(half: str) -> None:
     """Shards are those of the index, and a variant's index is that of the variant."""
-    plain, half = "model.safetensors.index.json", "model.safetensors.index.fp16.json"
+    plain = "model.safetensors.index.json"
     maps = {plain: {"a": "part-a.safetensors"}, half: {"a": "half.safetensors"}}
     found = named(["part-a.safetensors", "half.safetensors", plain, half], maps)
     assert found == {"": ("part-a.safetensors",), "@fp16": ("half.safetensors",)}
@@ -134,12 +142,19 @@ def test_what_a_tensor_is_called_tells_model_and_name(directory: str, name: str)
         (["unet", "unet_2"], ["unet", "unet_2"], ("unet", "unet_2"), {"unet": "unet_2"}),
         (["unet"], ["a", "b"], (None, "b"), {"unet": "b"}),
         (["unet"], ["a", "b"], ("unet", "c"), {}),
+        (["u@fp16", "v@fp16"], ["u", "v"], (None, None), {"u@fp16": "u", "v@fp16": "v"}),
+        (["u", "v"], ["u@fp16", "v", "v@fp16"], (None, None), {"u": "u@fp16", "v": "v"}),
+        (["u", "u@fp16", "v"], ["u", "v"], (None, None), {"u": "u", "v": "v"}),
+        (["u", "v"], ["u@fp16", "u@ema", "v"], (None, None), {"v": "v"}),
+        (["u", "u@fp16", "v"], ["u@fp16", "v"], ("u", None), {"u": "u@fp16"}),
+        (["u@fp16", "v@fp16"], ["u", "v"], (None, "u"), {"u@fp16": "u"}),
     ],
 )
 def test_which_model_stands_for_which(
     base: list[str], own: list[str], chosen: tuple[str | None, str | None], pairs: dict[str, str]
 ) -> None:
-    """Namesakes stand for each other, or those that are named, or the only ones."""
+    """Namesakes stand for each other, or the only forms of a model, or those that are named, or the
+    only ones."""
     assert paired(base, own, chosen) == pairs
 
 
@@ -147,7 +162,7 @@ def test_which_model_stands_for_which(
 
 
 def weights(value: float, dtype: str = "f4") -> dict[str, np.ndarray[Any, Any]]:
-    return {"blocks.0.w": np.full((64, 64), value, dtype)}
+    return {"blocks.0.weight": np.full((64, 64), value, dtype)}
 
 
 def write(folder: Path, values: Mapping[str, float], half: bool = False) -> Path:
@@ -188,7 +203,7 @@ def merge(store: Store, base: str, *experts: str, **more: Any) -> dict[str, floa
     return {name: float(snapshot.tensor(name)[0, 0]) for name in snapshot}
 
 
-FIRST, SECOND = (f"{part}:blocks.0.w" for part in PARTS)
+FIRST, SECOND = (f"{part}:blocks.0.weight" for part in PARTS)
 
 
 def test_each_component_is_merged_with_its_namesake(store: Store) -> None:
@@ -202,7 +217,7 @@ def test_a_named_model_alone_is_merged(store: Store) -> None:
     assert merge(store, f"base:{PARTS[0]}", f"tuned:{PARTS[1]}") == {FIRST: 30.0, SECOND: 10.0}
     assert merge(store, f"base:{PARTS[1]}", "alone") == {FIRST: 1.0, SECOND: 5.0}
     assert merge(store, "base", f"tuned:{PARTS[1]}") == {FIRST: 1.0, SECOND: 30.0}
-    assert merge(store, "alone", f"tuned:{PARTS[1]}") == {"blocks.0.w": 30.0}
+    assert merge(store, "alone", f"tuned:{PARTS[1]}") == {"blocks.0.weight": 30.0}
 
 
 def test_models_that_say_not_which_are_refused(store: Store) -> None:
@@ -228,8 +243,8 @@ def test_a_virtual_merge_is_the_real_one(store: Store) -> None:
 def test_one_model_is_loaded_by_its_own_names(store: Store) -> None:
     """`load` takes a model, and says which there are where none is meant."""
     assert store["tuned"].models() == [*PARTS]
-    assert store["tuned"].load(model=PARTS[1])["blocks.0.w"][0, 0] == 30.0
-    assert store["alone"].load()["blocks.0.w"][0, 0] == 5.0
+    assert store["tuned"].load(model=PARTS[1])["blocks.0.weight"][0, 0] == 30.0
+    assert store["alone"].load()["blocks.0.weight"][0, 0] == 5.0
     with pytest.raises(Incompatible, match="holds 2 models: transformer, transformer_2"):
         store["tuned"].load()
 
@@ -267,11 +282,38 @@ def test_a_variant_that_an_expert_lacks_is_left_out(tmp_path: Path) -> None:
         both = dict.fromkeys(whole, 3.0)
         store.add(write(tmp_path / "both", both, half=True), name="both", base="base")
         store.add(write(tmp_path / "one", {"model.safetensors": 3.0}), name="one", base="base")
-        assert merge(store, "base", "both") == {"blocks.0.w": 3.0, "@fp16:blocks.0.w": 3.0}
-        assert store["merged"].tensor("@fp16:blocks.0.w").dtype == np.float16
-        assert merge(store, "base", "one") == {"blocks.0.w": 3.0}
+        assert merge(store, "base", "both") == {
+            "blocks.0.weight": 3.0,
+            "@fp16:blocks.0.weight": 3.0,
+        }
+        assert store["merged"].tensor("@fp16:blocks.0.weight").dtype == np.float16
+        assert merge(store, "base", "one") == {"blocks.0.weight": 3.0}
         plan = store.plan(MergeRequest(base="base", experts=["one"], method="linear"))
         assert "other models" in [one.kind for one in plan.warnings]
+
+
+def test_settings_are_compared_component_by_component(store: Store) -> None:
+    """check-merge compares the configs of models that stand for each other, and names which."""
+    folder = store.path.parent
+    for name, heads in (("base", 4), ("tuned", 8)):
+        for part in PARTS:
+            told = {"_class_name": "Wan", "num_attention_heads": heads if part == PARTS[1] else 2}
+            (folder / name / part / "config.json").write_text(json.dumps(told))
+        store.add(folder / name, name=name, base=None)
+    lone = write(folder / "lone", {WEIGHTS: 3.0})
+    (lone / "config.json").write_text(json.dumps(told | {"_class_name": "Flux"}))
+    store.add(lone, name="lone", base=None)
+    told = f"{PARTS[1]}: num_attention_heads is 8, not 4"
+    assert asked(store, "base", "tuned") == [told]
+    assert asked(store, f"base:{PARTS[0]}", "tuned") == []
+    found = asked(store, f"tuned:{PARTS[1]}", "lone")
+    assert found == [f"{PARTS[1]}: _class_name is Flux, not Wan"]
+
+
+def asked(store: Store, base: str, expert: str) -> list[str]:
+    """What check-merge finds of settings."""
+    found = store.check_merge(MergeRequest(base=base, experts=[expert], method="linear")).findings
+    return [one.text for one in found if one.aspect in ("settings", "architecture")]
 
 
 def test_a_fine_tune_of_one_component_is_added_to_it(store: Store) -> None:
@@ -295,3 +337,23 @@ models:
     assert float(store["merged"].tensor(SECOND)[0, 0]) == 2.0
     again = store.read_recipe(store.recipe("merged"), where="r.yml")
     assert store.plan(again.request).plan == plan.plan
+
+
+def test_one_model_is_cast(store: Store) -> None:
+    """A cast of REF:MODEL leaves the other models as they are; one of REF casts them all."""
+    store.cast(f"tuned:{PARTS[1]}", dtype="float16", name="half")
+    assert {one.name: one.dtype for one in store.tensors("half")} == {FIRST: "F32", SECOND: "F16"}
+    store.cast("tuned", dtype="float16", name="halves")
+    assert {one.dtype for one in store.tensors("halves")} == {"F16"}
+    assert store["halves"].tensor(SECOND)[0, 0] == 30.0
+
+
+def test_an_adapter_is_extracted_of_one_model(store: Store) -> None:
+    """Expert less base, of the models that are named; applied to that model it is the expert."""
+    store.extract_lora(f"tuned:{PARTS[1]}", f"base:{PARTS[1]}", name="adapter", rank=1, dtype="F32")
+    with pytest.raises(Incompatible, match="holds 2 models"):
+        store.extract_lora("tuned", "base", name="x", rank=1)
+    request = MergeRequest(base=f"base:{PARTS[1]}", experts=["adapter"], method="passthrough")
+    store.merge(store.plan(request), name="merged")
+    assert store["merged"].tensor(SECOND)[0, 0] == pytest.approx(30.0, rel=1e-5)
+    assert store["merged"].tensor(FIRST)[0, 0] == 1.0

@@ -335,7 +335,7 @@ def test_a_merge_has_its_say_in_the_log(store: Store) -> None:
         message="why",
     )
     shown = store.show("told")
-    assert (shown.message, shown.method, shown.origin) == ("why", "ties", "merge")
+    assert (shown.message, shown.method, shown.made) == ("why", "ties", "merge")
     assert [move.action for move in store.reflog("told")] == [
         "merge: ties: why",
         "merge: dare_ties",

@@ -192,6 +192,6 @@ def test_the_tests_travel(tmp_path: Path) -> None:
         if path.is_file() and not {"__pycache__", ".hypothesis"} & set(path.parts)
     }
     assert tests - found == set()
-    assert {"tests/golden/format-2/refs/mirror", "constraints.txt", "LICENSE"} <= found
+    assert {"tests/golden/format-3/refs/mirror", "constraints.txt", "LICENSE"} <= found
     assert {"hatch_build.py", "scripts/kernels.py", "scripts/machine_code.py"} <= found
     assert not [name for name in found if name.startswith("mstore/numeric/kernels")]

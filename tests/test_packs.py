@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from mstore.blocks.codecs import Codec, Encoded
+from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import (
     ENTRY,
     GATHERED_BYTES,
@@ -27,18 +28,26 @@ from mstore.blocks.packs import (
     TAIL_MAGIC,
     Entry,
     Kind,
-    PackFiles,
     PackGone,
     PackWriter,
     SealedPack,
-    pack_path,
-    read_table,
+    read_footer,
 )
 from mstore.errors import Corrupt, Incompatible, MstoreError
 from mstore.ids import BlockId, PackId
 
-UUID = bytes(range(16))
 TAIL = 64
+
+
+def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
+    """The id and the entries of a pack in a file."""
+    found = read_footer(path)
+    return found.id, found.entries
+
+
+def pack_path(packs: Path, pack: PackId) -> Path:
+    """Where a directory keeps a pack."""
+    return Path(PackFiles(packs).where(pack))
 
 
 def publish(packs: Path, writer: PackWriter) -> SealedPack:
@@ -52,7 +61,7 @@ def publish(packs: Path, writer: PackWriter) -> SealedPack:
 
 def small_pack(directory: Path, *payloads: bytes) -> SealedPack:
     """A pack in packs/ with these raw blocks and one record."""
-    writer = PackWriter(directory / f"{os.urandom(4).hex()}.pack", UUID, 1)
+    writer = PackWriter(directory / f"{os.urandom(4).hex()}.pack")
     offset = 0
     for payload in payloads:
         writer.append_raw(BlockId.of(payload), payload, 1, "file", offset)
@@ -69,17 +78,16 @@ def test_the_layout_is_that_of_the_format(tmp_path: Path) -> None:
     pack = small_pack(tmp_path, b"x" * 5000, b"y" * 300)
     data = pack.path.read_bytes()
     assert (len(data), len(data) % PAGE) == (pack.size, 0)
-    assert data[:32] == MAGIC + struct.pack("<I", 2) + bytes(4) + UUID
-    assert data[64:72] == struct.pack("<Q", 1)
-    assert data[72:PAGE] == bytes(PAGE - 72)
+    assert data[:16] == MAGIC + struct.pack("<I", 3) + bytes(4)
+    assert data[48:PAGE] == bytes(PAGE - 48)
     assert data[PAGE : PAGE + 5300] == b"x" * 5000 + b"y" * 300
     offset, length, digest, version, magic = struct.unpack("<QQ32sI4x8s", data[-TAIL:])
-    assert (version, magic) == (2, TAIL_MAGIC)
+    assert (version, magic) == (3, TAIL_MAGIC)
     table = data[offset : offset + length]
     assert len(table) == 3 * 88
     assert blake3(table).digest() == digest
     assert data[offset + length : -TAIL] == bytes(len(data) - TAIL - offset - length)
-    assert PackId.of(data[:72] + table) == pack.id
+    assert PackId.of(data[:48] + table) == pack.id
     assert pack.path.name == f"{pack.id}.pack"
     assert pack.path.parent.name == pack.id.hex()[:2]
     assert pack.path.stat().st_mode & 0o777 == 0o444
@@ -119,7 +127,7 @@ def test_pages_of_a_file_are_pages_of_the_pack(
     """A run lies at its file's offset modulo 4096, its blocks touch, and all payloads read back."""
     directory = tmp_path_factory.mktemp("pack")
     draw = random.Random(0)
-    writer = PackWriter(directory / "t.pack", UUID, 1, held_limit=limit)
+    writer = PackWriter(directory / "t.pack", held_limit=limit)
     told: dict[bytes, tuple[bytes, int, bytes | None]] = {}
     for number, (start, lengths, smalls) in enumerate(runs):
         previous: bytes | None = None
@@ -152,7 +160,7 @@ def test_pages_of_a_file_are_pages_of_the_pack(
 
 def test_small_payloads_wait_for_the_end_of_a_run(tmp_path: Path) -> None:
     """A record put between two neighbours does not part them."""
-    writer = PackWriter(tmp_path / "t.pack", UUID, 1)
+    writer = PackWriter(tmp_path / "t.pack")
     writer.append_raw(b"1" * 32, b"a" * 700, 1, "f", 0)
     writer.append_small(b"2" * 32, Kind.TENSOR, Codec.RAW, 1, b"record", 6)
     assert writer.size == PAGE + 700 + 6
@@ -163,7 +171,7 @@ def test_small_payloads_wait_for_the_end_of_a_run(tmp_path: Path) -> None:
 
 def test_abandon_leaves_nothing(tmp_path: Path) -> None:
     """An abandoned pack, and one whose disk is full at any write, leaves no file."""
-    writer = PackWriter(tmp_path / "t.pack", UUID, 1)
+    writer = PackWriter(tmp_path / "t.pack")
     writer.append_raw(b"1" * 32, b"a" * 700, 1, "f", 0)
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
@@ -182,14 +190,14 @@ def test_every_flipped_bit_of_table_and_tail_is_found(tmp_path: Path) -> None:
     places = [
         *range(offset, offset + length),
         *(place for place in range(len(data) - TAIL, len(data)) if place not in unused),
-        *range(64),
+        *range(48),
     ]
     bad = tmp_path / "bad.pack"
     for place in places:
         damaged = bytearray(data)
         damaged[place] ^= 1 << place % 8
         bad.write_bytes(damaged)
-        if place >= 64 or place < 12:
+        if place >= 48 or place < 12:
             with pytest.raises((Corrupt, Incompatible)) as refusal:
                 read_table(bad)
             assert refusal.value.where == str(bad)
@@ -250,9 +258,9 @@ def test_a_forged_table_is_refused(entries: list[Entry], tmp_path: Path) -> None
         read_table(path)
 
 
-def forged(table: bytes, offset: int, length: int, version: int = 2) -> bytes:
+def forged(table: bytes, offset: int, length: int, version: int = 3) -> bytes:
     """A pack of four pages with this table at its third, and a tail that says what it is told."""
-    head = struct.pack("<8sI4x16s32s", MAGIC, version, UUID, bytes(32))
+    head = struct.pack("<8sI4x32s", MAGIC, version, bytes(32))
     tail = struct.pack("<QQ32sI4x8s", offset, length, blake3(table).digest(), version, TAIL_MAGIC)
     return (head.ljust(2 * PAGE, b"\0") + table).ljust(4 * PAGE - TAIL, b"\0") + tail
 
@@ -292,13 +300,13 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(contents)
         with pytest.raises(Corrupt):
             read_table(path)
-    path.write_bytes(forged(entry(1).encode(), 2 * PAGE, 88, version=3))
-    with pytest.raises(Incompatible, match="version 3"):
+    path.write_bytes(forged(entry(1).encode(), 2 * PAGE, 88, version=4))
+    with pytest.raises(Incompatible, match="version 4"):
         read_table(path)
-    two_versions = bytearray(forged(entry(1).encode(), 2 * PAGE, 88, version=2))
-    two_versions[len(MAGIC)] = 3
+    two_versions = bytearray(forged(entry(1).encode(), 2 * PAGE, 88, version=3))
+    two_versions[len(MAGIC)] = 4
     path.write_bytes(two_versions)
-    with pytest.raises(Corrupt, match="of version 3, and of 2"):
+    with pytest.raises(Corrupt, match="of version 4, and of 3"):
         read_table(path)
     with pytest.raises(PackGone):
         read_table(tmp_path / "missing.pack")
@@ -442,7 +450,7 @@ def test_gathered_payloads_lie_where_entries_say(sizes: list[tuple[int, bool]]) 
     """Short and long payloads in any order are read back as they were given, also where the
     caller used his memory again, and runs of raw ones begin where their file's pages do."""
     with tempfile.TemporaryDirectory() as directory:
-        writer = PackWriter(Path(directory) / "one.pack", bytes(16), 1)
+        writer = PackWriter(Path(directory) / "one.pack")
         room = bytearray(2 << 20)
         wanted, file_offset = {}, 100
         for number, (size, is_raw) in enumerate(sizes):

@@ -17,9 +17,6 @@ from mstore import MergeRequest, Store, TensorRule
 from mstore.checkpoint.declared import front_matter, values
 from mstore.merge.planning import costs as planning_costs
 from mstore.merge.running import papers
-from mstore.merge.running.commit import run_merge
-from mstore.objects.plan import Plan
-from mstore.store.plans import sources_of
 
 Make = Callable[..., Store]
 CARDS = {
@@ -113,13 +110,12 @@ def test_what_a_plan_has_found_a_merge_does_not_look_up_again(
         plan = store.plan(MergeRequest(base="base", experts=["e0"], method="linear"))
         assert asked == ["licences"]
         report = store.merge(plan, name="m", virtual=True)
-        # The merge's own card says it, too.
-        assert asked == ["licences"] * 2
+        assert asked == ["licences"]
         path = store.path
     asked.clear()
     with Store.open(path) as store:
         again = store.merge(str(plan.plan), name="n", virtual=True)
-        assert sorted(asked) == ["costs", "licences", "licences"]
+        assert sorted(asked) == ["costs", "licences"]
     for one in (report, again):
         assert [w.text for w in one.warnings] == [w.text for w in plan.warnings] != []
         assert one.planned_expert_bytes == plan.planned_expert_bytes > 0
@@ -210,40 +206,15 @@ def test_the_card_of_a_budgeted_merge_makes_it_again(make: Make) -> None:
     assert refused.err.endswith(" plans lists the plans\n")
 
 
-def test_merges_of_earlier_versions_keep_their_card(make: Make) -> None:
-    """A merge whose card is of an earlier version is replayed to the same content."""
-    with make() as store:
-        text = merged(store, name="half", budget=0.5)
-        catalog = store._catalog
-        plan_id = store.show("half").plan
-        assert plan_id is not None
-        plan = catalog.record(Plan, plan_id)
-        sources = sources_of(catalog, plan_id, plan)
-        run_merge(
-            catalog, plan, sources, name="old", message="", threads=1, papers=papers.Form.EARLIER
-        )
-        assert store["old"].manifest != store["half"].manifest
-        card = store["old"].read("README.md").decode()
-        assert "The command above\nmakes the whole merge." in card
-        assert "--plan" in text
-        assert "--plan" not in card
-        assert store.replay("old").same
-        assert store.replay("half").same
-
-
-@pytest.mark.parametrize("form", papers.Form)
-def test_merges_without_a_recipe_replay(make: Make, form: papers.Form) -> None:
-    """A merge of one expert that no recipe can state is replayed to its own papers, whichever
-    version made them; a virtual one is stored with them.
+def test_merges_without_a_recipe_replay(make: Make) -> None:
+    """A merge of one expert that no recipe can state is replayed to its own papers; a virtual one
+    is stored with them.
     """
     with make() as store:
         rule = TensorRule(tensors="w", method="linear")
         asked = MergeRequest(base="base", experts=["e0"], method="task_arithmetic", rules=[rule])
         plan = store.plan(asked)
-        catalog = store._catalog
-        record = catalog.record(Plan, plan.plan)
-        sources = sources_of(catalog, plan.plan, record)
-        run_merge(catalog, record, sources, name="m", message="", threads=1, papers=form)
+        store.merge(plan, name="m")
         assert "mergekit_config.yml" not in files(store)
         assert store.replay("m").same
         store.merge(plan, name="v", virtual=True)

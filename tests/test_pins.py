@@ -238,7 +238,7 @@ def test_a_damaged_block_stops_it(store: Store) -> None:
     before = places(store)
     block = next(spot for spot in spots(store, "t1")["model.safetensors"] if spot.length > 1000)
     place = before[block.block]
-    path = store._catalog.packs.path(place.pack)
+    path = Path(store._catalog.packs.where(place.pack))
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.seek(place.offset + place.stored_length // 2)
@@ -258,7 +258,7 @@ def damage(store: Store, part: bytes) -> None:
     with catalog.index.env.read() as transaction:
         place = catalog.index.record(transaction, Kind.TENSOR, part)
     assert place is not None
-    path = catalog.packs.path(place.pack)
+    path = Path(catalog.packs.where(place.pack))
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.seek(place.offset + 3)
@@ -547,7 +547,7 @@ def test_repair_makes_a_pinned_store_whole(path: Path, tmp_path: Path) -> None:
         store.gc(dead_share=0.0)
         spot = spots(store, "t1")["model.safetensors"][1]
         place = places(store)[spot.block]
-        damaged = store._catalog.packs.path(place.pack)
+        damaged = Path(store._catalog.packs.where(place.pack))
     damaged.chmod(0o644)
     with damaged.open("r+b") as file:
         file.seek(place.offset)

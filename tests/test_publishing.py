@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Policy
-from mstore.blocks.packs import pack_path, read_table
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.packs import read_footer
 from mstore.errors import StorageFailed
 from mstore.ids import BlockId
+from mstore.store import pack_list
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import NewPacks
 
@@ -37,39 +41,64 @@ def fill(packs: NewPacks, count: int) -> list[BlockId]:
     return ids
 
 
+def publish(catalog: Catalog, packs: NewPacks) -> None:
+    """Publish packs, and the rows of all that is in them."""
+    with packs.committing() as transaction:
+        for pack in packs.sealed:
+            catalog.index.insert_pack(transaction, pack)
+
+
 def test_a_full_pack_is_followed_by_another(catalog: Catalog, tmp_path: Path) -> None:
     """A pack takes what comes until it has reached its size; all that was appended is published,
     each pack under its own name, and each is told of when it is sealed."""
     told = []
     packs = NewPacks(catalog, tmp_path, prefix="r", max_pack=30_000, sealing=told.append)
     ids = fill(packs, 7)
-    packs.publish()
+    publish(catalog, packs)
     assert packs.sealed == told
     assert len(told) == 3
     found = []
     for pack in told:
-        id, entries = read_table(pack_path(catalog.layout.packs, pack.id))
-        assert id == pack.id
-        found += [entry.id for entry in entries]
+        footer = read_footer(Path(catalog.packs.where(pack.id)))
+        assert footer.id == pack.id
+        found += [entry.id for entry in footer.entries]
     assert sorted(found) == sorted(map(bytes, ids))
     assert not list(tmp_path.glob("*.pack"))
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_no_commit_follows_is_taken_back(catalog: Catalog, tmp_path: Path, kept: bool) -> None:
-    """Published packs go again, unless a commit began that may stand; one that was begun is
-    abandoned; and both are as good as nothing the second time."""
+def test_what_no_commit_follows_is_taken_back(
+    catalog: Catalog, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packs have their names while the commit is prepared. If that fails they go again, and stay
+    where the commit itself fails, which may stand."""
     packs = NewPacks(catalog, tmp_path, prefix="r")
     fill(packs, 1)
-    packs.publish()
-    fill(packs, 1)
+    commit = catalog.index.env.write
+
+    @contextmanager
+    def failing() -> Iterator[IndexTransaction]:
+        with commit() as transaction:
+            yield transaction
+            raise StorageFailed("the disk is full")
+
     if kept:
-        packs.keep()
-    for _ in range(2):
-        packs.abandon()
-        packs.take_back()
+        monkeypatch.setattr(catalog.index.env, "write", failing)
+
+    def prepare() -> None:
+        assert list(catalog.layout.packs.glob("*/*.pack"))
+        # A pack without a row is a running writer's only while that writer holds the lock.
+        assert not fs.LockFile(catalog.layout.lock).acquire(blocking=False)
+        if not kept:
+            raise StorageFailed("the block is gone")
+
+    with pytest.raises(StorageFailed), packs.committing():
+        prepare()
     assert len(list(catalog.layout.packs.glob("*/*.pack"))) == kept
     assert not list(tmp_path.glob("*.pack"))
+    # Its line stays: it tells of the past.
+    assert pack_list.read(catalog.layout).since.keys() == {packs.sealed[0].id}
+    assert catalog.doubt() is None
 
 
 def test_half_of_the_names_are_taken_back(catalog: Catalog, tmp_path: Path) -> None:
@@ -79,6 +108,23 @@ def test_half_of_the_names_are_taken_back(catalog: Catalog, tmp_path: Path) -> N
     packs.seal()
     packs.sealed[1].path.unlink()
     with pytest.raises(StorageFailed):
-        packs.publish()
-    packs.take_back()
+        publish(catalog, packs)
     assert not list(catalog.layout.packs.glob("*/*.pack"))
+
+
+def test_a_pack_has_a_line_before_it_has_its_name(catalog: Catalog, tmp_path: Path) -> None:
+    """The list is written, and its directory synced, before the first pack is renamed."""
+    packs = NewPacks(catalog, tmp_path, prefix="r")
+    fill(packs, 1)
+    packs.seal()
+    done: list[tuple[str, str]] = []
+
+    def note(operation: fs.Operation) -> None:
+        done.append((operation.kind, Path(operation.target or operation.path).parent.name))
+
+    with fs.observed(note):
+        publish(catalog, packs)
+    named = done.index(("rename", packs.sealed[0].id.hex()[:2]))
+    listed = done.index(("rename", "refs"))
+    assert listed < named
+    assert ("syncdir", "store") in done[listed:named]

@@ -21,9 +21,11 @@ from test_kernels import KINDS, _family
 from mstore import MergeRequest, Store, TensorRule
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.agreement import shared_counts
-from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
+from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
+from mstore.merge.measures.estimates import averaged
+from mstore.merge.methods.combinations.averaged import Averaged
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import operation
-from mstore.merge.planning.estimates import averaged
 from mstore.objects.plan import BELOW, Plan
 
 N = 3000
@@ -35,6 +37,14 @@ RAM = MergeRequest(
 PLUS = dataclasses.replace(
     RAM, method="ramplus_tl", parameters={"epsilon": EPSILON, "r": 0.5, "alpha": 3.0}
 )
+
+
+def counted(given: dict[str, float], counts: list[tuple[int, int]]) -> Operation:
+    """ramplus_tl of a tensor with these counts of each expert's elements."""
+    own = operation("ramplus_tl", given, [1.0] * len(counts))
+    combine = own.method.combine
+    assert isinstance(combine, Averaged)
+    return combine.counted(own, counts)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +87,8 @@ def test_the_kernel_equals_the_reference(
         rng = np.random.default_rng(seed)
         types = [list(DTYPES)[(seed + k) % 3] for k in range(experts)]
         base, sides = _family(rng, kind, [base_type, *types], N)
-        own = operation("ramplus_tl", {"epsilon": 0.3}, [1.0] * experts).counted([(0, 0)] * experts)
-        mix = structs.replace(Mix.of(own), weights=np.full(experts, factor, dtype=np.float32))
+        own = counted({"epsilon": 0.3}, [(0, 0)] * experts)
+        mix = structs.replace(own.mix(), weights=np.full(experts, factor, dtype=np.float32))
         there = [k for k in range(experts) if k != seed % 4]
         rows = np.zeros((len(there), 4 * N), dtype=np.uint8)
         for row, k in zip(rows, there, strict=True):
@@ -88,7 +98,7 @@ def test_the_kernel_equals_the_reference(
         mix_chunk(
             *(mix, base.view(np.uint8), base_type, rows, [types[k] for k in there]),
             [there.index(k) if k in there else -1 for k in range(experts)],
-            *(N, 0, np.full(experts, own.least, dtype=np.float32), [UNLIMITED] * experts),
+            *(N, 0, np.full(experts, own.selection.least, dtype=np.float32), [UNLIMITED] * experts),
             np.zeros((experts, 2), dtype=np.uint32),
             *(found.view(np.uint8), out),
         )
@@ -217,10 +227,9 @@ def test_what_they_do_not_take() -> None:
             operation(method, given, [1.0, 1.0])
     with pytest.raises(BadRequest, match="has no weight"):
         operation("ram", {}, [1.0, 0.5])
-    huge = operation("ramplus_tl", {"r": 3e38, "alpha": 3e38}, [1.0, 1.0])
     with pytest.raises(BadRequest, match="finite"):
-        huge.counted([(10, 1), (10, 1)])
-    assert operation("ramplus_tl", {"epsilon": 0}, [1.0]).counted([(0, 0)]).weights[0] >= 1
+        counted({"r": 3e38, "alpha": 3e38}, [(10, 1), (10, 1)])
+    assert counted({"epsilon": 0}, [(0, 0)]).weights[0] >= 1
 
 
 def test_a_recipe_of_mergekit(place: Place) -> None:

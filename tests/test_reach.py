@@ -16,7 +16,7 @@ from test_gc import BLOCK, write
 
 from mstore.api import Store
 from mstore.blocks.location_arrays import HEAD, Table
-from mstore.blocks.packs import Kind, pack_path
+from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, SnapshotId
 from mstore.reachability import Inventory, Reach, Roots
@@ -123,7 +123,7 @@ def test_a_record_that_is_lost_is_named(store: Store, kind: Kind, how: str) -> N
     with catalog.index.env.read() as transaction:
         location = catalog.index.record(transaction, kind, id)
     assert location is not None
-    path = pack_path(catalog.layout.packs, location.pack)
+    path = Path(catalog.packs.where(location.pack))
     path.chmod(0o644)
     if how == "no row":
         with catalog.index.env.write() as transaction:
@@ -193,7 +193,7 @@ def test_a_needed_record_that_is_damaged_stops_it(store: Store) -> None:
     with catalog.index.env.read() as transaction:
         location = catalog.index.record(transaction, Kind.MANIFEST, manifest)
     assert location is not None
-    path = pack_path(catalog.layout.packs, location.pack)
+    path = Path(catalog.packs.where(location.pack))
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.seek(location.offset)

@@ -3,72 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from uuid import UUID
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pack_sources import PackSourceContract
+from memory_packs import MemoryPacks
 
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Policy
 from mstore.blocks.location import Location
-from mstore.blocks.packs import NO_BASE, Kind, PackFiles, PackGone, PackWriter, pack_path
-from mstore.blocks.reader import BlockReader, PackSource, located
+from mstore.blocks.packs import NO_BASE, Kind, PackWriter
+from mstore.blocks.reader import BlockReader, located
 from mstore.errors import Corrupt, Incompatible, MstoreError
 from mstore.ids import BlockId, PackId, SnapshotId
 
 BLOCK = 1 << 16
 FLOATS = codecs.elements_of("BF16")
-
-
-class Memory:
-    """A source that has its packs in memory."""
-
-    def __init__(self, packs: dict[PackId, bytes]) -> None:
-        self.packs = packs
-
-    def read(self, pack: PackId, offset: int, length: int) -> bytes:
-        if pack not in self.packs:
-            raise PackGone("not here", where=str(pack))
-        data = self.packs[pack][offset : offset + length]
-        if len(data) != length or offset > len(self.packs[pack]):
-            raise Corrupt("the pack ends too early", where=str(pack))
-        return data
-
-    def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
-        for target in targets:
-            target[:] = self.read(pack, offset, len(target))
-            offset += len(target)
-
-    def will_need(self, pack: PackId, offset: int, length: int) -> None:
-        """Nothing to do."""
-
-
-class TestPackFiles(PackSourceContract):
-    """Packs on this disk."""
-
-    @pytest.fixture
-    def stored(self, tmp_path: Path) -> Iterator[tuple[PackSource, PackId, bytes]]:
-        pack, data = PackId.of(b"pack"), os.urandom(20_000)
-        path = pack_path(tmp_path, pack)
-        path.parent.mkdir()
-        path.write_bytes(data)
-        files = PackFiles(tmp_path)
-        yield files, pack, data
-        files.close()
-
-
-class TestMemory(PackSourceContract):
-    """A source of another kind can be tested with the same suite."""
-
-    @pytest.fixture
-    def stored(self) -> tuple[PackSource, PackId, bytes]:
-        pack, data = PackId.of(b"pack"), os.urandom(20_000)
-        return Memory({pack: data}), pack, data
 
 
 PACK = PackId.of(b"some pack")
@@ -104,7 +56,7 @@ def test_every_codec_is_undone(case: str) -> None:
     """A block comes out whole, as a value and into a target, whatever codec it is stored with."""
     plain, base = CASES[case]
     id, at, pack = at_rest(plain, base)
-    reader = BlockReader(Memory({PACK: pack}), BLOCK)
+    reader = BlockReader(MemoryPacks({PACK: pack}), BLOCK)
     assert bytes(reader.block(id, at, base)) == plain
     target = memoryview(bytearray(len(plain)))
     reader.block_into(id, at, target, base)
@@ -131,7 +83,7 @@ def test_wrong_bytes_never_come_out(case: str, data: st.DataObject) -> None:
     )
     lies = data.draw(fields)
     said = Location(**{name: getattr(at, name) for name in Location.__slots__} | lies)
-    reader = BlockReader(Memory({PACK: bytes(broken)}), BLOCK)
+    reader = BlockReader(MemoryPacks({PACK: bytes(broken)}), BLOCK)
     target = memoryview(bytearray(said.raw_length))
     for read in (
         lambda: bytes(reader.block(id, said, base)),
@@ -156,14 +108,14 @@ def test_a_wrong_base_is_blamed() -> None:
     assert Codec(at.codec).is_delta
     wrong = bytes([base[0] ^ 1]) + base[1:]
     with pytest.raises(Corrupt, match=str(BlockId.of(base))) as caught:
-        BlockReader(Memory({PACK: pack}), BLOCK).block(id, at, wrong)
+        BlockReader(MemoryPacks({PACK: pack}), BLOCK).block(id, at, wrong)
     assert caught.value.where == f"block {id}"
 
 
 def test_lengths_are_checked_before_anything_is_read() -> None:
     """A block longer than the block size, or a target of another length, is refused unread."""
     id, at, _ = at_rest(*CASES["floats"])
-    nowhere = Memory({})
+    nowhere = MemoryPacks({})
     with pytest.raises(Corrupt, match="block size"):
         BlockReader(nowhere, 1024).block(id, at)
     with pytest.raises(Corrupt, match="were expected"):
@@ -172,17 +124,16 @@ def test_lengths_are_checked_before_anything_is_read() -> None:
 
 def test_records_are_checked(tmp_path: Path) -> None:
     """A record is given where it hashes to its id; a flipped bit, or a codec, is refused."""
-    store = UUID(int=7)
     data = b"some record"
     id = SnapshotId.of(data)
-    writer = PackWriter(tmp_path / "one.pack", store.bytes, 1)
+    writer = PackWriter(tmp_path / "one.pack")
     writer.append_small(id, Kind.SNAPSHOT, Codec.RAW, 1, data, len(data))
     sealed = writer.seal()
     whole = sealed.path.read_bytes()
     at = located(sealed.id, sealed.entries[0])
-    assert BlockReader(Memory({sealed.id: whole}), BLOCK).record(id, at) == data
+    assert BlockReader(MemoryPacks({sealed.id: whole}), BLOCK).record(id, at) == data
     broken = whole.replace(b"some", b"same")
     for pack, place in ((broken, at), (whole, Location(at.pack, at.offset, 11, 11, 2, 1))):
         with pytest.raises(MstoreError) as caught:
-            BlockReader(Memory({sealed.id: pack}), BLOCK).record(id, place)
+            BlockReader(MemoryPacks({sealed.id: pack}), BLOCK).record(id, place)
         assert str(id) in str(caught.value.where)

@@ -22,7 +22,6 @@ from mstore import MergeRequest, Store, TensorRule
 from mstore.errors import BadRequest
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
-from mstore.merge.running import commit, papers
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Criteria, Plan, PlanInput, PlanOperation, PlanTensor
 from mstore.recipes.parse import parse
@@ -328,24 +327,6 @@ def test_experts_of_the_base_s_snapshot(tmp_path: Path) -> None:
             text = store.recipe(method)
             assert [one["model"] for one in yaml.safe_load(text)["models"]] == [*experts]
             assert store.plan(store.read_recipe(text).request).plan == plan.plan
-
-
-def test_merges_of_earlier_versions_have_no_recipe(store: Store) -> None:
-    """A merge from before keeps its files when it is run again; its recipe can be printed."""
-    from mstore.store.plans import sources_of
-
-    catalog = store._catalog
-    id = store.plan(BY_OPTIONS["rules"]).plan
-    plan = catalog.record(Plan, id)
-    for form in (papers.Form.CARD, papers.Form.EARLIER):
-        commit.run_merge(
-            catalog, plan, sources_of(catalog, id, plan), name=f"old-{form.name.lower()}",
-            message="", threads=1, papers=form,
-        )  # fmt: skip
-        name = f"old-{form.name.lower()}"
-        assert store[name].read(FILE) == b"merge_method: other\n"
-        assert store.replay(name).same
-        assert store.recipe(name).startswith("# The recipe")
 
 
 def test_models_are_named_by_refs(store: Store) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mstore.blocks.packs import Kind, pack_path
+from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import TensorId
 from mstore.objects.tensor import Tensor
@@ -102,7 +102,7 @@ def test_a_damaged_record_among_many_is_named(stored: tuple[Path, list[TensorId]
     with catalog.index.env.read() as transaction:
         place = catalog.index.record(transaction, Kind.TENSOR, ids[123])
     assert place is not None
-    pack = pack_path(catalog.layout.packs, place.pack)
+    pack = Path(catalog.packs.where(place.pack))
     pack.chmod(0o644)
     data = bytearray(pack.read_bytes())
     data[place.offset + 3] ^= 1

@@ -154,7 +154,7 @@ def test_shared_bytes_are_checked(store: Store, disk: Path) -> None:
     store.pin("tuned", raw=True)
     first = store.view("tuned").physical_extents("model-0.safetensors")[5].location
     assert first is not None
-    path = store._catalog.packs.path(first.pack)
+    path = Path(store._catalog.packs.where(first.pack))
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.seek(first.offset + 100)

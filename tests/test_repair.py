@@ -109,7 +109,10 @@ def break_payloads(path: Path) -> int:
         index = store._catalog.index
         with index.env.read() as rows:
             places = [
-                (store._catalog.packs.path(where.pack), where.offset + where.stored_length // 2)
+                (
+                    Path(store._catalog.packs.where(where.pack)),
+                    where.offset + where.stored_length // 2,
+                )
                 for _, where in index.blocks(rows)
             ]
     for pack, place in places:
@@ -286,7 +289,7 @@ def test_broken_records_are_healed_by_id(root: Path, kind: Kind) -> None:
                 with index.env.write() as rows:
                     rows.delete(bytes([kind]) + id, db=index.db("records"))
             else:
-                flip(store._catalog.packs.path(where.pack), where.offset + 1)
+                flip(Path(store._catalog.packs.where(where.pack)), where.offset + 1)
         assert store.fsck().problems
         report = store.repair(sources=[root / "other"])
         assert (report.dropped, report.after.problems) == ((), ())
@@ -316,7 +319,7 @@ def test_a_lost_snapshot_record_leaves_its_ref_and_says_so(root: Path) -> None:
         with index.env.read() as rows:
             where = index.record(rows, Kind.SNAPSHOT, id)
         assert where is not None
-        flip(store._catalog.packs.path(where.pack), where.offset + 1)
+        flip(Path(store._catalog.packs.where(where.pack)), where.offset + 1)
         report = store.repair()
         assert report.dropped == (f"snapshot {id}",)
         assert report.after.problems
@@ -373,7 +376,7 @@ def test_failing_at_any_step_leaves_the_store_no_worse(root: Path) -> None:
         index = store._catalog.index
         with index.env.read() as rows:
             where = max((at for _, at in index.blocks(rows)), key=lambda at: at.stored_length)
-        flip(store._catalog.packs.path(where.pack), where.offset + where.stored_length // 2)
+        flip(Path(store._catalog.packs.where(where.pack)), where.offset + where.stored_length // 2)
         problems = {problem.where for problem in store.fsck(read_data=True).problems}
     for at in range(100):
         seen = 0

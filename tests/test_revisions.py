@@ -83,7 +83,9 @@ class Lineage:
 
     def _add(self, message: str, parents: list[Parent], expect: Ref | None) -> SnapshotId:
         manifest = ManifestId(bytes(32))
-        record = SnapshotRecord(manifest, tuple(parents), "add", None, None, message, 1, "test")
+        record = SnapshotRecord(
+            manifest, tuple(parents), "add", None, "", None, None, message, 1, "test"
+        )
         id = record.id()
         name = "base" if message == "base" else "main"
         with Transaction(self.catalog, "test") as transaction:

@@ -22,8 +22,7 @@ from test_budget import Place, make
 from mstore import MergeRequest, Store, TensorRule
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.angles import arc_cosine, sine
-from mstore.merge.arithmetic.turns import factors
-from mstore.merge.methods.method import Rows
+from mstore.merge.arithmetic.turns import Turn
 from mstore.merge.methods.registry import operation
 from mstore.objects.plan import OMITTED, Plan
 
@@ -381,12 +380,20 @@ def test_angles_are_near_those_of_the_c_library() -> None:
     assert arc_cosine(np.array([1.0])) == 0
 
 
+def turn(method: str, parameters: dict[str, Any]) -> Turn:
+    """How a method's factors of rows follow from them."""
+    found = operation(method, parameters, [1.0, 1.0]).turn
+    assert found is not None
+    return found
+
+
 def test_factors_do_not_depend_on_the_processor() -> None:
     """The factors of fixed rows are these bits on any machine."""
     rng = np.random.Generator(np.random.PCG64(9))
     parts = np.stack([(rng.integers(-999, 1000, (5, 333)) / 512).astype(np.float32) for _ in "abc"])
     parts[1] += parts[0]
-    turned = factors(Rows.SLERP, parts[:2], [0.3, 0.4]).view(np.uint32)
+    slerp = turn("nuslerp", {"nuslerp_flatten": False})
+    turned = slerp.of_rows(parts[:2], [0.3, 0.4]).view(np.uint32)
     assert turned.tolist() == [
         [1055714271, 1058790990],
         [1055932359, 1058909922],
@@ -394,6 +401,6 @@ def test_factors_do_not_depend_on_the_processor() -> None:
         [1055897828, 1058891102],
         [1055814838, 1058845853],
     ]
-    shares = factors(Rows.STOCK, parts, [1.0] * 3).view(np.uint32)
+    shares = turn("model_stock", {"filter_wise": True}).of_rows(parts, [1.0] * 3).view(np.uint32)
     assert shares[:, 0].tolist() == [1043016302, 1042841867, 1041069401, 1043010947, 1044639461]
     assert (shares == shares[:, :1]).all()

@@ -16,7 +16,7 @@ from families import Arrays, Family
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
+from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.methods.registry import METHODS, find, operation
 
 Single = npt.NDArray[np.float32]
@@ -184,9 +184,10 @@ def mixed(
     base, *experts = sides
     own = operation(method, given, weights)
     result = np.zeros(base.size, dtype=reference.DTYPES[out])
-    thresholds = np.full(len(experts), own.least if own.is_above else 0.0, dtype=np.float32)
+    cuts = own.selection.thresholds(())
+    thresholds = np.zeros(len(experts), dtype=np.float32) if cuts is None else cuts[0]
     mix_chunk(
-        Mix.of(own),
+        own.mix(),
         base.view(np.uint8),
         reference.name_of(base),
         np.stack([one.view(np.uint8) for one in experts]),
@@ -286,7 +287,7 @@ def test_without_a_base_it_is_refused() -> None:
         operation(method, {"around_base": False, "scale": 1}, [1.0, 1.0])
     assert operation("passthrough", {"scale": 0.5}, [1.0]).weights == (0.5,)
     with pytest.raises(BadRequest, match="lambda times scale must be a finite float32"):
-        Mix.of(operation("task_arithmetic", {"lambda": 1e30, "scale": 1e30}, [1.0]))
+        operation("task_arithmetic", {"lambda": 1e30, "scale": 1e30}, [1.0]).mix()
     with pytest.raises(BadRequest, match="a weight times scale must be a finite float32"):
         operation("linear", {"scale": 1e30}, [1e30])
     with pytest.raises(BadRequest, match="scale is the same for all experts"):

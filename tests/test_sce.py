@@ -19,9 +19,10 @@ from test_kernels import KINDS, _family
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
+from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
+from mstore.merge.methods.combinations.fused import Fused
 from mstore.merge.methods.registry import operation
-from mstore.merge.planning import spreads
+from mstore.merge.methods.selections import varied
 from mstore.objects.plan import Plan
 
 N = 3000
@@ -85,8 +86,11 @@ def test_the_kernel_equals_the_reference(
         rng = np.random.default_rng(seed)
         types = [list(DTYPES)[(seed + k) % 3] for k in range(experts)]
         base, sides = _family(rng, kind, [base_type, *types], N)
-        own = operation("sce", {}, [1.0] * experts).weighed([1.0] * experts, 1)
-        mix = structs.replace(Mix.of(own), weights=np.array(weights))
+        own = operation("sce", {}, [1.0] * experts)
+        combine = own.method.combine
+        assert isinstance(combine, Fused)
+        own = combine.weighed(own, [1.0] * experts, 1)
+        mix = structs.replace(own.mix(), weights=np.array(weights))
         there = [k for k in range(experts) if k != seed % 4]
         rows = np.zeros((len(there), 4 * N), dtype=np.uint8)
         for row, k in zip(rows, there, strict=True):
@@ -172,7 +176,7 @@ def test_a_large_tensor_is_read_once_more(
     of the experts."""
     found = []
     for most in (1 << 25, 0):
-        monkeypatch.setattr(spreads, "_MOST_KEPT", most)
+        monkeypatch.setattr(varied, "_MOST_KEPT", most)
         with Store.init(tmp_path / str(most), block_size=families.BLOCK) as store:
             for name in ("base", "e0", "e1", "e2"):
                 store.add(place.root / name, name=name, base=None if name == "base" else "base")

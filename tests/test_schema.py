@@ -72,7 +72,7 @@ FIRST, SECOND = SnapshotId(b"\xab\xc1" + bytes(30)), SnapshotId(b"\xab\xc2" + by
 def snapshot(manifest: int, time_ns: int, *parents: Parent) -> SnapshotRecord:
     """A snapshot record."""
     content = bytes([manifest]) * ID_BYTES
-    return SnapshotRecord(content, parents, "add", None, None, "", time_ns, "")
+    return SnapshotRecord(content, parents, "add", None, "", None, None, "", time_ns, "")
 
 
 def raw(index: Index, rows: Any, table: str) -> dict[bytes, bytes]:

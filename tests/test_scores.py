@@ -9,9 +9,10 @@ import pytest
 
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
-from mstore.merge.methods.method import Combine, Select
+from mstore.merge.methods.combinations.elected import Elected, agreement, dilution
 from mstore.merge.methods.registry import METHODS, operation
-from mstore.merge.planning.scores import SCORES, agreement, dilution, lottery, score_of, seed
+from mstore.merge.methods.selections.trimmed import Trimmed
+from mstore.merge.planning.scores import SCORES, lottery, score_of, seed
 from mstore.stats.chunk import CHUNK, pack_sketch
 
 
@@ -42,8 +43,8 @@ def test_defaults() -> None:
 def test_scores_that_a_method_has(method: str, score: str) -> None:
     """trimmed is for methods that trim, conflict for those that elect signs, others for all."""
     own = METHODS[method]
-    trims = own.select in (Select.TRIMMED, Select.BAND)
-    elects = own.combine in (Combine.ELECTED, Combine.FUSED)
+    trims = issubclass(own.select, Trimmed)
+    elects = isinstance(own.combine, Elected)
     needed = {one.name: 0.5 for one in own.parameters if one.default is None}
     # Three: of fewer, two cannot need an element by default.
     weights = [1.0] * (own.experts or 3)

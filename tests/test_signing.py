@@ -315,7 +315,7 @@ def test_read_data_reads_what_was_signed(store: Store, keys: Path) -> None:
     assert report.verified
     assert report.bytes_read == store.view("a").manifest.plain_bytes()
     location = store._catalog.locate([store.view("a").record("w").block(1)])[0]
-    pack = store._catalog.packs.path(location.pack)
+    pack = Path(store._catalog.packs.where(location.pack))
     pack.chmod(0o644)
     with pack.open("r+b") as file:
         file.seek(location.offset)

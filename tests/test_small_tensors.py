@@ -17,10 +17,9 @@ from small_models import BLOCK
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.location import Location
-from mstore.blocks.packs import pack_path
 from mstore.errors import Corrupt, StorageFailed
 from mstore.ids import BlockId, Id, ManifestId
-from mstore.merge.planning import small
+from mstore.merge.planning.known_pairs import KnownPairs
 from mstore.merge.running import batches, computer
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
@@ -28,6 +27,8 @@ from mstore.objects.canonical import Record
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress
+from mstore.stats.many import SingleTables
+from mstore.store.models import tensors_of
 from mstore.store.transaction import Transaction
 
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "breadcrumbs", "model_stock")
@@ -106,7 +107,7 @@ def test_together_as_alone(
     """Plan and output are the same whether small tensors are taken together or one at a time."""
     with filled(tmp_path / "together", written) as store:
         together = merged(store, method, budget)
-    monkeypatch.setattr(small.SmallSurvey, "takes", lambda self, one: False)
+    monkeypatch.setattr(KnownPairs, "_open", lambda self, singles: None)
     monkeypatch.setattr(batches, "BATCH_BYTES", 1)
     with filled(tmp_path / "alone", written) as store:
         alone = merged(store, method, budget)
@@ -119,17 +120,17 @@ def test_small_tensors_are_taken_together(
     """Planning and merging take many tensors at once: the test above compares the results."""
     surveyed_together: list[int] = []
     sizes: list[int] = []
-    survey, compute = small.SmallSurvey.survey, computer.Computer._compute
+    decode, compute = SingleTables.decode, computer.Computer._compute
 
-    def surveyed(self: small.SmallSurvey, batch: object) -> object:
-        surveyed_together.append(len(batch))  # type: ignore[arg-type]
-        return survey(self, batch)  # type: ignore[arg-type]
+    def surveyed(values: Sequence[bytes | None], keep: Sequence[int] | None = None) -> SingleTables:
+        surveyed_together.append(len(values))
+        return decode(values, keep)
 
     def computed(self: computer.Computer, batch: batches.Batch) -> computer.Computed:
         sizes.append(len({part.run.tensor.name for part in batch.parts}))
         return compute(self, batch)
 
-    monkeypatch.setattr(small.SmallSurvey, "survey", surveyed)
+    monkeypatch.setattr(SingleTables, "decode", surveyed)
     monkeypatch.setattr(computer.Computer, "_compute", computed)
     with filled(tmp_path / "store", written) as store:
         merged(store, "ties", None)
@@ -217,7 +218,7 @@ def _block_of(store: Store, ref: str, tensor: str) -> tuple[BlockId, Location]:
     """The one block of a tensor, and where it lies."""
     catalog = store._catalog
     manifest = catalog.manifest(catalog.snapshot(catalog.resolve(ref)).manifest_id())
-    block = catalog.tensor(manifest.tensors()[tensor]).block(0)
+    block = catalog.tensor(tensors_of(catalog, manifest)[tensor]).block(0)
     return block, catalog.locate([block])[0]
 
 
@@ -232,7 +233,7 @@ def test_a_damaged_block_in_a_group_is_named(threads: int, written: Path, tmp_pa
     nothing."""
     with filled(tmp_path / "store", written, "raw") as store:
         block, place = _block_of(store, "e1", f"t{BAD:03}")
-        pack = pack_path(store._catalog.layout.packs, place.pack)
+        pack = Path(store._catalog.packs.where(place.pack))
         pack.chmod(0o644)
         with pack.open("r+b") as file:
             file.seek(place.offset + 5)

@@ -58,7 +58,7 @@ def test_together_as_alone(tmp_path: Path) -> None:
             for chosen in product((READ, SHARED, EQUAL, OMITTED, DROPPED), repeat=len(one.experts)):
                 states = np.array(chosen, dtype=np.uint8)[:, None]
                 together, alone = thresholds(known), thresholds(None)
-                (rank,) = one.operation.keep_counts(one.elements)
+                (rank,) = one.operation.selection.ranks(one.elements)
                 wanted = tuple(
                     alone.of(one, expert, 0, rank, own)
                     for expert, own in zip(one.experts, states, strict=True)

@@ -56,7 +56,7 @@ def put_file(transaction: Transaction, contents: bytes, path: str = "file") -> M
 
 def snapshot_of(manifest: Manifest, message: str = "") -> SnapshotRecord:
     """A snapshot without parents."""
-    return SnapshotRecord(manifest.id(), (), "add", None, None, message, 1, "test")
+    return SnapshotRecord(manifest.id(), (), "add", None, "", None, None, message, 1, "test")
 
 
 def publish(
@@ -249,7 +249,7 @@ def test_a_manifest_is_relied_on_with_all_it_holds(catalog: Catalog) -> None:
 
 
 def test_the_commit_order(catalog: Catalog) -> None:
-    """Data, fsync, name, directories, index, mirror: nothing points at what is not yet durable."""
+    """Data, list, name, directories, index, mirror: nothing points at what is not yet durable."""
     steps: list[tuple[str, str]] = []
     root = catalog.layout.root
     publish(catalog, b"before", "before")
@@ -268,6 +268,9 @@ def test_the_commit_order(catalog: Catalog) -> None:
         ("commit", "index"),  # the lease
         ("committed", "index"),
         ("fsync", "tmp"),
+        ("fsync", "tmp"),
+        ("rename", "refs"),  # the list, which has a line of the pack
+        ("syncdir", "refs"),
         ("rename", "packs"),
         ("syncdir", "packs"),  # packs/ab
         ("syncdir", "packs"),  # packs

@@ -24,7 +24,7 @@ from mstore import BlockId, MergeRequest, SnapshotId, Store
 from mstore.block_cache import BlockCache, Extent, VirtualBlock
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Policy, encode
 from mstore.blocks.location import Location
-from mstore.blocks.packs import PackFiles
+from mstore.blocks.pack_files import PackFiles
 from mstore.errors import Corrupt, Incompatible, NotFound
 from mstore.ids import Buffer, PackId, VirtualId
 from mstore.objects.manifest import File, Manifest, Part
@@ -254,7 +254,7 @@ def test_a_pack_that_is_exchanged_is_checked_again(tmp_path: Path) -> None:
         content = (source / path).read_bytes()
         assert view.read(path, 0, len(content)) == content
         (pack,) = {one.location.pack for one in view.physical_extents(path) if one.location}
-        old = store._catalog.packs.path(pack)
+        old = Path(store._catalog.packs.where(pack))
         data = bytearray(old.read_bytes())
         right = tmp_path / "right"
         right.write_bytes(data)
@@ -382,7 +382,7 @@ def damaged(tmp_path: Path) -> Iterator[tuple[Store, BlockId]]:
         block = store.view("a").record("w").block(1)
         location = store._catalog.locate([block])[0]
         assert location.codec == Codec.RAW
-        path = store._catalog.packs.path(location.pack)
+        path = Path(store._catalog.packs.where(location.pack))
         path.chmod(0o644)
         with path.open("r+b") as file:
             file.seek(location.offset + 12345)
@@ -455,7 +455,7 @@ def test_a_flipped_bit_stops_a_merge(
 def test_a_pack_that_is_cut_or_gone(damaged: tuple[Store, BlockId]) -> None:
     """A truncated or missing pack is Corrupt and named; it is not an operating system's error."""
     store, block = damaged
-    pack = store._catalog.packs.path(store._catalog.locate([block])[0].pack)
+    pack = Path(store._catalog.packs.where(store._catalog.locate([block])[0].pack))
     os.truncate(pack, 8192)
     with pytest.raises(Corrupt, match="ends too early") as found:
         store.view("a").tensor("w")
@@ -487,7 +487,9 @@ def test_a_block_in_the_wrong_place(nbytes: int, tmp_path: Path) -> None:
             record = SnapshotRecord(
                 manifest=transaction.put_record(manifest),
                 parents=(),
-                origin="add",
+                made="add",
+                origin=None,
+                author="",
                 plan=None,
                 coverage=None,
                 message="",

@@ -26,6 +26,7 @@ from mstore.objects.virtual import VirtualTensor
 from mstore.view import SnapshotView
 
 FAMILY = families.layered(rows=160).informed(dtypes=("BF16",))
+FISHERS = families.fishers_for(["e0", "e1", "e2"], FAMILY.fisher_names)
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {"method": "linear"},
     "task_arithmetic": {"method": "task_arithmetic", "parameters": {"lambda": 0.7}},
@@ -61,10 +62,10 @@ METHODS: dict[str, dict[str, Any]] = {
         "experts": ["e0", "e1", "e2"],
         "budget": 0.6,
     },
-    "fisher": {"method": "fisher", "fishers": FAMILY.fisher_names, "dtype": "float32"},
+    "fisher": {"method": "fisher", "companions": FISHERS, "dtype": "float32"},
     "fisher on a budget": {
         "method": "fisher",
-        "fishers": FAMILY.fisher_names,
+        "companions": FISHERS,
         "parameters": {"floor": 0.01},
         "budget": 0.6,
     },
@@ -318,7 +319,7 @@ def test_an_input_that_is_damaged(store: Store, tmp_path: Path) -> None:
     merged(store, "m", virtual=True, **METHODS["ties"])
     block = store.view("e1").record("model.embed.weight").block(3)
     place = store._catalog.locate([block])[0]
-    pack = store._catalog.packs.path(place.pack)
+    pack = Path(store._catalog.packs.where(place.pack))
     pack.chmod(0o644)
     with pack.open("r+b") as file:
         file.seek(place.offset + 100)

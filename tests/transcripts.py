@@ -56,6 +56,7 @@ def run(command: str, directory: Path) -> str:
         "PATH": f"{bin_directory}:{os.environ['PATH']}",
         "NO_COLOR": "1",
         "COLUMNS": "100",
+        "MSTORE_AUTHOR": "ada@example.org",
     }
     environment.pop("MSTORE_STORE", None)
     done = subprocess.run(

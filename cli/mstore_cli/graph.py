@@ -144,14 +144,20 @@ def _bars(lanes: Lanes, marks: dict[int, str], span: Sequence[int] = (0, 0)) -> 
 def how(snapshot: SnapshotReport) -> str:
     """Describe how a snapshot was made, in one to three words."""
     if snapshot.missing:
-        return f"{snapshot.origin} (missing)".lstrip()
-    made = f"{snapshot.origin} {snapshot.method or ''}".rstrip()
+        return f"{snapshot.made} (missing)".lstrip()
+    made = f"{snapshot.made} {snapshot.method or ''}".rstrip()
     if snapshot.virtual:
         made = f"{made}, virtual"
     return f"{made} (pruned)" if snapshot.pruned else made
 
 
+def subject(snapshot: SnapshotReport) -> str:
+    """Return the first line of the message; without one, where the snapshot came from."""
+    if not snapshot.message and snapshot.origin is not None:
+        return f"{snapshot.origin.url} {snapshot.origin.commit}"
+    return snapshot.message.partition("\n")[0]
+
+
 def _title(snapshot: SnapshotReport) -> str:
     refs = f" ({', '.join(snapshot.refs)})" if snapshot.refs else ""
-    subject = snapshot.message.partition("\n")[0]
-    return f"{short(snapshot.snapshot)} {how(snapshot)}{refs} {subject}".rstrip()
+    return f"{short(snapshot.snapshot)} {how(snapshot)}{refs} {subject(snapshot)}".rstrip()

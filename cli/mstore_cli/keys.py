@@ -42,6 +42,7 @@ OBJECTS: dict[str, type] = {
     "added checkpoint": reports.AddReport,
     "snapshot": reports.SnapshotReport,
     "parent": reports.ParentReport,
+    "origin": reports.OriginReport,
     "file": reports.FileReport,
     "tensor": reports.TensorReport,
     "ref": reports.RefReport,
@@ -176,7 +177,10 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
         Key("shared", "text", "who besides its owner may use its files: umask, group or all"),
         Key("filesystem", "text", "a type of filesystem that it may be on, too; empty for none"),
     ),
-    "config --user": tuple(Key(one.name, "list of text", one.help) for one in USER_KEYS.values()),
+    "config --user": tuple(
+        Key(one.name, "text" if one.kind is str else "list of text", one.help)
+        for one in USER_KEYS.values()
+    ),
     "add": keys_of(reports.AddReport),
     "add PATH PATH": (Key("added", "list of added checkpoint", "in the order of storing"),),
     "analyze": keys_of(reports.AnalyzeReport),

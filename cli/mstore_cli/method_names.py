@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-_OTHERS = {"__init__", "bounds", "method", "parameters", "registry", "report"}
+_OTHERS = {"__init__", "bounds", "method", "model", "parameters", "registry", "report"}
 
 
 def listed() -> str:

@@ -1,16 +1,18 @@
 """One run of the program: the global options, and the store, output and progress bar from them.
 
-The only module that reads `MSTORE_STORE`.  Never creates a store.
+The only module that reads `MSTORE_STORE` and `MSTORE_AUTHOR`.  Never creates a store.
 """
 
 from __future__ import annotations
 
 import os
+import pwd
 import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from mstore.progress import ProgressCallback
 
 STORE_VARIABLE = "MSTORE_STORE"
+AUTHOR_VARIABLE = "MSTORE_AUTHOR"
 
 
 class Choices(NamedTuple):
@@ -97,7 +100,7 @@ class Session:
         from mstore import Store
 
         self.report_waiting()
-        return self._opened(Store.open)
+        return self._opened(partial(Store.open, author=author))
 
     def open_to_look(self) -> Store:
         """Do the same for a command that waits for no lock, so needs no `logging`."""
@@ -116,7 +119,7 @@ class Session:
         from mstore import Store
 
         self.report_waiting()
-        return self._opened(Store.open_checked)
+        return self._opened(partial(Store.open_checked, author=author))
 
     def report_waiting(self) -> None:
         """Say on standard error who holds a lock that this command waits for, unless quiet."""
@@ -184,6 +187,23 @@ class Session:
 
         wanted = not (self._choices.no_progress or self._choices.quiet)
         return progress.bar(wanted=wanted)
+
+
+def author() -> str:
+    """Return who makes snapshots: as MSTORE_AUTHOR says, else the user's settings, else user@host.
+
+    Raises as `user_config.read`.
+    """
+    from mstore_cli import user_config
+
+    told = os.environ.get(AUTHOR_VARIABLE) or user_config.read()["author"]
+    if told:
+        return str(told)
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        user = str(os.geteuid())
+    return f"{user}@{os.uname().nodename}"
 
 
 def _require_not_around(named: Path) -> None:

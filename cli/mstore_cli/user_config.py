@@ -1,6 +1,7 @@
 """The user's own settings: the TOML file `config.toml`, beside `allowed_signers`.
 
     safe_stores = ["/srv/models/store"]
+    author = "Ada <ada@example.org>"
 
 Owns the keys, and how the file is read and written.  Only the command line reads it; what a command
 line or an MSTORE_* variable says wins.  The file is data, read up to a limit, and has to be the
@@ -22,20 +23,22 @@ from typing import Any, Final, NamedTuple
 
 MAX_BYTES: Final = 1 << 16
 _NAME: Final = "config.toml"
+_MOST_AUTHOR: Final = 256
 _AT_LINE: Final = re.compile(r" \(at line ([0-9]+), column [0-9]+\)$")
 
-Value = list[str]
+Value = list[str] | str
 
 
 class Key(NamedTuple):
     """One setting.
 
-    typed: makes a value of a word that the user typed to add it. stored: of one to remove it.
-    problem: what is wrong with a value, None if nothing is.
+    kind: a list of texts, or one text, empty by default. typed: makes a value of a word that the
+    user typed to add it. stored: of one to remove it. problem: what is wrong with a value, None if
+    nothing is.
     """
 
     name: str
-    kind: type[list[Any]]
+    kind: type[list[Any] | str]
     typed: Callable[[str], str]
     stored: Callable[[str], str]
     problem: Callable[[str], str | None]
@@ -61,6 +64,12 @@ def _not_absolute(path: str) -> str | None:
     return None if os.path.isabs(path) else f"{path!r} is not an absolute path"
 
 
+def _no_author(text: str) -> str | None:
+    if not text.isprintable():
+        return f"{text!r} is not one line of text"
+    return None if len(text) <= _MOST_AUTHOR else f"longer than {_MOST_AUTHOR} characters"
+
+
 KEYS: Final[Mapping[str, Key]] = MappingProxyType(
     {
         key.name: key
@@ -72,6 +81,14 @@ KEYS: Final[Mapping[str, Key]] = MappingProxyType(
                 os.path.realpath,
                 _not_absolute,
                 "stores of other users that are used where they are found, without being named",
+            ),
+            Key(
+                "author",
+                str,
+                str,
+                str,
+                _no_author,
+                "who makes your snapshots, as they tell it; user@host unless it is set",
             ),
         )
     }
@@ -91,7 +108,7 @@ def read() -> dict[str, Value]:
     Raises BadRequest that names the file and the line, Conflict for another user's file,
     StorageFailed.
     """
-    found: dict[str, Value] = {key: [] for key in KEYS}
+    found: dict[str, Value] = {name: key.kind() for name, key in KEYS.items()}
     text = _text(path())
     if text:
         import tomllib  # late: commands that need no setting do not wait for it
@@ -106,13 +123,22 @@ def read() -> dict[str, Value]:
 
 
 def add(key: str, words: Sequence[str]) -> None:
-    """Add values that the user typed to a setting.
+    """Add values that the user typed to a setting; one that has one value gets it.
 
     Raises BadRequest, Conflict, StorageFailed, and NotFound for a directory that a store lies in.
     """
+    from mstore.errors import BadRequest
+
     known = _known(key)
     settings = read()
-    settings[key] = list(dict.fromkeys([*settings[key], *map(known.typed, words)]))
+    values = [known.typed(word) for word in words]
+    wrong = next(filter(None, map(known.problem, values)), None)
+    if wrong is None and known.kind is str and len(values) > 1:
+        wrong = "takes one value; quote it if it has spaces"
+    if wrong is not None:
+        raise BadRequest(f"{key}: {wrong}")
+    held = settings[key]
+    settings[key] = values[0] if isinstance(held, str) else list(dict.fromkeys([*held, *values]))
     _write(settings)
 
 
@@ -120,13 +146,15 @@ def remove(key: str, words: Sequence[str]) -> None:
     """Remove values from a setting, all if none is given.  Raises as `add`."""
     known = _known(key)
     settings = read()
-    gone = [known.stored(word) for word in words] or settings[key]
-    missing = next((value for value in gone if value not in settings[key]), None)
+    held = _listed(settings[key])
+    gone = [known.stored(word) for word in words] or held
+    missing = next((value for value in gone if value not in held), None)
     if missing is not None:
         from mstore.errors import BadRequest
 
         raise BadRequest(f"{key} does not have {missing}", hint=f"mstore config --user {key}")
-    settings[key] = [value for value in settings[key] if value not in gone]
+    left = [value for value in held if value not in gone]
+    settings[key] = "".join(left) if known.kind is str else left
     _write(settings)
 
 
@@ -180,12 +208,20 @@ def _without_waiting(file: str, flags: int) -> int:
 def _checked(name: str, value: object, line: int | None) -> Value:
     if name not in KEYS:
         raise _refused(_unknown(name), line)
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise _refused(f"{name} takes a list of texts, as {name} = [...]", line)
-    wrong = next(filter(None, map(KEYS[name].problem, value)), None)
+    known = KEYS[name]
+    found = _listed(value) if isinstance(value, list | str) else []
+    if not isinstance(value, known.kind) or not all(isinstance(one, str) for one in found):
+        usual = "a text" if known.kind is str else f"a list of texts, as {name} = [...]"
+        raise _refused(f"{name} takes {usual}", line)
+    wrong = next(filter(None, map(known.problem, found)), None)
     if wrong is not None:
         raise _refused(f"{name}: {wrong}", line)
     return value
+
+
+def _listed(value: list[Any] | str) -> list[Any]:
+    """Return the values of a setting: an empty text is none."""
+    return value if isinstance(value, list) else [value] if value else []
 
 
 def _place(message: str, text: str) -> tuple[str, int | None]:
@@ -219,11 +255,15 @@ def _write(settings: Mapping[str, Value]) -> None:
     from mstore.errors import BadRequest
 
     lines = []
-    for name, values in settings.items():
-        if values:
-            # A JSON string is a TOML string, but for the delete character.
-            listed = (json.dumps(value, ensure_ascii=False) for value in values)
-            inside = "".join(f"    {one},\n" for one in listed).replace("\x7f", "\\u007F")
+    for name, value in settings.items():
+        # A JSON string is a TOML string, but for the delete character.
+        texts = [
+            json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007F") for one in _listed(value)
+        ]
+        if isinstance(value, str):
+            lines += [f"{name} = {text}\n" for text in texts]
+        elif texts:
+            inside = "".join(f"    {text},\n" for text in texts)
             lines.append(f"{name} = [\n{inside}]\n")
     text = "".join(lines)
     try:

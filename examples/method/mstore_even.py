@@ -2,7 +2,9 @@
 
 import math
 
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.mixed import Mixed
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selections.delta import Delta
 from mstore.objects.plan import Mixture
 
 
@@ -21,7 +23,6 @@ METHOD = Method(
     formula="base + sum of w_k d_k m / |d_k|, m the mean of the |d_k|",
     source="an example",
     parameters=(),
-    select=Select.DELTA,
-    combine=Combine.SUM,
-    mix=mix,
+    select=Delta,
+    combine=Mixed(mix),
 )

@@ -23,6 +23,7 @@ from mstore.adapters.truncation import Errors, Singles, TruncatedTensor, squares
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
+from mstore.made.snapshots import Publication
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
 from mstore.numeric.singles import singles
 from mstore.objects.manifest import Manifest
@@ -33,13 +34,12 @@ from mstore.objects.shapes import (
     require_same_shapes,
     told_difference,
 )
-from mstore.objects.snapshot import BASE, EXPERT, Parent
+from mstore.objects.snapshot import BASE, EXPERT, EXTRACT, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, Phrase, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
-from mstore.store.derived import derived
 from mstore.store.models import models_in
 from mstore.store.tied import HEAD, Tied
 from mstore.store.transaction import Transaction
@@ -126,7 +126,7 @@ def extract(
     )
     model = catalog.manifest(catalog.snapshot(base[1]).manifest_id())
     models = models_in(catalog, model)
-    main = models.only(base[0])
+    main = models.meant(base[0])
     config = config_of(catalog, model, models.config(main))
     if config.get("model_type") in _TRANSPOSED:
         raise Incompatible(
@@ -146,23 +146,22 @@ def extract(
         # What is not finite is refused by name.
         with np.errstate(over="ignore", invalid="ignore"):
             manifest = run.manifest(base[0])
-        snapshot, record, move = derived(
-            catalog,
-            transaction,
+        publication = Publication(catalog, transaction)
+        record, is_new = publication.put(
             name,
             current,
             manifest,
+            EXTRACT,
             (Parent(BASE, base[1]), Parent(EXPERT, expert[1])),
             message=message or f"{expert[0]} less {base[0]}, rank {rank}",
-            action="extract-lora",
+            action=f"extract: {expert[0]} less {base[0]}",
         )
-        if record is not None and move is not None:
-            transaction.commit(snapshots=[record], moves=[move])
+        publication.commit()
         written = transaction.bytes_written
     return ExtractReport(
         name=name,
-        snapshot=snapshot,
-        new_snapshot=record is not None,
+        snapshot=record.id(),
+        new_snapshot=is_new,
         rank=rank,
         products=len(work.products),
         whole=len(work.whole),
@@ -204,7 +203,7 @@ def _tensors(
     catalog: Catalog, one: tuple[str, SnapshotId], only: Sequence[str], skip: Sequence[str]
 ) -> _Tensors:
     models = models_in(catalog, catalog.manifest(catalog.snapshot(one[1]).manifest_id()))
-    tensors = models.in_model(models.only(one[0]))
+    tensors = models.in_model(models.meant(one[0]))
     if is_adapter(tensors):
         raise Incompatible("is an adapter already", where=one[0])
     require_matches(tensors, only, skip)
@@ -323,7 +322,7 @@ class _Run:
             self.errors.add_whole(squares)
             tensors[self._whole_name(name)] = theirs
             self._tick(theirs)
-        return put_files(self._transaction, tensors, self._config(base))
+        return put_files(self._catalog, self._transaction, tensors, self._config(base))
 
     def _whole_name(self, name: str) -> str:
         """Return PEFT's name of a tensor that is stored whole."""

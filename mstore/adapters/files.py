@@ -1,6 +1,6 @@
 """The files of an adapter that mstore makes: weights and config, in PEFT's form.
 
-Owns their names and bytes, and which branches may have them.  Does not own which tensors and
+Owns their names, and which branches may have them.  Does not own which tensors and
 settings an adapter has.
 """
 
@@ -17,11 +17,11 @@ from mstore.adapters.config import CONFIG
 from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.small_files import json_bytes
 from mstore.errors import BadRequest, Corrupt, NotFound
-from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.made.files import Slot, assembled, texts_of
+from mstore.objects.manifest import Manifest, Part
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.store.catalog import Catalog
-from mstore.store.rebuilt import new_header
 from mstore.store.refs import Ref
 from mstore.store.transaction import Transaction, branch_to_move, tip_of
 from mstore.view import array_dtype
@@ -71,6 +71,7 @@ def put_factor(transaction: Transaction, name: str, factor: npt.NDArray[Any], dt
 
 
 def put_files(
+    catalog: Catalog,
     transaction: Transaction,
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, object],
@@ -81,20 +82,15 @@ def put_files(
     settings: of its config, beside or in place of those that all adapters of mstore have. card: the
     text of its model card, None for no card.
     """
-    config = transaction.put_bytes(json_bytes({**_SETTINGS, **settings}), CONFIG)
     names = sorted(tensors)
     records = [tensors[name] for name in names]
-    ids = transaction.put_records(records)
-    parts = (
-        transaction.put_bytes(new_header({"format": "pt"}, names, records), WEIGHTS),
-        *(
-            Part(name, id, record.nbytes)
-            for name, record, id in zip(names, records, ids, strict=True)
-        ),
-    )
-    weights = File(WEIGHTS, SAFETENSORS, sum(part.nbytes for part in parts), parts)
-    files = [File(CONFIG, OPAQUE, config.nbytes, (config,)), weights]
+    parts = [
+        Part(name, id, record.nbytes)
+        for name, record, id in zip(names, records, transaction.put_records(records), strict=True)
+    ]
+    slots = [Slot(name, tensors[name].dtype, tensors[name].shape) for name in names]
+    texts = texts_of(catalog, Manifest(()), {WEIGHTS: slots})
+    texts[CONFIG] = json_bytes({**_SETTINGS, **settings})
     if card is not None:
-        part = transaction.put_bytes(card.encode(), CARD)
-        files.insert(0, File(CARD, OPAQUE, part.nbytes, (part,)))
-    return Manifest(tuple(files))
+        texts[CARD] = card.encode()
+    return assembled((), texts, [WEIGHTS], lambda _: parts, transaction.put_bytes)

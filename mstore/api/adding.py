@@ -110,8 +110,8 @@ class Adding(OpenStore):
         default_excludes: start with the patterns for files that are not part of a model
         (`mstore.checkpoint.exclusion`).
         codec: auto, raw or dense; None uses the store's setting.
-        message: the reason, in words; without one, a snapshot of a Hugging Face cache tells the
-        model and its commit.
+        message: the reason, in words. A snapshot of a Hugging Face cache also tells its origin:
+        address, revision and commit.
         threads: the most threads to use; None means one per processor.
         convert: load pickled weights in a child process with these limits, and store them as
         safetensors.
@@ -260,7 +260,7 @@ class Adding(OpenStore):
         from mstore.numeric.codes import output_dtype
         from mstore.store import contents
 
-        sides = [(str(one), self._clear(one)) for one in (expert, base)]
+        sides = [(str(one), self._input(one).snapshot) for one in (expert, base)]
         with contents.held(self._catalog, [id for _, id in sides]):
             return extract(
                 self._catalog,
@@ -299,7 +299,8 @@ class Adding(OpenStore):
         dtype: bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2, by name or as
         torch or numpy has it.  Those in 8 bits get no scales.
         name: the ref; None means `cast/MODEL-DTYPE`.
-        only, skip: patterns of tensor names; tensors that they leave out stay as they are.
+        only, skip: patterns of tensor names; tensors that they leave out stay as they are, and so
+        do the other models of a snapshot of which REF:MODEL names one.
         message: the reason, in words.
         allow_nonfinite: also publish a model in which elements became infinite.
         threads: the most threads to use; None means one per processor.
@@ -317,11 +318,12 @@ class Adding(OpenStore):
         from mstore.store import contents
 
         wanted = cast_dtype(dtype)
-        model = str(revision), self._clear(revision)
-        with contents.held(self._catalog, [model[1]]):
+        model = self._input(revision)
+        with contents.held(self._catalog, [model.snapshot]):
             return cast(
                 self._catalog,
-                model,
+                (model.name, model.snapshot),
+                of=model.model,
                 dtype=wanted,
                 name=name,
                 only=tuple(only),
@@ -375,7 +377,7 @@ class Adding(OpenStore):
         adapters = []
         for revision, weight in weighted(experts):
             finite_single(f"the weight of {revision}", weight)
-            adapters.append((str(revision), self._clear(revision), float(weight)))
+            adapters.append((str(revision), self._input(revision).snapshot, float(weight)))
         with contents.held(self._catalog, [id for _, id, _ in adapters]):
             return combine(
                 self._catalog,

@@ -168,6 +168,9 @@ KINDS: Final[Mapping[str, Kind]] = {
         lambda one: _PLAN_REPORT(one) or isinstance(one, PlanId | str),
         "a plan: what Store.plan gave, its PlanId, or that as text",
     ),
+    "str | Callable[[], str]": Kind(
+        lambda one: _TEXT.fits(one) or callable(one), "text, or something to call for it"
+    ),
     "Sequence[str]": _TEXTS,
     "Sequence[str] | None": _TEXTS.optional(),
     # Of another library, which knows what it takes.

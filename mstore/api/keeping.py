@@ -292,8 +292,8 @@ class Keeping(OpenStore):
     ) -> CloneReport:
         """Create a store with everything from the one at `source`: refs, reflogs, settings.
 
-        The new store has its own UUID and packs.  Others may write and run gc meanwhile.  Each
-        payload is checked against its id.  Raises Conflict if something exists at `destination`,
+        The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
+        checked against its id.  Raises Conflict if something exists at `destination`,
         BadRequest if that lies inside the source, Corrupt if the source is damaged, NotFound,
         StorageFailed; then nothing was created.
         """

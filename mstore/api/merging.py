@@ -153,6 +153,10 @@ class Merging(OpenStore):
         Raises what `read_recipe`, `plan` and `merge` raise.
         """
         from mstore.merge.planning.recipes import preparations
+        from mstore.merge.running.commit import run_merge
+        from mstore.objects.plan import Plan
+        from mstore.objects.snapshot import PREPARE
+        from mstore.store.plans import sources_of
 
         found = preparations(
             self._catalog, text, where=where, models=models or {}, document=document, strict=strict
@@ -160,16 +164,23 @@ class Merging(OpenStore):
         made = []
         for one in found:
             plan = self.plan(one.request, allow_noop=True, threads=threads, progress=progress)
-            merged = self.merge(
-                plan,
+            layouts.require_writable(self._catalog.layout)
+            record = self._catalog.record(Plan, plan.plan)
+            merged = run_merge(
+                self._catalog,
+                record,
+                sources_of(self._catalog, plan.plan, record),
                 name=one.ref,
                 message=one.name,
+                made=PREPARE,
                 allow_nonfinite=allow_nonfinite,
-                threads=threads,
+                threads=thread_count(threads),
                 progress=progress,
+                memo=self._memo,
+                ready=self._taken(plan.plan),
             )
             made.append(
-                one.made(merged.snapshot, is_new=merged.new_snapshot, written=merged.bytes_written)
+                one.made(merged.snapshot, is_new=merged.is_new, written=merged.bytes_written)
             )
         return tuple(made)
 

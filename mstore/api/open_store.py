@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, RLock
@@ -60,8 +61,12 @@ class OpenStore:
         catalog: Catalog | None,
         cache_bytes: int | None = None,
         verify: str = ONCE,
+        author: str | Callable[[], str] = "",
     ) -> None:
         """Set the fields.  catalog: None opens it when it is first used."""
+        self._author = author
+        if catalog is not None:
+            catalog.author = self._told_author
         self._path = path
         self._place = os.path.realpath(path)
         self._opened = catalog
@@ -99,7 +104,7 @@ class OpenStore:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel as path and settings: another process opens the store when it first uses it."""
-        settings = (self._path, None, self._cache_bytes, self._verify)
+        settings = (self._path, None, self._cache_bytes, self._verify, self._told_author())
         return _store_later, (type(self), settings)
 
     @classmethod
@@ -126,7 +131,12 @@ class OpenStore:
 
     @classmethod
     def open(
-        cls, path: str | Path, *, cache_bytes: int | None = None, verify: str = "once"
+        cls,
+        path: str | Path,
+        *,
+        cache_bytes: int | None = None,
+        verify: str = "once",
+        author: str | Callable[[], str] = "",
     ) -> Self:
         """Open the store in a directory.
 
@@ -135,6 +145,8 @@ class OpenStore:
         verify: "once" checks each block when it is first read, and reads parts of a block that lies
         raw without checking it again; "always" checks a block every time that it is read from its
         pack.
+        author: who makes the snapshots, as they tell it: a text, or what is asked for it when one
+        is made.
 
         Raises NotFound (no store there), Incompatible (another format, a filesystem that is not
         known to be local), Corrupt (the index cannot be opened), BadRequest, Unavailable,
@@ -146,8 +158,11 @@ class OpenStore:
             raise BadRequest("a cache has at least 0 bytes", where=Option("cache_bytes"))
         store = cls.__new__(cls)
         catalog = Catalog.open(Path(path))
-        store._begin(catalog.layout.root, catalog, cache_bytes, verify)
+        store._begin(catalog.layout.root, catalog, cache_bytes, verify, author)
         return store
+
+    def _told_author(self) -> str:
+        return self._author if isinstance(self._author, str) else self._author()
 
     def _policy(self, codec: str | None) -> Policy:
         """Return the codecs that new blocks may use: `codec`, or the store's setting if None.
@@ -158,15 +173,17 @@ class OpenStore:
         return (config if codec is None else config.changed({"codec": codec})).codec
 
     @classmethod
-    def open_checked(cls, path: str | Path) -> Self:
+    def open_checked(cls, path: str | Path, *, author: str | Callable[[], str] = "") -> Self:
         """Open a store whose index may be damaged: check the index file before LMDB opens it.
+
+        author: as for `open`.
 
         Raises as `open` does, and Corrupt if the index cannot be trusted.
         """
         from mstore.check.index_file import require_sound
 
         require_sound(locate(Path(path)))
-        return cls.open(path)
+        return cls.open(path, author=author)
 
     def close(self) -> None:
         """Release files and index once the reads of other threads have ended.
@@ -229,6 +246,7 @@ class OpenStore:
                 raise closed(self._path)
             if self._opened is None:
                 self._opened, self._pid = Catalog.open(self._path), os.getpid()
+                self._opened.author = self._told_author
             return self._opened
 
     @property
@@ -244,8 +262,8 @@ class OpenStore:
     def doubt(self) -> str | None:
         """Why this store is readable but not writable; None if it is writable.
 
-        Its index is older than its mirror of the refs: it was replaced by an older one, or is
-        damaged.  Every write then raises Corrupt until `reindex` has rebuilt the index.
+        Its index is older than the mirror of the refs or the list of packs: it was replaced by an
+        older one, or is damaged.  Every write then raises Corrupt until `reindex` has rebuilt it.
         """
         return self._catalog.doubt()
 

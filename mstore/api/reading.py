@@ -96,7 +96,7 @@ class Reading(OpenStore):
     def show(
         self, revision: Revision, *, signers: Mapping[bytes, str] | None = None
     ) -> SnapshotReport:
-        """Return one snapshot: content, parents, origin, message.
+        """Return one snapshot: content, parents, author, message.
 
         signers: as for `log`.
 

@@ -3,8 +3,8 @@
     lock of the destination -> lease in the source -> rows of one commit into a new index
     -> packs that the destination has not: copied to tmp/incoming/, synced, proved
     -> everything that names need is in the new index, or comes from the old one, or is reported
-    -> locks of the destination: packs get their names -> the new index takes the place of the old
-       one -> mirror, settings, format -> packs that the source has no more are removed
+    -> locks of the destination: pack list -> packs get their names -> the new index takes the place
+       of the old one -> mirror, settings, format -> packs that the source has no more are removed
 
 Before the new index is in place a crash leaves the state of the last backup, and in tmp/ what was
 copied whole, from which the next run goes on.  After it, the new state.
@@ -22,19 +22,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 from mstore import fs
 from mstore.backup import destination, lacking, packs, source
 from mstore.backup.destination import Destination
-from mstore.backup.packs import PlacedPacks, Proof
+from mstore.backup.packs import Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
-from mstore.blocks.packs import SealedPack, pack_path
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import is_whole
+from mstore.blocks.packs import PackGone
 from mstore.blocks.schema import PRUNED, Condemned, NamedPack
 from mstore.check.affected import Affected, AffectedTensors
 from mstore.check.findings import Findings, Problem
@@ -44,9 +46,9 @@ from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
 from mstore.sharing import Sharing
-from mstore.store import condemned, generation, leases, lost_found, mirror, refs
+from mstore.store import condemned, generation, leases, lost_found, mirror, pack_list, refs
 from mstore.store.catalog import Catalog
-from mstore.store.publishing import give_names
+from mstore.store.pack_list import PackList
 
 _ATTEMPTS = 20
 
@@ -108,8 +110,9 @@ def backup(
         source.held(catalog, f"backup to {path.name}"),
     ):
         for _ in range(_ATTEMPTS):
-            with suppress(Moved):
-                return _Backup(catalog, into, threads, progress).run()
+            one = _Backup(catalog, into, threads, progress)
+            with suppress(Moved), closing(one):
+                return one.run()
     raise Unavailable(
         "gc removes packs faster than they can be copied, and this user cannot hold a lease",
         where=str(catalog.layout.root),
@@ -127,11 +130,16 @@ class _Backup:
         self._catalog = catalog
         self._into = into
         self._layout = into.layout
+        self._packs = self._opened({})
         self._threads = threads
         self._ticks = Ticks(progress)
         self._findings = Findings()
         self._helps = False
         """Whether the backup may have good copies of what is damaged in the source."""
+
+    def close(self) -> None:
+        """Close the packs of the destination."""
+        self._packs.close()
 
     def run(self) -> BackupReport:
         """Copy, prove, publish.  Raises Moved where the source changed under it."""
@@ -151,7 +159,8 @@ class _Backup:
                 number = index.generation(transaction)
                 names = dict(refs.walk(index, transaction))
                 snapshots = index.count(transaction, "snapshots")
-        removed, aside, waiting = self._publish(fresh, staged)
+            lines = self._lines(index, number)
+        removed, aside, waiting = self._publish(fresh, staged, lines)
         return BackupReport(
             path=str(self._layout.root),
             uuid=str(self._layout.uuid),
@@ -164,7 +173,7 @@ class _Backup:
             packs_removed=tuple(pack.pack.hex() for pack in removed),
             freed_bytes=sum(pack.size for pack in removed),
             waiting_bytes=waiting,
-            put_aside=tuple(path.stem for path in aside),
+            put_aside=tuple(pack.hex() for pack in aside),
             problems=self._findings.problems,
             affected=self._affected(names),
             hint=self._hint(),
@@ -197,25 +206,29 @@ class _Backup:
                 hint="name a new directory",
             )
 
+    def _opened(self, staged: Mapping[PackId, Path]) -> PackFiles:
+        """Open the packs of the destination, and copies that are not in place yet."""
+        return PackFiles(self._layout.packs, elsewhere=staged)
+
     def _has(self, pack: NamedPack) -> bool:
         before = self._into.before
         if before is not None and pack.id in before.damaged:
             # It may have been mended since, or be healed by whoever reads it from elsewhere.
             return False
-        return packs.is_whole(pack_path(self._layout.packs, pack.id), pack)
+        return is_whole(self._packs, pack.id, pack.size)
 
     def _copy(self, missing: Sequence[NamedPack]) -> dict[PackId, Path]:
         """Copies of packs in tmp/incoming/, whole; what is lost goes to the findings."""
         tick = self._ticks.of("backup", sum(pack.size for pack in missing))
         staged = {}
         for pack in missing:
-            path = self._layout.incoming / f"{pack.id.hex()}.pack"
-            if packs.is_whole(path, pack):
+            path = packs.staged(self._layout.incoming, pack.id)
+            if is_whole(self._opened({pack.id: path}), pack.id, pack.size):
                 tick(pack.size)
                 staged[pack.id] = path
                 continue
             try:
-                packs.copy(self._catalog.packs.path(pack.id), path, tick)
+                packs.copy(self._catalog.packs, pack.id, path, tick)
             except Corrupt as error:
                 if not source.names(self._catalog.index, pack.id):
                     raise Moved from error
@@ -231,10 +244,10 @@ class _Backup:
         missing: Sequence[NamedPack],
         staged: dict[PackId, Path],
     ) -> None:
-        files = PlacedPacks(self._layout.packs, staged)
+        files = self._opened(staged)
         try:
             layout = self._layout
-            proof = Proof(index, files, layout.uuid.bytes, layout.block_size, self._findings)
+            proof = Proof(index, files, layout.block_size, self._findings)
             here = [pack for pack in missing if pack.id in staged]
             tick = self._ticks.of("verify", sum(pack.size for pack in here))
             proof.run(here, tick, threads=self._threads)
@@ -284,7 +297,7 @@ class _Backup:
 
         The backup would else report success, and the next ones let the last good copy go.
         """
-        files = PlacedPacks(self._layout.packs, staged)
+        files = self._opened(staged)
         try:
             new = Catalog.over(self._layout, self._catalog.config, index, files)
             if self._into.before is None:
@@ -299,28 +312,36 @@ class _Backup:
     def _size(self, pack: PackId, known: dict[PackId, int]) -> int:
         size = known.get(pack)
         if size is None:
-            path = pack_path(self._layout.packs, pack)
-            with fs.translated(path):
-                return path.stat().st_size if fs.is_there(path) else 0
-        return size
+            with suppress(PackGone):
+                return self._packs.size(pack)
+        return size or 0
+
+    def _lines(self, index: Index, number: int) -> PackList:
+        """Return the list of all packs that the new index knows."""
+        since = {**pack_list.read(self._layout).since}
+        since |= pack_list.read(self._catalog.layout).since
+        with index.env.read() as transaction:
+            known = [pack for pack, _ in index.packs(transaction)]
+            known += [pack.pack for pack in index.condemned(transaction)]
+        return PackList(number, {pack: since.get(pack, number) for pack in known})
 
     def _publish(
-        self, fresh: Path, staged: dict[PackId, Path]
-    ) -> tuple[list[Condemned], list[Path], int]:
+        self, fresh: Path, staged: dict[PackId, Path], lines: PackList
+    ) -> tuple[list[Condemned], Sequence[PackId], int]:
         """Make the new state the state; what was removed, put aside, and waits for its readers."""
         layout, into = self._layout, self._into
         with into.publishing():
-            sealed = [SealedPack(pack, path, 0, ()) for pack, path in sorted(staged.items())]
-            give_names(layout.packs, sealed, [])
+            pack_list.write(layout, lines)
+            packs.put(self._packs, staged)
             into.replace_index(fresh)
             with closing(Index(layout.index)) as index:
                 mirror.write(layout, index)
                 into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
                 leases.sweep(layout, index)
                 waiting = condemned.listed(index)
-                removed = [] if into.is_read() else condemned.sweep(layout, index)
-                unknown = generation.unknown_packs(layout, index)
-            aside = lost_found.put_aside(layout, unknown)
+                removed = [] if into.is_read() else condemned.sweep(layout, index, self._packs)
+                unknown = generation.unknown_packs(self._packs, index)
+            aside = lost_found.put_aside(layout, self._packs, unknown)
         with suppress(StorageFailed):
             fs.remove_tree(layout.incoming)
         left = sum(pack.size for pack in waiting) - sum(pack.size for pack in removed)

@@ -1,10 +1,8 @@
 """Clone: a new store with everything that another one has.
 
-The clone gets a UUID of its own, so that the two are never confused: a backup of one is not a
-backup of the other, and neither takes the other's packs for its own. Packs carry the UUID in their
-headers, and a PackId covers it. So each pack is copied with a new header and gets a new id;
-payloads and footers are copied unchanged. This rules out hard links, which are unwanted anyway: two
-names of one file share its damage.
+The clone gets a UUID of its own, because from now on it has a history of its own: a backup of one
+is not a backup of the other. Packs are copied unchanged. They are no hard links: two names of one
+file share its damage.
 
 Unlike a backup, a clone is complete or absent: damage in the source aborts it.
 """
@@ -13,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +19,12 @@ from pathlib import Path
 from mstore import fs
 from mstore.backup import lacking, packs, source
 from mstore.backup.backup import Moved
-from mstore.backup.packs import PlacedPacks, Proof
+from mstore.backup.packs import Proof
 from mstore.backup.ticks import Ticks
 from mstore.blocks import index_copy
 from mstore.blocks.index import Index
-from mstore.blocks.packs import SealedPack, read_table
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import is_whole
 from mstore.blocks.schema import NamedPack
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
@@ -33,10 +33,9 @@ from mstore.ids import PackId
 from mstore.phrases import call
 from mstore.progress import ProgressCallback
 from mstore.store import layout as layouts
-from mstore.store import mirror
+from mstore.store import mirror, pack_list
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
-from mstore.store.publishing import give_names
 
 _ATTEMPTS = 20
 
@@ -122,16 +121,13 @@ class _Clone:
         fs.make_directory(layout.incoming, private=True)
         with closing(Index(layout.index, create=True)) as index:
             theirs = index_copy.copy(self._catalog.index, index)
-            staged: dict[PackId, Path] = {}
-            own = [self._copy(pack, theirs, staged) for pack in theirs]
+            staged = {pack.id: self._copy(pack, theirs) for pack in theirs}
             with index.env.write() as transaction:
-                index.name_packs(transaction, own)
-            self._prove(index, own, staged)
-            give_names(
-                layout.packs,
-                [SealedPack(pack, path, 0, ()) for pack, path in sorted(staged.items())],
-                [],
-            )
+                index.name_packs(transaction, theirs)
+            self._prove(index, theirs, staged)
+            self._list(index, staged)
+            with closing(PackFiles(layout.packs)) as own:
+                packs.put(own, staged)
             fs.remove_tree(layout.incoming)
             mirror.write(layout, index)
             with index.env.read() as transaction:
@@ -141,36 +137,40 @@ class _Clone:
                     source=str(self._catalog.layout.root),
                     refs=index.count(transaction, "refs"),
                     snapshots=index.count(transaction, "snapshots"),
-                    packs=len(own),
-                    bytes_copied=sum(pack.size for pack in own),
+                    packs=len(theirs),
+                    bytes_copied=sum(pack.size for pack in theirs),
                     seconds=0.0,
                 )
 
-    def _copy(
-        self, pack: NamedPack, all_packs: list[NamedPack], staged: dict[PackId, Path]
-    ) -> NamedPack:
-        """Copy one pack of the source into the new store, with the new store's header."""
-        path = self._layout.incoming / f"{pack.id.hex()}.pack"
-        origin = self._catalog.packs.path(pack.id)
+    def _list(self, index: Index, staged: Collection[PackId]) -> None:
+        since = pack_list.read(self._catalog.layout).since
+        with index.env.read() as transaction:
+            number = index.generation(transaction)
+        lines = {pack: since.get(pack, number) for pack in staged}
+        pack_list.write(self._layout, pack_list.PackList(number, lines))
+
+    def _copy(self, pack: NamedPack, all_packs: list[NamedPack]) -> Path:
+        """Copy one pack of the source, and return where the copy lies."""
+        path = packs.staged(self._layout.incoming, pack.id)
+        origin = self._catalog.packs
         tick = self._ticks.of("clone", sum(one.size for one in all_packs))
         try:
-            packs.copy(origin, path, tick, store=self._layout.uuid.bytes)
-            if not packs.is_whole(origin, pack):
-                raise Corrupt("header, footer or length is damaged", where=str(origin))
-            own = read_table(path)[0]
+            packs.copy(origin, pack.id, path, tick)
+            if not is_whole(origin, pack.id, pack.size):
+                where = origin.where(pack.id)
+                raise Corrupt("header, footer or length is damaged", where=where)
         except Corrupt as error:
             if not source.names(self._catalog.index, pack.id):
                 raise Moved from error
             raise self._damaged(f"pack {pack.id.hex()}", error.what) from error
-        staged[own] = path
-        return NamedPack(pack.number, own, pack.size)
+        return path
 
     def _prove(self, index: Index, own: list[NamedPack], staged: dict[PackId, Path]) -> None:
         findings = Findings()
-        files = PlacedPacks(self._layout.packs, staged)
+        files = PackFiles(self._layout.packs, elsewhere=staged)
         try:
             layout = self._layout
-            proof = Proof(index, files, layout.uuid.bytes, layout.block_size, findings)
+            proof = Proof(index, files, layout.block_size, findings)
             proof.run(
                 own,
                 self._ticks.of("verify", sum(pack.size for pack in own)),

@@ -8,9 +8,9 @@ garbage.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 from mstore import fs
@@ -18,7 +18,8 @@ from mstore.ahead import in_order
 from mstore.backup.ticks import Tick
 from mstore.blocks.index import Index
 from mstore.blocks.location import Location, Row, pack_number
-from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, open_pack, read_footer
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
 from mstore.blocks.reader import BlockReader
 from mstore.blocks.schema import NamedPack
 from mstore.check.findings import Findings, typed
@@ -28,66 +29,41 @@ from mstore.ids import BlockId, Buffer, PackId
 PART = ".part"
 _READ_BYTES = 8 << 20
 _GROUP_BYTES = 8 << 20
-_STORE_UUID = slice(16, 32)
 
 
-def copy(source: Path, target: Path, tick: Tick, *, store: bytes | None = None) -> None:
+def copy(packs: Packs, pack: PackId, target: Path, tick: Tick) -> None:
     """Copy a pack durably, except for its name; rename it to `target` when complete.
 
-    store: the UUID to write into the copy's header. Raises Corrupt if the source has lost the pack
-    or a part of it, StorageFailed.
+    Raises Corrupt if the source has lost the pack or a part of it, StorageFailed.
     """
-    descriptor = open_pack(source)
+    part = target.with_suffix(PART)
+    fs.unlink(part, missing_ok=True)
+    file = fs.NewFile(part)
     try:
-        part = target.with_suffix(PART)
-        fs.unlink(part, missing_ok=True)
-        file = fs.NewFile(part)
-        try:
-            while data := _read(descriptor, file.size, source):
-                if store is not None and not file.size:
-                    data = data[: _STORE_UUID.start] + store + data[_STORE_UUID.stop :]
+        for data in packs.read_each(pack, ((at, _READ_BYTES) for at in count(0, _READ_BYTES))):
+            if data:
                 start = file.append(data)
                 file.begin_writing_back(start, len(data))
                 tick(len(data))
-            file.protect()
-            file.sync()
-            file.close()
-            fs.rename(part, target)
-        except BaseException:
-            file.abandon()
-            raise
-    finally:
-        os.close(descriptor)
+            if len(data) < _READ_BYTES:
+                break
+        file.protect()
+        file.sync()
+        file.close()
+        fs.rename(part, target)
+    except BaseException:
+        file.abandon()
+        raise
 
 
-def _read(descriptor: int, offset: int, path: Path) -> bytes:
-    with fs.reading(path):
-        return os.pread(descriptor, _READ_BYTES, offset)
+def staged(directory: Path, pack: PackId) -> Path:
+    """Return where a copy lies until it is put."""
+    return directory / f"{pack.hex()}.pack"
 
 
-def is_whole(path: Path, pack: NamedPack) -> bool:
-    """Return whether a complete pack of this name is there, by its size, header and footer.
-
-    Raises StorageFailed.
-    """
-    try:
-        footer = read_footer(path)
-    except Corrupt:
-        return False
-    return (footer.size, footer.id) == (pack.size, pack.id)
-
-
-class PlacedPacks(PackFiles):
-    """Packs to read, some of which lie outside `directory`."""
-
-    def __init__(self, directory: Path, places: Mapping[PackId, Path]) -> None:
-        super().__init__(directory)
-        self._places = places
-
-    def place(self, pack: PackId) -> str:
-        """Return where this pack lies."""
-        place = self._places.get(pack)
-        return super().place(pack) if place is None else str(place)
+def put(target: Packs, copies: Mapping[PackId, Path]) -> None:
+    """Keep these copies."""
+    target.put([SealedPack(pack, path, 0, ()) for pack, path in sorted(copies.items())])
 
 
 _Payload = tuple[Kind, bytes, Location, Row]
@@ -101,13 +77,10 @@ class Proof:
     work as all errors do but damage.
     """
 
-    def __init__(
-        self, index: Index, files: PackFiles, store: bytes, block_size: int, findings: Findings
-    ) -> None:
+    def __init__(self, index: Index, files: Packs, block_size: int, findings: Findings) -> None:
         self._index = index
         self._files = files
         self._reader = BlockReader(files, block_size)
-        self._store = store
         self._findings = findings
 
     def run(self, packs: Sequence[NamedPack], tick: Tick, *, threads: int) -> None:
@@ -140,16 +113,15 @@ class Proof:
 
     def _payloads(self, pack: NamedPack) -> list[_Payload]:
         """Return the payloads that rows have in this pack, in pack order."""
-        path = self._files.path(pack.id)
         try:
-            footer = read_footer(path)
+            footer = self._files.table(pack.id)
         except Unreadable:
             raise
         except Corrupt as error:
             self._findings.tell_pack(pack.id, error.what)
             return []
-        if (footer.id, footer.size, footer.store) != (pack.id, pack.size, self._store):
-            self._findings.tell_pack(pack.id, f"not {pack.size} bytes long, or another pack")
+        if footer.size != pack.size:
+            self._findings.tell_pack(pack.id, f"not {pack.size} bytes long")
             return []
         found = []
         index = self._index

@@ -24,7 +24,7 @@ from mstore.blocks import location
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import Cursor, IndexTransaction
 from mstore.blocks.location import Key, Location, Row
-from mstore.blocks.packs import Kind, SealedPack
+from mstore.blocks.packs import Footer, Kind, SealedPack
 from mstore.blocks.schema import (
     BACKUP,
     BLOCKS,
@@ -415,7 +415,7 @@ class Index:
             self.put(transaction, PACKS, pack.number, (pack.id, pack.size))
             self.put(transaction, PACK_IDS, pack.id, pack.number)
 
-    def insert_pack(self, transaction: IndexTransaction, pack: SealedPack) -> None:
+    def insert_pack(self, transaction: IndexTransaction, pack: SealedPack | Footer) -> None:
         """Insert rows for a pack and all its entries.
 
         A block that another writer stored meanwhile keeps its row; this pack's copy is dead weight
@@ -430,7 +430,7 @@ class Index:
             with transaction.cursor(db=self.db(database)) as cursor:
                 cursor.putmulti(items, overwrite=False)
 
-    def _number_pack(self, transaction: IndexTransaction, pack: SealedPack) -> int:
+    def _number_pack(self, transaction: IndexTransaction, pack: SealedPack | Footer) -> int:
         """Insert rows for the pack itself and return its number, which no pack had before."""
         number = self.get(transaction, COUNTERS, _NEXT_PACK) or 0
         for table in (PACKS, CONDEMNED):

@@ -28,23 +28,16 @@ FSCK: Final = call("fsck", read_data=True)
 
 
 class PackSource(Protocol):
-    """A source of pack bytes: this disk, another one, a remote one.
-
-    Packs never change, so any part may be read at any time, by any number of threads. A read
-    returns exactly the requested bytes, or raises; it never returns fewer, or bytes of something
-    else. The result is not trusted: the reader checks it. Raises PackGone for a pack that the
-    source does not have, Corrupt if the pack is too short for the request, Unreadable if the disk
-    has lost the bytes, StorageFailed if this machine cannot read now.
-    """
+    """The part of `blocks.pack_store.Packs` that a reader needs."""
 
     def read(self, pack: PackId, offset: int, length: int) -> Buffer:
-        """Return `length` bytes of the pack at `offset`."""
+        """-"""
 
     def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill the targets, one after another, with the bytes from `offset` on."""
+        """-"""
 
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
-        """Hint that these bytes will be read soon. Never raises."""
+        """-"""
 
 
 def located(pack: PackId, entry: Entry) -> Location:

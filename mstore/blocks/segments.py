@@ -42,6 +42,7 @@ import mmap
 import os
 import re
 import struct
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -169,32 +170,33 @@ class Segment:
         self.id = id
         self.path = path_of(directory, id)
         try:
-            self._file = os.fdopen(fs.open_file(self.path), "rb", buffering=0)
+            self._fd = fs.open_file(self.path)
         except Conflict as error:
             raise self._bad("this is not a regular file") from error
         except FileNotFoundError as error:
             raise _Gone("the segment is missing", where=str(self.path), hint=_HINT) from error
         except OSError as error:
             raise fs.unread(error, self.path, _HINT) from error
+        weakref.finalize(self, os.close, self._fd)
         head = self._bytes(0, 1)
         magic, version, self._bits, rows, packs, nonce, *self._digests = _HEADER.unpack(
             head[: _HEADER.size]
         )
         if magic != MAGIC:
             raise self._bad("this is not a segment")
+        if SegmentId.of(head[:_BODY]) != id:
+            raise self._bad("its header does not match its name")
         if version != VERSION:
             raise Incompatible(f"this is a segment of version {version}", where=str(self.path))
         self._page_key = blake3(nonce, derive_key_context=_CONTEXT).digest()
-        if SegmentId.of(head[:_BODY]) != id:
-            raise self._bad("its header does not match its name")
         if not (1 <= self._bits <= 32 and 1 <= packs <= rows <= MOST_ROWS):
             raise self._bad("its header has impossible numbers")
         self._sections = self._starts, self._rows, self._packs = _sections(self._bits, rows, packs)
         with fs.reading(self.path, _HINT):
-            size = os.fstat(self._file.fileno()).st_size
+            size = os.fstat(self._fd).st_size
             if size != self._packs.end * PAGE:
                 raise self._bad(f"it has {size} bytes, and not {self._packs.end * PAGE}")
-            self._map = mmap.mmap(self._file.fileno(), size, prot=mmap.PROT_READ)
+            self._map = mmap.mmap(self._fd, size, prot=mmap.PROT_READ)
         self._views = {section.page: section.view(self._map) for section in self._sections}
         self._proved = np.zeros(self._packs.end, np.bool_)
         self._proved_bytes(0, 1)
@@ -334,7 +336,7 @@ class Segment:
 
     def _bytes(self, page: int, count: int) -> bytes:
         try:
-            data = os.pread(self._file.fileno(), count * PAGE, page * PAGE)
+            data = os.pread(self._fd, count * PAGE, page * PAGE)
         except OSError as error:
             raise fs.unread(error, self.path, _HINT) from error
         if len(data) < count * PAGE:
@@ -695,9 +697,13 @@ class Segments:
         named = {one.path.name for one in self._segments}
         with fs.translated(self.directory):
             names = fs.listed(self.directory)
-        for name in names:
-            if _GARBAGE.fullmatch(name) and name not in named:
-                fs.unlink(self.directory / name, missing_ok=True)
+        garbage = [name for name in names if _GARBAGE.fullmatch(name) and name not in named]
+        if garbage:
+            # Who replaced the list may have ended before that was durable: the one before needs
+            # what is removed here.
+            fs.sync_directory(self.directory)
+        for name in garbage:
+            fs.unlink(self.directory / name, missing_ok=True)
 
     @contextmanager
     def _changing(self) -> Iterator[list[Segment]]:

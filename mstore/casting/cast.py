@@ -20,23 +20,23 @@ from mstore.casting.streaming import Caster, CastTensor, Job
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.header import LENGTH_BYTES, METADATA_KEY
-from mstore.checkpoint.models import is_index
+from mstore.checkpoint.models import Model, full_name, split_name
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
+from mstore.made.files import Slot, assembled, texts_of, with_dtype
+from mstore.made.snapshots import Publication, branch_below
 from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
-from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.shapes import chosen, require_matches
-from mstore.objects.snapshot import BASE, EXPERT, Parent
+from mstore.objects.snapshot import BASE, CAST, EXPERT, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
-from mstore.store.derived import branch_below, derived
-from mstore.store.models import tensors_of
-from mstore.store.rebuilt import header_of, index_of, shards_of, with_dtype
+from mstore.store.models import models_in, tensors_of
 from mstore.store.transaction import Transaction, branch_to_move
 
 BRANCHES: Final = "cast"
@@ -90,6 +90,7 @@ def cast(
     catalog: Catalog,
     model: tuple[str, SnapshotId],
     *,
+    of: str | None = None,
     dtype: str,
     name: str | None,
     only: Sequence[str],
@@ -101,8 +102,8 @@ def cast(
 ) -> CastReport:
     """Store the model with another element type under a ref.
 
-    dtype: of `CASTS`. name: None for one below `cast/`. allow_nonfinite: also publish a model in
-    which elements became infinite.
+    of: the one of its models to cast; None: all. dtype: of `CASTS`. name: None for one below
+    `cast/`. allow_nonfinite: also publish a model in which elements became infinite.
 
     Raises BadRequest (patterns), Incompatible (scales that are missing or of another form, types
     that cannot be cast, elements that became infinite), BadName, Conflict, Corrupt, StorageFailed;
@@ -110,9 +111,11 @@ def cast(
     """
     began = time.monotonic()
     told = CASTS[dtype]
-    branch = branch_below(BRANCHES, f"{model[0]}-{told}") if name is None else name
+    branch = (
+        branch_below(BRANCHES, f"{model[0].replace(':', '-')}-{told}") if name is None else name
+    )
     manifest = catalog.manifest(catalog.snapshot(model[1]).manifest_id())
-    plan = _Plan(catalog, manifest, dtype, only, skip, model[0])
+    plan = _Plan(catalog, manifest, of, dtype, only, skip, model[0])
     with Transaction(catalog, f"cast {branch}") as transaction:
         current = branch_to_move(catalog, branch)
         with ThreadPoolExecutor(threads, "cast") as pool:
@@ -126,26 +129,22 @@ def cast(
                 where=model[0],
                 hint=phrase("{allow} publishes it as it is", allow=Option("allow_nonfinite", True)),
             )
-        snapshot, record, move = derived(
-            catalog,
-            transaction,
+        publication = Publication(catalog, transaction)
+        record, is_new = publication.put(
             branch,
             current,
             made,
+            CAST,
             _parents(catalog, model[1], manifest),
             message=message or f"{model[0]} in {told}",
             action=f"cast: {model[0]} to {told}",
         )
-        if record is not None and move is not None:
-            transaction.commit(snapshots=[record], moves=[move])
-        elif transaction.has_news:
-            # A repair had dropped some of its blocks or records: they are stored again.
-            transaction.commit()
+        publication.commit()
         written = transaction.bytes_written
     return CastReport(
         name=branch,
-        snapshot=snapshot,
-        new_snapshot=record is not None,
+        snapshot=record.id(),
+        new_snapshot=is_new,
         dtype=told,
         cast=len(plan.cast),
         scaled=len(plan.scaled),
@@ -194,8 +193,9 @@ def _too_large(what: str, told: str, counts: Mapping[str, int]) -> str:
 
 @frozen
 class _Slot:
-    """A tensor of the output: its part in the model, and if it is cast, from and to what."""
+    """A tensor of the output: its name, its part, and if it is cast, from and to what."""
 
+    full: str
     part: Part
     source: Tensor
     scale: Scale | None
@@ -206,8 +206,10 @@ class _Slot:
         return str(self.part.name)
 
     @property
-    def record(self) -> Tensor:
-        return self.source if self.target is None else self.target
+    def entry(self) -> Slot:
+        """The tensor's entry in the output's header."""
+        record = self.source if self.target is None else self.target
+        return Slot(self.name, record.dtype, record.shape)
 
 
 class _Plan:
@@ -221,6 +223,7 @@ class _Plan:
         self,
         catalog: Catalog,
         manifest: Manifest,
+        of: str | None,
         dtype: str,
         only: Sequence[str],
         skip: Sequence[str],
@@ -229,11 +232,12 @@ class _Plan:
         self.before = manifest
         self._dtype = dtype
         self._where = where
-        weights = [file for file in manifest.files if file.form == SAFETENSORS]
+        models = models_in(catalog, manifest)
+        weights = [file for model in models.named for file in models.files(model)]
         parts = [part for file in weights for part in file.tensors()]
         ids = [part.tensor_id() for part in parts]
         self._records = dict(zip(ids, catalog.tensors(ids), strict=True))
-        names = {str(part.name) for part in parts}
+        names = [name for name in models.tensors if of is None or split_name(name)[0] == of]
         require_matches(names, only, skip)
         self._only = bool(only)
         self._wanted = chosen(dict.fromkeys(names, ()), only, skip).keys()
@@ -244,14 +248,12 @@ class _Plan:
         self.scaled: set[str] = set()
         self.shared = 0
         self.dropped = 0
-        directories: dict[str, list[File]] = {}
-        for file in weights:
-            directories.setdefault(posixpath.dirname(file.path), []).append(file)
-        for directory, files in directories.items():
-            own = posixpath.join(directory, CONFIG)
+        for model in models.named.values():
+            own = model.path(CONFIG)
             path = own if manifest.file(own) is not None else CONFIG
             config = config_of(catalog, manifest, path)
-            self._take(catalog, directory, files, config, inherited=path != own)
+            files = models.files(model.name)
+            self._take(catalog, model, files, config, inherited=path != own)
         for file in manifest.files:
             if file.form == OPAQUE and posixpath.basename(file.path) == CONFIG:
                 self._take_config(catalog, file)
@@ -259,13 +261,13 @@ class _Plan:
     def _take(
         self,
         catalog: Catalog,
-        directory: str,
+        model: Model,
         files: Sequence[File],
         config: Mapping[str, object],
         *,
         inherited: bool,
     ) -> None:
-        """Decide on the tensors of a directory.  inherited: the config is not its own."""
+        """Decide on the tensors of a model.  inherited: the config is not its own."""
         tensors: dict[str, Tensor] = {}
         for file in files:
             for part in file.tensors():
@@ -275,18 +277,18 @@ class _Plan:
         if inherited and kinds <= CODES.keys():
             # An adapter or a part in a directory of its own, which is not quantized.
             stated = None
-        skipped = tensors.keys() - self._wanted
+        skipped = {one for one in tensors if full_name(model.name, one) not in self._wanted}
         scales = scales_of(tensors, stated, self._where, self._marks(catalog, files), skipped)
-        left = [name for name in scales.of if name not in self._wanted]
+        left = [name for name in scales.of if name in skipped]
         if left:
             raise BadRequest(
                 f"{left[0]} has scales, and a weight with scales cannot be left out",
                 where=Option("only") if self._only else Option("skip"),
             )
-        if scales.of and self.before.file(path := posixpath.join(directory, STATED_ELSEWHERE)):
+        if scales.of and self.before.file(path := model.path(STATED_ELSEWHERE)):
             self.removed.add(path)
         for file in files:
-            slots = [self._slot(part, scales) for part in file.tensors()]
+            slots = [self._slot(model.name, part, scales) for part in file.tensors()]
             kept = [slot for slot in slots if slot is not None]
             self.dropped += len(slots) - len(kept)
             self.shared += sum(slot.target is None for slot in kept)
@@ -309,16 +311,17 @@ class _Plan:
                 headers += [metadata[key] for key in metadata if key == HEADER_KEY]
         return marks_of(parts, read, headers, self._where)
 
-    def _slot(self, part: Part, scales: Scales) -> _Slot | None:
-        """Return what becomes of a tensor, None if it is dropped."""
-        name, source = str(part.name), self._records[part.tensor_id()]
-        if name in scales.dropped:
+    def _slot(self, model: str, part: Part, scales: Scales) -> _Slot | None:
+        """Return what becomes of a tensor of a model, None if it is dropped."""
+        own, source = str(part.name), self._records[part.tensor_id()]
+        if own in scales.dropped:
             return None
-        # Another file of the directory may have a tensor of the same name, without scales.
-        scale = scales.of.get(name) if source.dtype in EIGHT_BITS else None
+        name = full_name(model, own)
+        # Another shard may have a tensor of the same name, without scales.
+        scale = scales.of.get(own) if source.dtype in EIGHT_BITS else None
         is_float = DTYPES[source.dtype].floating and name in self._wanted
         if not is_float or (source.dtype == self._dtype and scale is None):
-            return _Slot(part, source, None, None)
+            return _Slot(name, part, source, None, None)
         if source.dtype not in CASTABLE:
             raise Incompatible(
                 f"elements of {source.dtype} cannot be cast: {name}", where=self._where
@@ -327,7 +330,7 @@ class _Plan:
         if scale is not None:
             self.scaled.add(name)
         length = nbytes(self._dtype, source.shape)
-        return _Slot(part, source, scale, Tensor(self._dtype, source.shape, length, b""))
+        return _Slot(name, part, source, scale, Tensor(self._dtype, source.shape, length, b""))
 
     def _take_config(self, catalog: Catalog, file: File) -> None:
         # Parsed by strict rules first: what is no usual config stays.
@@ -373,7 +376,6 @@ class _Run:
         self._plan = plan
         self._ahead = ahead
         self._progress = progress
-        self._new: dict[TensorId, Tensor] = {}
         self._known: dict[tuple[TensorId, Scale | None], tuple[Part, CastTensor]] = {}
         slots = (slot for own in plan.files.values() for slot in own)
         cast = {(slot.part.tensor, slot.scale): slot for slot in slots if slot.target is not None}
@@ -386,29 +388,20 @@ class _Run:
     def manifest(self) -> Manifest:
         """Store the output's files and return what it consists of; the manifest is not stored."""
         plan = self._plan
-        files = {file.path: file for file in plan.before.files if file.path not in plan.removed}
+        before = [file for file in plan.before.files if file.path not in plan.removed]
+        weights = {path: [slot.entry for slot in slots] for path, slots in plan.files.items()}
+        texts = texts_of(self._catalog, plan.before, weights, without=[HEADER_KEY]) | plan.configs
         self._tick(0)
-        for path, slots in plan.files.items():
-            files[path] = self._weights(files[path], slots)
-        for path, raw in plan.configs.items():
-            files[path] = self._file(path, raw)
-        for path in [path for path in files if is_index(path)]:
-            fields = json_object(self._catalog.read_parts(files[path].parts))
-            shards = shards_of(path, fields, files.values())
-            if any(shard.path in plan.files for shard in shards):
-                files[path] = self._file(path, index_of(fields, shards, self._records(shards)))
         for path in sorted(plan.removed):
             self.notes.append(f"{path} is left out: it states the quantization")
-        return Manifest(tuple(files[path] for path in sorted(files)))
 
-    def _weights(self, file: File, slots: Sequence[_Slot]) -> File:
-        """Store the header and the tensors of a file, in their order."""
-        before = self._catalog.read_parts(file.parts[:1])
-        raw = header_of(
-            before, [slot.name for slot in slots], [slot.record for slot in slots], [HEADER_KEY]
-        )
-        header = self._transaction.put_bytes(raw, file.path)
-        begin = header.nbytes
+        def tensors(path: str) -> Sequence[Part]:
+            return self._tensors(path, plan.files[path], begin=len(texts[path]))
+
+        return assembled(before, texts, weights, tensors, self._transaction.put_bytes)
+
+    def _tensors(self, path: str, slots: Sequence[_Slot], *, begin: int) -> list[Part]:
+        """Store the tensors of a file, in their order. begin: the first one's offset."""
         jobs: dict[tuple[TensorId, Scale | None], Job] = {}
         names: dict[tuple[TensorId, Scale | None], str] = {}
         for slot in slots:
@@ -416,36 +409,22 @@ class _Run:
             if slot.target is not None and key not in self._known:
                 jobs.setdefault(key, Job(slot.source, slot.scale, slot.target, begin))
                 names.setdefault(key, slot.name)
-            begin += slot.record.nbytes
-        found = self._caster.cast(
-            list(jobs.values()), file.path, ahead=self._ahead, tick=self._tick
-        )
+            begin += slot.entry.nbytes
+        found = self._caster.cast(list(jobs.values()), path, ahead=self._ahead, tick=self._tick)
         ids = self._transaction.put_records([one.record for one in found])
         for key, one, id in zip(jobs, found, ids, strict=True):
-            part = Part(names[key], id, one.record.nbytes)
-            self._new[part.tensor_id()] = one.record
-            self._known[key] = part, one
-        parts = (header, *map(self._part, slots))
-        return File(file.path, SAFETENSORS, sum(part.nbytes for part in parts), parts)
+            self._known[key] = Part(names[key], id, one.record.nbytes), one
+        return [self._part(slot) for slot in slots]
 
     def _part(self, slot: _Slot) -> Part:
         if slot.target is None:
             return slot.part
         part, found = self._known[slot.part.tensor_id(), slot.scale]
         if found.overflowed:
-            self.overflowed[slot.name] = found.overflowed
+            self.overflowed[slot.full] = found.overflowed
         if found.products:
-            self.products[slot.name] = found.products
+            self.products[slot.full] = found.products
         return Part(slot.name, part.tensor, part.nbytes)
-
-    def _records(self, files: Sequence[File]) -> list[Tensor]:
-        ids = [part.tensor_id() for file in files for part in file.tensors()]
-        stored = iter(self._catalog.tensors([id for id in ids if id not in self._new]))
-        return [self._new[id] if id in self._new else next(stored) for id in ids]
-
-    def _file(self, path: str, raw: bytes) -> File:
-        part = self._transaction.put_bytes(raw, path)
-        return File(path, OPAQUE, part.nbytes, (part,))
 
     def _tick(self, length: int) -> None:
         self._done += length

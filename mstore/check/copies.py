@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -20,7 +20,9 @@ from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Key, Location
-from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, listed, read_table
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import NO_BASE, Entry, Kind
 from mstore.blocks.reader import BlockReader, located
 from mstore.check.findings import typed
 from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
@@ -74,25 +76,24 @@ class Place(Protocol):
 
 
 class PackCopies:
-    """The sealed packs of one store."""
+    """The sealed packs of one store.  opened: opens them."""
 
-    def __init__(self, packs: Path, block_size: int) -> None:
-        self._packs = packs
+    def __init__(self, opened: Callable[[], Packs], block_size: int) -> None:
+        self._opened = opened
         self._block_size = block_size
 
     def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
         """See `Place`. Decodes a delta with a base from the same packs."""
-        candidates = self._candidates(wanted)
-        deltas = {
-            (Kind.BLOCK, entry.base)
-            for found in candidates.values()
-            for _, entry in found
-            if entry.base != NO_BASE
-        }
-        bases = self._candidates(deltas) if deltas else {}
-        files = PackFiles(self._packs)
-        reader = BlockReader(files, self._block_size)
-        try:
+        with closing(self._opened()) as packs:
+            candidates = self._candidates(packs, wanted)
+            deltas = {
+                (Kind.BLOCK, entry.base)
+                for found in candidates.values()
+                for _, entry in found
+                if entry.base != NO_BASE
+            }
+            bases = self._candidates(packs, deltas) if deltas else {}
+            reader = BlockReader(packs, self._block_size)
             # In disk order.
             for key, found in sorted(candidates.items(), key=lambda item: _place(item[1][0])):
                 for pack, entry in found:
@@ -104,17 +105,13 @@ class PackCopies:
                         form = Form(entry.width, Codec(entry.codec), base)
                         yield Copy(key, data, form, pack.hex(), entry.offset)
                         break
-        finally:
-            files.close()
 
-    def _candidates(self, wanted: set[Key]) -> dict[Key, list[tuple[PackId, Entry]]]:
+    def _candidates(self, packs: Packs, wanted: set[Key]) -> dict[Key, list[tuple[PackId, Entry]]]:
         found: dict[Key, list[tuple[PackId, Entry]]] = defaultdict(list)
-        for path in map(Path, listed(self._packs)):
+        for pack in packs.listed():
             try:
-                pack, entries = read_table(path)
+                entries = packs.table(pack).entries
             except Corrupt:
-                continue
-            if path.stem != pack.hex():
                 continue
             for entry in entries:
                 with suppress(ValueError):
@@ -231,5 +228,6 @@ def place(path: Path, block_size: int) -> Place:
     with fs.translated(path):
         is_store = (path / "format").is_file() and (path / "packs").is_dir()
     if is_store:
-        return PackCopies(layouts.locate(path).packs, block_size)
+        directory = layouts.locate(path).packs
+        return PackCopies(lambda: PackFiles(directory), block_size)
     return CheckpointCopies(path, block_size)

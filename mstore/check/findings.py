@@ -55,8 +55,9 @@ class Findings:
     broken: rows that cannot be used as they are; the value is the row that was seen. unreadable:
     those of them where the disk failed, not the bytes. packs: damaged packs and what is wrong with
     each; their rows are not in `broken`. incomplete: snapshots whose own index rows disagree with
-    their record. stale_mirror: the mirror is missing or damaged. is_index_wrong: rows of the index
-    disagree with their checks, the mirror or the generations, so that only a new index helps.
+    their record. stale_mirror: the mirror or the pack list is missing or damaged. is_index_wrong:
+    rows of the index disagree with their checks, the mirror or the generations, so that only a new
+    index helps.
     """
 
     def __init__(self) -> None:

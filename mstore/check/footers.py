@@ -10,20 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, base_of, pack_number, raw_length
-from mstore.blocks.packs import (
-    NO_BASE,
-    Entry,
-    Kind,
-    PackGone,
-    pack_path,
-    read_footer,
-    read_table,
-)
+from mstore.blocks.packs import NO_BASE, Entry, Kind, PackGone
 from mstore.check.findings import RECORDS, Findings
 from mstore.errors import Corrupt
 from mstore.ids import PackId
@@ -82,14 +72,14 @@ class Footers:
                     self._findings.tell("index", pack.id.hex(), what)
         return found
 
-    def _garbage(self, packs: dict[int, tuple[PackId, int]]) -> None:
-        layout = self._catalog.layout
-        known = {f"{pack.hex()}.pack" for pack, _ in packs.values()}
-        with fs.translated(layout.packs):
-            for directory, names in fs.listed_below(layout.packs):
-                self._findings.garbage += [
-                    f"{layout.packs.name}/{directory}/{name}" for name in names if name not in known
-                ]
+    def _garbage(self, named: dict[int, tuple[PackId, int]]) -> None:
+        packs = self._catalog.packs
+        known = {pack for pack, _ in named.values()}
+        unknown = [packs.where(pack) for pack in packs.listed() if pack not in known]
+        root = f"{self._catalog.layout.root}/"
+        self._findings.garbage += [
+            where.removeprefix(root) for where in (*unknown, *packs.strays())
+        ]
 
     def _count_rows(self, numbers: set[int]) -> Counter[int]:
         named: Counter[int] = Counter()
@@ -133,8 +123,7 @@ class Footers:
         self._findings.tell_row(known, id, row, what)
 
     def _pack(self, number: int, pack: PackId, size: int) -> None:
-        path = pack_path(self._catalog.layout.packs, pack)
-        entries = self._entries(path, pack, size)
+        entries = self._entries(pack, size)
         if entries is None:
             return
         blocks = [entry for entry in entries if entry.kind == Kind.BLOCK]
@@ -160,21 +149,15 @@ class Footers:
         for entry, row, location in records:
             self._record(entry, row, location)
 
-    def _entries(self, path: Path, pack: PackId, size: int) -> tuple[Entry, ...] | None:
+    def _entries(self, pack: PackId, size: int) -> tuple[Entry, ...] | None:
         try:
-            footer = read_footer(path)
+            footer = self._catalog.packs.table(pack)
         except Corrupt as error:
             self._findings.tell_pack(pack, error.what)
-            return None
-        if footer.id != pack:
-            self._findings.tell_pack(pack, f"header and footer are those of {footer.id.short}")
             return None
         if footer.size != size:
             self._findings.tell_pack(pack, f"not {size} bytes long")
             return None
-        if footer.store != self._catalog.layout.uuid.bytes:
-            # The pack is sound; the id in the store's `format` file may be wrong.
-            self._findings.tell("format", pack.hex(), "the pack carries the id of another store")
         return footer.entries
 
     def _compare(self, kind: Kind, entry: Entry, row: Row, location: Location) -> None:
@@ -226,7 +209,7 @@ class Footers:
         for number, pack in suspects.items():
             # The pack may have been collected since it was found sound.
             with suppress(PackGone):
-                _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
+                entries = self._catalog.packs.table(pack).entries
                 footers[number] = {(entry.kind, entry.id) for entry in entries}
         for batch in self._index.location_batches():
             for kind, id, row in batch:

@@ -15,7 +15,6 @@ from contextlib import closing
 from mstore.blocks import lmdb_check
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
-from mstore.blocks.packs import pack_path
 from mstore.check import index_file
 from mstore.check.affected import Affected, AffectedTensors
 from mstore.check.findings import Findings, Problem
@@ -145,10 +144,10 @@ class Checker:
         for table, key in catalog.index.unsound():
             kind, name = table.subject(key)
             findings.tell(kind, name, "the row does not match its check")
-        why = generation.doubt(catalog.layout, catalog.index, packs=True)
+        why = _doubt(catalog)
         if why is not None:
             # Check again with the current index: others publish meanwhile.
-            why = generation.doubt(catalog.layout, catalog.index, packs=True)
+            why = _doubt(catalog)
         if why is not None:
             findings.tell("index", str(catalog.layout.index), why)
         findings.is_index_wrong = bool(findings.problems)
@@ -254,7 +253,7 @@ class Checker:
         if (damaged or is_lacking) and generation.is_backup(self._layout, catalog.index):
             # A repair would make it a separate store, which can no longer be a backup target.
             own = damaged - generation.damaged_when_copied(catalog.index)
-            return _back_up_again(self._layout, own)
+            return _back_up_again(catalog, own)
         if is_lacking:
             return _repaired(bool(self._scope.share), lost)
         kinds = {problem.kind for problem in findings.problems}
@@ -265,6 +264,10 @@ class Checker:
         if names and all(name in refs for name in names):
             return as_phrase(call("remove", names[0]))
         return as_phrase(call("reindex"))
+
+
+def _doubt(catalog: Catalog) -> str | None:
+    return generation.doubt(catalog.layout, catalog.index, catalog.packs, with_packs=True)
 
 
 def _repaired(read_data: bool, lost: Collection[str]) -> Phrase:
@@ -284,12 +287,12 @@ def _repaired(read_data: bool, lost: Collection[str]) -> Phrase:
     )
 
 
-def _back_up_again(layout: Layout, damaged: Collection[PackId]) -> Phrase:
+def _back_up_again(catalog: Catalog, damaged: Collection[PackId]) -> Phrase:
     """Return what fixes a backup: new copies from its store replace packs damaged here.
 
     Without damage of its own, the backup matches its store and cannot be a source for repair.
     """
-    again = call("backup", str(layout.root), store="STORE")
+    again = call("backup", str(catalog.layout.root), store="STORE")
     if not damaged:
         return phrase(
             "{repair}, then: {again}    (this is a backup, and lacks what its store had lost; "
@@ -297,7 +300,7 @@ def _back_up_again(layout: Layout, damaged: Collection[PackId]) -> Phrase:
             repair=call("repair", read_data=True, sources=("PLACE",), store="STORE"),
             again=again,
         )
-    files = " ".join(shlex.quote(str(pack_path(layout.packs, pack))) for pack in sorted(damaged))
+    files = " ".join(shlex.quote(catalog.packs.where(pack)) for pack in sorted(damaged))
     return phrase(
         "rm -f {files}    (this is a backup; back its store up again: {again})",
         files=files,

@@ -20,7 +20,8 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.store import listing, mirror, refs
+from mstore.phrases import few
+from mstore.store import listing, mirror, pack_list, refs
 from mstore.store.catalog import Catalog
 
 
@@ -43,7 +44,10 @@ class Graph:
         self.snapshots = 0
 
     def run(self, *, with_mirror: bool = True) -> None:
-        """Check everything, where rows are sound; a copy that is being made has no mirror yet."""
+        """Check everything, where rows are sound.
+
+        A copy that is being made has no mirror and no pack list yet.
+        """
         with self._index.env.read() as transaction:
             self.names = dict(refs.walk(self._index, transaction))
         known = set(self._catalog.snapshot_ids())
@@ -61,6 +65,7 @@ class Graph:
         self._signatures(known)
         if with_mirror:
             self._mirror()
+            self._pack_list()
 
     def _pruned(self) -> set[SnapshotId]:
         """Return the snapshots that need no contents; one that a ref names directly needs them."""
@@ -208,3 +213,21 @@ class Graph:
                 self.findings.is_index_wrong = True
                 what = f"{name}: the mirror has {_shown(mirrored.refs.get(name))}, the index not"
                 self.findings.tell("mirror", str(path), what)
+
+    def _pack_list(self) -> None:
+        """Check that the list has each pack. It was written before the index named them."""
+        with self._index.env.read() as transaction:
+            named = set(self._index.pack_ids(transaction))
+        layout = self._catalog.layout
+        told = pack_list.read(layout)
+        if told.generation != pack_list.newest(layout):
+            self.findings.stale_mirror = True
+            self.findings.tell("pack list", str(layout.pack_list), "the newest cannot be read")
+        if told.store not in (None, layout.uuid):
+            what = f"the pack list is of store {told.store}"
+            self.findings.tell("format", str(layout.root / "format"), what)
+        missing = named - told.since.keys()
+        if missing:
+            self.findings.stale_mirror = True
+            what = f"no readable list has a line for {few(sorted(map(bytes.hex, missing)))}"
+            self.findings.tell("pack list", str(layout.pack_list), what)

@@ -15,7 +15,7 @@ from typing import Final
 from mstore.check.old_index import OldIndex
 from mstore.errors import Corrupt
 from mstore.frozen import frozen
-from mstore.store import mirror
+from mstore.store import mirror, pack_list
 from mstore.store.layout import Layout
 from mstore.store.mirror import Mirror
 from mstore.store.refs import Move, Ref
@@ -91,7 +91,9 @@ def settle(layout: Layout, old: OldIndex) -> Names:
         ]
         if others:
             notes.append(f"{name}: taken from {_told(chosen)}; {'; '.join(map(_told, others))}")
-    told = [found.generation for _, found in mirrors] + [mirror.replaced_by(layout)]
+    told = [found.generation for _, found in mirrors]
+    # Whoever wrote a list for the next commit saw the one before it.
+    told += [mirror.replaced_by(layout), pack_list.newest(layout) - 1]
     return Names(
         refs=settled,
         removed=removed,

@@ -9,56 +9,54 @@ read now ends the work.
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 from mstore.blocks.index import Index
 from mstore.blocks.location import Key, Row, base_of, raw_length
-from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table, store_of
-from mstore.blocks.reader import BlockReader
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import Footer, Kind
+from mstore.blocks.reader import RECORD_LIMIT, BlockReader
 from mstore.check.findings import typed
+from mstore.check.old_index import OldIndex
 from mstore.errors import Corrupt
 from mstore.ids import BlockId, Buffer, ManifestId, PackId, TensorId
 from mstore.objects.canonical import decode
+from mstore.objects.limits import MAX_COUNT
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, phrase
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import generation
+from mstore.store import pack_list
 from mstore.store.layout import Layout
 
 
 class PackRows:
     """Fills `blocks`, `records` and `packs` of a new index, and reads through these rows.
 
-    homes: which packs have a snapshot's record. generation: the latest of a pack. notes: what was
-    left out.
+    homes: which packs have a snapshot's record. notes: what was left out, and what is doubtful.
     """
 
     def __init__(
         self,
         layout: Layout,
         index: Index,
-        condemned: set[PackId],
+        packs: Packs,
+        old: OldIndex,
         progress: ProgressCallback | None,
     ) -> None:
         self._layout = layout
         self._index = index
-        self._condemned = condemned
+        self._old = old
+        self._since = pack_list.read(layout).since
         self._progress = progress
-        self._files = PackFiles(layout.packs)
-        self._reader = BlockReader(self._files, layout.block_size)
+        self._kept = packs
+        self._reader = BlockReader(packs, layout.block_size)
         self._doubles: dict[Key, list[Row]] = {}
         self._whole: dict[TensorId, bool] = {}
         self._manifests: dict[ManifestId, bool] = {}
         self.homes: dict[bytes, set[PackId]] = {}
-        self.generation = 0
         self.notes: list[str] = []
-
-    def close(self) -> None:
-        """Close the packs."""
-        self._files.close()
 
     def fill(self) -> int:
         """Take every pack of this store; return how many there are."""
@@ -68,58 +66,56 @@ class PackRows:
         return count
 
     def _packs(self) -> int:
-        paths = sorted(self._own_packs(), key=_generation, reverse=True)
-        sizes = [path.stat().st_size for path in paths]
+        # Packs without a line may be later than the list.
+        packs = sorted(
+            self._kept.listed(),
+            key=lambda pack: self._since.get(pack, MAX_COUNT),
+            reverse=True,
+        )
+        sizes = [self._kept.size(pack) for pack in packs]
         count = done = 0
-        for path, size in zip(paths, sizes, strict=True):
+        for id, size in zip(packs, sizes, strict=True):
             done += size
             try:
-                id, entries = read_table(path)
+                footer = self._kept.table(id)
             except Corrupt as error:
-                self.notes.append(f"pack {path.stem} is left out: {error.what}")
+                self.notes.append(f"pack {id.hex()} is left out: {error.what}")
                 continue
-            if id.hex() != path.stem:
-                self.notes.append(f"pack {path.stem} is left out: it is {id.short}")
+            entries = footer.entries
+            if id in self._old.condemned or not self._is_ours(footer):
                 continue
-            if id in self._condemned:
-                continue
-            self.generation = max(self.generation, generation_of(path))
             for entry in entries:
                 if entry.kind == Kind.SNAPSHOT:
                     self.homes.setdefault(entry.id, set()).add(id)
-            self._pack(SealedPack(id, path, size, entries))
+            self._pack(footer)
             count += 1
             if self._progress is not None:
                 self._progress(Progress("reindex", done, sum(sizes)))
         return count
 
-    def _own_packs(self) -> list[Path]:
-        """Return the packs that were written for this store; all of them if none was.
+    def _is_ours(self, footer: Footer) -> bool:
+        """Return whether to take a pack, and note it where that is a guess.
 
-        A pack of another store may have another block size, and snapshots that were never added
-        here. If no pack is this store's, the store's own id is in doubt.
+        One without a line may be the latest of the store; one of another block size cannot be.
         """
-        paths = list(generation.listed_packs(self._layout))
-        strangers = set()
-        for path in paths:
-            with suppress(Corrupt):
-                if store_of(path) != self._layout.uuid.bytes:
-                    strangers.add(path)
-        if len(strangers) == len(paths):
-            return paths
-        self.notes += [
-            phrase(
-                "pack {pack} is left out: it is of another store ({gc} moves it to lost+found; "
-                "{repair} takes copies from the store itself)",
-                pack=path.stem,
-                gc=call("gc"),
-                repair=call("repair", sources=("STORE",)),
+        if footer.id in self._old.packs:
+            return True
+        if not fits(self._layout, self._kept, footer):
+            self.notes.append(
+                phrase(
+                    "pack {pack} is left out: it is of a store with another block size ({gc} moves "
+                    "it to lost+found; {repair} takes copies from the store itself)",
+                    pack=footer.id.hex(),
+                    gc=call("gc"),
+                    repair=call("repair", sources=("STORE",)),
+                )
             )
-            for path in sorted(strangers)
-        ]
-        return [path for path in paths if path not in strangers]
+            return False
+        if footer.id not in self._since:
+            self.notes.append(f"pack {footer.id.hex()} is taken, and had no line in the pack list")
+        return True
 
-    def _pack(self, pack: SealedPack) -> None:
+    def _pack(self, pack: Footer) -> None:
         keys: list[Key] = []
         for entry in pack.entries:
             # Records of a kind that this version does not know get their rows as well.
@@ -248,9 +244,17 @@ class PackRows:
         return self._whole[id]
 
 
-def _generation(path: Path) -> int:
-    """Return a pack's generation; -1 if it cannot be read, which its turn will tell."""
-    try:
-        return generation_of(path)
-    except Corrupt:
-        return -1
+def fits(layout: Layout, packs: Packs, footer: Footer) -> bool:
+    """Return whether a pack can be one of this store, by its blocks and tensor records.
+
+    Raises Corrupt, StorageFailed.
+    """
+    for entry in footer.entries:
+        if entry.kind == Kind.BLOCK and entry.raw_length > layout.block_size:
+            return False
+        if entry.kind == Kind.TENSOR and entry.stored_length <= RECORD_LIMIT:
+            data = packs.read(footer.id, entry.offset, entry.stored_length)
+            with suppress(Corrupt):
+                if not decode(Tensor, data, footer.id.hex()).fits(layout.block_size):
+                    return False
+    return True

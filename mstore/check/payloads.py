@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mstore.ahead import in_order
 from mstore.blocks.location import Location, Row
-from mstore.blocks.packs import Kind, pack_path, read_table
+from mstore.blocks.packs import Kind
 from mstore.check.findings import Findings
 from mstore.errors import Corrupt, Unreadable
 from mstore.ids import BlockId, PackId
@@ -76,7 +76,7 @@ class Payloads:
     def _blocks(self, pack: PackId) -> list[_Block]:
         """Return the blocks of a pack that the index has there, in pack order."""
         try:
-            _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
+            entries = self._catalog.packs.table(pack).entries
         except Corrupt as error:
             self._findings.tell_pack(pack, error.what)
             return []

@@ -29,10 +29,12 @@ from mstore import fs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, SIGNATURES, Source, Sources
 from mstore.check import names as witnesses
-from mstore.check import old_index
+from mstore.check import old_index, pack_rows
 from mstore.check.names import Names
 from mstore.check.old_index import OldIndex
 from mstore.check.pack_rows import PackRows
@@ -41,7 +43,7 @@ from mstore.frozen import frozen
 from mstore.ids import Buffer, PackId, PlanId, SignatureId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.signature import Signature
-from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
+from mstore.objects.snapshot import BASE, COMPANION, EXPERT, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import (
@@ -50,6 +52,7 @@ from mstore.store import (
     lost_found,
     memo,
     mirror,
+    pack_list,
     refs,
 )
 from mstore.store.catalog import now_ns
@@ -114,12 +117,15 @@ def reindex(
         fs.make_directory(workplace, private=True)
         try:
             fs.make_directory(workplace / "index")
-            returned = lost_found.bring_back(layout)
+            packs = PackFiles(layout.packs)
             index = Index(workplace / "index", create=True)
             try:
-                built = _Building(layout, index, old, returned, progress).run()
+                returned = lost_found.bring_back(layout, packs, pack_rows.fits)
+                built = _Building(layout, index, packs, old, returned, progress).run()
+                _list_packs(layout, index, packs)
             finally:
                 index.close()
+                packs.close()
             kept = _put_in_place(layout, workplace, keep=bool(built.notes))
         finally:
             fs.remove_tree(workplace)
@@ -145,6 +151,15 @@ def reindex(
         kept_index=None if kept is None else str(kept),
         seconds=time.monotonic() - began,
     )
+
+
+def _list_packs(layout: Layout, index: Index, packs: Packs) -> None:
+    """Give each pack a line in the list of the new index, taken or not, before it is in place."""
+    with index.env.read() as transaction:
+        own = index.generation(transaction)
+    since = pack_list.read(layout).since
+    lines = {pack: since.get(pack, own) for pack in packs.listed()}
+    pack_list.write(layout, pack_list.PackList(own, lines))
 
 
 def _make_directories(layout: Layout) -> None:
@@ -275,6 +290,7 @@ class _Building:
         self,
         layout: Layout,
         index: Index,
+        packs: Packs,
         old: OldIndex | None,
         returned: list[PackId],
         progress: ProgressCallback | None,
@@ -283,28 +299,25 @@ class _Building:
         self._index = index
         self._old = old or OldIndex()
         self._returned = frozenset(returned)
-        self._packs = PackRows(layout, index, self._old.condemned, progress)
+        self._packs = PackRows(layout, index, packs, self._old, progress)
         self._notes: list[str] = [f"old index: {note}" for note in self._old.notes]
         if returned:
             self._notes.append(f"packs taken back from lost+found: {len(returned)}")
 
     def run(self) -> _Built:
         """Fill the index."""
-        try:
-            packs = self._packs.fill()
-            self._notes += self._packs.notes
-            settled = witnesses.settle(self._layout, self._old)
-            self._notes += settled.notes
-            self._tell_lost_moves(settled)
-            self._begin_generation(settled)
-            snapshots = self._snapshots(self._collected(settled))
-            names, moves = self._refs(settled, set(snapshots))
-            recovered = self._recover(snapshots, names)
-            names.update(recovered)
-            self._plans(snapshots, names)
-            pruned = self._pruned(snapshots, names)
-        finally:
-            self._packs.close()
+        packs = self._packs.fill()
+        self._notes += self._packs.notes
+        settled = witnesses.settle(self._layout, self._old)
+        self._notes += settled.notes
+        self._tell_lost_moves(settled)
+        self._begin_generation(settled)
+        snapshots = self._snapshots(self._collected(settled))
+        names, moves = self._refs(settled, set(snapshots))
+        recovered = self._recover(snapshots, names)
+        names.update(recovered)
+        self._plans(snapshots, names)
+        pruned = self._pruned(snapshots, names)
         with self._index.env.read() as transaction:
             blocks, records = (
                 self._index.count(transaction, name) for name in ("blocks", "records")
@@ -324,8 +337,7 @@ class _Building:
     def _begin_generation(self, settled: Names) -> None:
         """Set a generation later than any that a witness states, so that nothing looks newer."""
         with self._index.env.write() as transaction:
-            latest = max(settled.generation, self._packs.generation)
-            self._index.set_generation(transaction, latest + 1)
+            self._index.set_generation(transaction, settled.generation + 1)
 
     def _tell_lost_moves(self, settled: Names) -> None:
         known = self._old.generation
@@ -339,8 +351,6 @@ class _Building:
         """Return snapshots that the old index no longer had, if it is the latest witness."""
         old = self._old
         if old.snapshots is None or old.generation is None or old.generation < settled.generation:
-            return set()
-        if self._packs.generation > old.generation + 1:
             return set()
         known = old.packs - self._returned
         return {id for id, packs in self._packs.homes.items() if packs <= known} - old.snapshots
@@ -481,7 +491,7 @@ class _Building:
         for record in snapshots.values():
             plan = record.plan_id()
             bases = [p.snapshot for p in record.parents if p.role == BASE]
-            experts = [p.snapshot for p in record.parents if p.role == EXPERT]
+            experts = [p.snapshot for p in record.parents if p.role in (EXPERT, COMPANION)]
             if plan is not None and len(bases) == 1:
                 derived[plan] = Sources(source(bases[0]), tuple(map(source, experts)))
         index, told = self._index, self._old.plans

@@ -26,6 +26,7 @@ from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Location, Row, base_of, pack_number
+from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import Kind
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, typed
@@ -37,7 +38,7 @@ from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import condemned, leases, listing
+from mstore.store import condemned, leases, listing, pack_list
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
@@ -182,7 +183,7 @@ class Repair:
             for key in damage.in_packs:
                 if key in keys:
                     self._salvage(catalog, shelf, key, damage)
-            own: Place = PackCopies(catalog.layout.packs, catalog.block_size)
+            own: Place = PackCopies(lambda: PackFiles(catalog.layout.packs), catalog.block_size)
             for source in (own, *self._sources):
                 missing = keys - shelf.keys
                 for copy in source.copies(missing, self._tick) if missing else ():
@@ -208,13 +209,13 @@ class Repair:
                 catalog.read_block(BlockId(id), location)
             else:
                 catalog.record_bytes(typed(kind, id), location)
-            payload = catalog.packs.read(location.pack, location.offset, location.stored_length)
+            stored = catalog.packs.read(location.pack, location.offset, location.stored_length)
         except Corrupt as error:
             if isinstance(error, Unreadable):
                 damage.unreadable.add(key)
             return
         self._tick(location.stored_length)
-        shelf.put_as_it_is(key, location, payload)
+        shelf.put_as_it_is(key, location, bytes(stored))
 
     def _tick(self, length: int) -> None:
         self._read += length
@@ -229,6 +230,10 @@ class Repair:
         One transaction; a row that changed since it was found broken stays.
         """
         index = catalog.index
+        if damage.stale_mirror:
+            # The commit below writes the mirror.
+            with catalog.publishing():
+                pack_list.add(catalog.layout, index, (), catalog.packs.is_there)
         snapshots = list(_readable(catalog, damage.incomplete))
         dropped, condemned = [], []
         with catalog.committing() as transaction:
@@ -392,9 +397,8 @@ class _Shelf:
         """Replace the rows that were found broken; return the keys of what was published."""
         if not self.keys:
             return set()
-        self._packs.publish()
         index = self._catalog.index
-        with self._catalog.committing() as transaction:
+        with self._packs.committing() as transaction:
             for key in self.keys:
                 row = damage.rows.get(key)
                 if row is not None:
@@ -404,13 +408,11 @@ class _Shelf:
                 index.insert_pack(transaction, pack)
             for snapshot in self._snapshots:
                 listing.insert(index, transaction, snapshot)
-            self._packs.keep()
         return set(self.keys)
 
     def abandon(self) -> None:
         """Remove what is not published."""
         self._packs.abandon()
-        self._packs.take_back()
 
 
 def _form(row: Row | None, length: int) -> Form | None:

@@ -35,7 +35,11 @@ from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
 STEMS: Final = ("model", "diffusion_pytorch_model", "adapter_model", "consolidated")
 """Names of the files of a directory's model, the first that it has counting."""
 
-_INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>[\w-]+))?\.json", re.ASCII)
+# diffusers wrote the variant before `index`, once.
+_INDEX = re.compile(
+    r"(?P<stem>.+)\.safetensors(?:\.(?P<old>[\w-]+))?\.index(?:\.(?P<variant>[\w-]+))?\.json",
+    re.ASCII,
+)
 _NUMBERED = re.compile(r"(?P<rest>.+)-(?P<number>[0-9]{1,6})-of-(?P<of>[0-9]{1,6})")
 _VARIANT = re.compile(rf"(?P<stem>{'|'.join(STEMS[:3])})\.(?P<variant>[\w-]+)", re.ASCII)
 _CONSOLIDATED = re.compile(r"consolidated\.[0-9]{1,6}")
@@ -87,8 +91,8 @@ def single_of(index: str) -> str:
     """Return the path of the single file that holds, alone, what an index at this path shards."""
     found = _INDEX.fullmatch(posixpath.basename(index))
     assert found is not None
-    stem, variant = _parsed(found["stem"])[:2]
-    named = ".".join(filter(None, (stem, found["variant"] or variant)))
+    stem, variant = _index_of(found)
+    named = ".".join(filter(None, (stem, variant)))
     return posixpath.join(posixpath.dirname(index), f"{named}{SAFETENSORS_SUFFIX}")
 
 
@@ -143,8 +147,7 @@ def _groups(
         found = _INDEX.fullmatch(posixpath.basename(index))
         if found is None:
             continue
-        stem, variant = _parsed(found["stem"])[:2]
-        key = stem, found["variant"] or variant
+        key = _index_of(found)
         directory = posixpath.dirname(index)
         shards = {posixpath.join(directory, shard) for shard in weight_map(index).values()} - taken
         if key not in ruled and shards and shards <= every:
@@ -184,6 +187,12 @@ def _parsed(text: str) -> tuple[str, str, int, int | None]:
         text, number, of = shard["rest"], int(shard["number"]), int(shard["of"])
     found = _VARIANT.fullmatch(text)
     return (found["stem"], found["variant"], number, of) if found else (text, variant, number, of)
+
+
+def _index_of(found: re.Match[str]) -> tuple[str, str]:
+    """Return the stem and the variant of an index."""
+    stem, variant = _parsed(found["stem"])[:2]
+    return stem, found["variant"] or found["old"] or variant
 
 
 def _rank(stem: str | None) -> int:

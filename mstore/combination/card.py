@@ -11,12 +11,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter
 from mstore.combination.members import Member
 from mstore.combination.methods import Setting
-from mstore.frozen import frozen
-from mstore.ids import ManifestId
-from mstore.merge.running.papers import NAME, conflicts, number_text, stated_licence, stated_name
+from mstore.made.cards import NAME, Said, licence_lines, licence_section, number_text, said
 from mstore.store.catalog import Catalog
 
 _BASE: Final = "base_model_name_or_path"
@@ -24,15 +21,6 @@ _OF_NAMES: Final = """\
 A name is what an adapter's own card says (`model_name`). Content is mstore's id of all of an
 adapter's files. Put the name of the base in `base_model`, if it is not there, before you publish
 this."""
-
-
-@frozen
-class _Said:
-    """An adapter as its own files describe it."""
-
-    content: ManifestId
-    name: str | None
-    licence: str | None
 
 
 def card_of(
@@ -49,22 +37,16 @@ def card_of(
     rank: of the result. asked, dtype: the rank and the type that were asked for.  Raises Corrupt,
     StorageFailed.
     """
-    said = [_said(catalog, member) for member in members]
+    contents = (catalog.snapshot(member.snapshot).manifest_id() for member in members)
+    told = [said(catalog, content) for content in contents]
     lines = [
-        *_front_matter(members, said),
+        *_front_matter(members, told),
         "",
-        *_body(members, said, setting, rank),
-        *("", "## How it was made", "", "```sh", _command(members, said, setting, asked, dtype)),
+        *_body(members, told, setting, rank),
+        *("", "## How it was made", "", "```sh", _command(members, told, setting, asked, dtype)),
         "```",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _said(catalog: Catalog, member: Member) -> _Said:
-    content = catalog.snapshot(member.snapshot).manifest_id()
-    file = catalog.manifest(content).file(CARD)
-    matter = front_matter(catalog.read_small(file, DEFAULT_LIMITS.max_card_bytes))
-    return _Said(content, stated_name(matter), stated_licence(matter))
 
 
 def _base_of(members: Sequence[Member]) -> str | None:
@@ -74,30 +56,26 @@ def _base_of(members: Sequence[Member]) -> str | None:
     return name if isinstance(name, str) and NAME.fullmatch(name) else None
 
 
-def _front_matter(members: Sequence[Member], said: Sequence[_Said]) -> Iterator[str]:
+def _front_matter(members: Sequence[Member], told: Sequence[Said]) -> Iterator[str]:
     yield "---"
     base = _base_of(members)
     if base is not None:
         yield f"base_model: {json.dumps(base)}"
         yield "base_model_relation: adapter"
     yield "library_name: peft"
-    licences = {one.licence for one in said}
-    if len(licences) == 1 and not licences & {None, "other"}:
-        yield f"license: {json.dumps(licences.pop())}"
-    elif licences != {None}:
-        yield from ("license: other", 'license_name: "see-parents"')
+    yield from licence_lines([one.licence for one in told])
     yield from ("tags:", "- lora", "- merge", "- mstore", "---")
 
 
 def _body(
-    members: Sequence[Member], said: Sequence[_Said], setting: Setting, rank: int
+    members: Sequence[Member], told: Sequence[Said], setting: Setting, rank: int
 ) -> Iterator[str]:
     count = "one adapter" if len(members) == 1 else f"{len(members)} adapters"
     yield f"# A LoRA adapter of rank {rank}, made of {count} by {setting.method.name}"
     yield from ("", "Made by mstore.", "", "## Parents", "")
     yield "| adapter | weight | licence as its card states it | content |"
     yield "|---|---|---|---|"
-    for member, one in zip(members, said, strict=True):
+    for member, one in zip(members, told, strict=True):
         name = one.name or "not named by its card"
         licence = one.licence or "none stated"
         yield f"| {name} | {number_text(member.weight)} | {licence} | `{one.content.hex()}` |"
@@ -108,20 +86,19 @@ def _body(
         if base is not None
         else "Their configs do not name one base: they name several, none, or a directory.",
     )
-    yield from ("", _OF_NAMES, "", "## Licences", "")
-    warned = [text for _, text in conflicts([one.licence for one in said])]
-    yield from [f"- {text}" for text in warned] or ["Every parent's own terms apply."]
+    yield from ("", _OF_NAMES)
+    yield from licence_section([one.licence for one in told])
 
 
 def _command(
     members: Sequence[Member],
-    said: Sequence[_Said],
+    told: Sequence[Said],
     setting: Setting,
     rank: int | None,
     dtype: str | None,
 ) -> str:
     words = ["mstore", "combine-adapters"]
-    for member, one in zip(members, said, strict=True):
+    for member, one in zip(members, told, strict=True):
         words += ["--expert", f"{one.content.hex()}={number_text(member.weight)}"]
     method, *parameters = str(setting).split(" ")
     words += ["--method", method]

@@ -24,13 +24,13 @@ from mstore.combination.products import Read, joined, truncated, united
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId
+from mstore.made.snapshots import Publication
 from mstore.objects.manifest import Manifest
-from mstore.objects.snapshot import BASE, EXPERT, Parent
+from mstore.objects.snapshot import BASE, COMBINE, EXPERT, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
-from mstore.store.derived import derived
 from mstore.store.models import models_in
 from mstore.store.tied import Tied
 from mstore.store.transaction import Transaction
@@ -117,23 +117,22 @@ def combine(
         run = _Run(catalog, transaction, members, setting, work, progress)
         manifest = run.manifest(card)
         notes += (*_odd(every), *work.notes(rank))
-        snapshot, record, move = derived(
-            catalog,
-            transaction,
+        publication = Publication(catalog, transaction)
+        record, is_new = publication.put(
             name,
             current,
             manifest,
+            COMBINE,
             (*base, *(Parent(EXPERT, member.snapshot) for member in members)),
             message=f"{message} ({made})" if message else made,
-            action="combine-adapters",
+            action=f"combine: {made}",
         )
-        if record is not None and move is not None:
-            transaction.commit(snapshots=[record], moves=[move])
+        publication.commit()
         written = transaction.bytes_written
     return CombineReport(
         name=name,
-        snapshot=snapshot,
-        new_snapshot=record is not None,
+        snapshot=record.id(),
+        new_snapshot=is_new,
         method=str(setting),
         rank=work.rank,
         dtype=work.dtype,
@@ -209,7 +208,7 @@ def _require_one_name(catalog: Catalog, base: Sequence[Parent], members: Sequenc
     """
     for parent in base:
         model = catalog.manifest(catalog.snapshot(parent.snapshot_id()).manifest_id())
-        main = models_in(catalog, model).only(parent.snapshot_id().short)
+        main = models_in(catalog, model).meant(parent.snapshot_id().short)
         modules = [module for member in members for module in member.products]
         for group in Tied.of(catalog, model, main, (f"{module}." for module in modules)).groups:
             own = {one.name: {n for n in group if _module(n) in one.products} for one in members}
@@ -329,6 +328,7 @@ class _Run:
         first = self._members[0]
         settings = {key: first.settings[key] for key in _KEPT if key in first.settings}
         return put_files(
+            self._catalog,
             self._transaction,
             tensors,
             {

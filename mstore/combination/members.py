@@ -98,7 +98,7 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Membe
     snapshot = catalog.snapshot(id)
     manifest = catalog.manifest(snapshot.manifest_id())
     models = models_in(catalog, manifest)
-    own = models.only(name)
+    own = models.meant(name)
     tensors = models.in_model(own)
     raw = catalog.read_small(manifest.file(models.named[own].path(CONFIG)), MAX_CONFIG)
     if raw is None or not is_adapter(tensors):

@@ -3,11 +3,11 @@
     lock of garbage collection -> check that index, mirror and generations agree
     -> move packs that the index does not know to lost+found/
     -> lease -> take inventory and mark, at one moment; require rows for what is needed
-    -> copy needed payloads out of packs that are mostly dead: tmp/, fsync, rename into packs/,
-       fsync of directories
-    -> writer lock -> ONE index transaction: mark what was published since; point rows at the
-       copies; delete the rows of the dead; condemn packs that no row names, once their footers
-       have proved it (`mstore.gc.proof`)
+    -> copy needed payloads out of packs that are mostly dead: tmp/, fsync
+    -> writer lock -> pack list, fsync -> rename into packs/, fsync of directories
+    -> ONE index transaction: mark what was published since; point rows at the copies; delete the
+       rows of the dead; condemn packs that no row names, once their footers have proved it
+       (`mstore.gc.proof`)
     -> unlink condemned packs, once the leases of that moment have ended
 
 A crash before the index commit leaves only garbage; after it, files that the next writer removes. A
@@ -26,10 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import pack_number
-from mstore.blocks.packs import Kind, pack_path
+from mstore.blocks.packs import Kind
 from mstore.blocks.schema import PINNED, PLANS, PRUNED, SIGNATURES, Condemned
 from mstore.errors import StorageFailed
 from mstore.frozen import frozen
@@ -219,14 +218,14 @@ class Collector:
         reach = Reach(catalog, inventory)
         reach.grow(roots)
         proof.require_rows(catalog, reach)
-        found = uses(reach, catalog.layout.packs)
+        found = uses(reach, catalog.packs)
         choice = choose(found, self._room(), self._limits.dead_share)
         return roots, reach, Dead.of(reach), choice
 
     def _room(self) -> int:
         if self._limits.room is not None:
             return self._limits.room
-        return max(0, fs.free_bytes(self._catalog.layout.packs) - RESERVE_BYTES)
+        return max(0, self._catalog.packs.room() - RESERVE_BYTES)
 
     def dry_run(self) -> GcReport:
         """Report what `run` would do now. Changes nothing."""
@@ -240,7 +239,8 @@ class Collector:
         copied = sum(use.live_bytes for use in choice.rewrite)
         self._count_packs(choice, choice.remove, choice.rewrite, copied)
         self._count_leftovers(leases.leftovers(catalog.layout), [])
-        self._tally.put_aside += [path.stem for path in self._unknown()]
+        unknown = generation.unknown_packs(catalog.packs, catalog.index)
+        self._tally.put_aside += map(bytes.hex, unknown)
         waiting = condemned.listed(catalog.index)
         held = condemned.holders(catalog.layout, waiting)
         self._count_condemned([pack for pack in waiting if held.isdisjoint(pack.leases)])
@@ -298,7 +298,8 @@ class Collector:
                 leftovers = leases.leftovers(catalog.layout)
                 leases.sweep(catalog.layout, catalog.index)
                 self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
-                self._count_condemned(condemned.sweep(catalog.layout, catalog.index))
+                gone = condemned.sweep(catalog.layout, catalog.index, catalog.packs)
+                self._count_condemned(gone)
             if self._limits.empty_lost_found:
                 # Empty it before anything is added: packs that this run moves there must stay
                 # recoverable.
@@ -326,12 +327,7 @@ class Collector:
         lease = leases.Lease(catalog.layout, catalog.index, "gc")
         try:
             copies = self._copy(reach, choice, lease.directory)
-            try:
-                copies.packs.publish()
-                self._commit(reach, choice, copies, lease)
-            except BaseException:
-                copies.packs.take_back()
-                raise
+            self._commit(reach, choice, copies, lease)
             unlinked = self._sweep()
         finally:
             lease.release()
@@ -365,7 +361,7 @@ class Collector:
     ) -> None:
         catalog, tally = self._catalog, self._tally
         unnamed: list[PackId] = []
-        with catalog.committing() as transaction:
+        with copies.packs.committing() as transaction:
             # Else the lease's own row would protect the packs that are condemned below.
             lease.drop_row(transaction)
             roots = self._roots_now(reach, transaction)
@@ -395,10 +391,9 @@ class Collector:
                     condemned.condemn(catalog.index, transaction, use.pack)
                 else:
                     tally.left.append(f"pack {use.pack.hex()}: {why}")
-            copies.packs.keep()
         for useless in unnamed:
             with suppress(StorageFailed):
-                fs.unlink(pack_path(catalog.layout.packs, useless), missing_ok=True)
+                catalog.packs.remove(useless)
         tally.drop(dead)
         tally.candidates += [move.name for move in moves]
         self._count_packs(
@@ -419,7 +414,8 @@ class Collector:
 
     def _sweep(self) -> list[Condemned]:
         with self._catalog.publishing():
-            gone = condemned.sweep(self._catalog.layout, self._catalog.index)
+            catalog = self._catalog
+            gone = condemned.sweep(catalog.layout, catalog.index, catalog.packs)
         self._catalog.packs.forget_removed()
         return gone
 
@@ -427,23 +423,14 @@ class Collector:
         self._tally.removed += [pack.pack.hex() for pack in packs]
         self._tally.freed_bytes += sum(pack.size for pack in packs)
 
-    def _unknown(self) -> list[Path]:
-        """List packs that the index does not name, unless a live writer may be publishing them."""
-        layout, index = self._catalog.layout, self._catalog.index
-        # List files first, then leases, then the index. The publisher of a listed file either still
-        # holds the lease under which it was written, or has dropped it; then the index has the
-        # pack.
-        listed = list(generation.listed_packs(layout))
-        if leases.live(layout):
-            return []
-        return generation.unknown_among(listed, index)
-
     def _put_unknown_aside(self) -> None:
         """Move packs that the index does not name to lost+found, instead of deleting them."""
-        # While publishing is locked no writer starts, and commits of killed writers are settled.
-        with self._catalog.publishing(packs=True):
-            moved = lost_found.put_aside(self._catalog.layout, self._unknown())
-        self._tally.put_aside += [path.stem for path in moved]
+        catalog = self._catalog
+        # Packs get their names under this lock, so none of them is a running writer's.
+        with catalog.publishing(packs=True):
+            unknown = generation.unknown_packs(catalog.packs, catalog.index)
+            moved = lost_found.put_aside(catalog.layout, catalog.packs, unknown)
+        self._tally.put_aside += map(bytes.hex, moved)
 
     def _wait_for_others(self) -> None:
         """Unlink condemned packs as soon as no one can be reading them, within the wait."""

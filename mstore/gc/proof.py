@@ -9,12 +9,12 @@ the index says became of each entry. Functions here change nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
+from contextlib import closing, suppress
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key
-from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import Entry, Kind, SealedPack
 from mstore.blocks.reader import located
 from mstore.check import index_file
 from mstore.errors import Corrupt
@@ -23,7 +23,6 @@ from mstore.phrases import call, few, phrase
 from mstore.reachability import Reach
 from mstore.store import generation, lost_found, mirror
 from mstore.store.catalog import Catalog
-from mstore.store.generation import listed_packs
 
 _REINDEX = call("reindex")
 _REPAIR = phrase(
@@ -41,7 +40,7 @@ def require_sound_names(catalog: Catalog) -> None:
     replaced.
     """
     catalog.index.env.require_in_place()
-    generation.require_current(catalog.layout, catalog.index, packs=True)
+    generation.require_current(catalog.layout, catalog.index, catalog.packs, with_packs=True)
     with catalog.index.env.read():
         index_file.refuse(catalog.layout, index_file.faults(catalog.layout))
     for table, key in catalog.index.unsound():
@@ -78,32 +77,36 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
         )
     if not reach.missing:
         return
-    layout = catalog.layout
-    for path in (*listed_packs(layout), *lost_found.packs(layout)):
-        try:
-            pack, entries = read_table(path)
-        except Corrupt as error:
+    with closing(lost_found.packs(catalog.layout)) as aside:
+        for packs in (catalog.packs, aside):
+            for pack in packs.listed():
+                _require_none(catalog, reach, packs, pack)
+
+
+def _require_none(catalog: Catalog, reach: Reach, packs: Packs, pack: PackId) -> None:
+    """Raise Corrupt if a pack has a needed block without a row."""
+    try:
+        entries = packs.table(pack).entries
+    except Corrupt as error:
+        raise Corrupt(
+            f"{len(reach.missing)} needed blocks have no row in the index, and they may lie in "
+            f"a pack that cannot be read: {error.what}",
+            where=packs.where(pack),
+            hint=_REPAIR,
+        ) from error
+    for entry in entries:
+        if entry.kind == Kind.BLOCK and entry.id in reach.missing:
+            # What is in lost+found was moved there for other reasons than damage.
+            is_whole = packs is not catalog.packs or _is_whole(catalog, pack, entry)
             raise Corrupt(
-                f"{len(reach.missing)} needed blocks have no row in the index, and they may lie in "
-                f"a pack that cannot be read: {error.what}",
-                where=str(path),
-                hint=_REPAIR,
-            ) from error
-        for entry in entries:
-            if entry.kind == Kind.BLOCK and entry.id in reach.missing:
-                raise Corrupt(
-                    f"this block is needed and in pack {path.stem[:12]}, and the index has no row "
-                    "for it",
-                    where=f"block {entry.id.hex()}",
-                    hint=_REINDEX if _is_whole(catalog, path, pack, entry) else _REPAIR,
-                )
+                f"this block is needed and in pack {pack.short}, and the index has no row for it",
+                where=f"block {entry.id.hex()}",
+                hint=_REINDEX if is_whole else _REPAIR,
+            )
 
 
-def _is_whole(catalog: Catalog, path: Path, pack: PackId, entry: Entry) -> bool:
+def _is_whole(catalog: Catalog, pack: PackId, entry: Entry) -> bool:
     """Return whether a new index may take this block: its row was lost, not dropped for damage."""
-    if path != pack_path(catalog.layout.packs, pack):
-        # In lost+found: packs are moved there for other reasons than damage.
-        return True
     try:
         catalog.read_block(BlockId(entry.id), located(pack, entry))
     except Corrupt:
@@ -126,7 +129,7 @@ class Footers:
         """
         index = self._catalog.index
         try:
-            _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
+            entries = self._catalog.packs.table(pack).entries
         except Corrupt as error:
             return f"its footer cannot be read: {error.what}"
         absent: dict[Kind, list[bytes]] = {}
@@ -152,7 +155,7 @@ class Footers:
 
     def _places_of(self, pack: PackId) -> dict[Key, tuple[int, int, int, int]]:
         if pack not in self._held:
-            _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
+            entries = self._catalog.packs.table(pack).entries
             self._held[pack] = _places(entries)
         return self._held[pack]
 

@@ -8,13 +8,13 @@ blocks that another pack has. Nothing here changes anything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from mstore.blocks.id_search import Flags, Numbers
 from mstore.blocks.location_arrays import Table
-from mstore.blocks.packs import ENTRY, PAGE, Kind, dead_bytes, pack_path
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import ENTRY, PAGE, Kind
 from mstore.errors import Corrupt
 from mstore.frozen import frozen
 from mstore.ids import PackId, SnapshotId
@@ -91,7 +91,7 @@ class Dead:
         return sum(int(self.rows[kind].sum()) for kind in kinds)
 
 
-def uses(reach: Reach, packs: Path) -> list[Use]:
+def uses(reach: Reach, packs: Packs) -> list[Use]:
     """Return how each pack is used, by pack number.
 
     Reads the table of a footer only if it lists more rows than are live.
@@ -108,7 +108,7 @@ def uses(reach: Reach, packs: Path) -> list[Use]:
     for number, (pack, size) in sorted(inventory.packs.items()):
         live = int(live_rows[number])
         used = int(live_bytes[number])
-        dead = _dead_bytes(pack_path(packs, pack), size, live, used)
+        dead = _dead_bytes(packs, pack, size, live, used)
         found.append(Use(number, pack, size, int(rows[number]), live, used, dead))
     return found
 
@@ -124,11 +124,13 @@ def _count(
         np.add.at(live_bytes, numbers[flags], heads["stored"][flags].astype(np.int64))
 
 
-def _dead_bytes(path: Path, size: int, live_rows: int, live_bytes: int) -> int | None:
+def _dead_bytes(
+    packs: Packs, pack: PackId, size: int, live_rows: int, live_bytes: int
+) -> int | None:
     if not live_rows:
         return max(0, size - PAGE)
     try:
-        return dead_bytes(path, live_rows, live_bytes)
+        return packs.dead_bytes(pack, live_rows, live_bytes)
     except Corrupt:
         return None
 

@@ -21,7 +21,8 @@ class RecordLimits(msgspec.Struct, frozen=True):
     """Limits on one record; counts are of items, the rest is in bytes.  Raise them if trusted.
 
     `tensors` are those that a manifest, plan or coverage names; `name_bytes` is for the names of
-    tensors, methods, parameters and patterns; `text_bytes` for messages, notes and reasons.
+    tensors, methods, parameters, patterns, authors and origins; `text_bytes` for messages, notes
+    and reasons.
     """
 
     tensor_record_bytes: int = RECORD_LIMIT

@@ -105,23 +105,6 @@ class Manifest(Record, frozen=True, array_like=True, tag="manifest/1", dict=True
     def _by_path(self) -> Mapping[str, File]:
         return {file.path: file for file in self.files}
 
-    def tensors(self) -> Mapping[str, TensorId]:
-        """Every tensor by name, in file and data order; computed once.
-
-        A name that occurs in two files (an original and a consolidated copy, say) stands for its
-        first occurrence.
-        """
-        return self._tensors
-
-    @cached_property
-    def _tensors(self) -> Mapping[str, TensorId]:
-        found: dict[str, TensorId] = {}
-        for file in self.files:
-            for part in file.parts:
-                if part.name is not None:
-                    found.setdefault(part.name, TensorId(part.tensor))
-        return found
-
     def plain_bytes(self) -> int:
         """Bytes that a checkout takes."""
         return sum(file.size for file in self.files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import msgspec
+from msgspec.structs import astuple
 
 from mstore.blocks.packs import Kind
 from mstore.ids import CoverageId, ManifestId, PlanId, SnapshotId
@@ -14,13 +15,24 @@ from mstore.objects.limits import RecordLimits, too_long, too_many
 PREVIOUS = "previous"
 BASE = "base"
 EXPERT = "expert"
-ROLES = (PREVIOUS, BASE, EXPERT)
+COMPANION = "companion"
+ROLES = (PREVIOUS, BASE, EXPERT, COMPANION)
+
 ADD = "add"
 MERGE = "merge"
+PREPARE = "prepare"
+CAST = "cast"
+ALIGN = "align"
+EXTRACT = "extract"
+COMBINE = "combine"
+MADE = (ADD, MERGE, PREPARE, CAST, ALIGN, EXTRACT, COMBINE)
+"""By what snapshots come to be."""
+PLANNED = (MERGE, PREPARE)
+"""What runs a plan."""
 
 
 class Parent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An edge of the lineage; `role` is previous, base or expert."""
+    """An edge of the lineage; `role` is previous, base, expert or companion."""
 
     role: str
     snapshot: IdBytes
@@ -30,12 +42,25 @@ class Parent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return SnapshotId(self.snapshot)
 
 
-class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
-    """Manifest, parents in the order previous, base, experts; origin, message and time.
+class Origin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a checkpoint came from.
 
-    origin: "add" or "merge". plan and coverage are set for merges; a merge without coverage is
-    virtual: planned and not computed. time_ns: nanoseconds since the epoch, UTC. tool: name and
-    version of the program that wrote it.
+    url: of the repository. revision: the branch or tag that was asked for, empty if that is not
+    known. commit: what it was there.
+    """
+
+    url: str
+    revision: str
+    commit: str
+
+
+class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
+    """Manifest, parents in the order of `ROLES`; by what it was made, from where, by whom, when.
+
+    made: one of `MADE`. origin: set if it came from elsewhere. author: who made it, empty if nobody
+    said. plan is set if it was made by one of `PLANNED`, and coverage too unless it is virtual:
+    planned and not computed. time_ns: nanoseconds since the epoch, UTC. tool: name and version of
+    the program that wrote it.
     """
 
     kind: ClassVar[Kind] = Kind.SNAPSHOT
@@ -43,7 +68,9 @@ class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
 
     manifest: IdBytes
     parents: tuple[Parent, ...]
-    origin: str
+    made: str
+    origin: Origin | None
+    author: str
     plan: IdBytes | None
     coverage: IdBytes | None
     message: str
@@ -61,16 +88,19 @@ class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
             return "its parents are out of order"
         if roles.count(PREVIOUS) > 1 or roles.count(BASE) > 1:
             return "two parents of a role that has one"
-        if self.origin not in (ADD, MERGE):
-            return "an unknown origin"
-        if self.origin == ADD and self.plan is not None:
-            return "a plan of what was not merged"
+        if self.made not in MADE:
+            return "made by what is not known"
+        if (self.plan is not None) != (self.made in PLANNED):
+            return "a merge without a plan, or a plan of what was not merged"
         if self.coverage is not None and self.plan is None:
             return "coverage without a plan"
-        return (
-            too_many("parents", len(roles), limits.parents)
-            or too_long("a message", self.message, limits.text_bytes)
-            or too_long("a tool", self.tool, limits.name_bytes)
+        origin = () if self.origin is None else astuple(self.origin)
+        named = (*(("an origin", one) for one in origin), ("an author", self.author))
+        for what, text in (*named, ("a tool", self.tool)):
+            if (problem := too_long(what, text, limits.name_bytes)) is not None:
+                return problem
+        return too_many("parents", len(roles), limits.parents) or too_long(
+            "a message", self.message, limits.text_bytes
         )
 
     def manifest_id(self) -> ManifestId:

@@ -1,8 +1,8 @@
 """New places for stored blocks: copied or coded again into new packs, published as one step.
 
-    lock of garbage collection -> lease -> payloads into tmp/ -> footer, fsync -> rename into packs/
-    -> fsync of the directories -> writer lock -> ONE index transaction: point rows at the copies,
-       and set or remove the mark of the pin -> acknowledge
+    lock of garbage collection -> lease -> payloads into tmp/ -> footer, fsync -> writer lock
+    -> pack list, fsync -> rename into packs/ -> fsync of the directories -> ONE index transaction:
+       point rows at the copies, and set or remove the mark of the pin -> acknowledge
 
 A crash before the index commit leaves only garbage; after it, everything is done.  Old payloads are
 garbage that gc frees, once those who may be reading them have ended.
@@ -20,7 +20,6 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Row
@@ -70,7 +69,7 @@ class Rewriting:
         with leases.collecting(catalog.layout):
             with catalog.publishing(packs=True):
                 leases.sweep(catalog.layout, catalog.index)
-                condemned.sweep(catalog.layout, catalog.index)
+                condemned.sweep(catalog.layout, catalog.index, catalog.packs)
             lease = leases.Lease(catalog.layout, catalog.index, purpose)
             try:
                 own = cls(catalog, lease, max_pack)
@@ -78,7 +77,6 @@ class Rewriting:
                     yield own
                 finally:
                     own._packs.abandon()
-                    own._packs.take_back()
             finally:
                 lease.release()
 
@@ -86,7 +84,7 @@ class Rewriting:
         """Raise StorageFailed unless the disk has room for so many blocks, stored raw."""
         directory = self._catalog.layout.packs
         needed = room_for(spots, plain_bytes)
-        free = max(0, fs.free_bytes(directory) - RESERVE_BYTES)
+        free = max(0, self._catalog.packs.room() - RESERVE_BYTES)
         if needed > free:
             raise StorageFailed(
                 f"the copies take {format_size(needed)}, and the disk has {format_size(free)} free",
@@ -115,9 +113,8 @@ class Rewriting:
 
         also: changes further rows there.  Raises Conflict, StorageFailed; then nothing is changed.
         """
-        self._packs.publish()
         catalog = self._catalog
-        with catalog.committing() as transaction:
+        with self._packs.committing() as transaction:
             for block in self._became_bases(transaction):
                 del self._rows[Kind.BLOCK, block]
             moved = 0
@@ -131,7 +128,6 @@ class Rewriting:
             self._require_bases(transaction)
             also(transaction)
             self._lease.drop_row(transaction)
-            self._packs.keep()
         self.blocks = moved
 
     def _became_bases(self, transaction: IndexTransaction) -> set[BlockId]:

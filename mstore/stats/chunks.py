@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 
 
+@lru_cache(maxsize=256)
 def chunk_elements(block_size: int, *dtypes: str) -> int:
     """Return the elements of a chunk: as many as a block of the narrowest dtype holds."""
     return block_size // min(ITEMSIZES[dtype] for dtype in dtypes)

@@ -24,7 +24,9 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, stored_lengths
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import Kind, Outdated, PackFiles, PackGone, PackWriter
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import Kind, Outdated, PackGone
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
 from mstore.blocks.room import Room
 from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
@@ -79,13 +81,13 @@ class Catalog:
         self._take(layout, config, Index(layout.index), PackFiles(layout.packs))
 
     @classmethod
-    def over(cls, layout: Layout, config: Config, index: Index, packs: PackFiles) -> Self:
+    def over(cls, layout: Layout, config: Config, index: Index, packs: Packs) -> Self:
         """Wrap an index and packs that are not in their places yet; their opener closes them."""
         catalog = cls.__new__(cls)
         catalog._take(layout, config, index, packs)
         return catalog
 
-    def _take(self, layout: Layout, config: Config, index: Index, packs: PackFiles) -> None:
+    def _take(self, layout: Layout, config: Config, index: Index, packs: Packs) -> None:
         self.layout = layout
         self.config = config
         self.index = index
@@ -95,6 +97,8 @@ class Catalog:
         self._room = Room(layout.block_size)
         self.lengths = StoredLengths(index, self.stored_lengths)
         self._candidates: dict[str, Hold] = {}
+        self.author: Callable[[], str] = str
+        """Asked when a snapshot is made: by whom."""
 
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
@@ -159,7 +163,7 @@ class Catalog:
             lock.acquire()
             self.index.env.require_in_place()
             unseen.show(self.index)
-            generation.require_current(self.layout, self.index, packs=packs)
+            generation.require_current(self.layout, self.index, self.packs, with_packs=packs)
             if packs and mirror.generation(self.layout) is None:
                 # The index has all packs, so it is current.  Without a mirror, the packs of the
                 # current publisher would make it look outdated before their commit.
@@ -195,7 +199,7 @@ class Catalog:
         still works.
         """
         try:
-            return generation.doubt(self.layout, self.index)
+            return generation.doubt(self.layout, self.index, self.packs)
         except StorageFailed:
             return None
 
@@ -217,15 +221,6 @@ class Catalog:
             self.follow()
         with self.index.env.read() as transaction:
             return self.index.generation(transaction)
-
-    def new_pack(self, path: Path) -> PackWriter:
-        """Start a pack of this store; its next commit or a later one publishes it."""
-        return PackWriter(path, self.layout.uuid.bytes, self.next_generation())
-
-    def next_generation(self) -> int:
-        """Return the generation of the next commit, unless another comes first."""
-        with self.index.env.read() as transaction:
-            return self.index.generation(transaction) + 1
 
     # -- blocks ------------------------------------------------------------------------------
 

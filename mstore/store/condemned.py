@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.packs import pack_path
+from mstore.blocks.pack_store import Packs
 from mstore.blocks.schema import Condemned
 from mstore.errors import StorageFailed
 from mstore.ids import PackId
@@ -41,21 +40,21 @@ def holders(layout: Layout, packs: list[Condemned]) -> set[str]:
     return {name for name in names if leases.is_live(layout, name)}
 
 
-def sweep(layout: Layout, index: Index) -> list[Condemned]:
+def sweep(layout: Layout, index: Index, packs: Packs) -> list[Condemned]:
     """Remove the files that no lease protects any more; return those packs.
 
     Call with the writer lock held. Skips files that cannot be removed (another user's, for
     example).
     """
-    packs = listed(index)
-    if not packs:
+    waiting = listed(index)
+    if not waiting:
         return []
-    held = holders(layout, packs)
+    held = holders(layout, waiting)
     gone = []
-    for pack in packs:
+    for pack in waiting:
         if held.isdisjoint(pack.leases):
             with suppress(StorageFailed):
-                fs.unlink(pack_path(layout.packs, pack.pack), missing_ok=True)
+                packs.remove(pack.pack)
                 gone.append(pack)
     if gone:
         with index.env.write() as transaction:

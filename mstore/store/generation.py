@@ -1,16 +1,17 @@
 """Generations: how a store detects that its index is outdated.
 
-Each commit that publishes something gives the index the next *generation*. The mirror of the refs
-records the generation after which it was written, and a pack the one for which it was begun.  Both
-are in other files than the index.  So they reveal an index that was replaced by an older one, or
-that fell back to an earlier state because of damage:
+Each commit that publishes something gives the index the next *generation*. Other files than the
+index tell of generations, and so reveal an index that was replaced by an older one, or that fell
+back to an earlier state because of damage:
 
     mirror        never has a later generation than the index that it was written from; one that
                   was replaced and kept has an earlier one, also where an older mirror and index
                   were both copied over newer ones
-    pack          is published by a commit of its generation or a later one; one that the index
-                  does not name may be a writer's that was killed before its commit, but then the
-                  index is at most one generation behind it
+    pack list     is written for the next commit, whose writer may have been killed before it, so
+                  the index is at most one generation behind the newest list
+    pack          has a line in the list before it gets its name. One without a line, which the
+                  index does not name, tells that the list was replaced by an older one, too, or
+                  that somebody put the pack there
 
 An outdated index can only be read: writers refuse it until `reindex` rebuilds it.  Functions change
 nothing.
@@ -18,18 +19,15 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from mstore.blocks import packs as packfiles
 from mstore.blocks.index import Index
-from mstore.errors import Corrupt, Incompatible
-from mstore.ids import ID_BYTES, PackId
+from mstore.blocks.pack_store import Packs
+from mstore.errors import Corrupt
+from mstore.ids import PackId
 from mstore.phrases import call
-from mstore.store import mirror
+from mstore.store import mirror, pack_list
 from mstore.store.layout import BACKUP_MARKER, Layout
-
-_ID_IN_NAME = slice(-len(".pack") - 2 * ID_BYTES, -len(".pack"))
 
 
 def is_backup(layout: Layout, index: Index) -> bool:
@@ -48,84 +46,77 @@ def damaged_when_copied(index: Index) -> frozenset[PackId]:
     return frozenset() if row is None else frozenset(row.damaged)
 
 
-def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
+def doubt(layout: Layout, index: Index, packs: Packs, *, with_packs: bool = False) -> str | None:
     """Return why the index is not trusted; None if it is current.
 
-    packs: also check packs that the index does not know, not only the mirror.
+    with_packs: also look for packs that the index does not know, not only at names and texts in
+    refs/.
     """
     # Read the evidence first: the index then includes anything published in between.
     told = mirror.generation(layout)
-    newest = max(told or 0, mirror.replaced_by(layout))
+    mirrored = max(told or 0, mirror.replaced_by(layout))
+    listed = pack_list.newest(layout) - 1
     try:
-        # A readable mirror records the last acknowledged commit.
-        unknown = unknown_packs(layout, index) if packs or told is None else []
+        unknown = unknown_packs(packs, index) if with_packs or told is None else []
         index.env.refresh()
         with index.env.read() as transaction:
             own = index.generation(transaction)
     except Corrupt as error:
         return error.what
-    if newest > own:
-        return (
-            f"the index is older than the mirror of the refs (it is of generation {own}, refs/ "
-            f"tells of {newest}): it was replaced by an older one, or is damaged"
-        )
-    excused = own if told is None else own + 1
-    for path in unknown:
-        if (pack := _pack_generation(path)) > excused:
+    for newest, what in ((mirrored, "the mirror of the refs"), (listed, "the pack list")):
+        if newest > own:
             return (
-                f"the index is older than pack {path.stem[:12]} (generation {own}, {pack}): it was "
+                f"the index is older than {what} (it is of generation {own}, refs/ tells of "
+                f"{newest}): it was replaced by an older one, or is damaged"
+            )
+    # A readable mirror records the last acknowledged commit.
+    return _told_by(layout, packs, unknown, own if told is None else own + 1)
+
+
+def _told_by(layout: Layout, packs: Packs, unknown: Sequence[PackId], excused: int) -> str | None:
+    """Return what packs that the index does not name say of it.
+
+    excused: the generation in which a killed writer may have left them.
+    """
+    since = pack_list.read(layout).since if unknown else {}
+    for pack in unknown:
+        if pack not in since and packs.is_there(pack):
+            return (
+                f"pack {pack.short} has no line in the pack list: index and list were replaced by "
+                "older ones, or somebody put it there"
+            )
+        if since.get(pack, 0) > excused:
+            return (
+                f"the index is older than pack {pack.short} (of generation {since[pack]}): it was "
                 "replaced by an older one, or is damaged"
             )
     return None
 
 
-def require_current(layout: Layout, index: Index, *, packs: bool = False) -> None:
+def require_current(
+    layout: Layout, index: Index, packs: Packs, *, with_packs: bool = False
+) -> None:
     """Raise Corrupt if the index is not trusted: nothing may be written based on it."""
-    why = doubt(layout, index, packs=packs)
+    why = doubt(layout, index, packs, with_packs=with_packs)
     if why is not None:
         raise Corrupt(why, where=str(layout.index), hint=call("reindex"))
 
 
-def listed_packs(layout: Layout) -> Iterator[Path]:
-    """Yield every file in packs/ that has the name of a pack, sorted by name.
+def unknown_packs(packs: Packs, index: Index) -> list[PackId]:
+    """Return packs that the index does not name.
 
-    Raises StorageFailed.
+    A running writer's may be among them, but not while the caller holds the writer lock.
     """
-    return map(Path, packfiles.listed(layout.packs))
-
-
-def unknown_packs(layout: Layout, index: Index) -> list[Path]:
-    """Return packs that the index does not name.  A running writer's may be among them."""
-    # List files first: the index then includes anything published in between.
-    return _unknown(list(packfiles.listed(layout.packs)), index)
-
-
-def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
-    """Return those of these packs that the index does not name now."""
-    return _unknown(list(map(str, listed)), index)
-
-
-def _unknown(files: Sequence[str], index: Index) -> list[Path]:
+    # List packs first: the index then includes anything published in between.
+    listed = list(packs.listed())
     index.env.refresh()
     with index.env.read() as transaction:
         # Reading and checking all rows takes long, and nearly always every pack is named.
         named = set(index.pack_ids(transaction))
-        unnamed = [file for file in files if _id(file) not in named]
+        unnamed = [pack for pack in listed if pack not in named]
         if not unnamed:
             return []
         # Ids alone are not proof that a pack is unknown: nothing checks a key.
         known = {pack for pack, _ in index.packs(transaction)}
         known |= {pack.pack for pack in index.condemned(transaction)}
-    return [Path(file) for file in unnamed if _id(file) not in known]
-
-
-def _id(file: str) -> bytes:
-    return bytes.fromhex(file[_ID_IN_NAME])
-
-
-def _pack_generation(path: Path) -> int:
-    try:
-        return packfiles.generation_of(path)
-    except (Corrupt, Incompatible):
-        # Damaged, deleted meanwhile, or of a version that no index here names: it proves nothing.
-        return 0
+    return [pack for pack in unnamed if pack not in known]

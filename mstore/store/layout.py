@@ -1,14 +1,14 @@
 """Where things lie in a store directory, and its one-line format file.
 
 STORE/
-  format      "mstore 2 <uuid> <block size>"
+  format      "mstore 3 <uuid> <block size>"
   config      settings in TOML; missing means defaults (`mstore.store.config`)
   lock        held (flock) by the one writer that is publishing
   packs/      sealed packs
   index/      LMDB: where things are, refs, reflog, leases
   stats/      LMDB: statistics of deltas, can be thrown away
   memo/       LMDB: what merges made, can be thrown away; made by the first merge
-  refs/       text mirror of the refs
+  refs/       text mirror of the refs, and the list of packs
   lost+found/ packs that the index does not know; missing while there is none
   tmp/        one directory a running operation; garbage when its owner is gone
 """
@@ -40,7 +40,7 @@ from mstore.sharing import Sharing
 
 BACKUP_MARKER = "backup"
 """The file that says which store a directory is a backup of (`mstore.backup.destination`)."""
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MIN_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_SIZE = 1 << 24
 DEFAULT_BLOCK_SIZE = 1 << 20
@@ -159,6 +159,11 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "refs" / "mirror"
 
     @property
+    def pack_list(self) -> Path:
+        """The pack list; a generation follows this name."""
+        return self.root / "refs" / "packs"
+
+    @property
     def lost_found(self) -> Path:
         """Packs that no row names; deleted only on request.  May be missing."""
         return self.root / "lost+found"
@@ -227,7 +232,7 @@ def _format_line(layout: Layout, version: int = FORMAT_VERSION) -> str:
 
 # Everything that a killed `creating` can leave behind.  Anything else belongs to somebody.
 _UNFINISHED = re.compile(
-    r"lock|config|packs|refs(/mirror)?|tmp(/\.(mirror|format|config)\.[0-9a-f]{8}|/incoming(/.*)?)?"
+    r"lock|config|packs|refs(/mirror|/packs\.[0-9]+)?|tmp(/\.(mirror|packs\.[0-9]+|format|config)\.[0-9a-f]{8}|/incoming(/.*)?)?"
     r"|(index|stats)(/(data\.mdb|lock\.mdb|\.lock\.mdb\.[0-9a-f]{8}))?"
 )
 

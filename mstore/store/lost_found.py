@@ -11,34 +11,25 @@ index has lost track of; the index alone cannot tell. So garbage collection move
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks.packs import listed, pack_path, read_footer
-from mstore.errors import Corrupt, Incompatible, StorageFailed
+from mstore.blocks.pack_files import ScatteredPacks
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import Footer, SealedPack
+from mstore.errors import Corrupt, Incompatible
 from mstore.ids import PackId
 from mstore.store.layout import Layout
 
 
-def put_aside(layout: Layout, packs: Sequence[Path]) -> list[Path]:
-    """Move packs out of packs/, durably; return the new paths of those that were moved.
+def put_aside(layout: Layout, packs: Packs, unknown: Sequence[PackId]) -> Sequence[PackId]:
+    """Move packs out of packs/, durably; return those that could be moved.
 
-    Call with the lock of garbage collection held. Packs that cannot be moved stay.
+    Call with the lock of garbage collection held.
     """
-    if not packs:
-        return []
-    directory = _directory(layout)
-    moved = []
-    for path in packs:
-        with suppress(StorageFailed):
-            fs.rename(path, directory / path.name)
-            moved.append(directory / path.name)
-    # Sync the new name first: a crash may leave two names, never none.
-    for changed in (directory, layout.lost_found, *{path.parent for path in packs}):
-        fs.sync_directory(changed)
-    return moved
+    return packs.move_out(unknown, _directory(layout)) if unknown else ()
 
 
 def keep_index(layout: Layout, index: Path) -> Path:
@@ -63,32 +54,32 @@ def _directory(layout: Layout) -> Path:
     return path
 
 
-def packs(layout: Layout) -> Iterator[Path]:
-    """Yield every pack in lost+found.  Raises StorageFailed."""
-    if fs.is_there(layout.lost_found):
-        yield from map(Path, listed(layout.lost_found))
+def packs(layout: Layout) -> ScatteredPacks:
+    """Open the packs in lost+found; the caller closes them.  Raises StorageFailed."""
+    return ScatteredPacks(layout.lost_found)
 
 
-def bring_back(layout: Layout) -> list[PackId]:
-    """Move every readable pack of this store back into packs/, durably; return their ids.
+def bring_back(
+    layout: Layout, target: Packs, fits: Callable[[Layout, Packs, Footer], bool]
+) -> list[PackId]:
+    """Move every readable pack that fits back into packs/, durably; return their ids.
 
     Call with the lock of garbage collection held.
     """
     found = []
-    for path in list(packs(layout)):
-        try:
-            footer = read_footer(path)
-        except (Corrupt, Incompatible):
-            continue
-        if footer.store != layout.uuid.bytes:
-            continue
-        target = pack_path(layout.packs, footer.id)
-        fs.make_directory(target.parent, exist_ok=True)
-        fs.rename(path, target)
-        for directory in (target.parent, layout.packs, path.parent):
-            fs.sync_directory(directory)
-        fs.remove_empty(path.parent)
-        found.append(footer.id)
+    with closing(packs(layout)) as aside:
+        for pack in aside.listed():
+            try:
+                footer = aside.table(pack)
+                if not fits(layout, aside, footer):
+                    continue
+            except (Corrupt, Incompatible):
+                continue
+            path = Path(aside.where(pack))
+            target.put([SealedPack(pack, path, footer.size, footer.entries)])
+            fs.sync_directory(path.parent)
+            fs.remove_empty(path.parent)
+            found.append(pack)
     return found
 
 

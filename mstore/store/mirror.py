@@ -3,7 +3,7 @@
     mstore refs 2
     generation <decimal>
     <kind> <SnapshotId> <name>       a line a ref, sorted by name
-    blake3 <64 hex digits>           of all bytes before this line
+    blake3 <64 hex digits>           (`mstore.store.sealed_text`)
 
 `refs/mirror` is written after each commit. So it states the refs of that commit or, after a crash,
 of an earlier one; never of a later one. Up to KEPT earlier mirrors with other refs stay as
@@ -12,8 +12,6 @@ of an earlier one; never of a later one. Up to KEPT earlier mirrors with other r
 
 from __future__ import annotations
 
-import errno
-import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -21,7 +19,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.index import Index
@@ -29,18 +26,12 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, Corrupt, StorageFailed
 from mstore.ids import SnapshotId
 from mstore.phrases import call
-from mstore.sizes import format_size
-from mstore.store import refs
+from mstore.store import refs, sealed_text
 from mstore.store.layout import Layout
 from mstore.store.refs import Ref
 
 KEPT: Final = 8
-MAX_BYTES: Final = 1 << 28
-"""Longest mirror that is read, in bytes: about a million refs with the longest names."""
-_HEAD: Final = "mstore refs 2\n"
-_GENERATION: Final = re.compile(r"generation (0|[1-9][0-9]{0,18})")
-_CHECK: Final = b"blake3 "
-_CHECK_BYTES: Final = len(_CHECK) + 64 + 1
+_HEAD: Final = "mstore refs 2"
 
 
 class Mirror(msgspec.Struct, frozen=True):
@@ -60,7 +51,8 @@ def write(layout: Layout, index: Index) -> None:
     with index.env.read() as transaction:
         generation = index.generation(transaction)
         named = sorted(refs.walk(index, transaction), key=lambda one: one[0].encode())
-    _replace(layout, _bytes(layout.mirror), generation, [_line(name, ref) for name, ref in named])
+    lines = [_line(name, ref) for name, ref in named]
+    _replace(layout, sealed_text.read(layout.mirror), generation, lines)
 
 
 def follow(layout: Layout, index: Index, moved: Collection[str]) -> None:
@@ -70,7 +62,7 @@ def follow(layout: Layout, index: Index, moved: Collection[str]) -> None:
     ref, so a damaged row cannot enter the mirror. Otherwise writes the whole mirror. Call it like
     `write`; raises like `write`.
     """
-    before = _bytes(layout.mirror)
+    before = sealed_text.read(layout.mirror)
     with index.env.read() as transaction:
         generation = index.generation(transaction)
         now = {name: refs.get(index, transaction, name) for name in moved}
@@ -98,32 +90,35 @@ def _name_in(line: bytes) -> bytes:
 def _lines_of(path: Path, data: bytes, generation: int) -> list[bytes]:
     """Return the ref lines of a mirror of this generation; none if it is of another."""
     with suppress(Corrupt):
-        if _generation(path, data) == generation:
-            return data[:-_CHECK_BYTES].splitlines(keepends=True)[2:]
+        told, lines = _decoded(path, data)
+        if told == generation:
+            return lines
     return []
+
+
+def _decoded(path: Path, data: bytes) -> tuple[int, list[bytes]]:
+    return sealed_text.decode(path, data, _HEAD, "ref mirror")
 
 
 def _replace(layout: Layout, before: bytes | None, generation: int, lines: list[bytes]) -> None:
     """Replace the mirror by one with these lines, which are sorted by name."""
-    listed = b"".join(lines)
-    body = f"{_HEAD}generation {generation}\n".encode() + listed
-    data = body + _CHECK + blake3(body).hexdigest().encode() + b"\n"
+    data = sealed_text.encode(_HEAD, generation, lines)
     if before == data:
         return
     if before is None and fs.make_directory(layout.mirror.parent, exist_ok=True):
         fs.sync_directory(layout.root)
     if before is not None:
-        _keep(layout, before, listed, generation)
-    fs.replace_file(layout.mirror, data.decode(), staging=layout.tmp)
-    for _, path in _versions(layout)[KEPT:]:
+        _keep(layout, before, lines, generation)
+    fs.replace_file(layout.mirror, data, staging=layout.tmp)
+    for _, path in sealed_text.kept(layout.mirror)[KEPT:]:
         with suppress(StorageFailed):
             fs.unlink(path, missing_ok=True)
 
 
-def _keep(layout: Layout, before: bytes, listed: bytes, generation: int) -> None:
+def _keep(layout: Layout, before: bytes, lines: list[bytes], generation: int) -> None:
     """Keep the old mirror under another name, if its refs differ."""
     try:
-        old = _generation(layout.mirror, before)
+        old, old_lines = _decoded(layout.mirror, before)
     except Corrupt:
         target = layout.mirror.with_name("mirror.damaged")
         with suppress(StorageFailed):
@@ -135,7 +130,7 @@ def _keep(layout: Layout, before: bytes, listed: bytes, generation: int) -> None
                 where=str(layout.mirror),
                 hint=call("reindex"),
             )
-        if listed == before.split(b"\n", 2)[2][:-_CHECK_BYTES]:
+        if old_lines == lines:
             return
         target = layout.mirror.with_name(f"mirror.{old}")
     # If the filesystem has no hard links, keep one mirror less.
@@ -150,17 +145,18 @@ def read(layout: Layout) -> Mirror:
 
 def read_file(path: Path) -> Mirror:
     """Read the mirror at this path. Raises Corrupt (also if it is missing), StorageFailed."""
-    data = _bytes(path)
+    data = sealed_text.read(path)
     if data is None:
         raise Corrupt("no such file or directory", where=str(path))
-    return Mirror(_generation(path, data), _refs(path, data))
+    told, lines = _decoded(path, data)
+    return Mirror(told, _refs(path, lines))
 
 
 def generation(layout: Layout) -> int | None:
     """Return the mirror's generation; None if it is missing or damaged."""
     with suppress(Corrupt):
-        data = _bytes(layout.mirror)
-        return None if data is None else _generation(layout.mirror, data)
+        data = sealed_text.read(layout.mirror)
+        return None if data is None else _decoded(layout.mirror, data)[0]
     return None
 
 
@@ -170,56 +166,22 @@ def replaced_by(layout: Layout) -> int:
     Reads file names only. A mirror is kept after the commit of a later generation, so that an index
     of the kept one's generation is not the newest, even if `mirror` is of this generation, too.
     """
-    return max((number + 1 for number, _ in _versions(layout)), default=0)
+    return max((number + 1 for number, _ in sealed_text.kept(layout.mirror)), default=0)
 
 
 def earlier(layout: Layout) -> list[tuple[Path, Mirror]]:
     """Return the replaced mirrors that are readable, newest first."""
     found = []
-    for _, path in _versions(layout):
+    for _, path in sealed_text.kept(layout.mirror):
         with suppress(Corrupt):
             found.append((path, read_file(path)))
     return found
 
 
-def _versions(layout: Layout) -> list[tuple[int, Path]]:
-    found = []
-    # A copy of a store may lack the directory.
-    with fs.translated(layout.mirror.parent), suppress(FileNotFoundError):
-        for name in fs.listed(layout.mirror.parent):
-            number = name.removeprefix("mirror.")
-            if name != number and number.isascii() and number.isdigit() and len(number) < 20:
-                found.append((int(number), layout.mirror.with_name(name)))
-    return sorted(found, reverse=True)
-
-
-def _bytes(path: Path) -> bytes | None:
-    """Return the bytes of a mirror; None if it is missing. Raises Corrupt, StorageFailed."""
-    try:
-        data = fs.read_file(path, MAX_BYTES + 1)
-    except StorageFailed as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
-    if len(data) > MAX_BYTES:
-        raise Corrupt(f"longer than {format_size(MAX_BYTES)}", where=str(path))
-    return data
-
-
-def _generation(path: Path, data: bytes) -> int:
-    body, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
-    if check != _CHECK + blake3(body).hexdigest().encode() + b"\n":
-        raise Corrupt("not a ref mirror, or damaged", where=str(path), hint=call("reindex"))
-    head, line, _ = body.decode(errors="replace").split("\n", 2)
-    match = _GENERATION.fullmatch(line)
-    if head + "\n" != _HEAD or match is None:
-        raise Corrupt("not a ref mirror", where=str(path), hint=call("reindex"))
-    return int(match[1])
-
-
-def _refs(path: Path, data: bytes) -> dict[str, Ref]:
+def _refs(path: Path, lines: list[bytes]) -> dict[str, Ref]:
     found = {}
-    for line in data.decode(errors="replace").split("\n")[2:-2]:
+    for whole in lines:
+        line = whole[:-1].decode(errors="replace")
         kind, _, rest = line.partition(" ")
         id, _, name = rest.partition(" ")
         try:

@@ -7,6 +7,7 @@ shards of a model have one tensor, the index says which counts; if it names neit
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
@@ -69,11 +70,14 @@ class Models:
             raise NotFound("has no such model", where=f"{where}:{name}", hint=hint)
         return found
 
-    def only(self, where: str) -> str:
-        """Return the model that is meant where none is named: the only one, or that of the top.
+    def meant(self, revision: str) -> str:
+        """Return the model that REF:MODEL names; of REF the only one, or that of the top.
 
-        Raises Incompatible, at `where`, if there are others alone.
+        Raises NotFound, and Incompatible if REF has several others.
         """
+        where, model = snapshot_of(revision), model_of(revision)
+        if model is not None:
+            return self.model(model, where).name
         if len(self.named) == 1:
             return next(iter(self.named))
         if "" in self.named:
@@ -169,18 +173,45 @@ def paired(
     """Return which model of a fine-tune stands for which model of its base, by the latter.
 
     base, own: the models that each has. given: those that were named.  Without, each model of the
-    base has its namesake; where both sides have one model, these.
+    base has its namesake, or, where each side has one form of a model (a variant or none), these;
+    where both sides have one model, these.
     """
     ours, theirs = given
     if ours is None and theirs is not None:
-        ours = theirs if theirs in base or len(base) > 1 else next(iter(base), theirs)
+        ours = _meant(theirs, base)
     if ours is None and len(base) == len(own) == 1:
         ours = next(iter(base))
     if ours is None:
-        return {name: name for name in base if name in own}
+        forms, lone = _lone_forms(own), _lone_forms(base).values()
+        pairs = {name: name if name in own else forms.get(_place(name)) for name in base}
+        return {
+            name: other
+            for name, other in pairs.items()
+            if other is not None and (name == other or name in lone)
+        }
     if theirs is None:
-        theirs = ours if ours in own or len(own) > 1 else next(iter(own), ours)
+        theirs = _meant(ours, own)
     return {ours: theirs} if ours in base and theirs in own else {}
+
+
+def _meant(name: str, models: Collection[str]) -> str:
+    """Return the model of this name, or the only form of it, or the only one; else the name."""
+    if name in models:
+        return name
+    only = next(iter(models)) if len(models) == 1 else name
+    return _lone_forms(models).get(_place(name), only)
+
+
+def _place(model: str) -> str:
+    """Return what a model is called without its variant."""
+    place, at, _ = model.rpartition("@")
+    return place if at else model
+
+
+def _lone_forms(models: Collection[str]) -> dict[str, str]:
+    """Return the models of which there is one form, by what they are called without a variant."""
+    places = Counter(map(_place, models))
+    return {place: name for name in models if places[place := _place(name)] == 1}
 
 
 def models_in(catalog: Catalog, manifest: Manifest) -> Models:

@@ -16,7 +16,7 @@ from mstore.blocks.schema import PLANS, Source, Sources
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
-from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
+from mstore.objects.snapshot import PREVIOUS, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.store import refs
 from mstore.store.catalog import Catalog
@@ -66,7 +66,7 @@ def sources_of_merge(catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotR
     that the row lacks, or names by an id, is named by one of its refs, otherwise by an id prefix.
     """
     told = sources_of(catalog, id, plan)
-    parents = [one.snapshot for one in record.parents if one.role in (BASE, EXPERT)]
+    parents = [one.snapshot for one in record.parents if one.role != PREVIOUS]
     rows = (told.base, *told.experts)
     if len(parents) != len(rows):
         return told

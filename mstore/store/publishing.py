@@ -4,43 +4,27 @@ Owns when a pack is full, where it lies before it is published, and its removal 
 Does not own what goes into a pack, nor the index transaction that makes it visible (`transaction`,
 `gc`, `check.repair`).
 
-    tmp/ -> footer, fsync -> rename into packs/ -> fsync of the directories -> index commit
+    tmp/ -> footer, fsync -> writer lock -> pack list, fsync -> rename into packs/ -> fsync of the
+    directories -> index commit
 
-A crash before the index commit leaves only garbage. Belongs to one thread.
+A crash before the index commit leaves only garbage, and lines of the list. Belongs to one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from mstore import fs
-from mstore.blocks.packs import PackWriter, SealedPack, pack_path
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.packs import PackWriter, SealedPack
 from mstore.errors import StorageFailed
+from mstore.store import pack_list
 from mstore.store.catalog import Catalog
 
 MAX_PACK_BYTES: Final = 512 << 20
 """A pack of this size is sealed, and the next one started."""
-
-
-def give_names(root: Path, packs: Sequence[SealedPack], given: list[Path]) -> None:
-    """Rename sealed packs to their final names below `root`, durably.
-
-    Appends each name to `given` before the rename, so that a caller that fails later knows what to
-    remove. Raises StorageFailed.
-    """
-    # Sync even if no directory is new: another writer may have made it and not synced it yet.
-    touched = {root} if packs else set()
-    for pack in packs:
-        target = pack_path(root, pack.id)
-        fs.make_directory(target.parent, exist_ok=True)
-        touched.add(target.parent)
-        given.append(target)
-        fs.rename(pack.path, target)
-    for directory in sorted(touched, reverse=True):
-        fs.sync_directory(directory)
 
 
 class NewPacks:
@@ -65,7 +49,6 @@ class NewPacks:
         self._max_pack = max_pack
         self._sealing = sealing
         self._writer: PackWriter | None = None
-        self._named: list[Path] = []
         self.sealed: list[SealedPack] = []
 
     @property
@@ -75,7 +58,7 @@ class NewPacks:
             self.seal()
         if self._writer is None:
             path = self._directory / f"{self._prefix}{len(self.sealed)}.pack"
-            self._writer = self._catalog.new_pack(path)
+            self._writer = PackWriter(path)
         return self._writer
 
     def go_on_with(self, writer: PackWriter) -> None:
@@ -102,21 +85,36 @@ class NewPacks:
             self._writer.abandon()
             self._writer = None
 
-    def publish(self) -> None:
-        """Seal, and rename all packs to their final names: the step before an index commit."""
-        self.seal()
-        give_names(self._catalog.layout.packs, self.sealed, self._named)
+    @contextmanager
+    def committing(self) -> Iterator[IndexTransaction]:
+        """Seal, and publish all packs: yield the one index transaction that names them.
 
-    def keep(self) -> None:
-        """Keep the packs from now on, because the index commit has begun.
-
-        A commit that fails half way may still be on disk.
+        If the block or what comes before it raises, the packs are removed again. A commit that
+        fails half way may still be on disk, so they stay from its begin on. Raises Corrupt and
+        Unavailable as `Catalog.publishing`, StorageFailed.
         """
-        self._named.clear()
+        self.seal()
+        has_begun = False
+        with self._catalog.publishing():
+            try:
+                self._give_names()
+                with self._catalog.advancing() as transaction:
+                    yield transaction
+                    has_begun = True
+            except BaseException:
+                if not has_begun:
+                    self._take_back()
+                raise
 
-    def take_back(self) -> None:
-        """Remove packs that were renamed but not kept. Those that cannot be removed are garbage."""
-        for path in self._named:
+    def _give_names(self) -> None:
+        if self.sealed:
+            catalog = self._catalog
+            new = [pack.id for pack in self.sealed]
+            pack_list.add(catalog.layout, catalog.index, new, catalog.packs.is_there)
+            catalog.packs.put(self.sealed)
+
+    def _take_back(self) -> None:
+        """Remove packs that no commit names. Those that cannot be removed are garbage."""
+        for pack in self.sealed:
             with suppress(StorageFailed):
-                fs.unlink(path, missing_ok=True)
-        self._named.clear()
+                self._catalog.packs.remove(pack.id)

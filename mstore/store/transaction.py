@@ -2,9 +2,10 @@
 
 The commit order is a promise (docs/format.md, "Commit order"):
 
-    lease -> payloads into tmp/ -> footer, fsync -> rename into packs/ -> fsync directories
-    -> writer lock -> ONE index transaction: check again that every block counted as present
-       still is, insert rows, compare-and-swap the refs, append the reflog
+    lease -> payloads into tmp/ -> footer, fsync -> writer lock -> pack list, fsync
+    -> rename into packs/ -> fsync directories
+    -> ONE index transaction: check again that every block counted as present still is, insert
+       rows, compare-and-swap the refs, append the reflog
     -> acknowledge -> refresh the text mirror
 
 A crash before the index commit leaves only garbage. After it, everything is stored. A transaction
@@ -50,28 +51,6 @@ class RefMove(msgspec.Struct, frozen=True):
     action: str
 
 
-class Target(msgspec.Struct, frozen=True):
-    """The ref that a commit moves, and the branch that its snapshot follows: both as they are now.
-
-    For a branch, the two are one; a candidate is made for a branch that does not move.
-    """
-
-    name: str
-    kind: str
-    now: refs.Ref | None
-    branch: refs.Ref | None
-
-    def moves(self, snapshot: SnapshotId, action: str) -> list[RefMove]:
-        """Return the move of the ref to this snapshot; none if it is there."""
-        new = refs.Ref(self.kind, snapshot)
-        return [] if new == self.now else [RefMove(self.name, self.now, new, action)]
-
-    @property
-    def was(self) -> SnapshotId | None:
-        """Where the branch points."""
-        return None if self.branch is None else self.branch.snapshot_id()
-
-
 class Transaction:
     """Blocks and records to be published together.
 
@@ -101,7 +80,7 @@ class Transaction:
         # Before any write: garbage of a killed writer may occupy the space that is needed.
         with catalog.publishing(packs=True):
             leases.sweep(catalog.layout, catalog.index)
-            condemned.sweep(catalog.layout, catalog.index)
+            condemned.sweep(catalog.layout, catalog.index, catalog.packs)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
         catalog.lengths.outlive(self._lease.number)
         self._packs = NewPacks(
@@ -122,7 +101,6 @@ class Transaction:
     ) -> None:
         try:
             self._packs.abandon()
-            self._packs.take_back()
         finally:
             if self._resumes and kind is not None and _is_interruption(kind):
                 # Sealed packs with a receipt wait for the next attempt.
@@ -341,9 +319,8 @@ class Transaction:
         """
         for snapshot in snapshots:
             self.put_record(snapshot)
-        self._packs.publish()
         catalog = self._catalog
-        with catalog.committing() as transaction:
+        with self._packs.committing() as transaction:
             self._check_relied(transaction)
             self._check_parents(transaction, snapshots)
             for pack in self._packs.sealed:
@@ -355,7 +332,6 @@ class Transaction:
             if also is not None:
                 also(transaction)
             self._lease.drop_row(transaction)
-            self._packs.keep()
             number = transaction.id()
         # Blocks that were stored before keep their rows (`Index.insert_pack`).
         catalog.lengths.outlive(number)
@@ -413,9 +389,10 @@ def _require_unmoved(gone: Sequence[bytes]) -> None:
         )
 
 
-def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
+def branch_to_move(catalog: Catalog, name: str, candidate: str | None = None) -> refs.Ref | None:
     """Return what the branch `name` points at, None if it is new.
 
+    candidate: a run whose candidate for the branch will move in its place, and must be able to.
     Raises BadName, Conflict for a tag or a name below or above a ref. Call it with the transaction
     open: before that, the commit of a killed writer may not be visible yet.
     """
@@ -426,6 +403,10 @@ def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
             refs.refuse_shadow(catalog.index, transaction, name)
             # Not only at the commit: what comes before it may take long.
             refs.refuse_nesting(catalog.index, transaction, name)
+        if candidate is not None:
+            own = refs.below(refs.CANDIDATE, candidate, name)
+            if refs.get(catalog.index, transaction, own) is None:
+                refs.refuse_nesting(catalog.index, transaction, own)
     if current is not None and current.kind == refs.TAG:
         raise Conflict(
             "is a tag, and tags do not move",
@@ -433,18 +414,6 @@ def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
             hint=phrase("choose another {name}", name=Option("name")),
         )
     return current
-
-
-def target_of(catalog: Catalog, name: str, candidate: str | None) -> Target:
-    """Return what a commit to a branch moves: the branch, or this run's candidate for it.
-
-    Raises as `branch_to_move`; call it like that.
-    """
-    branch = branch_to_move(catalog, name)
-    if candidate is None:
-        return Target(name, refs.BRANCH, branch, branch)
-    own = refs.below(refs.CANDIDATE, candidate, name)
-    return Target(own, refs.CANDIDATE, catalog.ref(own), branch)
 
 
 def tip_of(

@@ -14,22 +14,20 @@ from dataclasses import replace
 from typing import Final
 
 from mstore.adapters.targets import is_adapter
-from mstore.checkpoint.models import is_index
-from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
-from mstore.ids import Revision, SnapshotId, TensorId
+from mstore.ids import Revision, SnapshotId
+from mstore.made.files import assembled, slots_of, texts_of
+from mstore.made.snapshots import Publication, branch_below
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
+from mstore.objects.snapshot import ALIGN, BASE, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.progress import ProgressCallback
 from mstore.requests import MergeRequest, Vocabulary
 from mstore.store.catalog import Catalog
-from mstore.store.derived import branch_below, derived
 from mstore.store.models import tensors_of
-from mstore.store.rebuilt import header_of, index_of, shards_of
-from mstore.store.transaction import RefMove, Transaction, branch_to_move
+from mstore.store.transaction import Transaction, branch_to_move
 from mstore.vocabulary.common import with_new_decoder, with_new_ids
 from mstore.vocabulary.embeddings import Embeddings
 from mstore.vocabulary.members import Member, member
@@ -207,16 +205,12 @@ class _Models:
     def publish(self, embeddings: Embeddings) -> dict[SnapshotId, AlignedModel]:
         """Put all that changes into the transaction and commit it."""
         written = embeddings.written(self._transaction)
-        published: dict[SnapshotId, AlignedModel] = {}
-        snapshots, moves = [], []
-        for one, tensors, branch in zip(self._members, written, self._branches(), strict=True):
-            model, record, move = self._model(one, tensors, branch)
-            published[one.snapshot] = model
-            if record is not None and move is not None:
-                snapshots.append(record)
-                moves.append(move)
-        if snapshots or self._transaction.has_news:
-            self._transaction.commit(snapshots=snapshots, moves=moves)
+        publication = Publication(self._catalog, self._transaction)
+        published = {
+            one.snapshot: self._model(one, tensors, branch, publication)
+            for one, tensors, branch in zip(self._members, written, self._branches(), strict=True)
+        }
+        publication.commit()
         return published
 
     def _branches(self) -> list[str]:
@@ -232,26 +226,24 @@ class _Models:
         return found
 
     def _model(
-        self, one: Member, tensors: Mapping[str, Tensor], branch: str
-    ) -> tuple[AlignedModel, SnapshotRecord | None, RefMove | None]:
-        """Return a member as aligned, and the snapshot and the move that publish it, if any."""
+        self, one: Member, tensors: Mapping[str, Tensor], branch: str, publication: Publication
+    ) -> AlignedModel:
+        """Return a member as aligned; put it, if it is another than before."""
         model = _unchanged(one, self._target)
         manifest = self._manifest(one, tensors)
         if manifest == one.manifest:
-            return model, None, None
+            return model
         told = f"{one.name} with {len(self._target.ids)} tokens, {self._target.told}"
-        id, record, move = derived(
-            self._catalog,
-            self._transaction,
+        record, is_new = publication.put(
             branch,
             branch_to_move(self._catalog, branch),
             manifest,
+            ALIGN,
             (Parent(BASE, one.snapshot),),
             message=told,
             action=f"align: {told}",
         )
-        model = replace(model, ref=branch, snapshot=id, new_snapshot=record is not None)
-        return model, record, move
+        return replace(model, ref=branch, snapshot=record.id(), new_snapshot=is_new)
 
     def _manifest(self, one: Member, tensors: Mapping[str, Tensor]) -> Manifest:
         ids = self._transaction.put_records(list(tensors.values()))
@@ -260,34 +252,19 @@ class _Models:
             for (name, record), id in zip(tensors.items(), ids, strict=True)
         }
         records = {Part.tensor_id(part): tensors[name] for name, part in parts.items()}
-        files = {file.path: self._weights(file, parts, records) for file in one.manifest.files}
-        for path in [path for path in files if is_index(path)] if parts else ():
-            fields = json_object(self._catalog.read_parts(files[path].parts))
-            shards = shards_of(path, fields, files.values())
-            if shards:
-                raw = index_of(fields, shards, self._records(shards, records))
-                files[path] = self._file(path, raw)
+        files = {file.path: file for file in one.manifest.files}
+        changed = {
+            file.path: [parts.get(str(part.name), part) for part in file.tensors()]
+            for file in files.values()
+            if file.form == SAFETENSORS and any(part.name in parts for part in file.tensors())
+        }
+        weights = {path: slots_of(self._catalog, own, records) for path, own in changed.items()}
+        texts = texts_of(self._catalog, one.manifest, weights)
         self._retokenize(one, files)
         if one is self._members[0]:
             self._set_template(files)
-        return Manifest(tuple(files[path] for path in sorted(files)))
-
-    def _weights(
-        self, file: File, parts: Mapping[str, Part], records: Mapping[TensorId, Tensor]
-    ) -> File:
-        names = [str(part.name) for part in file.tensors()]
-        if file.form != SAFETENSORS or not parts.keys() & names:
-            return file
-        tensors = [parts.get(str(part.name), part) for part in file.tensors()]
-        before = self._catalog.read_parts(file.parts[:1])
-        changed = _replaced(file, tensors)
-        header = header_of(before, names, self._records([changed], records))
-        return _replaced(file, tensors, self._transaction.put_bytes(header, file.path))
-
-    def _records(self, files: Sequence[File], new: Mapping[TensorId, Tensor]) -> list[Tensor]:
-        ids = [part.tensor_id() for file in files for part in file.tensors()]
-        stored = iter(self._catalog.tensors([id for id in ids if id not in new]))
-        return [new[id] if id in new else next(stored) for id in ids]
+        put = self._transaction.put_bytes
+        return assembled(files.values(), texts, changed, changed.__getitem__, put)
 
     def _retokenize(self, one: Member, files: dict[str, File]) -> None:
         """Replace tokenizer and configs in `files`."""
@@ -392,9 +369,3 @@ class _Models:
     def _file(self, path: str, raw: bytes) -> File:
         part = self._transaction.put_bytes(raw, path)
         return File(path, OPAQUE, part.nbytes, (part,))
-
-
-def _replaced(file: File, tensors: Sequence[Part], header: Part | None = None) -> File:
-    """Return a safetensors file with other tensors, and another header."""
-    parts = (file.parts[0] if header is None else header, *tensors)
-    return File(file.path, file.form, sum(part.nbytes for part in parts), parts)

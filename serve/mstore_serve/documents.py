@@ -11,7 +11,7 @@ import json
 
 from mstore.frozen import frozen
 from mstore.plain import plain
-from mstore.reports import RefReport, TensorReport
+from mstore.reports import OriginReport, RefReport, TensorReport
 
 
 @frozen
@@ -78,8 +78,12 @@ class SnapshotDocument:
     """id of the content: same bytes, same id"""
     parents: tuple[ServedParent, ...]
     """what it was made from"""
-    origin: str
-    """add or merge"""
+    made: str
+    """by what it came to be: add, merge, prepare, cast, align, extract or combine"""
+    origin: OriginReport | None
+    """where it came from; None if that is not known, or it was made here"""
+    author: str
+    """who made it; empty if nobody said"""
     plan: str | None
     """id of its merge plan; None if it was added"""
     method: str | None

@@ -279,7 +279,9 @@ class Showing:
             parents=tuple(
                 documents.ServedParent(one.role, one.snapshot.hex()) for one in report.parents
             ),
+            made=report.made,
             origin=report.origin,
+            author=report.author,
             plan=None if report.plan is None else report.plan.hex(),
             method=report.method,
             virtual=report.virtual,

@@ -60,7 +60,7 @@ EVE, BOB, THIRD, TEAM = 70001, 70002, 70003, 70004
 DIRECTORIES = ("tmp", "packs", "packs/??", "index", "stats", "memo", "refs", "lost+found")
 FILES = (
     *("format", "config", "lock", "refs/mirror", "packs/??/*.pack", "tmp/*.lock", "tmp/*/0.pack"),
-    *("lost+found/*/*.pack", "refs/mirror.*"),
+    *("lost+found/*/*.pack", "refs/mirror.*", "refs/packs.*"),
     *(f"{table}/{name}.mdb" for table in ("index", "stats", "memo") for name in ("data", "lock")),
     "index/checked",
 )

@@ -1,6 +1,6 @@
 """Makes the golden store of this format version: everything that the format knows, in little.
 
-    python tests/golden/make.py tests/golden/format-2
+    python tests/golden/make.py tests/golden/format-3
 
 Run it once for a format version, and again when what is written changes, as for a new codec.  From
 the first release on, what it made stays as it is, and every later version must read it
@@ -154,7 +154,9 @@ def contents(store: Store) -> dict[str, object]:
                 "snapshot": str(one.snapshot),
                 "manifest": str(one.manifest),
                 "parents": [[parent.role, str(parent.snapshot)] for parent in one.parents],
-                "origin": one.origin,
+                "made": one.made,
+                "origin": one.origin and [one.origin.url, one.origin.revision, one.origin.commit],
+                "author": one.author,
                 "plan": None if one.plan is None else str(one.plan),
                 "virtual": one.virtual,
                 "message": one.message,

@@ -61,6 +61,9 @@ def config(
 
     safe_stores, with --user: stores of other users that your commands use where they find them,
     without being named.
+
+    author, with --user: who makes your snapshots, as log and show tell it. The variable
+    MSTORE_AUTHOR wins over it; without both it is user@host.
     """
     if unset and not (user and key):
         raise UsageError("--unset needs --user and KEY", hint="mstore config --user --unset KEY")

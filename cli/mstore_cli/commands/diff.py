@@ -155,10 +155,15 @@ def _is_snapshot(store: Store, name: str) -> bool:
     from mstore.errors import BadName, NotFound
 
     try:
-        store[name]
+        store[_snapshot(name)]
     except (BadName, NotFound):
         return False
     return True
+
+
+def _snapshot(name: str) -> str:
+    """Return REF of REF:MODEL."""
+    return name.partition(":")[0]
 
 
 def _directory(store: Store, name: str) -> Path | None:
@@ -174,7 +179,7 @@ def _directory(store: Store, name: str) -> Path | None:
         return path
     there = os.path.lexists(path)
     try:
-        store[name]
+        store[_snapshot(name)]
     except (BadName, NotFound):
         if there:
             return path

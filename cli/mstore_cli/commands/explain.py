@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,18 +89,16 @@ def explain(
 
 def _prepared(store: Store, report: Explanation) -> Iterator[str]:
     """Yield what models are that were made for the recipe of a merge."""
-    from mstore.requests import PREPARED
+    from mstore.errors import MstoreError
 
     plan = report.plan
     names = [plan.base, *(name for name, _ in plan.experts)]
-    if not any(name.startswith(PREPARED) for name in names):
-        return
     parents = [one for one in store.show(report.snapshot).parents if one.role != "previous"]
-    told = dict(zip(names, parents, strict=False))
-    for name, parent in told.items():
-        if name.startswith(PREPARED):
+    for name, parent in dict(zip(names, parents, strict=False)).items():
+        with suppress(MstoreError):
             made = store.show(parent.snapshot)
-            yield f"{name} is {made.message}: mstore explain {short(parent.snapshot)}"
+            if made.made == "prepare":
+                yield f"{name} is {made.message}: mstore explain {short(parent.snapshot)}"
 
 
 def shares_read(report: Explanation, name: str) -> plots.HeatMap:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
-from mstore_cli.graph import draw, how
+from mstore_cli.graph import draw, how, subject
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
 from mstore_cli.signers import states_of, told_unknown, trusted_signers
@@ -26,6 +26,7 @@ COLUMNS = (
     Column("SIGNED", sentence=True),
     Column("MESSAGE", sentence=True),
 )
+BY = Column("BY", sentence=True)
 
 
 @command(example="mstore log llama/merged --graph")
@@ -70,7 +71,10 @@ def log(
             for line in draw(snapshots, screen.width):
                 screen.line(line)
         else:
-            screen.table(COLUMNS, (_row(snapshot) for snapshot in snapshots))
+            # Of one author's snapshots, all say the same.
+            by = len({one.author for one in snapshots}) > 1
+            columns = (*COLUMNS[:-1], BY, COLUMNS[-1]) if by else COLUMNS
+            screen.table(columns, (_row(snapshot, by=by) for snapshot in snapshots))
             for line in told_unknown(one for each in snapshots for one in each.signatures):
                 screen.line(line)
 
@@ -79,7 +83,7 @@ def log(
     )
 
 
-def _row(snapshot: SnapshotReport) -> Sequence[str]:
+def _row(snapshot: SnapshotReport, *, by: bool) -> Sequence[str]:
     return (
         short(snapshot.snapshot),
         when(snapshot.time_ns) if snapshot.time_ns else "-",
@@ -87,5 +91,6 @@ def _row(snapshot: SnapshotReport) -> Sequence[str]:
         format_size(snapshot.plain_bytes),
         ", ".join(snapshot.refs),
         states_of(snapshot.signatures) or "-",
-        snapshot.message.partition("\n")[0],
+        *((snapshot.author or "-",) if by else ()),
+        subject(snapshot),
     )

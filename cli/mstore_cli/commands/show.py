@@ -21,7 +21,7 @@ SHOWN = 5
 
 @command(example="mstore show llama/merged")
 def show(session: Session, revision: Revision) -> None:
-    """Print one snapshot: content, parents, origin, message."""
+    """Print one snapshot: content, parents, author, message."""
     with session.open_to_look() as store:
         report = store.show(revision)
         if report.signatures:
@@ -33,6 +33,8 @@ def show(session: Session, revision: Revision) -> None:
             [
                 ("manifest", report.manifest),
                 ("made", f"{when(report.time_ns)} by {how(report)}"),
+                ("origin", _told_origin(report)),
+                ("author", report.author or None),
                 ("plan", report.plan),
                 ("refs", ", ".join(report.refs) or None),
                 (
@@ -51,6 +53,14 @@ def show(session: Session, revision: Revision) -> None:
             screen.line(line)
 
     session.output.emit(report, ids=[report.snapshot], human=human)
+
+
+def _told_origin(report: SnapshotReport) -> str | None:
+    """Return where it came from: the address, then the commit and what named it."""
+    found = report.origin
+    if found is None:
+        return None
+    return f"{found.url} {found.commit}" + (f" ({found.revision})" if found.revision else "")
 
 
 def _not_finite(report: SnapshotReport) -> str | None:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mstore import Store, fs
-from mstore.blocks.packs import PackGone, open_pack
+from mstore.blocks.packs import PackGone
 from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.ids import PackId
 from mstore.neighbours import require_alone
@@ -115,7 +115,7 @@ def _opened(
 
 
 def _open(catalog: Catalog, pack: PackId, opened: ExitStack) -> int:
-    descriptor = open_pack(catalog.packs.path(pack))
+    descriptor = catalog.packs.descriptor(pack)
     opened.callback(os.close, descriptor)
     return descriptor
 

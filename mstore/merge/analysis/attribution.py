@@ -34,10 +34,8 @@ import numpy.typing as npt
 from mstore.frozen import frozen
 from mstore.merge.arithmetic.arguments import pack
 from mstore.merge.arithmetic.tiles import LANES, TILE, address
-from mstore.merge.running.compute import chunk_of
+from mstore.merge.running.compute import chunk_of, masks_of, row_weights_of
 from mstore.merge.running.loading import Loaded
-from mstore.merge.running.selecting import masks_of
-from mstore.merge.running.turning import row_weights_of
 from mstore.numeric.passes import Pass
 
 _HERE: Final = Path(__file__)
@@ -111,8 +109,8 @@ def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64]) -> Attribution:
         np.zeros((2, experts + 2, LANES)),
         np.empty(TILE, dtype=np.uint8),
     )
-    masks, rows = masks_of(loaded), row_weights_of(loaded)
     chunk = chunk_of(loaded, quotas)
+    masks, rows = masks_of(tensor, chunk), row_weights_of(tensor, chunk)
     packed = pack(mix, chunk, None, tensor.out_dtype, masks, row_weights=rows)
     _attribute(packed.at, *[address(array) for array in (sums, counts, *room)])
     own = slice(int(mix.has_base), experts)

@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
@@ -24,13 +25,13 @@ from mstore.compare import ComparedPart, Sums
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.ids import TensorId
+from mstore.made.cards import conflicts, stated_licence
 from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.sense import far_experts, known_sums, swapped
 from mstore.merge.planning.survey import odd_types
 from mstore.merge.planning.tied import first_names, told_of_head
 from mstore.merge.planning.warnings import told_of_moved
-from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
@@ -38,7 +39,7 @@ from mstore.phrases import Option, call, few, joined, phrase
 from mstore.stats.known import known_rows
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.models import models_in
+from mstore.store.models import Models, models_in
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.vocabulary.members import chat_template, rows_of
 from mstore.vocabulary.papers import PARTS
@@ -49,7 +50,7 @@ WARNING: Final = "warning"
 
 _MAX_FILE: Final = 1 << 20
 _NAMED: Final = 4
-_KINDS: Final = ("architectures", "model_type")
+_KINDS: Final = ("architectures", "model_type", "_class_name")
 """Keys of a config that say what the weights mean."""
 _SHAPES: Final = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"),
@@ -57,6 +58,7 @@ _SHAPES: Final = (
 )
 """Keys that say how weights are divided: of equal shapes, other parts mean other things."""
 _RISKY: Final = (
+    "rope_theta",
     *("hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps", "norm_eps"),
     *("rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("sliding_window", "max_position_embeddings", "attention_bias", "logit_scale"),
@@ -110,7 +112,8 @@ class _Model:
     name: str
     manifest: Manifest
     tensors: Mapping[str, TensorId]
-    config: Mapping[str, Any]
+    configs: Mapping[str, Mapping[str, Any]]
+    """of its models, by the directory of the base's"""
     tokenizer: Tokenizer | None
     template: str | None
     licence: str | None
@@ -127,9 +130,10 @@ def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> C
     choice = ModelChoice(request.base.model, tuple(one.model for one in experts))
     pairs = ModelPairs(members[0], members[1:], choice, called)
     tensors = (pairs.base, *(pairs.own(k) for k in range(len(experts))))
+    stands = ({name: name for name in members[0].named}, *pairs.pairs)
     base, *others = models = [
-        _model(catalog, name, manifest, own)
-        for name, manifest, own in zip(called, manifests, tensors, strict=True)
+        _model(catalog, name, one, own, {members[0].named[k].directory: v for k, v in pair.items()})
+        for name, one, own, pair in zip(called, members, tensors, stands, strict=True)
     ]
     every = {tensor for one in models for tensor in one.tensors}
     require_matches(every, request.only, request.skip)
@@ -164,15 +168,24 @@ def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> C
 
 
 def _model(
-    catalog: Catalog, name: str, manifest: Manifest, tensors: Mapping[str, TensorId]
+    catalog: Catalog,
+    name: str,
+    own: Models,
+    tensors: Mapping[str, TensorId],
+    places: Mapping[str, str],
 ) -> _Model:
-    config = json_object(catalog.read_small(manifest.file(CONFIG), _MAX_FILE) or b"")
+    """places: its models by the directories of the base's that they stand for."""
+    manifest = own.manifest
+    files = {place: manifest.file(own.config(model)) for place, model in places.items()}
     card = catalog.read_small(manifest.file(CARD), _MAX_FILE)
     return _Model(
         name=name,
         manifest=manifest,
         tensors=tensors,
-        config=config,
+        configs={
+            place: json_object(catalog.read_small(file, _MAX_FILE) or b"")
+            for place, file in files.items()
+        },
         tokenizer=tokenizer_of(catalog, manifest, name),
         template=chat_template(catalog, manifest),
         licence=stated_licence(front_matter(card)),
@@ -397,31 +410,32 @@ def _records(
 
 
 def _configs(base: _Model, other: _Model) -> Iterator[CompatibilityFinding]:
-    if not (base.config and other.config):
-        without = [one.name for one in (base, other) if not one.config]
-        if len(without) == 1:
-            text = f"{without[0]} has no {CONFIG}: settings are not compared"
+    for place, theirs in other.configs.items():
+        ours = base.configs[place]
+        # Both name what differs in a component by its directory.
+        told = f"{place}: " if place else ""
+        if ours and theirs:
+            for aspect, severity, text in _settings(ours, theirs):
+                yield _finding(other, aspect, severity, told + text)
+        elif ours or theirs:
+            without = other.name if ours else base.name
+            text = f"{told}{without} has no {CONFIG}: settings are not compared"
             yield _finding(other, "settings", WARNING, text)
-        return
-    for key in _KINDS:
-        yield from _setting(base, other, key, "architecture", WARNING)
-    for key in _SHAPES:
-        yield from _setting(base, other, key, "settings", ERROR)
-    ours, theirs = (_rope_theta(one.config) for one in (base, other))
-    if None not in (ours, theirs) and ours != theirs:
-        yield _finding(other, "settings", WARNING, f"rope_theta is {theirs}, not {ours}")
-    for key in _RISKY:
-        yield from _setting(base, other, key, "settings", WARNING)
 
 
-def _setting(
-    base: _Model, other: _Model, key: str, aspect: str, severity: str
-) -> Iterator[CompatibilityFinding]:
-    ours, theirs = (_value(one.config, key) for one in (base, other))
-    # A key that one does not have may have that value by default.
-    if ours is None or theirs is None or ours == theirs:
-        return
-    yield _finding(other, aspect, severity, f"{key} is {theirs}, not {ours}")
+def _settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield aspect, severity and words of each setting that differs."""
+    for keys, aspect, severity in (
+        (_KINDS, "architecture", WARNING),
+        (_SHAPES, "settings", ERROR),
+        (_RISKY, "settings", WARNING),
+    ):
+        for key in keys:
+            value = _rope_theta if key == "rope_theta" else partial(_value, key=key)
+            before, after = value(ours), value(theirs)
+            # A key that one does not have may have that value by default.
+            if before is not None and after is not None and before != after:
+                yield aspect, severity, f"{key} is {after}, not {before}"
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
@@ -456,7 +470,7 @@ def _tokenizers(base: _Model, other: _Model) -> Iterator[CompatibilityFinding]:
         has = [f"has {found.new} tokens that the base lacks"] if found.new else []
         has += [f"lacks {found.lacking} of the base's tokens"] if found.lacking else []
         new = theirs.ids.keys() - ours.ids.keys()
-        rows = rows_of(base.config)
+        rows = rows_of(base.configs.get("", {}))
         fits = rows is None or all(theirs.ids[token] < rows for token in new)
         if fits and not found.moved:
             yield _finding(other, "vocabulary", WARNING, ", and ".join(has), hint)

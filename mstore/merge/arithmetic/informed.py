@@ -73,7 +73,7 @@ def _halved(values: npt.NDArray[np.float64]) -> float:
     return float(values[0])
 
 
-def unsound_fisher(where: str) -> Incompatible:
+def unsound_fisher(where: str | None) -> Incompatible:
     """Return the error for a Fisher that has other elements than information of 0 or more."""
     return Incompatible(
         "a Fisher has elements that are negative, infinite or NaN",
@@ -82,11 +82,20 @@ def unsound_fisher(where: str) -> Incompatible:
     )
 
 
-def average(mix: Mix, chunk: Chunk, out: npt.NDArray[np.uint8], out_dtype: str) -> int:
-    """Average a chunk into `out`; return how many elements of Fishers are no information.
+def run(
+    mix: Mix,
+    chunk: Chunk,
+    out: npt.NDArray[np.uint8],
+    out_dtype: str,
+    masks: npt.NDArray[np.uint8] | None = None,
+    row_weights: npt.NDArray[np.float32] | None = None,
+) -> tuple[int, ...]:
+    """Average a chunk into `out`.  As `kernels.run`; the Fishers come after the experts.
 
-    chunk, out: as for `kernels.mix_chunk`, the Fishers after the experts.  Raises as that does.
+    Raises Incompatible for a Fisher that is negative or not finite.
     """
     packed = pack(mix, chunk, out, out_dtype)
     _informed(packed.at)
-    return packed.read_ties()[0]
+    if packed.read_ties()[0]:
+        raise unsound_fisher(None)
+    return ()

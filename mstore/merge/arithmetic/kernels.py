@@ -32,7 +32,7 @@ from mstore.merge.arithmetic.tiles import COUNTED, UNLIMITED, address
 from mstore.numeric.codes import ITEMSIZES, dtype_code
 from mstore.numeric.passes import Pass
 
-__all__ = ["COUNTED", "UNLIMITED", "Mix", "count_ties", "mix_chunk"]
+__all__ = ["COUNTED", "UNLIMITED", "Mix", "count_ties", "mix_chunk", "run"]
 
 _HERE: Final = Path(__file__)
 _SOURCES: Final = (
@@ -95,11 +95,24 @@ def mix_chunk(
     of them were kept, where it is a number; 0 for others.  Raises BadRequest for another element
     type and ValueError for arrays that do not fit.
     """
-    # Kept alive until the pass is done: the pass receives only addresses.
-    kept = None if masks is None else np.ascontiguousarray(masks, dtype=np.uint8)
     chunk = Chunk(
         *(base, base_dtype, rows, row_dtypes, row_of, n, first_index, thresholds, quotas, keys)
     )
+    return run(mix, chunk, out, out_dtype, masks, row_weights, rescales)
+
+
+def run(
+    mix: Mix,
+    chunk: Chunk,
+    out: npt.NDArray[np.uint8],
+    out_dtype: str,
+    masks: npt.NDArray[np.uint8] | None = None,
+    row_weights: npt.NDArray[np.float32] | None = None,
+    rescales: npt.NDArray[np.float32] | None = None,
+) -> tuple[int, ...]:
+    """Merge a chunk into `out`; all as for `mix_chunk`."""
+    # Kept alive until the pass is done: the pass receives only addresses.
+    kept = None if masks is None else np.ascontiguousarray(masks, dtype=np.uint8)
     packed = pack(mix, chunk, out, out_dtype, kept, rescales, row_weights)
     _mix(packed.at)
     ties = packed.read_ties()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.merge.arithmetic import masks
+from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.tiles import TOGETHER, rows_together
 from mstore.numeric.codes import ITEMSIZES
@@ -45,6 +46,22 @@ def rows(
     for start in range(0, n, step):
         end = min(start + step, n)
         yield start, end, [singles(_from(one, start), one[1], end - start) for one in sides]
+
+
+def of_chunk(chunk: Chunk) -> Iterator[tuple[int, int, list[Singles | None]]]:
+    """Yield pieces of a chunk: where one starts and ends, and each expert's deltas there.
+
+    None for an expert that is not read.
+    """
+    base, *experts = stored(chunk)
+    for start, end, moved in deltas(base, experts, chunk.n):
+        yield start, end, [None if row < 0 else moved[row] for row in chunk.row_of]
+
+
+def stored(chunk: Chunk) -> list[Stored]:
+    """Return the base and the rows of a chunk, with their element types."""
+    rows = [(chunk.rows[k], dtype) for k, dtype in enumerate(chunk.row_dtypes)]
+    return [(chunk.base, chunk.base_dtype), *rows]
 
 
 def _from(side: Stored, start: int) -> npt.NDArray[np.uint8]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selections.important import Important
 
 METHOD: Final = Method(
     name="arcee_fusion",
@@ -13,8 +15,8 @@ METHOD: Final = Method(
     "divergence of the softmax of the expert's row from that of the base's",
     source="Arcee Fusion; mergekit, github.com/arcee-ai/mergekit",
     parameters=(),
-    select=Select.IMPORTANT,
-    combine=Combine.SUM,
+    select=Important,
+    combine=Sum(),
     experts=1,
     weighted=False,
 )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from mstore.errors import BadRequest
-from mstore.merge.methods.method import Operation
 from mstore.phrases import call, phrase
+
+if TYPE_CHECKING:
+    from mstore.merge.methods.method import Operation
 
 
 def coefficients(operation: Operation) -> list[float]:
@@ -24,11 +26,8 @@ def coefficients(operation: Operation) -> list[float]:
     bound is on the sum in exact arithmetic: the kernel's own roundings (`rounding`) and the
     rounding to the output type come on top. Raises BadRequest for a method that has no such bound.
     """
-    if not operation.is_additive:
-        does = "elects signs" if operation.is_elected else "divides by how many move an element"
-        does = "asks how many need an element" if operation.is_agreed else does
-        does = "divides by sums of Fishers" if operation.is_informed else does
-        does = "turns each row by what is read of it" if operation.rows else does
+    does = operation.unbounded
+    if does is not None:
         raise BadRequest(
             f"{operation.method.name} {does}, so its error has no bound",
             hint=phrase("{sweep} measures it", sweep=call("sweep", measure=True)),
@@ -73,7 +72,7 @@ class Rounding(msgspec.Struct, frozen=True):
       The base may be one of the e_k, with d_k = 0 (`base_weight`).
     - near: y = v e + (1 - v) b with a float32 v from 0 to 1, so Y = b + v (e - b) and v |d| is at
       most the |d_k| above. Both terms take at most m = 3 steps: 1 - v, product, sum. They lose h
-      each, and |v e| + |(1 - v) b| <= |b| + v |e - b|. In `planning.model` v |d| is at most q =
+      each, and |v e| + |(1 - v) b| <= |b| + v |e - b|. In `selections.near` v |d| is at most q =
       t (1 + 2^-20) + 2^-149 |d|: the reciprocal r of x = max(|d|, 1e-6) and v = r t are off by u
       or h, so v <= t / x (1 + u)^2 + h t (1 + u) + h, and x < 2^128.  With a scale s the kernel
       makes s (v e + (1 - v) b) + w b by two fused steps, w = 1 - s rounded: m = 4, |s| times what
@@ -96,40 +95,54 @@ _UNIT: Final = Fraction(1, 2**24)
 _SUBNORMAL: Final = Fraction(1, 2**150)
 
 
-def rounding(operation: Operation) -> Rounding:
-    """Return what float32 adds to the error of an additive method's merge; see `Rounding`."""
+def of_deltas(operation: Operation) -> Rounding:
+    """Return what float32 adds to the error of a sum of deltas; see `Rounding`."""
+    exact = [Fraction(weight) for weight in operation.weights]
+    divisor, lam = abs(Fraction(operation.divisor)), abs(Fraction(operation.factor))
+    grown = _grown(len(exact) + 3)
+    lost = sum(1 + abs(weight) for weight in exact) / divisor + 1
+    floor = _SUBNORMAL * (lost * lam + 1) * (1 + grown) * (1 + _UNIT)
+    deltas = grown + _UNIT * (1 + grown)
+    return _rounding(operation, deltas, _UNIT, floor * (1 + grown), is_whole=False)
+
+
+def of_whole(operation: Operation, more: int = 0) -> Rounding:
+    """Return what float32 adds to the error of a sum of whole experts; see `Rounding`.
+
+    more: steps of a share of the expert and the rest of the base, and products of each.
+    """
     weights = operation.weights
     if operation.has_base:
         weights = (operation.base_weight, *weights)
-    count = len(weights)
-    divisor = abs(Fraction(operation.divisor))
-    lam = abs(Fraction(operation.factor))
-    rescale = Fraction(max(operation.rescales))
     exact = [Fraction(weight) for weight in weights]
-    if operation.is_whole:
-        # A share of the expert and the rest of the base take a step more, and a product each.
-        grown = _grown(count + 1 + operation.is_near)
-        base = grown * sum(map(abs, exact)) / divisor
-        if operation.keeps_base:
-            base += abs(sum(exact) / Fraction(operation.divisor) - 1)
-        deltas = (grown + _UNIT) / (1 - _UNIT)
-        floor = _SUBNORMAL * (count / divisor + 1)
-        if operation.is_near and operation.has_base:
-            floor += _SUBNORMAL * 2 * abs(exact[-1])
-    else:
-        grown = _grown(count + 3)
-        lost = sum(1 + abs(weight) for weight in exact) / divisor + 1
-        floor = _SUBNORMAL * (lost * lam + 1) * (1 + grown) * (1 + _UNIT)
-        deltas = grown + _UNIT * (1 + grown)
-        base = _UNIT
+    divisor = abs(Fraction(operation.divisor))
+    grown = _grown(len(exact) + 1 + more)
+    base = grown * sum(map(abs, exact)) / divisor
+    if operation.keeps_base:
+        base += abs(sum(exact) / Fraction(operation.divisor) - 1)
+    floor = _SUBNORMAL * (len(exact) / divisor + 1)
+    if operation.has_base:
+        floor += more * _SUBNORMAL * 2 * abs(exact[-1])
+    deltas = (grown + _UNIT) / (1 - _UNIT)
+    return _rounding(operation, deltas, base, floor * (1 + grown), is_whole=True)
+
+
+def _rounding(
+    operation: Operation, deltas: Fraction, base: Fraction, floor: Fraction, *, is_whole: bool
+) -> Rounding:
+    factors = (
+        float(abs(Fraction(operation.divisor))),
+        float(abs(Fraction(operation.factor))),
+        float(Fraction(max(operation.rescales))),
+    )
     return Rounding(
         of_deltas=_upper(deltas),
         of_base=_upper(base),
-        floor=_upper(floor * (1 + grown)),
+        floor=_upper(floor),
         weights=operation.weights,
         base_weight=operation.base_weight,
-        factors=(float(divisor), float(lam), float(rescale)),
-        is_whole=operation.is_whole,
+        factors=factors,
+        is_whole=is_whole,
     )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
-from mstore.merge.methods.parameters import LAMBDA, MAX_SINGLE, Parameter, Range
+from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.parameters import LAMBDA
+from mstore.merge.methods.selections.agreed import LEAST, RATIO, Agreed
 
 METHOD: Final = Method(
     name="consensus",
@@ -17,11 +19,7 @@ METHOD: Final = Method(
     formula="base + lambda * sum w_k d_k where at least k experts have |w_j d_j| > "
     "tall_mask_lambda |sum of the other w_i d_i|",
     source="Wang et al. 2024, arXiv 2405.07813",
-    parameters=(
-        Parameter("k", "int", 2, Range(1, 2**31)),
-        Parameter("tall_mask_lambda", "float", 1.0, Range(0.0, MAX_SINGLE), each=True),
-        LAMBDA,
-    ),
-    select=Select.AGREED,
-    combine=Combine.SUM,
+    parameters=(LEAST, RATIO, LAMBDA),
+    select=Agreed,
+    combine=Sum(),
 )

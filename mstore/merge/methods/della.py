@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.elected import Elected
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import (
     EPSILON,
     LAMBDA,
@@ -13,6 +14,7 @@ from mstore.merge.methods.parameters import (
     SEED,
     normalize,
 )
+from mstore.merge.methods.selections.ranked import Ranked
 
 METHOD: Final = Method(
     name="della",
@@ -20,6 +22,6 @@ METHOD: Final = Method(
     formula="base + lambda * consensus of the w_k r_k",
     source="Deep et al. 2024, arXiv 2406.11617",
     parameters=(MASK_DENSITY, EPSILON, LAMBDA, normalize(True), RESCALE_NORM, SEED),
-    select=Select.RANKED,
-    combine=Combine.ELECTED,
+    select=Ranked,
+    combine=Elected(),
 )

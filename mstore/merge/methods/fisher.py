@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
-from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range
+from mstore.merge.methods.combinations.informed import FLOOR, Informed
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selections.delta import Delta
 
 METHOD: Final = Method(
     name="fisher",
@@ -17,10 +18,9 @@ METHOD: Final = Method(
     formula="sum w_k F_k expert_k / sum w_k F_k, F_k >= floor the expert's diagonal Fisher; the "
     "base where that is 0 / 0",
     source="Matena and Raffel 2022, arXiv 2111.09832",
-    parameters=(Parameter("floor", "float", 0.0, Range(0.0, MAX_SINGLE)),),
-    select=Select.DELTA,
-    combine=Combine.INFORMED,
-    fishers=True,
+    parameters=(FLOOR,),
+    select=Delta,
+    combine=Informed(),
     mind="what is left out of an expert has no part in the average: the others' elements weigh "
     "more there",
 )

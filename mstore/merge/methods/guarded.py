@@ -11,8 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Gram, Method, Select
+from mstore.merge.methods.combinations.mixed import Gram, Mixed
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Range, Scalar
+from mstore.merge.methods.selections.whole import Whole
 from mstore.objects.plan import Mixture
 
 
@@ -35,11 +37,8 @@ METHOD: Final = Method(
         Parameter("threshold", "float", None, Range(-1.0, 1.0)),
         Parameter("alpha", "float", 0.0, Range(0.0, 1.0)),
     ),
-    select=Select.WHOLE,
-    combine=Combine.SUM,
-    mix=_mix,
-    of_deltas=True,
-    pairs=True,
+    select=Whole,
+    combine=Mixed(_mix, pairs=True, of_deltas=True),
     experts=2,
     weighted=False,
     mind="what is left out is the base's, which is not the reference's",

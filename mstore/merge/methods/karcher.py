@@ -15,8 +15,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Gram, Method, Select
+from mstore.merge.methods.combinations.mixed import Gram, Mixed
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Range, Scalar
+from mstore.merge.methods.selections.whole import Whole
 from mstore.objects.plan import Mixture
 
 _Point = list[float]
@@ -109,9 +111,7 @@ METHOD: Final = Method(
         Parameter("max_iter", "int", 10, Range(0, 2**63 - 1)),
         Parameter("tol", "float", 1e-5, Range(0.0, 1.0)),
     ),
-    select=Select.WHOLE,
-    combine=Combine.SUM,
-    mix=_mix,
-    pairs=True,
+    select=Whole,
+    combine=Mixed(_mix, pairs=True),
     weighted=False,
 )

@@ -11,13 +11,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Gram, Method, Rows, Select
+import numpy as np
+
+from mstore.merge.arithmetic.angles import Doubles
+from mstore.merge.arithmetic.masks import Singles
+from mstore.merge.arithmetic.turns import Turn, at_least, clipped, products
+from mstore.merge.methods.combinations.mixed import Gram, Mixed
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Scalar, Value
+from mstore.merge.methods.selections.delta import Delta
 from mstore.objects.plan import Mixture
 
-SMALLEST_NORMS: Final = 1e-6
+_SMALLEST_NORMS: Final = 1e-6
 """A product of two norms below this is replaced by it."""
-SINGULAR: Final = 1e-6
+_SINGULAR: Final = 1e-6
 """A denominator nearer to zero than this gives the base."""
 
 
@@ -25,20 +32,43 @@ def _mix(gram: Gram, _: Mapping[str, Scalar], weights: Sequence[float]) -> Mixtu
     count = len(weights)
     norms = [math.sqrt(row[k]) for k, row in enumerate(gram)]
     cosines = [
-        min(1.0, max(-1.0, gram[i][j] / max(norms[i] * norms[j], SMALLEST_NORMS)))
+        min(1.0, max(-1.0, gram[i][j] / max(norms[i] * norms[j], _SMALLEST_NORMS)))
         for i, j in itertools.combinations(range(1, count + 1), 2)
     ]
     cosine = math.fsum(cosines) / len(cosines)
     denominator = 1.0 + (count - 1) * cosine
-    share = 0.0 if abs(denominator) < SINGULAR else cosine / denominator
+    share = 0.0 if abs(denominator) < _SINGULAR else cosine / denominator
     return Mixture(1.0, (share,) * count, keeps_base=True)
 
 
 _FILTER_WISE: Final = Parameter("filter_wise", "bool", False, of_rows=True)
 
 
-def _rows(parameters: Mapping[str, Value]) -> Rows | None:
-    return Rows.STOCK if parameters.get(_FILTER_WISE.name, False) else None
+class _Stock(Turn):
+    """A share for each row."""
+
+    code = 6
+
+    def factors(self, parts: Singles, weights: Sequence[float]) -> Doubles:
+        """Return c / (1 + (K - 1) c) for each of K parts, c the mean cosine of two of them.
+
+        0 where that divides by nothing.
+        """
+        gram = products(parts)
+        count = len(gram)
+        norms = np.sqrt(np.stack([gram[k, k] for k in range(count)]))
+        total = np.zeros(gram.shape[2])
+        pairs = list(itertools.combinations(range(count), 2))
+        for i, j in pairs:
+            total = total + clipped(gram[i, j] / at_least(norms[i] * norms[j], _SMALLEST_NORMS))
+        cosine = total / len(pairs)
+        divisor = 1.0 + (count - 1) * cosine
+        share = np.where(np.abs(divisor) < _SINGULAR, 0.0, cosine / divisor)
+        return np.repeat(share[None], count, axis=0)
+
+
+def _turn(parameters: Mapping[str, Value]) -> Turn | None:
+    return _Stock() if parameters.get(_FILTER_WISE.name, False) else None
 
 
 METHOD: Final = Method(
@@ -47,11 +77,8 @@ METHOD: Final = Method(
     formula="base + t * mean of the d_k, t = K c / (1 + (K - 1) c), c the mean cosine of two d_k",
     source="Jang et al. 2024, arXiv 2403.19522",
     parameters=(_FILTER_WISE,),
-    select=Select.DELTA,
-    combine=Combine.SUM,
-    mix=_mix,
-    pairs=True,
-    rows=_rows,
+    select=Delta,
+    combine=Mixed(_mix, pairs=True, turn=_turn),
     weighted=False,
     least=2,
 )

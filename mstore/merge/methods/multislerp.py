@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mstore.errors import BadRequest
-from mstore.merge.methods.method import Combine, Gram, Method, Select
+from mstore.merge.methods.combinations.mixed import Gram, Mixed
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Range, Scalar
+from mstore.merge.methods.selections.delta import Delta
 from mstore.objects.plan import Mixture
 from mstore.phrases import Option, phrase
 
@@ -73,8 +75,6 @@ METHOD: Final = Method(
         Parameter("normalize_weights", "bool", True),
         Parameter("eps", "float", 1e-8, Range(0.0, 1.0)),
     ),
-    select=Select.DELTA,
-    combine=Combine.SUM,
-    mix=_mix,
-    pairs=True,
+    select=Delta,
+    combine=Mixed(_mix, pairs=True),
 )

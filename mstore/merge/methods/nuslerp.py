@@ -10,20 +10,27 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
+
 from mstore.errors import BadRequest
-from mstore.merge.methods.method import Combine, Gram, Method, Rows, Select
+from mstore.merge.arithmetic.angles import Doubles, arc_cosine, sine
+from mstore.merge.arithmetic.masks import Singles
+from mstore.merge.arithmetic.turns import Turn, at_least, clipped, products
+from mstore.merge.methods.combinations.mixed import Gram, Mixed
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Scalar, Value
+from mstore.merge.methods.selections.delta import Delta
 from mstore.objects.plan import Mixture
 
-SMALLEST_NORM: Final = 1e-7
+_SMALLEST_NORM: Final = 1e-7
 _SMALLEST_TOTAL: Final = 1e-6
 """Weights whose sum is nearer to zero than this count as equal."""
-COLINEAR: Final = 2.0**-25
+_COLINEAR: Final = 2.0**-25
 """Vectors with a cosine this near to 1 or -1, which float32 rounds to it, are interpolated
 linearly."""
 
 
-def share_of_second(first: float, second: float) -> float:
+def _share_of_second(first: float, second: float) -> float:
     """Return t, how far from the first expert to the second one these weights are."""
     total = first + second
     return 0.5 if abs(total) < _SMALLEST_TOTAL else second / total
@@ -38,10 +45,10 @@ def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float])
             )
         # The other one alone, at any angle.
         return Mixture(0.0, (float(first != 0), float(second != 0)), keeps_base=False)
-    t = share_of_second(first, second)
-    norms = [max(math.sqrt(gram[k][k]), SMALLEST_NORM) for k in (1, 2)]
+    t = _share_of_second(first, second)
+    norms = [max(math.sqrt(gram[k][k]), _SMALLEST_NORM) for k in (1, 2)]
     cosine = min(1.0, max(-1.0, gram[1][2] / (norms[0] * norms[1])))
-    if 1.0 - abs(cosine) <= COLINEAR:
+    if 1.0 - abs(cosine) <= _COLINEAR:
         return Mixture(0.0, (1.0 - t, t), keeps_base=False)
     angle = math.acos(cosine)
     side = math.sin(angle)
@@ -53,7 +60,34 @@ _FLATTEN: Final = Parameter("nuslerp_flatten", "bool", True, of_rows=True)
 _ROW_WISE: Final = Parameter("nuslerp_row_wise", "bool", False, of_rows=True)
 
 
-def _rows(parameters: Mapping[str, Value]) -> Rows | None:
+class _Slerp(Turn):
+    """Rows turned each by its own angle."""
+
+    code = 5
+
+    def factors(self, parts: Singles, weights: Sequence[float]) -> Doubles:
+        """Return sin((1 - t) a) / sin(a) and sin(t a) / sin(a), a the angle between both parts.
+
+        t is the second weight over the sum.  1 - t and t where the parts have one direction, or
+        opposite ones.
+        """
+        first, second = weights
+        if not (first and second):
+            # The other one alone, at any angle.
+            alone = np.array([first != 0, second != 0], dtype=np.float64)
+            return np.repeat(alone[:, None], parts.shape[1], axis=1)
+        t = _share_of_second(first, second)
+        gram = products(parts)
+        one, other = (at_least(np.sqrt(gram[k, k]), _SMALLEST_NORM) for k in range(2))
+        cosine = clipped(gram[0, 1] / (one * other))
+        straight = 1.0 - np.abs(cosine) <= _COLINEAR
+        angle = arc_cosine(np.where(straight, 0.0, cosine))
+        side = sine(angle)
+        turned = np.stack([sine((1.0 - t) * angle) / side, sine(t * angle) / side])
+        return np.where(straight, np.array([[1.0 - t], [t]]), turned)
+
+
+def _turn(parameters: Mapping[str, Value]) -> Turn | None:
     """Return whether rows are turned, each by its own angle.
 
     As in mergekit 0.1.5, nuslerp_row_wise has no effect on whole tensors, and else turns columns.
@@ -67,7 +101,7 @@ def _rows(parameters: Mapping[str, Value]) -> Rows | None:
             where="nuslerp",
             hint="leave out nuslerp_row_wise to turn rows",
         )
-    return Rows.SLERP
+    return _Slerp()
 
 
 METHOD: Final = Method(
@@ -79,10 +113,7 @@ METHOD: Final = Method(
     ),
     source="mergekit, github.com/arcee-ai/mergekit",
     parameters=(AROUND_BASE, _FLATTEN, _ROW_WISE),
-    select=Select.DELTA,
-    combine=Combine.SUM,
-    mix=_mix,
-    pairs=True,
-    rows=_rows,
+    select=Delta,
+    combine=Mixed(_mix, pairs=True, turn=_turn),
     experts=2,
 )

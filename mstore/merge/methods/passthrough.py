@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.alone import Alone
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range
+from mstore.merge.methods.selections.whole import Whole
 
 METHOD: Final = Method(
     name="passthrough",
@@ -13,8 +15,8 @@ METHOD: Final = Method(
     formula="scale * expert",
     source="mergekit, github.com/arcee-ai/mergekit",
     parameters=(Parameter("scale", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE)),),
-    select=Select.WHOLE,
-    combine=Combine.ALONE,
+    select=Whole,
+    combine=Alone(),
     experts=1,
     weighted=False,
     weight="scale",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.averaged import Averaged
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import LEAST_MOVE
+from mstore.merge.methods.selections.above import Above
 
 METHOD: Final = Method(
     name="ram",
@@ -13,7 +15,7 @@ METHOD: Final = Method(
     formula="base + mean of the d_k above epsilon",
     source="Reinforced Agent Merging 2026, arXiv 2601.13572",
     parameters=(LEAST_MOVE,),
-    select=Select.ABOVE,
-    combine=Combine.AVERAGED,
+    select=Above,
+    combine=Averaged(),
     weighted=False,
 )

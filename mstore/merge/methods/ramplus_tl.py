@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.averaged import Averaged
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import (
     LEAST_MOVE,
     MAX_SINGLE,
@@ -15,6 +16,7 @@ from mstore.merge.methods.parameters import (
     finite_single,
     single,
 )
+from mstore.merge.methods.selections.above import Above
 
 
 def _lone(shared: int, alone: int, parameters: Mapping[str, Scalar]) -> float:
@@ -37,8 +39,7 @@ METHOD: Final = Method(
         Parameter("alpha", "float", 0.2, Range(0.0, MAX_SINGLE)),
         LEAST_MOVE,
     ),
-    select=Select.ABOVE,
-    combine=Combine.AVERAGED,
-    lone=_lone,
+    select=Above,
+    combine=Averaged(_lone),
     weighted=False,
 )

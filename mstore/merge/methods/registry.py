@@ -23,7 +23,9 @@ from mstore.phrases import call, phrase
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_OTHERS: Final = {"bounds", "method", "parameters", "registry", "report"}
+_OTHERS: Final = {
+    *("bounds", "combinations", "method", "model", "parameters", "registry", "report", "selections")
+}
 
 GROUP: Final = "mstore.methods"
 """The entry point group for methods of other packages."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mstore.frozen import frozen
 from mstore.merge.methods import registry
-from mstore.merge.methods.method import Method, Select
-from mstore.merge.methods.parameters import NORM, Parameter
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.parameters import Parameter
 
 _KINDS = {"float": "number", "int": "whole number", "bool": "true or false"}
 
@@ -74,7 +74,7 @@ def _described(method: Method) -> MethodReport:
         least_experts=method.least if method.experts is None else method.experts,
         weighted=method.weighted,
         parameters=tuple(map(_parameter, method.accepted)),
-        facts=_facts(method),
+        facts=() if method.facts is None else (method.facts,),
         certified=method.is_additive,
     )
 
@@ -83,28 +83,3 @@ def _parameter(one: Parameter) -> ParameterReport:
     limits = None if one.range is None else str(one.range)
     words = tuple(dict(one.words))
     return ParameterReport(one.name, _KINDS[one.kind], one.default, limits, words, one.each)
-
-
-def _facts(method: Method) -> tuple[str, ...]:
-    if method.mix is not None:
-        if method.select is Select.DELTA or method.of_deltas:
-            return ("inner products of the experts' deltas",)
-        others = "of all inputs with each other" if method.pairs else "of each expert with the base"
-        return (f"inner products {others}",)
-    if method.lone is not None:
-        return ("counts of elements that experts move alone, and with others",)
-    if method.weigh is not None:
-        return ("squares of the deltas that are selected, and where the selection ends",)
-    if method.fishers:
-        return ("sums of the experts' Fishers, and of their squares, chunk by chunk",)
-    if method.select is Select.IMPORTANT:
-        return ("quartiles of the importance of elements",)
-    if method.select is Select.TRIMMED:
-        return ("the magnitude at which density ends",)
-    if method.select is Select.BAND:
-        return ("the magnitudes at which density and gamma end",)
-    if method.select is Select.RANKED:
-        return ("L1 norms of deltas before and after the mask, with rescale",)
-    if method.select is Select.DRAWN:
-        return (f"L1 norms of deltas before and after the mask, with rescale={NORM}",)
-    return ()

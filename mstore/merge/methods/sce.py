@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
-from mstore.merge.methods.parameters import Parameter, Range
+from mstore.merge.methods.combinations.fused import Fused
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selections.varied import SHARE, Varied
 
 _SMALLEST_ENERGY: Final = 1e-6
 """If the mean squares of all experts add up to less, all weigh the same."""
@@ -26,9 +27,8 @@ METHOD: Final = Method(
     summary="base plus the deltas that agree on a sign, weighed by their mean squares",
     formula="base + consensus of the selected d_k, w_k their share of all squares",
     source="Wan et al. 2024, arXiv 2408.07990",
-    parameters=(Parameter("select_topk", "float", 1.0, Range(0.0, 1.0, above_low=True)),),
-    select=Select.VARIED,
-    combine=Combine.FUSED,
-    weigh=_weigh,
+    parameters=(SHARE,),
+    select=Varied,
+    combine=Fused(_weigh),
     weighted=False,
 )

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Gram, Method, Select
+from mstore.merge.methods.combinations.mixed import Gram, Mixed
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Range, Scalar, single
+from mstore.merge.methods.selections.whole import Whole
 from mstore.objects.plan import Mixture
 
 _SMALLEST_NORM: Final = 1e-8
@@ -37,9 +39,8 @@ METHOD: Final = Method(
     formula="sin((1 - t) a) / sin(a) base + sin(t a) / sin(a) expert, a the angle between them",
     source="Shoemake 1985, doi 10.1145/325334.325242",
     parameters=(Parameter("t", "float", None, Range(0.0, 1.0)),),
-    select=Select.WHOLE,
-    combine=Combine.SUM,
-    mix=_mix,
+    select=Whole,
+    combine=Mixed(_mix),
     experts=1,
     weighted=False,
 )

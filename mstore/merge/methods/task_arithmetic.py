@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import LAMBDA, normalize
+from mstore.merge.methods.selections.delta import Delta
 
 METHOD: Final = Method(
     name="task_arithmetic",
@@ -13,6 +15,6 @@ METHOD: Final = Method(
     formula="base + lambda * sum w_k d_k",
     source="Ilharco et al. 2023, arXiv 2212.04089",
     parameters=(LAMBDA, normalize(False)),
-    select=Select.DELTA,
-    combine=Combine.SUM,
+    select=Delta,
+    combine=Sum(),
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.combinations.elected import Elected
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import LAMBDA, TRIM_DENSITY, normalize
+from mstore.merge.methods.selections.trimmed import Trimmed
 
 METHOD: Final = Method(
     name="ties",
@@ -13,6 +15,6 @@ METHOD: Final = Method(
     formula="base + lambda * consensus of the trimmed w_k d_k",
     source="Yadav et al. 2023, arXiv 2306.01708",
     parameters=(TRIM_DENSITY, LAMBDA, normalize(True)),
-    select=Select.TRIMMED,
-    combine=Combine.ELECTED,
+    select=Trimmed,
+    combine=Elected(),
 )

@@ -12,7 +12,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from mstore.ids import ID_BYTES
-from mstore.merge.planning.surveyed import Bools, Counts
+from mstore.merge.measures.grid import Bools
+from mstore.merge.planning.surveyed import Counts
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunks import blocks_per_chunk
 

@@ -17,8 +17,9 @@ from mstore.adapters.inputs import Inputs
 from mstore.adapters.low_rank import stored_bytes
 from mstore.errors import BadRequest, Corrupt, NotFound, Unavailable
 from mstore.ids import ID_BYTES
+from mstore.merge.measures.grid import Bools
 from mstore.merge.planning.compared import Words, batched, chunk_ids, twins
-from mstore.merge.planning.surveyed import Bools, Counts
+from mstore.merge.planning.surveyed import Counts
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor

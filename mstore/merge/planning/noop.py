@@ -102,10 +102,7 @@ def _cancels(plan: Plan) -> bool:
         for expert, weight in zip(plan.experts, plan.weights, strict=True)
         if weight
     ]
-    if len(weighted) != 2 or not operation.is_additive or operation.is_whole:
-        return False
-    # Drawn elements differ between experts, unless all are kept.
-    if operation.is_drawn and min(operation.densities) < 1:
+    if len(weighted) != 2 or not (operation.is_additive and operation.selection.cancels):
         return False
     (one, weight), (other, other_weight) = weighted
     return one == other and weight == -other_weight
@@ -114,7 +111,7 @@ def _cancels(plan: Plan) -> bool:
 def _selects_nothing(plan: Plan) -> bool:
     """Return whether elements are selected by how experts differ, of only one."""
     used = Operations(plan).used(plan)
-    return len(plan.experts) == 1 and all(operation.is_varied for operation in used)
+    return len(plan.experts) == 1 and all(operation.selection.needs_several for operation in used)
 
 
 def _reads(plan: Plan) -> bool:
@@ -170,8 +167,9 @@ def _why_base(plan: Plan) -> str:
         return "no expert has a weight other than 0"
     if plan.tensors and all(all(operations.of(one).weightless) for one in plan.tensors):
         return "the parameters leave nothing of the experts"
-    if plan.tensors and all(operations.of(one).is_important for one in plan.tensors):
-        return "no element of the expert is important enough"
+    told = [operations.of(one).selection.leaves_nothing for one in plan.tensors]
+    if told and told[0] is not None and None not in told:
+        return told[0]
     if plan.criteria.only or plan.criteria.skip:
         return "the patterns leave no tensor that an expert changed"
     return "no expert differs from the base where tensors are merged"

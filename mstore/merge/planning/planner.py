@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -32,15 +32,14 @@ import msgspec
 import numpy as np
 
 from mstore.errors import BadRequest
+from mstore.merge.measures.grid import Bools, Floats, Grid, Ints, added
 from mstore.merge.methods.method import Operation
+from mstore.merge.methods.model import Model, States
 from mstore.merge.planning.greedy import Ranking, Units
-from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
-from mstore.merge.planning.informed import InformedModel
-from mstore.merge.planning.model import Model, States
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.scores import lottery, seed
-from mstore.merge.planning.surveyed import Survey, SurveyedTensor
-from mstore.numeric.codes import ITEMSIZES
+from mstore.merge.planning.surveyed import Survey, SurveyedTensor, grid_of
+from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED
 from mstore.phrases import Option, few, phrase
 from mstore.sizes import exact_size
@@ -77,7 +76,32 @@ class _Part(msgspec.Struct, frozen=True):
     """The tensors of one operation: its model, and their columns of the grid (C of them)."""
 
     model: Model
+    tensors: Sequence[SurveyedTensor]
     columns: Any
+
+    @classmethod
+    def of(
+        cls, operation: Operation, grid: Grid, tensors: Sequence[SurveyedTensor], columns: Any
+    ) -> _Part:
+        """Build from the part of the grid that the tensors have."""
+        return cls(operation.method.combine.model(operation, grid), tensors, columns)
+
+    def overflow(
+        self, dtype: str | None, squares: Mapping[str, float]
+    ) -> Iterator[tuple[float, str, int]]:
+        """Yield tensors that may overflow the output's type: (-worst, name, elements).
+
+        Uses the norm of the base's tensor, which no element of it exceeds. dtype: of the output,
+        None for the base's. squares: of each tensor of the base.
+        """
+        scale, moved = self.model.reach()
+        for tensor, delta in zip(self.tensors, moved.tolist(), strict=True):
+            own, out = tensor.record.dtype, tensor.dtype or dtype or tensor.record.dtype
+            source = tensor.sources[0] if tensor.sources else tensor.name
+            reach = max(1.0, scale) * math.sqrt(squares.get(source, 0.0)) + delta
+            if can_overflow(own, out) and not reach <= LARGEST[out]:
+                worst = math.inf if math.isnan(reach) else reach
+                yield -worst, tensor.name, tensor.elements
 
 
 def _parts(survey: Survey, grid: Grid, request: Request) -> list[_Part]:
@@ -87,18 +111,13 @@ def _parts(survey: Survey, grid: Grid, request: Request) -> list[_Part]:
         numbers.setdefault(id(tensor.operation), []).append(number)
     if len(numbers) <= 1:
         operation = survey.tensors[0].operation if survey.tensors else request.operation
-        return [_Part(_model(operation, grid, survey.tensors), slice(None))]
+        return [_Part.of(operation, grid, survey.tensors, slice(None))]
     parts = []
     for members in numbers.values():
         tensors = [survey.tensors[number] for number in members]
         columns = np.flatnonzero(np.isin(grid.tensor, members))
-        parts.append(_Part(_model(tensors[0].operation, grid.part(members), tensors), columns))
+        parts.append(_Part.of(tensors[0].operation, grid.part(members), tensors, columns))
     return parts
-
-
-def _model(operation: Operation, grid: Grid, tensors: Sequence[SurveyedTensor]) -> Model:
-    kind = InformedModel if operation.is_informed else Model
-    return kind(operation, grid, tensors)
 
 
 class Planner:
@@ -110,7 +129,7 @@ class Planner:
     def __init__(self, survey: Survey, request: Request) -> None:
         self._survey = survey
         self._request = request
-        self._grid = Grid.of(survey)
+        self._grid = grid_of(survey)
         self._parts = _parts(survey, self._grid, request)
         self._own = np.arange(self._grid.shape[0])[:, None]
         self._applied = self._in_applied_tensors()
@@ -454,7 +473,7 @@ class Planner:
         operations = [part.model.operation for part in self._parts]
         # A sum that scales the base changes more than the experts' deltas show, and one of what
         # several experts need less.
-        if not base or not all(one.keeps_base and not one.is_agreed for one in operations):
+        if not base or not all(one.keeps_base and one.selection.is_told for one in operations):
             return None
         with np.errstate(over="ignore"):
             if not np.isfinite(added(self._roots**2)).all():
@@ -473,7 +492,7 @@ class Planner:
         found = [
             one
             for part in self._parts
-            for one in part.model.overflow(self._request.dtype, self._survey.squares)
+            for one in part.overflow(self._request.dtype, self._survey.squares)
         ]
         return [(name, elements) for _, name, elements in sorted(found)]
 

@@ -14,24 +14,24 @@ from mstore.checkpoint.declared import MERGEKIT
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
 from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
+from mstore.objects.snapshot import PREPARE
 from mstore.recipes.nodes import DEFAULT_LIMITS
 from mstore.recipes.resolve import KnownMethod, KnownParameter
 from mstore.recipes.write import named, recipe_of
-from mstore.requests import PREPARED
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.plans import sources_of
 from mstore.store.refs import CANDIDATE, KINDS
 
 
-def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> str:
+def recipe_text(catalog: Catalog, plan: Plan) -> str:
     """Return the recipe of a plan.  Raises BadRequest if no recipe can state it.
 
-    tells_stacks: with comments that say how models that are stacks of layers were made.
+    Comments say how models that are stacks of layers were made.
     """
     names = list(tensors_of(catalog, catalog.manifest(plan.base_id())))
     if not is_retyped(catalog, plan):
@@ -47,7 +47,7 @@ def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> s
         and not is_adapter(names)
     )
     text = recipe_of(plan, method, names, adapters)
-    if tells_stacks and not plan.layers:
+    if not plan.layers:
         members = dict.fromkeys(
             [plan.inputs[0].manifest, *(expert.manifest for expert in plan.experts)]
         )
@@ -72,8 +72,9 @@ def printed_recipe(catalog: Catalog, plan: Plan) -> str:
     found = {name: ref for name, ref in catalog.refs().items() if ref.kind != CANDIDATE}
     rank = {name: KINDS.index(ref.kind) for name, ref in found.items()}
     for name in sorted(found, key=lambda one: (one not in given, rank[one], len(one), one)):
-        if not name.startswith(PREPARED):
-            refs.setdefault(catalog.snapshot(found[name].snapshot_id()).manifest_id().hex(), name)
+        record = catalog.snapshot(found[name].snapshot_id())
+        if record.made != PREPARE:
+            refs.setdefault(record.manifest_id().hex(), name)
     return named(text, refs)
 
 
@@ -91,12 +92,11 @@ def known_method(method: Method) -> KnownMethod:
         },
         weighted=method.weighted,
         # An average has no base: mergekit counts one that is listed like any other model.
-        # A mean on the sphere is an average, too; slerp goes from the base to its one expert.
-        takes_base=method.select is Select.WHOLE and (method.mix is None or method.experts is None),
+        takes_base=method.lists_base,
         baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
         is_alone=method.weight is not None,
         partial=method.weighted and method.experts is None,
-        elects=method.combine is Combine.ELECTED,
+        elects=method.combine.elects,
         refused={name: (usual, why) for name, usual, why in method.refuses},
     )
 

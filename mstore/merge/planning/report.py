@@ -226,29 +226,27 @@ def _method_notes(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[str
             "real errors were 0.1 to 4.3 times it where experts were trained or random, and can be "
             "far larger where heavy ones cancel"
         )
-        if any(operation.is_agreed for operation in used):
-            why = (
-                "it counts every element as one that enough experts need, and of what is left out "
-                "the others' elements may drop, too"
-            )
+        own = (operation.selection.estimated for operation in used)
+        why = next((told for told in own if told is not None), why)
         sweep = call("sweep", measure=True)
         notes.append(phrase(f"the estimate is no bound: {why}; {{sweep}} tells", sweep=sweep))
-    if _divides_by_only_weight(plan):
+    divider = _divides_by_only_weight(plan)
+    if divider is not None:
         notes.append(
             f"the weight of {sources.experts[0].name} has no effect: it is the only one, and "
-            f"{'the method' if used[0].is_informed else 'normalize'} divides by the sum of all"
+            f"{divider} divides by the sum of all"
         )
     if leaves_out:
         notes += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
     return notes
 
 
-def _divides_by_only_weight(plan: Plan) -> bool:
-    """Return whether a merge of one expert states a weight that its own sum takes away."""
+def _divides_by_only_weight(plan: Plan) -> str | None:
+    """Return what takes the stated weight of an only expert away; None if nothing does."""
     (first, *others) = Operations(plan).used(plan)
     alone = len(plan.experts) == 1
     stated = alone and plan.weights[0] not in (0.0, 1.0)
-    return stated and not others and (first.normalizes or first.is_informed)
+    return first.method.combine.divided_by(first) if stated and not others else None
 
 
 def _layers(plan: Plan, sources: Sources) -> tuple[tuple[str, int, int], ...]:

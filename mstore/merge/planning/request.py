@@ -289,7 +289,7 @@ def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, 
     """Return the runs of layers by member.  Raises BadRequest."""
     if not asked.layers:
         return ()
-    if not operation.is_alone:
+    if not operation.method.combine.stacks:
         raise BadRequest(
             f"layers are stacked as they are, and {operation.method.name} merges",
             where="layers",
@@ -392,16 +392,9 @@ def _check_top_p(share: float, operation: Operation) -> None:
             where=_TOP_P,
             hint=Option("top_p", 0.2),
         )
-    if operation.method.mix is not None and operation.is_whole:
-        raise BadRequest(
-            f"{operation.method.name} changes every block, so a share of them cannot stay as it is",
-            where=_TOP_P,
-            hint=phrase("{budget} limits what is read", budget=Option("budget")),
-        )
     if not operation.keeps_base:
         raise BadRequest(
-            f"no block of {operation.method.name} with these parameters is the base's own, so none "
-            "can be left as it is",
+            operation.method.combine.unkept(operation),
             where=_TOP_P,
             hint=Option("parameters", {"normalize": True})
             if "normalize" in operation.parameters

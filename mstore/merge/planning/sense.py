@@ -129,13 +129,13 @@ def senseless(
     if plan.layers or is_adapter(tensors_of(catalog, catalog.manifest(plan.base_id()))):
         # Factors of adapters have no base in common, and a stack takes layers as they are.
         return ()
-    if all(one.is_whole and (one.is_alone or _adds_whole(one)) for one in operations):
+    if all(one.adds_whole for one in operations):
         # The base is no origin: deltas, or models of any kind, may be added to it.
         return _large_sums(operations, names)
     manifests = [expert.manifest_id() for expert in plan.experts[:models]]
     base = Input(sources.base.snapshot_id(), sources.base.name)
     found = []
-    if not all(one.is_whole for one in operations):
+    if not all(one.selection.is_whole for one in operations):
         # Whole models that are mixed have no order.
         found = [
             MergeWarning(SWAPPED, names[k], why)
@@ -152,7 +152,7 @@ def senseless(
         more = call("compare", name, base=sources.base.name)
         told = phrase("{why}; {more} shows where", why=why, more=more)
         found.append(MergeWarning(FAR, name, told))
-    factors = {one.name: _factors(used.of(one)) for one in plan.tensors if not one.sources}
+    factors = {one.name: used.of(one).most for one in plan.tensors if not one.sources}
     found += _weighted(sums, factors, names)
     if not found and sources.change is not None and sources.change > MOST_WEIGHTED:
         by = f"{sources.change:.3g} times its norm"
@@ -173,15 +173,10 @@ def swapped(
             yield k, f"{base.name}, the base, was made from {name}: the two may be swapped"
 
 
-def _adds_whole(operation: Operation) -> bool:
-    """Return whether whole experts are added up, and nothing divides by their weights."""
-    return operation.is_whole and operation.method.mix is None and not operation.normalizes
-
-
 def _large_sums(operations: Sequence[Operation], names: Sequence[str]) -> tuple[MergeWarning, ...]:
-    sums = [sum(_shares(one)) for one in operations]
+    sums = [sum(one.told_weights) for one in operations]
     most = max(sums, key=abs)
-    columns = zip(*map(_shares, operations), strict=True)
+    columns = zip(*(one.told_weights for one in operations), strict=True)
     large = [max(map(abs, column)) > MOST_SUMMED for column in columns]
     if abs(most) > MOST_SUMMED and not any(large):
         text = (
@@ -199,24 +194,6 @@ def _large_sums(operations: Sequence[Operation], names: Sequence[str]) -> tuple[
         for name, is_large in zip(names, large, strict=True)
         if is_large
     )
-
-
-def _shares(operation: Operation) -> tuple[float, ...]:
-    """Return what each expert is multiplied by; a parameter says so if it is alone."""
-    return operation.weights if operation.is_alone else operation.given
-
-
-def _factors(operation: Operation) -> tuple[float, ...]:
-    """Return what each expert's change is multiplied by, at most."""
-    own = abs(operation.outer_given if operation.is_whole else operation.factor_given)
-    # Divided by the weights that agree, its own among them.
-    is_shared = operation.is_informed or (operation.is_elected and operation.normalizes)
-    # Means on spheres are no longer than what they are means of.
-    if is_shared or operation.method.mix is not None:
-        return (own,) * len(operation.weights)
-    if operation.mixture is None:
-        own /= abs(operation.divisor)
-    return tuple(abs(weight) * own for weight in operation.weights)
 
 
 def _weighted(

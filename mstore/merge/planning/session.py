@@ -15,9 +15,9 @@ from blake3 import blake3
 from mstore.blocks.schema import Risk
 from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
+from mstore.merge.methods.model import States
 from mstore.merge.methods.parameters import Value
 from mstore.merge.planning.costs import Costs
-from mstore.merge.planning.model import States
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.stored_texts import AT_EDGES
@@ -190,7 +190,7 @@ class Planning:
             () if one.cut is None else (Threshold(*one.cut),) * len(one.experts)
             for one in self._survey.tensors
         ]
-        if any(tensor.operation.is_trimmed for tensor in self._survey.tensors):
+        if any(tensor.operation.selection.trims for tensor in self._survey.tensors):
             with ThreadPoolExecutor(self._threads, "second look") as pool:
                 cut = Thresholds(
                     self.catalog,

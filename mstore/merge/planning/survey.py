@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,11 @@ from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
+from mstore.merge.measures.fishers import Fisher, grouped
+from mstore.merge.measures.grid import Bools
+from mstore.merge.measures.unknown import NEEDS_ANALYSIS
 from mstore.merge.methods.method import Operation
+from mstore.merge.methods.selections.selection import Measured
 from mstore.merge.planning.compared import (
     ID_WORDS,
     Words,
@@ -30,16 +34,12 @@ from mstore.merge.planning.compared import (
     equal_chunks,
     twins,
 )
-from mstore.merge.planning.fishers import Fisher, grouped
-from mstore.merge.planning.known_pairs import KnownPairs
+from mstore.merge.planning.known_pairs import KnownPairs, has_digest
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
 from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, skipped
 from mstore.merge.planning.surveyed import (
     KEEPS_NONE,
-    NEEDS_ANALYSIS,
     NOTHING_KEPT,
-    Bools,
     Counts,
     ExpertTensor,
     Survey,
@@ -48,7 +48,6 @@ from mstore.merge.planning.surveyed import (
 from mstore.merge.planning.tied import first_names
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import Mixture
 from mstore.objects.shapes import (
     Globs,
     chosen,
@@ -62,7 +61,7 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, Text, call, few, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, Rows, finite
-from mstore.stats.chunks import tensor_chunk
+from mstore.stats.chunks import chunk_elements, tensor_chunk
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
 from mstore.stats.known import keep_products
 from mstore.stats.products import product_rows
@@ -73,7 +72,30 @@ from mstore.store.tied import ties_embeddings
 
 # Late: most methods need no facts, and most surveys find statistics.
 if TYPE_CHECKING:
-    from mstore.merge.planning.facts import Facts
+    from mstore.merge.measures.facts import Facts
+
+
+class Candidate(NamedTuple):
+    """A tensor to survey: its record in the base and in each expert."""
+
+    name: str
+    base_id: TensorId
+    base: Tensor
+    pairs: list[tuple[TensorId, Tensor]]
+    copies: int
+
+
+class _Numbers(NamedTuple):
+    """What statistics show of one expert's delta.
+
+    rows: at the plan's chunks, None if there are none. thresholds, band: as in `ExpertTensor`.
+    is_finite: whether all rows are known to be.
+    """
+
+    rows: np.ndarray[Any, Any] | None
+    thresholds: tuple[Threshold, ...]
+    band: float = math.nan
+    is_finite: bool = False
 
 
 class Surveyor:
@@ -104,13 +126,12 @@ class Surveyor:
         self._base_not_finite: list[str] = []
         self._squares_of: dict[str, float] = {}
         self._copied: list[tuple[str, str]] = []
-        self._small = SmallSurvey(catalog, statistics, request)
         self._known = KnownPairs(statistics, request)
         self._compared: dict[str, tuple[int, Bools, Counts, Counts]] = {}
 
     @cached_property
     def _facts(self) -> Facts:
-        from mstore.merge.planning.facts import Facts
+        from mstore.merge.measures.facts import Facts
 
         return Facts(
             self._catalog,
@@ -186,20 +207,13 @@ class Surveyor:
             name: Candidate(name, *records[name], [found[name] for found in experts], copies[name])
             for name in merged
         }
-        are_small = {name for name, one in candidates.items() if self._small.takes(one)}
-        self._known.fetch(
-            asked
-            for name, one in candidates.items()
-            if name not in are_small
-            for asked in self._measured(one)
-        )
+        self._known.fetch(asked for one in candidates.values() for asked in self._measured(one))
         self._look_up_lengths(candidates.values())
-        self._compare([one for name, one in candidates.items() if name not in are_small])
+        self._compare(candidates.values())
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
         with ThreadPoolExecutor(self._threads, "survey") as pool:
             squares = self._base_squares(records, pool)
-            small = self._together([candidates[name] for name in merged if name in are_small])
             for name, (base_tensor, record) in records.items():
                 if first[name] == name and name in left_out:
                     there = [found.get(name) for found in experts]
@@ -208,7 +222,7 @@ class Surveyor:
                 elif first[name] == name:
                     # In the order of the base, which is also the order of the plan and of its
                     # notes.
-                    surveyed = small.get(name) or self._tensor(*candidates[name], pool)
+                    surveyed = self._tensor(*candidates[name], pool)
                     if surveyed is not None:
                         tensors.append(surveyed)
                 done += record.nbytes
@@ -306,25 +320,18 @@ class Surveyor:
 
     def _measured(
         self, one: Candidate
-    ) -> Iterator[tuple[tuple[TensorId, TensorId], int, Operation, int]]:
+    ) -> Iterator[tuple[tuple[TensorId, TensorId], int, int, Operation, int]]:
         """Yield the pairs of a tensor whose statistics are probably needed (`KnownPairs.fetch`)."""
         operation = self._request.operation_of(one.name)
-        if one.base.dtype not in ITEMSIZES or operation.is_band:
+        if one.base.dtype not in ITEMSIZES or not has_digest(operation):
             return
         elements, weightless = math.prod(one.base.shape), operation.weightless
-        for number, (id, _) in enumerate(one.pairs[: len(one.pairs) - self._request.fishers]):
-            if id != one.base_id and not weightless[number]:
-                yield (one.base_id, id), elements, operation, number
-
-    def _together(self, small: Sequence[Candidate]) -> dict[str, SurveyedTensor]:
-        """Survey small tensors, many at a time; those that need their own survey are left out."""
-        found = {}
-        for start in range(0, len(small), TOGETHER):
-            batch = small[start : start + TOGETHER]
-            for one, surveyed in zip(batch, self._small.survey(batch), strict=True):
-                if surveyed is not None:
-                    found[one.name] = surveyed
-        return found
+        size, base = self._catalog.block_size, one.base.dtype
+        models = one.pairs[: len(one.pairs) - self._request.fishers]
+        for number, (id, record) in enumerate(models):
+            if id != one.base_id and record.dtype in ITEMSIZES and not weightless[number]:
+                chunk = chunk_elements(size, base, record.dtype)
+                yield (one.base_id, id), elements, chunk, operation, number
 
     def _require_rules(self, records: Collection[str]) -> None:
         """Raise BadRequest for a rule or an output that cannot be what the caller meant."""
@@ -423,109 +430,77 @@ class Surveyor:
         output = self._request.dtype_of(name, base.dtype)
         if not (any(changed) or sources or output != base.dtype or operation.scales_equal):
             return None
-        cut, kept = None, math.nan
-        if operation.needs_norms:
-            members = [(base_id, base), *pairs]
-            operation = self._facts.restored(name, operation, members, pool)
-        elif operation.needs_squares:
-            members = [(base_id, base), *pairs]
-            operation, cut = self._facts.weighed(name, operation, members, pool)
-        elif operation.is_important:
-            cut, kept = self._facts.important(name, (base_id, base), pairs[0], pool)
-        elif operation.needs_counts:
-            operation = self._facts.counted(name, operation, [(base_id, base), *pairs], pool)
-        elif operation.needs_facts:
-            operation = self._mixed(name, operation, (base_id, base), pairs, pool)
-        chunk = tensor_chunk(
-            self._catalog.block_size,
-            base,
-            [record for _, record in (*pairs, *fishers)],
-            output,
-            whole=operation.needs_rows,
-        )
+        known = Measured()
+        if operation.measures:
+            facts = self._facts.of(name, (base_id, base), pairs, pool)
+            operation, known = operation.measured(facts)
         compared = None if sources else self._compared.get(name)
-        if compared is not None and compared[0] == chunk:
-            _, equal, twin, cost = compared
+        if compared is not None:
+            chunk, equal, twin, cost = compared
         else:
-            ids = chunk_ids(base, chunk, self._catalog.block_size)
-            sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
+            records, size = [record for _, record in pairs], self._catalog.block_size
+            others = [*records, *(record for _, record in fishers)]
+            chunk = tensor_chunk(size, base, others, output, whole=operation.needs_rows)
+            ids = chunk_ids(base, chunk, size)
+            sides = [chunk_ids(record, chunk, size) for record in records]
             equal = equal_chunks(ids, base.dtype, sides, dtypes)
             twin = twins(sides, dtypes)
-            cost = self._costs(sides, equal, twin, [record for _, record in pairs])
+            cost = self._costs(sides, equal, twin, records)
         informed: Sequence[Fisher | None] = [None] * len(pairs)
         if fishers:
             named = sources or (name,) * (1 + 2 * count)
             informed, twin = self._fishers(*(named, operation, fishers, chunk, (equal, twin), pool))
-        experts: list[ExpertTensor] = []
         weightless = operation.weightless
+        moving = {
+            k: (base_id, id)
+            for k, (id, _) in enumerate(pairs)
+            if id != base_id and not weightless[k]
+        }
+        numbers = self._digested(operation, elements, chunk, moving)
+        numbers |= self._product_rows(operation, (base_id, base), pairs, moving, chunk, pool)
         # One lookup for all of them; several experts may share a tensor.
-        wanted = list(
-            dict.fromkeys(
-                (base_id, id)
-                for (id, _), nothing in zip(pairs, weightless, strict=True)
-                if id != base_id and not nothing
-            )
-        )
-        bounded = self._product_rows(operation, (base_id, base), dict(pairs), wanted, chunk, pool)
-        digested = self._digested(operation, elements, chunk, pairs, base_id)
-        measured = [
-            pair
-            for pair in wanted
-            if pair not in bounded
-            and any(k not in digested for k, (id, _) in enumerate(pairs) if (base_id, id) == pair)
-        ]
-        tables = dict(zip(measured, self._statistics.pairs(measured), strict=True))
+        missing = list(dict.fromkeys(pair for k, pair in moving.items() if k not in numbers))
+        tables = dict(zip(missing, self._statistics.pairs(missing), strict=True)) if missing else {}
+        none = (NOTHING_KEPT,) * len(operation.selection.ranks(elements))
+        still = _Numbers(np.zeros(equal.shape[1], dtype=CHUNK), none, is_finite=True)
+        is_told = (sources[0] if sources else name) in self._base_not_finite
+        experts: list[ExpertTensor] = []
         for number, (id, record) in enumerate(pairs):
-            table = None
-            moves = id != base_id and not weightless[number]
-            bound = bounded.get((base_id, id)) if moves else None
-            if moves and bound is None and number not in digested:
-                found = tables[base_id, id]
+            pair = base_id, id
+            if number in moving and number not in numbers:
+                found = tables[pair]
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
-                    tables[base_id, id] = table
-            known = digested.get(number)
-            rows, thresholds, band = (
-                (known[0], known[1], math.nan)
-                if bound is None and known is not None
-                else self._numbers(
-                    name,
-                    (base_id, id),
-                    number,
-                    operation,
-                    chunk,
-                    equal.shape[1],
-                    table,
-                    moves=moves,
+                    tables[pair] = table
+                numbers[number] = self._numbers(
+                    name, pair, number, operation, elements, chunk, table
                 )
-                if bound is None
-                else (bound, (), math.nan)
-            )
-            if operation.is_important:
-                band = kept
-            is_finite = bound is None and known is not None and known[2]
-            is_finite |= (sources[0] if sources else name) in self._base_not_finite
-            if not (is_finite or rows is None or (finite(rows) | equal[number]).all()):
+            own = numbers.get(number, still)
+            rows, cuts = own.rows, own.thresholds
+            is_sure = is_told or own.is_finite
+            if rows is not None and not (is_sure or (finite(rows) | equal[number]).all()):
                 self._unreliable.append((number, name))
             experts.append(
                 ExpertTensor(
-                    (base_id, id),
+                    pair,
                     record,
                     equal[number],
                     twin[number],
                     cost[number],
                     rows,
-                    thresholds,
-                    self._surplus((base_id, id), number, operation, thresholds, elements, chunk),
-                    band,
+                    cuts,
+                    self._surplus(pair, number, operation, cuts, elements, chunk),
+                    # What is measured of the tensor goes before what its table shows.
+                    own.band if math.isnan(known.band) else known.band,
                     informed[number],
                 )
             )
         return SurveyedTensor(
-            name, base, elements, chunk, tuple(experts), copies, operation, sources, dtype, cut
+            *(name, base, elements, chunk, tuple(experts)),
+            *(copies, operation, sources, dtype, known.cut),
         )
 
-    def _compare(self, candidates: Sequence[Candidate]) -> None:
+    def _compare(self, candidates: Iterable[Candidate]) -> None:
         """Compare the blocks of stored tensors, and what they cost, many at a time."""
         if self._request.fishers:
             return
@@ -641,50 +616,23 @@ class Surveyor:
             found.append(Fisher(mates[k], cost[k], sums, squares, size, is_there, twin[k]))
         return found, grouped((twin, mates))
 
-    def _mixed(
-        self,
-        name: str,
-        operation: Operation,
-        base: tuple[TensorId, Tensor],
-        pairs: Sequence[tuple[TensorId, Tensor]],
-        pool: ThreadPoolExecutor,
-    ) -> Operation:
-        """Return the operation of a tensor with its factors.  Raises BadRequest."""
-        nothing = operation.settled(Mixture(1.0, (0.0,) * len(pairs), keeps_base=True))
-        if operation.outer == 0:
-            # The result is the base, whatever the factors would be.
-            return nothing
-        gram = self._facts.gram(name, base, pairs, operation=operation, pool=pool)
-        try:
-            found = operation.settle(gram)
-        except BadRequest as error:
-            what, _, hint = error.texts
-            raise BadRequest(what, where=name, hint=hint or Option("skip", name)) from error
-        is_still = all(id == base[0] for id, _ in pairs)
-        if is_still and not (found.keeps_base or found.scales_equal):
-            # What is equal in all inputs stays, whatever rounding makes of its factors.
-            return nothing
-        return found
-
     def _product_rows(
         self,
         operation: Operation,
         base: tuple[TensorId, Tensor],
-        records: Mapping[TensorId, Tensor],
-        pairs: Sequence[tuple[TensorId, TensorId]],
+        experts: Sequence[tuple[TensorId, Tensor]],
+        moving: Mapping[int, tuple[TensorId, TensorId]],
         chunk: int,
         pool: ThreadPoolExecutor,
-    ) -> dict[tuple[TensorId, TensorId], Rows]:
+    ) -> dict[int, _Numbers]:
         """Return upper bounds on the rows of products, where planning needs no more of them."""
-        if not (self._request.analyze and operation.needs_only_norms):
-            return {}
-        products = [
-            (pair, record)
-            for pair in pairs
-            for record in (records[pair[1]],)
+        products = {
+            pair: record
+            for k, pair in moving.items()
+            for record in (experts[k][1],)
             if isinstance(record, AppliedTensor) and record.magnitude is None
-        ]
-        if not products:
+        }
+        if not (products and self._request.analyze and operation.needs_only_norms):
             return {}
         squares = self._facts.squares(base, pool)
         elements = math.prod(base[1].shape)
@@ -693,10 +641,9 @@ class Surveyor:
             factors = low_rank.load_factors(self._catalog, record, self.factors)
             return product_rows(factors, squares, elements, chunk)
 
-        rows = pool.map(rows_of, [record for _, record in products])
-        found = dict(zip([pair for pair, _ in products], rows, strict=True))
+        found = dict(zip(products, pool.map(rows_of, products.values()), strict=True))
         keep_products(self._statistics, found)
-        return found
+        return {k: _Numbers(found[pair], ()) for k, pair in moving.items() if pair in found}
 
     def _checked(
         self,
@@ -724,26 +671,20 @@ class Surveyor:
         operation: Operation,
         elements: int,
         chunk: int,
-        pairs: Sequence[tuple[TensorId, Tensor]],
-        base_id: TensorId,
-    ) -> dict[int, tuple[Rows, tuple[Threshold, ...], bool]]:
-        """Return what is known of the experts that have a digest.
-
-        Rows at the plan's chunks, thresholds, and whether all rows are finite.
-        """
-        found: dict[int, tuple[Rows, tuple[Threshold, ...], bool]] = {}
-        if operation.is_band:
+        moving: Mapping[int, tuple[TensorId, TensorId]],
+    ) -> dict[int, _Numbers]:
+        """Return what is known of experts without their tables."""
+        found: dict[int, _Numbers] = {}
+        if not has_digest(operation):
             return found
-        weightless = operation.weightless
-        for number, (id, _) in enumerate(pairs):
-            if id != base_id and not weightless[number]:
-                ranks = operation.keep_counts(elements, number) if operation.is_trimmed else ()
-                known = self._known.find((base_id, id), elements, chunk, ranks)
-                if known is not None:
-                    row, cuts = known
-                    rows = coarsen(row.rows, chunk // row.chunk_elements)
-                    # Sums of what is finite are.
-                    found[number] = rows, cuts, row.is_finite
+        ranks_of = operation.selection.ranks
+        for number, pair in moving.items():
+            known = self._known.find(pair, elements, chunk, ranks_of(elements, number))
+            if known is not None:
+                row, cuts = known
+                rows = coarsen(row.rows, chunk // row.chunk_elements)
+                # Sums of what is finite are.
+                found[number] = _Numbers(rows, cuts, is_finite=row.is_finite)
         return found
 
     def _numbers(
@@ -752,21 +693,14 @@ class Surveyor:
         pair: tuple[TensorId, TensorId],
         number: int,
         operation: Operation,
+        elements: int,
         chunk: int,
-        chunks: int,
         table: DeltaTable | None,
-        *,
-        moves: bool,
-    ) -> tuple[np.ndarray[Any, Any] | None, tuple[Threshold, ...], float]:
-        """Return rows at the plan's chunks, trim thresholds, and `ExpertTensor.band`.
-
-        moves: it has a delta.
-        """
-        cuts = operation.is_trimmed + operation.is_band
-        if not moves:
-            return np.zeros(chunks, dtype=CHUNK), (NOTHING_KEPT,) * cuts, math.nan
+    ) -> _Numbers:
+        """Return what a table shows of an expert that moves the tensor."""
+        ranks = operation.selection.ranks(elements, number)
         if table is None:
-            if cuts:
+            if ranks:
                 raise BadRequest(
                     "trimming needs the statistics of this expert against the base",
                     where=f"{self._request.experts[number].name}: {name}",
@@ -776,18 +710,17 @@ class Surveyor:
                         base=Option("base"),
                     ),
                 )
-            return None, (), math.nan
+            return _Numbers(None, ())
         rows = coarsen(table.rows, chunk // table.chunk_elements)
-        ranks = operation.keep_counts(table.elements, number) if cuts else ()
-        histogram = _without_nan(table.histogram) if cuts else table.histogram
+        histogram = _without_nan(table.histogram) if ranks else table.histogram
         thresholds = tuple(
             select(histogram, rank, table.elements) if rank else KEEPS_NONE for rank in ranks
         )
-        if not operation.is_band:
+        if has_digest(operation):
             self._known.learn(pair, table, ranks, thresholds)
-            return rows, thresholds, math.nan
+            return _Numbers(rows, thresholds)
         squares = [kept_squares(histogram, threshold) for threshold in thresholds]
-        return rows, thresholds, squares[0] - squares[1]
+        return _Numbers(rows, thresholds, squares[0] - squares[1])
 
     def _surplus(
         self,
@@ -803,7 +736,7 @@ class Surveyor:
         if len(cuts) != 1 or self._request.analyze or cuts[0].needed in (0, cuts[0].in_bin):
             return 0, 0
         (cut,) = cuts
-        (keep,) = operation.keep_counts(elements, number)
+        (keep,) = operation.selection.ranks(elements, number)
         beyond = cut.in_bin - cut.needed
         if not cut.exact and self._statistics.threshold(*pair, keep) is None:
             return beyond, beyond

@@ -1,36 +1,35 @@
 """What a survey returns: the planner's whole input, as values.
 
-Owns what is known of each tensor and of each expert's side of it.  Does not own how that is
-gathered (`survey`, and `small` for many small tensors at once).
+Owns what is known of each tensor and of each expert's side of it, and how it is laid out as a grid.
+Does not own how that is gathered (`survey`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from mstore.ids import ManifestId, TensorId
 from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.measures.fishers import Fisher, FisherGrid
+from mstore.merge.measures.grid import Bools, Floats, Grid, Ints
 from mstore.merge.methods.method import Operation
-from mstore.merge.planning.fishers import Fisher
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, phrase
+from mstore.stats.chunk import CHUNK
 from mstore.stats.histogram import Threshold
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Counts = np.ndarray[Any, np.dtype[np.int64]]
+Counts = Ints
 
 # A delta that is zero everywhere needs nothing kept.
 NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
 KEEPS_NONE = Threshold(value=math.inf, above=0, needed=0, in_bin=0, inexact=0)
 """Trimming that keeps no element: a rank of 0."""
-NEEDS_ANALYSIS: Final = phrase("run the command without {off}", off=Option("analyze", False))
-"""The hint where something must be measured and nothing may be read."""
 
 
 class ExpertTensor(msgspec.Struct, frozen=True):
@@ -122,3 +121,75 @@ class Survey(msgspec.Struct, frozen=True):
     has_missing: bool = False
     fishers: int = 0
     without: tuple[str, ...] = ()
+
+
+def grid_of(survey: Survey) -> Grid:
+    """Build the grid of a survey."""
+    tensors = survey.tensors
+    chunks = np.array([tensor.chunks for tensor in tensors], dtype=np.int64)
+    experts = range(len(survey.experts) - survey.fishers)
+    sides = [[tensor.experts[k] for tensor in tensors] for k in experts]
+    tensor = np.repeat(np.arange(len(tensors)), chunks)
+    return Grid(
+        starts=np.array([0, *itertools.accumulate(chunks.tolist())], dtype=np.int64),
+        tensor=tensor,
+        elements=_joined([[_elements(t) for t in tensors]], np.float64)[0],
+        copies=np.array([t.copies for t in tensors], dtype=np.float64)[tensor],
+        equal=_joined([[e.equal for e in side] for side in sides], bool),
+        known=_spread([[e.rows is not None for e in side] for side in sides], tensor, bool),
+        twin=_joined([[e.twin for e in side] for side in sides], np.int64),
+        cost=_joined([[e.cost for e in side] for side in sides], np.int64),
+        rows=tuple(map(_rows, sides)),
+        threshold=_spread(_cuts(sides, 0), tensor, np.float64),
+        ceiling=_above(_spread(_cuts(sides, 1), tensor, np.float64)),
+        band=_spread([[e.band for e in side] for side in sides], tensor, np.float64),
+        surplus=np.array(
+            [[e.surplus for e in t.experts] for t in tensors], dtype=np.float64
+        ).reshape(len(tensors), len(experts), 2),
+        fishers=FisherGrid.of([[e.fisher for e in side if e.fisher] for side in sides])
+        if survey.fishers
+        else None,
+    )
+
+
+def _cuts(sides: list[list[ExpertTensor]], place: int) -> list[list[float]]:
+    return [
+        [e.thresholds[place].value if place < len(e.thresholds) else np.nan for e in side]
+        for side in sides
+    ]
+
+
+def _above(cuts: Floats) -> Floats:
+    """Return where the next bins begin: of a bin in which a rank ends, some elements are kept.
+
+    Without this a chunk of one magnitude would seem to keep nothing.
+    """
+    is_finite = np.isfinite(cuts)
+    edges = np.where(is_finite, cuts, 0.0).astype(np.float32).view(np.uint32) + np.uint32(1 << 16)
+    return np.where(is_finite, edges.view(np.float32).astype(np.float64), cuts)
+
+
+def _spread(sides: list[list[Any]], tensor: Ints, dtype: Any) -> np.ndarray[Any, Any]:
+    """Expand one value per expert and tensor to one per chunk."""
+    return np.array(sides, dtype=dtype).reshape(len(sides), -1)[:, tensor]
+
+
+def _rows(side: Sequence[ExpertTensor]) -> np.ndarray[Any, Any]:
+    """Return CHUNK[C] of one expert.  Joined as bytes: numpy joins records field by field."""
+    raw = b"".join(
+        bytes(len(e.equal) * CHUNK.itemsize) if e.rows is None else e.rows.tobytes() for e in side
+    )
+    return np.frombuffer(raw, dtype=CHUNK)
+
+
+def _elements(tensor: SurveyedTensor) -> Floats:
+    """Return float64[chunks] of one tensor."""
+    elements = np.full(tensor.chunks, float(tensor.chunk_elements))
+    elements[-1:] = tensor.elements - (tensor.chunks - 1) * tensor.chunk_elements
+    return elements
+
+
+def _joined(sides: list[list[Any]], dtype: Any) -> np.ndarray[Any, Any]:
+    return np.array(
+        [np.concatenate(side) if side else np.zeros(0, dtype=dtype) for side in sides], dtype=dtype
+    )

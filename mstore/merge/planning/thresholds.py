@@ -24,7 +24,8 @@ from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
-from mstore.merge.planning.surveyed import NEEDS_ANALYSIS, Counts, ExpertTensor, SurveyedTensor
+from mstore.merge.measures.unknown import NEEDS_ANALYSIS
+from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram
 from mstore.stats.chunks import Bytes, chunk_reader
@@ -84,11 +85,10 @@ class Thresholds:
 
         states: uint8[K, chunks].  Empty if the tensor's operation trims nothing.
         """
-        if not tensor.operation.is_trimmed:
+        selection = tensor.operation.selection
+        if not selection.trims:
             return ()
-        ranks = [
-            tensor.operation.keep_counts(tensor.elements, k) for k in range(len(tensor.experts))
-        ]
+        ranks = [selection.ranks(tensor.elements, k) for k in range(len(tensor.experts))]
         if len(ranks[0]) > 1 or states.shape[1] > 1:
             return tuple(
                 self.of(tensor, expert, place, own_ranks[place], own)
@@ -154,7 +154,7 @@ class Thresholds:
 
     def _require_one(self, tensor: SurveyedTensor) -> None:
         """Raise BadRequest for a tensor with two thresholds: both must be exact."""
-        if tensor.operation.is_band:
+        if tensor.operation.selection.planned > 1:
             raise BadRequest(
                 f"{tensor.operation.method.name} needs exact thresholds, which the statistics of "
                 "this tensor do not show",

@@ -132,8 +132,6 @@ def _check_tensor(
         raise _unfit(tensor)
     if any(isinstance(one, AppliedTensor) and one.base != records[0] for one in records):
         raise _unfit(tensor)
-    cuts = operation.is_trimmed + operation.is_band + operation.is_varied
-    cuts += operation.is_important
     if not dtypes <= CODES.keys() or len({record.shape for record in records}) != 1:
         raise _unfit(tensor)
     base, *experts = records
@@ -143,9 +141,8 @@ def _check_tensor(
         tensor.chunk_elements != chunk
         or len(tensor.states) != len(plan.inputs) - 1
         or any(len(states) != chunks or max(states) > DROPPED for states in tensor.states)
-        or len(tensor.thresholds) != cuts * (len(plan.inputs) - 1)
+        or not operation.selection.fits(tensor.thresholds, len(plan.inputs) - 1)
         or any(not -1 <= threshold.quota < 2**63 for threshold in tensor.thresholds)
-        or (operation.is_varied and len(set(tensor.thresholds)) > 1)
         or len(tensor.omitted) != len(plan.inputs) - 1
     ):
         raise _unfit(tensor)

@@ -281,9 +281,7 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
         adds = "; its weights add up" if weighted else ""
         yield REPEATED, f"{name} is given more than once{also}{adds}"
     # Where whole models are mixed as vectors, or added up, the base is a model like the others.
-    if own.key == plan.inputs[0].key and all(
-        one.is_whole and not (one.is_near or one.compares_deltas) for one in used
-    ):
+    if own.key == plan.inputs[0].key and all(one.counts_base for one in used):
         return
     if own.key == plan.inputs[0].key:
         yield IS_BASE, f"{name} is the base itself, so it changes nothing{_diluting(plan)}"
@@ -319,7 +317,7 @@ def _diluting(plan: Plan) -> str:
     """Return what an expert without a delta still changes if weights are divided by their sum."""
     # Consensus divides by the weights that agree, which never include an expert without a delta.
     used = Operations(plan).used(plan)
-    divides = any(one.is_informed or (one.normalizes and not one.is_elected) for one in used)
+    divides = any(one.method.combine.dilutes(one) for one in used)
     if divides and len(plan.experts) > 1:
         return " but to take weight from the others"
     return ""
@@ -341,8 +339,9 @@ def not_finite_warnings(
             so = "the result may have them"
             if counts is not None:
                 so = f"the result has {'some' if have & {*names} else 'none'} of them"
-            elif any(operation.is_elected for operation in Operations(plan).used(plan)):
-                so = "a NaN has no sign and takes no part, an infinity may"
+            else:
+                combinations = [one.method.combine for one in Operations(plan).used(plan)]
+                so = next((one.of_nan for one in combinations if one.of_nan is not None), so)
             text = f"{what} {few(names, _MANY)}; {so}"
             found.append(MergeWarning(NOT_FINITE, expert.name, text))
     wide = [risk.tensor for risk in sources.risks if not risk.experts]

@@ -12,22 +12,21 @@ from mstore.blocks.codecs import Policy
 from mstore.blocks.schema import Sources
 from mstore.errors import Incompatible, StorageFailed
 from mstore.ids import ManifestId, SnapshotId
+from mstore.made.snapshots import Publication, made_of
 from mstore.merge.planning.warnings import told_counts
 from mstore.merge.running.engine import Engine, Outcome, Resources
 from mstore.merge.running.memory import MEMORY
-from mstore.merge.running.papers import Form
 from mstore.merge.running.ready import Ready
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import READ, SHARED, Plan
-from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
+from mstore.objects.snapshot import BASE, COMPANION, EXPERT, MERGE, Parent, SnapshotRecord
 from mstore.phrases import Option, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import contents, refs
-from mstore.store.catalog import Catalog, now_ns
+from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor, counted
-from mstore.store.transaction import Target, Transaction, target_of, tip_of
-from mstore.version import TOOL
+from mstore.store.transaction import Transaction, branch_to_move
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -63,7 +62,7 @@ def run_merge(
     slice_bytes: int = SLICE_BYTES,
     policy: Policy | None = None,
     materialized: refs.Ref | None = None,
-    papers: Form = Form.CURRENT,
+    made: str = MERGE,
     ready: Ready | None = None,
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
@@ -74,7 +73,8 @@ def run_merge(
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
     engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
-    moved, nothing is published. papers, ready: as in engine.Engine.
+    moved, nothing is published. ready: as in engine.Engine. made: one of
+    `snapshot.PLANNED`.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
     memory), NotFound (an input was pruned), Incompatible (elements that are not finite),
@@ -86,10 +86,7 @@ def run_merge(
         contents.held(catalog, (source.snapshot_id() for source in inputs)),
         Transaction(catalog, f"merge {name}", resumes=True) as transaction,
     ):
-        if materialized is None:
-            target = target_of(catalog, name, candidate)
-        else:
-            target = Target(name, refs.BRANCH, materialized, materialized)
+        current = materialized or branch_to_move(catalog, name, candidate)
         for source in inputs:
             contents.require(catalog, source.snapshot_id(), source.name)
         outcome = Engine(
@@ -99,29 +96,36 @@ def run_merge(
             resources=resources,
             policy=policy,
             memo=memo,
-            papers=papers,
             progress=progress,
             ready=ready,
         ).run()
         if outcome.made and not allow_nonfinite:
             raise _not_finite(counted(outcome.made, outcome.tensors), plan, sources)
         found = counted(dict(outcome.coverage.not_finite), outcome.tensors)
-        transaction.rely_on_manifest(outcome.manifest)
-        transaction.put_record(outcome.manifest)
-        record, is_new = _snapshot(catalog, target, outcome, plan, sources, message, transaction)
-        word = "merge" if materialized is None else "materialize"
-        action = f"{word}: {plan.method}" + (f": {message}" if message else "")
-        moves = target.moves(record.id(), action)
-        if moves or transaction.has_news:
-            # If it is not new, a repair may have dropped some of it, which is stored again.
-            transaction.commit(snapshots=[record] if is_new else (), moves=moves)
+        word = made if materialized is None else "materialize"
+        publication = Publication(catalog, transaction)
+        record, is_new = publication.put(
+            name,
+            current,
+            outcome.manifest,
+            made,
+            parents_of(plan, sources),
+            message=message,
+            action=f"{word}: {plan.method}" + (f": {message}" if message else ""),
+            plan=plan,
+            coverage=outcome.coverage,
+            candidate=candidate,
+        )
+        publication.commit()
     if memo is not None:
         # Only now are the blocks published. Outputs that cannot be remembered are computed again.
         with suppress(StorageFailed):
             memo.put_outputs(outcome.memo_rows)
             memo.flush()
-    written = transaction.bytes_written
-    return Merged(record.id(), record.manifest_id(), is_new, outcome, written, found, target.was)
+    return Merged(
+        *(record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written, found),
+        was=None if current is None else current.snapshot_id(),
+    )
 
 
 def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) -> Incompatible:
@@ -145,15 +149,12 @@ def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) 
     )
 
 
-def parents_of(sources: Sources) -> tuple[Parent, ...]:
-    """Return the parents of a merge: its base and experts."""
-    experts = (Parent(EXPERT, expert.snapshot) for expert in sources.experts)
-    return (Parent(BASE, sources.base.snapshot), *experts)
-
-
-def made_from(record: SnapshotRecord) -> tuple[Parent, ...]:
-    """Return the parents of a merge that are its inputs: all but the branch's previous snapshot."""
-    return tuple(parent for parent in record.parents if parent.role != PREVIOUS)
+def parents_of(plan: Plan, sources: Sources) -> tuple[Parent, ...]:
+    """Return the parents of a merge: its base, experts and companions."""
+    roles = [EXPERT] * len(plan.experts) + [COMPANION] * len(plan.companions)
+    inputs = zip(roles, sources.experts, strict=True)
+    others = (Parent(role, source.snapshot) for role, source in inputs)
+    return (Parent(BASE, sources.base.snapshot), *others)
 
 
 @contextmanager
@@ -162,7 +163,7 @@ def inputs_held(catalog: Catalog, snapshot: SnapshotId, record: SnapshotRecord) 
 
     Raises NotFound if the contents of an input were pruned.
     """
-    inputs = made_from(record)
+    inputs = made_of(record)
     with contents.held(catalog, (snapshot, *(one.snapshot_id() for one in inputs))):
         for one in inputs:
             contents.require(catalog, one.snapshot_id(), f"{one.role} {one.snapshot_id().short}")
@@ -171,48 +172,4 @@ def inputs_held(catalog: Catalog, snapshot: SnapshotId, record: SnapshotRecord) 
 
 def is_merge_of(tip: SnapshotRecord, plan: Plan, parents: tuple[Parent, ...]) -> bool:
     """Return whether a snapshot is the merge, real or virtual, of these parents by this plan."""
-    return tip.plan == plan.id() and made_from(tip) == parents
-
-
-def made_before(
-    catalog: Catalog, target: Target, plan: Plan, parents: tuple[Parent, ...]
-) -> SnapshotRecord | None:
-    """Return the merge by this plan that a branch, or the candidate for it, is already.
-
-    parents: of the snapshot that would be made.
-    """
-    inputs = tuple(parent for parent in parents if parent.role != PREVIOUS)
-    tip, _ = tip_of(catalog, target.branch)
-    if tip is not None and is_merge_of(tip, plan, inputs):
-        return tip
-    # A candidate that follows another state of the branch is not the one that was asked for.
-    tip, _ = tip_of(catalog, target.now)
-    is_it = tip is not None and tip.plan == plan.id() and tip.parents == parents
-    return tip if is_it else None
-
-
-def _snapshot(
-    catalog: Catalog,
-    target: Target,
-    outcome: Outcome,
-    plan: Plan,
-    sources: Sources,
-    message: str,
-    transaction: Transaction,
-) -> tuple[SnapshotRecord, bool]:
-    parents = parents_of(sources)
-    _, previous = tip_of(catalog, target.branch)
-    tip = made_before(catalog, target, plan, (*previous, *parents))
-    if tip is not None and tip.manifest == outcome.manifest.id() and not tip.is_virtual:
-        return tip, False
-    record = SnapshotRecord(
-        manifest=outcome.manifest.id(),
-        parents=(*previous, *parents),
-        origin="merge",
-        plan=transaction.put_record(plan),
-        coverage=transaction.put_record(outcome.coverage),
-        message=message,
-        time_ns=now_ns(),
-        tool=TOOL,
-    )
-    return record, True
+    return tip.plan == plan.id() and made_of(tip) == parents

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from mstore.errors import Incompatible
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.informed import average, unsound_fisher
-from mstore.merge.arithmetic.kernels import count_ties, mix_chunk
+from mstore.merge.arithmetic.kernels import count_ties
+from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.running.loading import Bytes, Loaded
-from mstore.merge.running.selecting import masks_of
-from mstore.merge.running.turning import row_weights_of
+from mstore.merge.running.task import TensorTask
 
 
 def blend(
@@ -24,19 +24,33 @@ def blend(
 ) -> tuple[int, ...]:
     """Run the kernel into `out`, uint8[>= task.out_bytes]; return the result of `mix_chunk`.
 
-    Raises Incompatible for a Fisher that is negative or not finite.
+    Raises Incompatible, with the tensor's name, for elements that the kernel refuses.
     """
     tensor = loaded.task.tensor
     chunk = chunk_of(loaded, quotas)
-    if tensor.mix.is_informed:
-        if average(tensor.mix, chunk, out, tensor.out_dtype):
-            raise unsound_fisher(tensor.name)
-        return ()
-    return mix_chunk(
-        *(tensor.mix, *chunk, out, tensor.out_dtype),
-        masks=masks_of(loaded),
-        row_weights=row_weights_of(loaded),
+    own = masks_of(tensor, chunk), row_weights_of(tensor, chunk)
+    try:
+        return tensor.kernel(tensor.mix, chunk, out, tensor.out_dtype, *own)
+    except Incompatible as error:
+        error.locate(tensor.name)
+        raise
+
+
+def masks_of(tensor: TensorTask, chunk: Chunk) -> Bytes | None:
+    """Return uint8[K, n], 1 where an element is taken; None if the kernel itself selects."""
+    weights = tensor.mix.weights.tolist()
+    return tensor.selection.masks(
+        chunk, row_length=tensor.row_length, weights=weights, cut=tensor.cut
     )
+
+
+def row_weights_of(tensor: TensorTask, chunk: Chunk) -> Singles | None:
+    """Return the factor of each row of each expert, float32[R, K]; None if the tensor has them."""
+    mix = tensor.mix
+    if mix.turn is None:
+        return None
+    weights = mix.weights.tolist()
+    return mix.turn.weights(chunk, tensor.row_length, weights, whole=mix.is_direct)
 
 
 def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:

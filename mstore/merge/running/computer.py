@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Encoded, Policy
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import PackFiles
+from mstore.blocks.pack_store import Packs
 from mstore.checkpoint.partition import partition
 from mstore.ids import BlockId
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
@@ -62,7 +62,7 @@ class Computer:
 
     def __init__(
         self,
-        packs: PackFiles,
+        packs: Packs,
         expert_meter: Meter,
         base_meter: Meter,
         known: Known | None = None,

@@ -22,6 +22,7 @@ import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.meter import Meter
+from mstore.blocks.pack_store import HERE
 from mstore.errors import BudgetExceeded
 from mstore.ids import BlockId
 from mstore.merge.planning.costs import Costs, costs_of
@@ -32,7 +33,7 @@ from mstore.merge.running.known import KnownChunks
 from mstore.merge.running.local import LocalRunner
 from mstore.merge.running.memory import MEMORY, bounds
 from mstore.merge.running.output import Layout
-from mstore.merge.running.papers import Form, Papers
+from mstore.merge.running.papers import Papers
 from mstore.merge.running.ready import Ready
 from mstore.merge.running.records import Records, coverage
 from mstore.merge.running.sink import Sink
@@ -91,8 +92,8 @@ class Engine:
     """One run of one plan.
 
     sink: None to compute the outcome without storing it. memo: None to use no memo table. policy:
-    how the output is coded, None for the store's own. papers: which model card the output has
-    (`merge.running.papers`). ready: the same plan, if it was made ready before.
+    how the output is coded, None for the store's own. ready: the same plan, if it was made ready
+    before.
     """
 
     def __init__(
@@ -104,7 +105,6 @@ class Engine:
         resources: Resources,
         policy: Policy | None = None,
         memo: Memo | None = None,
-        papers: Form = Form.CURRENT,
         progress: ProgressCallback | None = None,
         ready: Ready | None = None,
     ) -> None:
@@ -123,10 +123,9 @@ class Engine:
         written: set[BlockId] = set()
         self._known = KnownChunks(catalog, ready, sink, memo, written)
         first = Slice(
-            packs=catalog.layout.packs,
+            place=HERE,
+            store=catalog.layout.root,
             target=(Path() if sink is None else sink.directory) / "0.pack",
-            store=catalog.layout.uuid.bytes,
-            generation=catalog.next_generation(),
             block_size=catalog.block_size,
             policy=None if sink is None else policy,
             bounds=limits,
@@ -155,7 +154,7 @@ class Engine:
             layout,
             sink,
             policy=policy,
-            papers=Papers(catalog, plan, papers) if papers else None,
+            papers=Papers(catalog, plan),
         )
 
     def run(self) -> Outcome:
@@ -170,7 +169,7 @@ class Engine:
         jobs = self._work.jobs
         tensors = {name: job.record() for name, job in jobs.items()}
         odd = sum([job.not_finite.new for job in jobs.values()])
-        manifest = self._records.manifest(tensors, self._work.headers, odd)
+        manifest = self._records.manifest(tensors, odd)
         total = self._records.blocks_total
         read, resumed = self._expert_meter.total, self._known.resumed_bytes
         return Outcome(

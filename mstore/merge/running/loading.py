@@ -25,7 +25,8 @@ import numpy.typing as npt
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import PackFiles, PackGone
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import PackGone
 from mstore.blocks.reader import decode_into, verify
 from mstore.errors import Corrupt
 from mstore.ids import BlockId
@@ -95,7 +96,7 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
 
 def load(
     tasks: Sequence[ChunkTask],
-    packs: PackFiles,
+    packs: Packs,
     scratch: Scratch,
     expert_meter: Meter,
     base_meter: Meter,
@@ -167,7 +168,7 @@ def _plain_bytes(sources: Mapping[BlockId, Source]) -> int:
     return sum(source.at.raw_length for source in sources.values())
 
 
-def will_need(tasks: Sequence[ChunkTask], packs: PackFiles) -> None:
+def will_need(tasks: Sequence[ChunkTask], packs: Packs) -> None:
     """Ask the kernel to read ahead what `load` is going to read; advice only, never an error."""
     sources = [source for task in tasks for source in task.base.sources]
     for k in range(len(tasks[0].row_of)):
@@ -238,7 +239,7 @@ def _placed(sources: Iterable[Source], room: memoryview) -> Targets:
 class _Reader:
     """Reads blocks, adjacent ones in one call, and checks each against its id."""
 
-    def __init__(self, packs: PackFiles, scratch: Scratch, moved: Moved | None) -> None:
+    def __init__(self, packs: Packs, scratch: Scratch, moved: Moved | None) -> None:
         self._packs = packs
         self._scratch = scratch
         self._moved = moved

@@ -34,7 +34,6 @@ from blake3 import blake3
 
 from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
-from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Operation
 from mstore.merge.running.not_finite import ALL_FINITE, NotFinite
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
@@ -131,16 +130,14 @@ class MemoKeys:
         base = members.base.blocks
         span = _span(tensor, members.base.dtype, block_size)
         sides = self._sides(tensor, members, operation)
-        present = members.present.T.tolist()
+        present, place = members.present.T.tolist(), operation.selection.place
         keys = []
         # Here a line is a call for each expert of each chunk: hundreds of thousands in a merge.
         for number in numbers:
             at = number.to_bytes(8, "little")
             pieces = [head, tensor.chunk_length(number).to_bytes(8, "little")]
-            if tensor.cut is not None:
-                pieces.append(_selection(tensor, tensor.cut, number, len(members.experts)))
-            if operation.is_drawn:
-                pieces.append((number * tensor.chunk_elements).to_bytes(8, "little"))
+            first = number * tensor.chunk_elements
+            pieces.append(place(tensor.cut, first, tensor.chunk_length(number)))
             pieces.append(base[number * span : (number + 1) * span])
             for takes_part, (fixed, blocks, width, chains) in zip(
                 present[number], sides, strict=True
@@ -159,8 +156,7 @@ class MemoKeys:
         found = self._heads.get(key)
         if found is None:
             # Every expert is a summand of a sum of whole experts, present or not.
-            counts = operation.is_whole or operation.rows is not None
-            weights = mix.weights.astype("<f4").tobytes() if counts else b""
+            weights = mix.weights.astype("<f4").tobytes() if operation.counts_all else b""
             types = _text(tensor.base_dtype) + _text(tensor.out_dtype)
             head = ARITHMETIC.to_bytes(4, "little") + mix.signature()
             found = self._heads[key] = head + types + weights
@@ -172,12 +168,11 @@ class MemoKeys:
     ) -> list[tuple[bytes, bytes, int, list[_Chain]]]:
         """Return each expert's part of keys: constant bytes, block list, bytes of it per chunk."""
         thresholds = tensor.thresholds.astype("<f4", copy=False).tobytes()
-        words = tensor.keys.astype("<u4", copy=False).tobytes() if operation.is_drawn else b""
+        words = operation.selection.words(tensor.keys)
         weights = tensor.mix.weights[tensor.mix.has_base :].astype("<f4").tobytes()
         own = tensor.mix.own()
         experts = len(members.experts)
         quotas = tensor.quotas.tolist()
-        is_each = operation.is_whole or operation.rows is not None
         spans = {
             dtype: _span(tensor, dtype, self._tasks.plan.block_size)
             for dtype in {expert.dtype for expert in members.experts}
@@ -186,14 +181,9 @@ class MemoKeys:
         for k, expert in enumerate(members.experts):
             slots = range(k, len(quotas), experts)
             limited = [slot for slot in slots if quotas[slot] != UNLIMITED]
-            who = k.to_bytes(2, "little") if is_each else b""
-            if operation.is_informed:
-                # A Fisher counts without its expert, where that is the base's.
-                half = experts // 2
-                who = (k % half).to_bytes(2, "little") + bytes([k >= half])
             fixed = b"".join(
                 (
-                    who,
+                    operation.method.combine.who(operation, k, experts),
                     _text(expert.dtype),
                     weights[4 * k : 4 * k + 4],
                     thresholds[4 * k : 4 * k + 4],
@@ -210,13 +200,6 @@ class MemoKeys:
             chains = [_Chain(tensor, members, slot) for slot in limited]
             sides.append((fixed, expert.blocks, width, chains))
         return sides
-
-
-def _selection(tensor: TensorTask, cut: Cut, number: int, experts: int) -> bytes:
-    """Return what selects elements of a chunk: a threshold, experts, ties here that count."""
-    length = tensor.chunk_length(number)
-    before = cut.before - number * tensor.chunk_elements if cut.before >= 0 else length
-    return struct.pack("<fIQ", cut.value, experts, min(length, max(0, before)))
 
 
 def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:

@@ -102,13 +102,10 @@ def _shapes(tasks: Tasks) -> _Shapes:
         there = int(members.present.sum(axis=0).max(initial=0))
         elements = min(tensor.elements, tensor.chunk_elements * batch_chunks(tensor))
         total += tensor.elements
-        # A mask has a byte for each element that an expert has, or of all that one of them has.
-        masks = -(-there // wide) if tensor.mix.ranked else 0
-        if tensor.cut is not None or tensor.mix.needed:
-            masks = -(-len(members.experts) // wide)
-        if tensor.mix.rows is not None:
-            # Rows are turned as float32, of every expert, with a product of each in float64.
-            masks = -(-4 * (len(members.experts) + 4) // wide)
+        beside = tensor.selection.mask_bytes(there)
+        if tensor.mix.turn is not None:
+            beside += tensor.mix.turn.room(len(members.experts))
+        masks = -(-beside // wide)
         shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)
     return _Shapes(first, total)

@@ -1,54 +1,39 @@
 """The merged checkpoint's files: those of the base, with another dtype if that was requested.
 
-Determines the output's manifest before any element is computed: which tensors are merged, converted
-or the base's own, and the bytes of headers and of the two small files that state dtypes and sizes.
+Determines the output's files before any element is computed: which tensors are merged, converted or
+the base's own, and the bytes of headers, shard indexes and the config.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import msgspec
 
 from mstore.adapters.inputs import files_merged_into
 from mstore.checkpoint.declared import CONFIG
-from mstore.checkpoint.dtypes import nbytes
-from mstore.checkpoint.models import is_index, name_in_model
-from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
+from mstore.checkpoint.models import name_in_model
+from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.ids import Id
+from mstore.made.files import Slot, assembled, slots_of, texts_of, with_dtype
+from mstore.merge.planning.noop import is_base
 from mstore.merge.planning.tied import left_to_base, own_head_of
+from mstore.merge.running.papers import Papers
 from mstore.merge.running.stacking import Stack
 from mstore.merge.running.task import Tasks
 from mstore.numeric.codes import CASTS, CODES
-from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
+from mstore.objects.canonical import Record
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import PlanTensor
 from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in
-from mstore.store.rebuilt import with_dtype
 from mstore.store.tied import untied
-
-
-class NewTensor(msgspec.Struct, frozen=True):
-    """A tensor of the output that the base does not have; name: what it is called."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Plain bytes."""
-        return nbytes(self.dtype, self.shape)
 
 
 class Layout:
     """The output's files, derived from a plan and the base's manifest.
 
-    Reads headers and the two small files if an output dtype was requested, and nothing else.
+    Reads headers, indexes and the config, and nothing else.
     """
 
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
@@ -72,10 +57,12 @@ class Layout:
             if is_safetensors(file)
             for part in file.tensors()
         )
+        self.texts = self._texts()
+        """Headers, shard indexes and configs that are others than the base's, by path."""
 
-    def _placed(self, new: Mapping[str, Sequence[PlanTensor]]) -> dict[str, list[NewTensor]]:
+    def _placed(self, new: Mapping[str, Sequence[PlanTensor]]) -> dict[str, list[Slot]]:
         """Return the new tensors of each file: the first one that has their source in the base."""
-        placed: dict[str, list[NewTensor]] = {}
+        placed: dict[str, list[Slot]] = {}
         left = dict(new)
         for file in self.base.files:
             if not is_safetensors(file):
@@ -84,17 +71,15 @@ class Layout:
                 for planned in left.pop(name, ()):
                     record = self._catalog.tensor(part.tensor_id())
                     dtype = planned.dtype or self._dtype or record.dtype
-                    placed.setdefault(file.path, []).append(
-                        NewTensor(planned.name, dtype, record.shape)
-                    )
+                    placed.setdefault(file.path, []).append(Slot(planned.name, dtype, record.shape))
         return placed
 
     def file(self, file: File) -> File:
         """Return a file of the base with the output's tensors, before they are merged."""
         return file if self._stack is None else self._stack.file(file)
 
-    def added(self, file: File) -> Sequence[NewTensor]:
-        """Return the tensors that follow those of the base in a file, in order."""
+    def added(self, file: File) -> Sequence[Slot]:
+        """Return the tensors that follow those of the base in a file, as they are called."""
         return self._added.get(file.path, ())
 
     def planned_name(self, file: File, part: Part) -> str | None:
@@ -129,124 +114,109 @@ class Layout:
         tensor = self._catalog.tensor(part.tensor_id())
         return 0 in tensor.shape and tensor.dtype in CODES
 
-    def new_bytes(self, file: File) -> bytes | None:
-        """Return a new header of a safetensors file, or new contents of another file; else None."""
-        changed = self._changed(file)
-        if file.path == CONFIG and self._has_own_head:
-            before = self._catalog.read_parts(file.parts) if changed is None else changed
-            return json_bytes(untied(json_object(before)))
-        return changed
+    def manifest(
+        self,
+        papers: Papers,
+        not_finite: int,
+        *,
+        record_of: Callable[[str, File, Part | Slot], Tensor | VirtualTensor],
+        put_records: Callable[[Sequence[Record]], Sequence[Id]],
+        put_bytes: Callable[[bytes, str], Part],
+    ) -> Manifest:
+        """Store the output's files and records; return what it consists of.
 
-    def _changed(self, file: File) -> bytes | None:
-        if self._stack is not None:
-            return self._stack.new_bytes(file)
-        if not (self._retypes or self._added):
-            return None
-        first = file.parts[0]
-        if not is_safetensors(file):
-            return self._new_text(file, lambda: self._catalog.read_parts([first]))
-        retyped = {
-            part.name: self.out_dtype(file, part)
-            for part in file.tensors()
-            if part.name is not None and self._is_retyped(file, part)
+        not_finite: for the card. record_of: returns the record of a merged tensor by its planned
+        name, and its file and part in the base, or its entry if the base lacks it.
+        """
+        weights: dict[str, Sequence[Part]] = {}
+        for file in filter(is_safetensors, self.base.files):
+            ours: list[Part | Slot] = [*self.file(file).tensors(), *self.added(file)]
+            records = [self._record(file, one, record_of) for one in ours]
+            new = [record for record in records if record is not None]
+            ids = iter(put_records(new))
+            weights[file.path] = [
+                one
+                if record is None and isinstance(one, Part)
+                else Part(
+                    _own_name(one), next(ids), one.nbytes if record is None else record.nbytes
+                )
+                for one, record in zip(ours, records, strict=True)
+            ]
+        before, texts = papers.files(not_finite)
+        return assembled(before, texts | self.texts, weights, weights.__getitem__, put_bytes)
+
+    def _record(
+        self,
+        file: File,
+        one: Part | Slot,
+        record_of: Callable[[str, File, Part | Slot], Tensor | VirtualTensor],
+    ) -> Tensor | VirtualTensor | None:
+        """Return the record of a tensor that is new; None if it is the base's own."""
+        if isinstance(one, Slot):
+            return record_of(one.name, file, one)
+        name = self.planned_name(file, one)
+        return self.retyped_empty(file, one) if name is None else record_of(name, file, one)
+
+    def _texts(self) -> dict[str, bytes]:
+        """Return headers, shard indexes and configs that change, by path."""
+        if is_base(self._catalog, self._tasks.plan):
+            return {}
+        weights = {
+            file.path: self._slots(file)
+            for file in filter(is_safetensors, self.base.files)
+            if self._changes(file)
         }
-        added = self.added(file)
-        if not (retyped or added):
-            return None
-        return rewritten_header(self._catalog.read_parts([first]), retyped, added, file.path)
+        texts = texts_of(self._catalog, self.base, weights)
+        config = self.base.file(CONFIG)
+        changed = None if config is None or config.form != OPAQUE else self._config(config)
+        return texts if changed is None else texts | {CONFIG: changed}
 
-    def _new_text(self, file: File, read: Callable[[], bytes]) -> bytes | None:
-        if file.path == CONFIG and self._dtype is not None and self._retypes:
-            fields = json_object(read())
-            changed = with_dtype(fields, CASTS[self._dtype], known=[CASTS[one] for one in CODES])
-            return None if changed == fields else json_bytes(changed)
-        if is_index(file.path):
-            return rewritten_index(file.path, read(), self._out_bytes, self._added)
-        return None
+    def _changes(self, file: File) -> bool:
+        """Return whether a file of weights has tensors that are not the base's."""
+        if self._stack is not None:
+            return self._stack.file(file).parts != file.parts
+        return bool(self.added(file)) or any(
+            self.planned_name(file, part) is not None or self._is_retyped(file, part)
+            for part in file.tensors()
+        )
+
+    def _slots(self, file: File) -> Sequence[Slot] | None:
+        """Return the tensors of a file in the output; None if their entries stay."""
+        if self._stack is not None:
+            return slots_of(self._catalog, self._stack.file(file).tensors())
+        added = self.added(file)
+        if not added and not any(self._is_retyped(file, part) for part in file.tensors()):
+            return None
+        slots = slots_of(self._catalog, file.tensors())
+        types = [self.out_dtype(file, part) for part in file.tensors()]
+        return [
+            *(slot._replace(dtype=dtype) for slot, dtype in zip(slots, types, strict=True)),
+            *(slot._replace(name=_own_name(slot)) for slot in added),
+        ]
+
+    def _config(self, file: File) -> bytes | None:
+        """Return the config, None if it stays."""
+        changed: bytes | None = None
+        if self._stack is not None:
+            changed = self._stack.config(file)
+        elif self._dtype is not None and self._retypes:
+            fields = json_object(self._catalog.read_parts(file.parts))
+            new = with_dtype(fields, CASTS[self._dtype], known=[CASTS[one] for one in CODES])
+            changed = None if new == fields else json_bytes(new)
+        if not self._has_own_head:
+            return changed
+        before = self._catalog.read_parts(file.parts) if changed is None else changed
+        return json_bytes(untied(json_object(before)))
 
     def _is_retyped(self, file: File, part: Part) -> bool:
         return (self._dtype is not None or bool(self._own_dtypes)) and (
             self.out_dtype(file, part) != self._catalog.tensor(part.tensor_id()).dtype
         )
 
-    def _out_bytes(self, path: str) -> int:
-        """Return how many bytes the tensors of a file take in the output."""
-        file = self.base.file(path)
-        if file is None:
-            return 0
-        return sum(
-            nbytes(self.out_dtype(file, part), self._catalog.tensor(part.tensor_id()).shape)
-            if self._is_retyped(file, part)
-            else part.nbytes
-            for part in file.tensors()
-        ) + sum(one.nbytes for one in self.added(file))
 
-
-def rewritten_header(
-    raw: bytes, dtypes: dict[str, str], added: Sequence[NewTensor], where: str
-) -> bytes:
-    """Rewrite a safetensors header for other dtypes and more tensors; keep order and metadata."""
-    from mstore.checkpoint.header import parse_header  # late: few merges change a header
-
-    header = parse_header(raw, file_size=len(raw) + _data_bytes(raw), where=where)
-    fields: dict[str, Any] = json.loads(raw[8:])
-    offset = 0
-    for slot in header.tensors:
-        dtype = dtypes.get(slot.name, slot.dtype)
-        length = nbytes(dtype, slot.shape)
-        fields[slot.name] |= {"dtype": dtype, "data_offsets": [offset, offset + length]}
-        offset += length
-    for one in added:
-        ends = [offset, offset + one.nbytes]
-        fields[name_in_model(one.name)] = {
-            "dtype": one.dtype,
-            "shape": list(one.shape),
-            "data_offsets": ends,
-        }
-        offset += one.nbytes
-    return header_bytes(fields)
-
-
-def _data_bytes(raw: bytes) -> int:
-    fields = json.loads(raw[8:])
-    return max(
-        (entry["data_offsets"][1] for name, entry in fields.items() if name != "__metadata__"),
-        default=0,
-    )
-
-
-def rewritten_index(
-    path: str,
-    raw: bytes,
-    out_bytes: Callable[[str], int],
-    added: Mapping[str, Sequence[NewTensor]],
-) -> bytes | None:
-    """Return a shard index with the sizes and the new tensors of its files, None if it stays.
-
-    "metadata": {"total_size"} is the sum of `out_bytes` over the files that it names; other files
-    (a consolidated copy) do not count. "total_parameters" grows by the new tensors. added: new
-    tensors by the path of their file.
-    """
-    fields = json_object(raw)
-    weight_map = fields.get("weight_map")
-    if not isinstance(weight_map, dict):
-        return None
-    directory = posixpath.dirname(path)
-    shards = sorted({str(shard) for shard in weight_map.values()})
-    new = [
-        (one, shard) for shard in shards for one in added.get(posixpath.join(directory, shard), ())
-    ]
-    names = {name_in_model(one.name): shard for one, shard in new}
-    changed = fields | {"weight_map": weight_map | names} if new else dict(fields)
-    metadata = fields.get("metadata")
-    told = dict(metadata) if isinstance(metadata, dict) else {}
-    if "total_size" in told:
-        told["total_size"] = sum(out_bytes(posixpath.join(directory, shard)) for shard in shards)
-    elif not new:
-        return None
-    if isinstance(told.get("total_parameters"), int):
-        told["total_parameters"] += sum(math.prod(one.shape) for one, _ in new)
-    return json_bytes(changed | {"metadata": told} if told else changed)
+def _own_name(one: Part | Slot) -> str:
+    """Return the name of a tensor in its file; what is added has that by which it is called."""
+    return name_in_model(one.name) if isinstance(one, Slot) else str(one.name)
 
 
 def tensor_bytes(file: File) -> int:

@@ -14,22 +14,17 @@ Statements of parents' cards are read with limits and repeated, never interprete
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from collections.abc import Iterator, Sequence
-from enum import IntEnum
+from collections.abc import Iterator
 from functools import cached_property, partial
-from pathlib import PurePosixPath
 
 import msgspec
-import numpy as np
 
 from mstore.adapters.inputs import files_merged_into
 from mstore.blocks.schema import Sources
 from mstore.checkpoint.declared import (
     CARD,
     CONFIG,
-    DEFAULT_LIMITS,
     MERGEKIT,
     declared_bases,
     front_matter,
@@ -37,39 +32,33 @@ from mstore.checkpoint.declared import (
 )
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId
+from mstore.made.cards import (
+    NAME,
+    WORD,
+    conflicts,
+    is_licence,
+    is_one_licence,
+    licence_lines,
+    licence_section,
+    number_text,
+    said,
+    start_of,
+)
 from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
-from mstore.objects.coverage import Coverage
-from mstore.objects.manifest import OPAQUE, File, Manifest
+from mstore.objects.manifest import File, Manifest
 from mstore.objects.plan import BASE, DROPPED, OMITTED, READ, SHARED, Plan
-from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 
 LICENCES = "licenses"
-_LICENCE_FILE = re.compile(
-    r"(licen[cs]es?|copying|notice|use[_-]policy)([._-].*)?|.*[_-]licen[cs]e([._-].*)?",
-    re.IGNORECASE,
-)
-_TEXTS = {"", ".txt", ".md", ".rst", ".html", ".pdf", ".0"}
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9._-]{1,95})?")
-"""A model's name that a card repeats; other text, such as a path, it does not."""
-_WORD = re.compile(r"[A-Za-z0-9._-]{1,60}")
-_FORBIDS = {
-    "commercial use": re.compile(r"(^|-)nc(-|$)|non-?commercial|research"),
-    "derivatives": re.compile(r"(^|-)nd(-|$)|no-?deriv"),
-}
 
 _OF_NAMES = """\
 A name is what a model's own card says (`model_name`), or what all experts' cards call their
 base. Content is mstore's id of all of a parent's files. Put the names of the models in place
 of ids in `base_model` before you publish this."""
-_OF_BUDGETS = """\
-for a budget, an error that was allowed, or a share of blocks to write. The command above
-makes the whole merge.
-"""
 _OF_RULES = """\
 Some tensors were merged by rules of their own, which options cannot state; `mstore explain REF`
 shows the method and the sources of each.
@@ -117,34 +106,12 @@ class Parent(msgspec.Struct, frozen=True):
         return self.name or self.manifest.hex()
 
 
-class Form(IntEnum):
-    """Which papers a merge has: the base's own, this version's, or those of earlier versions.
-
-    EARLIER: the card gives, for a merge that leaves chunks out, only the command of the whole
-    merge. EARLIER and CARD: there is no recipe, but the base's if it has one. STACKLESS: the recipe
-    does not tell how a parent was stacked, and a parent that is a merge names the base. They are
-    made where such a merge is run again.
-    """
-
-    NONE = 0
-    CURRENT = 1
-    EARLIER = 2
-    CARD = 3
-    STACKLESS = 4
-
-    @property
-    def has_recipe(self) -> bool:
-        """Whether the merge has a recipe of its own."""
-        return self in (Form.CURRENT, Form.STACKLESS)
-
-
 class Papers:
     """Card and licence files of one plan's merge. Reads the parents' cards, and nothing else."""
 
-    def __init__(self, catalog: Catalog, plan: Plan, form: Form = Form.CURRENT) -> None:
+    def __init__(self, catalog: Catalog, plan: Plan) -> None:
         self._catalog = catalog
         self._plan = plan
-        self._form = form
 
     def files(self, not_finite: int = 0) -> tuple[tuple[File, ...], dict[str, bytes]]:
         """Return the merge's files taken from parents, without the card; and new files by path.
@@ -156,13 +123,13 @@ class Papers:
             return base.files, {}
         new = {CARD: self.card(not_finite).encode()}
         replaced = {CARD.casefold()}
-        if self._form.has_recipe and not _has_directory(base, MERGEKIT):
+        if not _has_directory(base, MERGEKIT):
             # Another merge's recipe is not this one's, even if this one has none.
             replaced.add(MERGEKIT.casefold())
             new |= self.files_of_recipe()
         kept = [file for file in base.files if file.path.casefold() not in replaced]
-        if not self._is_one_licence():
-            kept = [file for file in kept if not _is_licence(file)]
+        if not is_one_licence(self._stated):
+            kept = [file for file in kept if not is_licence(file)]
             kept += self._licence_files()
         return tuple(kept), new
 
@@ -175,9 +142,7 @@ class Papers:
     def recipe(self) -> str | None:
         """Return the text of mergekit_config.yml, None if no recipe can state the plan."""
         try:
-            return recipe_text(
-                self._catalog, self._plan, tells_stacks=self._form is not Form.STACKLESS
-            )
+            return recipe_text(self._catalog, self._plan)
         except BadRequest:
             return None
 
@@ -209,14 +174,11 @@ class Papers:
 
     def licence_warnings(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield warnings: the parents concerned (0 the base, experts from 1 on), and the text."""
-        return conflicts([parent.licence for parent in self.models])
+        return conflicts(self._stated)
 
-    def is_card_of(self, id: ManifestId, not_finite: int) -> bool:
-        """Return whether a content has exactly this card, and this recipe if there is one."""
-        new = {CARD: self.card(not_finite).encode()}
-        if self._form.has_recipe:
-            new |= self.files_of_recipe()
-        return all(self._start(id, path, len(data) + 1) == data for path, data in new.items())
+    @property
+    def _stated(self) -> list[str | None]:
+        return [parent.licence for parent in self.models]
 
     # -- the card ------------------------------------------------------------------------------
 
@@ -231,22 +193,15 @@ class Papers:
             # Quoted: YAML reads an unquoted id of digits only, or with one e, as a number.
             yield f"- {json.dumps(label)}"
         yield "base_model_relation: merge"
-        yield from self._licence_lines()
+        yield from licence_lines(self._stated)
         yield from self._kept_keys()
         yield from ("tags:", "- merge", "- mstore", "---")
 
-    def _licence_lines(self) -> Iterator[str]:
-        stated = [parent.licence for parent in self.models]
-        if self._is_one_licence():
-            yield f"license: {json.dumps(stated[0])}"
-        elif any(stated):
-            yield from ("license: other", 'license_name: "see-parents"')
-
     def _kept_keys(self) -> Iterator[str]:
-        matter = front_matter(self._start(self._plan.base_id(), CARD))
+        matter = front_matter(start_of(self._catalog, self._plan.base_id(), CARD))
         for key in ("library_name", "pipeline_tag"):
             found = values(matter, key)
-            if len(found) == 1 and _WORD.fullmatch(found[0]):
+            if len(found) == 1 and WORD.fullmatch(found[0]):
                 yield f"{key}: {json.dumps(found[0])}"
 
     def _body(self, not_finite: int) -> Iterator[str]:
@@ -265,10 +220,8 @@ class Papers:
             yield f"| {parent.role} | {name} | {weight} | {licence} | `{parent.manifest.hex()}` |"
         yield ""
         yield _OF_NAMES
-        yield from ("", "## Licences", "")
-        said = [text for _, text in self.licence_warnings()]
-        yield from [f"- {text}" for text in said] or ["Every parent's own terms apply."]
-        if not self._is_one_licence():
+        yield from licence_section(self._stated)
+        if not is_one_licence(self._stated):
             yield f"\nTexts that came with the parents, if any, are in `{LICENCES}/`."
         yield from ("", "## How it was made", "")
         yield from self._how()
@@ -281,9 +234,7 @@ class Papers:
             of = "one model" if models == 1 else f"{models} models"
             return f"# A stack of {len(plan.layers)} layers of {of}"
         models = len(self.models) - 1
-        count = f"{models} models"
-        if models == 1 and self._form is Form.CURRENT:
-            count = "one model"
+        count = "one model" if models == 1 else f"{models} models"
         return f"# A merge of {count} by {plan.method}"
 
     def _how(self) -> Iterator[str]:
@@ -303,23 +254,18 @@ class Papers:
                 yield f"{left} of {all_of_it} chunks of experts that matter were left out, for a"
                 yield "budget, an allowed error, or a share of blocks to write."
             return
-        if left and self._form is not Form.EARLIER:
+        if left:
             yield from ("```sh", "mstore merge --plan REF --name NEW", "```", "", _OF_THIS_PLAN)
             yield f"{left} of {all_of_it} chunks of experts that matter were left out, for a"
             yield f"budget, an allowed error, or a share of blocks to write. {_OF_THE_WHOLE}"
             yield ""
         yield from ("```sh", self._command(), "```", "")
-        if left and self._form is Form.EARLIER:
-            yield f"{left} of {all_of_it} chunks of experts that matter were left out:"
-            yield _OF_BUDGETS
 
     def _has_whole_recipe(self) -> bool:
         """Return whether the recipe beside the card, run alone, is this merge."""
         asked = self._plan.criteria
         more = asked.only or asked.skip or self._plan.allow_missing
-        if not self._form.has_recipe or more:
-            return False
-        return MERGEKIT in self.files_of_recipe()
+        return not more and MERGEKIT in self.files_of_recipe()
 
     def _command(self) -> str:
         plan, words = self._plan, ["mstore", "merge", "--base", self._plan.base_id().hex()]
@@ -355,10 +301,6 @@ class Papers:
 
     # -- licences ------------------------------------------------------------------------------
 
-    def _is_one_licence(self) -> bool:
-        first = self.models[0].licence
-        return first not in (None, "other") and all(p.licence == first for p in self.models)
-
     def _licence_files(self) -> list[File]:
         return [
             msgspec.structs.replace(
@@ -372,15 +314,9 @@ class Papers:
 
     def _parent(self, role: str, id: ManifestId, weight: float | None) -> Parent:
         manifest = self._catalog.manifest(id)
-        matter = front_matter(self._start(id, CARD))
-        return Parent(
-            role=role,
-            manifest=id,
-            weight=weight,
-            name=stated_name(matter),
-            licence=stated_licence(matter),
-            texts=tuple(file for file in manifest.files if _is_licence(file)),
-        )
+        own = said(self._catalog, id)
+        texts = tuple(file for file in manifest.files if is_licence(file))
+        return Parent(role, id, weight, own.name, own.licence, texts)
 
     def _name_of_base(self) -> str | None:
         found: set[str | None] = set()
@@ -388,88 +324,18 @@ class Papers:
             if expert.manifest == self._plan.inputs[0].manifest:
                 continue
             id = expert.manifest_id()
-            if self._form is Form.CURRENT and self._is_merge(id):
+            if self._is_merge(id):
                 # What it was merged of is not what it was tuned from.
                 return None
-            names = declared_bases(partial(self._start, id))
+            names = declared_bases(partial(start_of, self._catalog, id))
             stated = [one.name for one in names if one.is_base and one.source in (CARD, CONFIG)]
             found.add(stated[0] if len(stated) == 1 and NAME.fullmatch(stated[0]) else None)
         return found.pop() if len(found) == 1 else None
 
     def _is_merge(self, id: ManifestId) -> bool:
-        return values(front_matter(self._start(id, CARD)), "base_model_relation") == ["merge"]
-
-    def _start(
-        self, id: ManifestId, path: str, length: int = DEFAULT_LIMITS.max_card_bytes
-    ) -> bytes | None:
-        """Return the first bytes of a small file, None if it is missing."""
-        file = self._catalog.manifest(id).file(path)
-        if file is None or file.form != OPAQUE:
-            return None
-        data = b""
-        for part in file.parts:
-            for block in self._catalog.tensor(part.tensor_id()).block_ids():
-                if len(data) >= length:
-                    break
-                data += self._catalog.read_block(block)
-        return data[:length]
-
-
-def form_of(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> Form:
-    """Return which card a recorded merge has: running it again makes the same one."""
-    ours, base = (catalog.manifest(id) for id in (record.manifest_id(), plan.base_id()))
-    coverage = record.coverage_id()
-    odd = 0
-    if coverage is not None:
-        odd = sum(count for _, count in catalog.record(Coverage, coverage).not_finite)
-    if ours.file(CARD) == base.file(CARD):
-        return Form.NONE
-    earlier = Papers(catalog, plan, Form.EARLIER)
-    if earlier.is_card_of(record.manifest_id(), odd) and not _has_own_recipe(ours, base):
-        return Form.EARLIER
-    if not _has_own_recipe(ours, base):
-        # A merge that no recipe can state, and whose base has none, looks like an earlier one.
-        current = Papers(catalog, plan, Form.CURRENT)
-        is_current = base.file(MERGEKIT) is None and current.is_card_of(record.manifest_id(), odd)
-        return Form.CURRENT if is_current else Form.CARD
-    stackless = Papers(catalog, plan, Form.STACKLESS)
-    is_stackless = stackless.is_card_of(record.manifest_id(), odd)
-    return Form.STACKLESS if is_stackless else Form.CURRENT
-
-
-def _has_own_recipe(ours: Manifest, base: Manifest) -> bool:
-    """Return whether a merge's recipe is not the base's: its own, or none though the base has."""
-    return ours.file(MERGEKIT) != base.file(MERGEKIT)
-
-
-def stated_name(matter: list[str]) -> str | None:
-    """Return the name that the front matter of a card gives its model, None for none or several."""
-    names = [name for name in values(matter, "model_name") if NAME.fullmatch(name)]
-    return names[0] if len(names) == 1 else None
-
-
-def stated_licence(matter: list[str]) -> str | None:
-    """Return the licence that the front matter of a card states, None for nothing."""
-    licences = [one for one in values(matter, "license") if _WORD.fullmatch(one)]
-    if licences == ["other"]:
-        own = [one for one in values(matter, "license_name") if _WORD.fullmatch(one)]
-        licences = own or licences
-    return " and ".join(sorted({one.lower() for one in licences})) or None
-
-
-def conflicts(stated: Sequence[str | None]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield what models' licences say against a merge: the numbers of the models, and the text."""
-    for what, pattern in _FORBIDS.items():
-        who = tuple(n for n, one in enumerate(stated) if one and pattern.search(one))
-        if who:
-            yield who, f"may forbid {what}: {', '.join(sorted({str(stated[n]) for n in who}))}"
-    known = sorted({one for one in stated if one is not None})
-    if len(known) > 1:
-        who = tuple(n for n, one in enumerate(stated) if one is not None)
-        yield who, f"licences differ ({', '.join(known)}): all of them bind the merge"
-    silent = tuple(n for n, one in enumerate(stated) if one is None)
-    if known and silent:
-        yield silent, "no licence is stated; nothing says that a merge may be passed on"
+        return values(front_matter(start_of(self._catalog, id, CARD)), "base_model_relation") == [
+            "merge"
+        ]
 
 
 def licence_warnings(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
@@ -497,17 +363,5 @@ def _odd(count: int) -> str:
     return f"**{many} infinite or NaN**, and finite in the base: see `mstore show REF`."
 
 
-def _is_licence(file: File) -> bool:
-    """Judge by the first part of the path: a file at the top, or all of a directory of texts."""
-    top = file.path.split("/")[0]
-    is_text = PurePosixPath(top).suffix.lower() in _TEXTS
-    return file.form == OPAQUE and is_text and bool(_LICENCE_FILE.fullmatch(top))
-
-
 def _has_directory(manifest: Manifest, path: str) -> bool:
     return any(file.path.startswith(f"{path}/") for file in manifest.files)
-
-
-def number_text(value: float) -> str:
-    """Return the shortest text of a float32."""
-    return str(np.float32(value))

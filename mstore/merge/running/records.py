@@ -11,15 +11,16 @@ import numpy as np
 
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Policy
-from mstore.checkpoint.models import name_in_model
-from mstore.checkpoint.partition import block_count, partition
+from mstore.checkpoint.partition import partition
 from mstore.ids import ID_BYTES, BlockId, Id
+from mstore.made.files import blocks_of
 from mstore.merge.running.jobs import Job
-from mstore.merge.running.output import Layout, is_safetensors
+from mstore.merge.running.output import Layout
 from mstore.merge.running.papers import Papers
 from mstore.merge.running.sink import Sink
+from mstore.objects.canonical import Record
 from mstore.objects.coverage import Coverage, TensorCoverage, bitmap
-from mstore.objects.manifest import OPAQUE, File, Manifest, Part
+from mstore.objects.manifest import Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.store.catalog import Catalog
@@ -29,7 +30,7 @@ class Records:
     """Makes the records of one output.
 
     sink: None to make them without storing. policy: how new files are coded. papers: the output's
-    own card and licences; None for the base's.  blocks_total: number of blocks of the output.
+    own card and licences.  blocks_total: number of blocks of the output.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Records:
         sink: Sink | None,
         *,
         policy: Policy,
-        papers: Papers | None,
+        papers: Papers,
     ) -> None:
         self._block_size = catalog.block_size
         self._layout = layout
@@ -48,57 +49,17 @@ class Records:
         self._papers = papers
         self.blocks_total = 0
 
-    def manifest(
-        self, tensors: Mapping[str, Tensor], headers: Mapping[str, bytes], not_finite: int
-    ) -> Manifest:
-        """Return the manifest.
-
-        tensors: by planned name. headers: new ones, by path of the file. not_finite: for the card.
-        """
-        files, new = self._layout.base.files, dict[str, bytes]()
-        if self._papers is not None:
-            files, new = self._papers.files(not_finite)
-        found = [self._file(self._layout.file(file), tensors, headers) for file in files]
-        for path, data in new.items():
-            part = self._put_bytes(data, path)
-            found.append(File(path, OPAQUE, part.nbytes, (part,)))
-        return Manifest(tuple(sorted(found, key=lambda file: file.path)))
-
-    def _file(
-        self, file: File, tensors: Mapping[str, Tensor], headers: Mapping[str, bytes]
-    ) -> File:
-        if not is_safetensors(file):
-            changed = self._layout.new_bytes(file)
-            if changed is None:
-                self._count_blocks(file.parts)
-                return file
-            part = self._put_bytes(changed, file.path)
-            return File(file.path, file.form, part.nbytes, (part,))
-        parts = list(file.parts)
-        if file.path in headers:
-            parts[0] = self._put_bytes(headers[file.path], file.path)
-        else:
-            self._count_blocks(parts[:1])
-        records: dict[int, Tensor] = {}
-        for number, part in enumerate(file.parts[1:], start=1):
-            name = self._layout.planned_name(file, part)
-            record = self._layout.retyped_empty(file, part) if name is None else tensors[name]
-            if record is not None:
-                records[number] = record
-        for (number, record), id in zip(
-            records.items(), self._put_records(list(records.values())), strict=True
-        ):
-            parts[number] = Part(parts[number].name, id, record.nbytes)
-        names = [new.name for new in self._layout.added(file)]
-        added = [tensors[name] for name in names]
-        for name, record, id in zip(names, added, self._put_records(added), strict=True):
-            parts.append(Part(name_in_model(name), id, record.nbytes))
-        self._count_blocks(parts[1:])
-        return File(file.path, file.form, sum([part.nbytes for part in parts]), tuple(parts))
-
-    def _count_blocks(self, parts: Sequence[Part]) -> None:
-        size = self._block_size
-        self.blocks_total += sum([block_count(part.nbytes, size) for part in parts])
+    def manifest(self, tensors: Mapping[str, Tensor], not_finite: int) -> Manifest:
+        """Return the manifest. tensors: by planned name. not_finite: for the card."""
+        made = self._layout.manifest(
+            self._papers,
+            not_finite,
+            record_of=lambda name, *_: tensors[name],
+            put_records=self._put_records,
+            put_bytes=self._put_bytes,
+        )
+        self.blocks_total = blocks_of(made, self._block_size)
+        return made
 
     def _put_bytes(self, data: bytes, path: str) -> Part:
         ids = []
@@ -108,11 +69,10 @@ class Records:
             if self._sink is not None and not self._sink.has_blocks(ids[-1:])[0]:
                 encoded = codecs.encode(block, codecs.PLAIN_BYTES, self._policy)
                 self._sink.put_block(ids[-1], encoded, path, start)
-        self.blocks_total += len(ids)
         tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
         return Part(None, self._put_records([tensor])[0], len(data))
 
-    def _put_records(self, records: Sequence[Tensor]) -> Sequence[Id]:
+    def _put_records(self, records: Sequence[Record]) -> Sequence[Id]:
         if self._sink is None:
             return [record.id() for record in records]
         return self._sink.put_records(records)

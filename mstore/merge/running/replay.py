@@ -8,7 +8,6 @@ from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.engine import Engine, Outcome, Resources
-from mstore.merge.running.papers import form_of
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.progress import ProgressCallback
@@ -59,7 +58,6 @@ def replay(
             plan,
             None,
             resources=Resources(threads),
-            papers=form_of(catalog, record, plan),
             progress=progress,
         ).run()
     manifest = outcome.manifest

@@ -15,7 +15,6 @@ a chunk that the merge needs.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -36,7 +35,6 @@ from mstore.store.leases import PACK, RECEIPT
 _MAGIC: Final = b"mstore receipt 1"
 _HASH_END: Final = len(_MAGIC) + 32
 _MAX_RECEIPT: Final = 1 << 28
-_STORE: Final = struct.Struct("<16x16s")
 _decode = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, int]]).decode
 
 
@@ -110,11 +108,9 @@ def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
 
 
 def _sound(path: Path, catalog: Catalog) -> SealedPack | None:
-    """Return the pack if it is this store's, holds only blocks, and each matches its id."""
+    """Return the pack if it holds only blocks, and each matches its id."""
     footer = read_footer(path)
     id, entries = footer.id, footer.entries
-    if footer.store != catalog.layout.uuid.bytes:
-        return None
     with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
         for entry in sorted(entries, key=lambda entry: entry.offset):
             file.seek(entry.offset)

@@ -36,7 +36,7 @@ class SliceWriter:
 
     def _open(self) -> PackWriter:
         if self._writer is None:
-            self._writer = PackWriter(self.slice.target, self.slice.store, self.slice.generation)
+            self._writer = PackWriter(self.slice.target)
         return self._writer
 
     def seal(self) -> SealedPack | None:

@@ -58,15 +58,14 @@ class Bounds(msgspec.Struct, frozen=True):
 class Slice(msgspec.Struct, frozen=True, eq=False):
     """One piece of work.
 
-    packs: the directory to read packs from. target: the pack to write; `execute` makes the name
-    unique. policy: how its output is coded, None if it is not kept. bounds: for the process that
-    computes it.
+    place: where the packs lie that its chunks name by id; store: the store's directory, for packs
+    that lie there. target: the pack to write; `execute` makes the name unique. policy: how its
+    output is coded, None if it is not kept. bounds: for the process that computes it.
     """
 
-    packs: Path
+    place: str
+    store: Path
     target: Path
-    store: bytes
-    generation: int
     block_size: int
     policy: Policy | None
     bounds: Bounds

@@ -27,10 +27,11 @@ from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
-from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.methods.combinations.combination import Kernel
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
+from mstore.merge.methods.selections.selection import Selection
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.applied import AppliedTensor
@@ -79,7 +80,9 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
                 whole tensor (kernels.UNLIMITED: all of them)
     limited     whether any of the quotas is less than all
     keys        uint32[K, 2], zeros if nothing is random
-    cut         where a selection by spread or by importance ends; None for other methods
+    selection   what is taken of each expert
+    kernel      what computes a chunk
+    cut         where a selection of all experts together ends; None for others
     file        the output file of the tensor, and `offset`, its position there; they only say
                 which blocks are adjacent
     """
@@ -97,6 +100,8 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     keys: npt.NDArray[np.uint32]
     file: str
     offset: int
+    selection: Selection
+    kernel: Kernel
     cut: Cut | None = None
 
     @property
@@ -243,7 +248,7 @@ class Tasks:
         key = planned.operation if planned.mixture is None else name
         found = self._mixes.get(key)
         if found is None:
-            found = self._mixes[key] = Mix.of(self.operation(name))
+            found = self._mixes[key] = self.operation(name).mix()
         return found
 
     def new_tensors(self) -> dict[str, list[PlanTensor]]:
@@ -284,18 +289,13 @@ class Tasks:
         base = self.members(name).base
         operation = self.operation(name)
         thresholds, quotas, keys, limited = self._nothing
-        if operation.is_trimmed:
-            cuts = planned.thresholds
-            thresholds = np.array([cut.value for cut in cuts], dtype=np.float32)
-            quotas = np.array([cut.quota for cut in cuts], dtype=np.int64)
+        selection = operation.selection
+        cuts, drawn = selection.thresholds(planned.thresholds), selection.keys(name)
+        if cuts is not None:
+            thresholds, quotas = cuts
             limited = bool((quotas != UNLIMITED).any())
-        if operation.is_above:
-            thresholds = np.full(len(self._experts), operation.least, dtype=np.float32)
-        cut = None
-        if operation.is_varied or operation.is_important:
-            cut = Cut(planned.thresholds[0].value, planned.thresholds[0].quota)
-        if operation.is_drawn:
-            keys = mask_keys(operation.seed, len(self._experts), name)
+        if drawn is not None:
+            keys = drawn
         return TensorTask(
             name=name,
             shape=base.shape,
@@ -310,7 +310,9 @@ class Tasks:
             keys=keys,
             file=file,
             offset=offset,
-            cut=cut,
+            selection=selection,
+            kernel=operation.method.combine.kernel,
+            cut=selection.cut(planned.thresholds),
         )
 
     def reused(self, tensor: TensorTask) -> npt.NDArray[np.bool_]:

@@ -47,15 +47,12 @@ class WorkList:
         self._done = 0
         self._total = sum(map(tensor_bytes, self._files))
         self.jobs: dict[str, Job] = {}
-        self.headers: dict[str, bytes] = {}
 
     def slices(self) -> Iterator[Slice]:
         """Yield the work in file order; fill in jobs with every chunk that needs none."""
         jobs: list[Job] = []
         for file in self._files:
-            header = self._layout.new_bytes(file)
-            if header is not None:
-                self.headers[file.path] = header
+            header = self._layout.texts.get(file.path)
             offset = file.parts[0].nbytes if header is None else len(header)
             for part in file.tensors():
                 name = self._layout.planned_name(file, part)

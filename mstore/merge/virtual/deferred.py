@@ -11,29 +11,29 @@ from __future__ import annotations
 import time
 
 from mstore.blocks.schema import Source, Sources
-from mstore.checkpoint.dtypes import nbytes
-from mstore.checkpoint.models import name_in_model
+from mstore.checkpoint.partition import block_count
 from mstore.errors import BadRequest, Conflict
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.made.files import Slot, blocks_of
+from mstore.made.snapshots import Publication, made_of
 from mstore.merge.planning.validate import check_fits
-from mstore.merge.running.commit import Merged, made_before, made_from, parents_of, run_merge
+from mstore.merge.running.commit import Merged, is_merge_of, parents_of, run_merge
 from mstore.merge.running.output import Layout
-from mstore.merge.running.papers import Papers, form_of
+from mstore.merge.running.papers import Papers
 from mstore.merge.running.task import Tasks
-from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.plan import Plan
-from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
+from mstore.objects.snapshot import MERGE, SnapshotRecord
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import Phrase, call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import refs
-from mstore.store.catalog import Catalog, now_ns
+from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor
 from mstore.store.plans import sources_of
-from mstore.store.transaction import Target, Transaction, target_of, tip_of
-from mstore.version import TOOL
+from mstore.store.transaction import Transaction, branch_to_move, tip_of
 
 
 @frozen
@@ -102,50 +102,37 @@ def commit_virtual(
     """
     check_fits(catalog, plan)
     with Transaction(catalog, f"merge {name}") as transaction:
-        target = target_of(catalog, name, candidate)
+        current = branch_to_move(catalog, name, candidate)
         output = _Output(catalog, plan, transaction)
         manifest = output.manifest()
-        parents = parents_of(sources)
-        _, previous = tip_of(catalog, target.branch)
-        action = f"merge: {plan.method}, virtual" + (f": {message}" if message else "")
-        tip = made_before(catalog, target, plan, (*previous, *parents))
-        if tip is not None:
-            # Virtual or real, the ref already is the requested merge.
-            moves = target.moves(tip.id(), action)
-            if moves or (tip.is_virtual and transaction.has_news):
-                # Some of its blocks or records may have been lost: store them again.
-                transaction.rely_on_manifest(manifest)
-                transaction.rely_on_inputs(plan)
-                transaction.commit(moves=moves)
-            return _deferred(target, tip, False, 0, output)
-        record = SnapshotRecord(
-            manifest=transaction.put_record(manifest),
-            parents=(*previous, *parents),
-            origin="merge",
-            plan=transaction.put_record(plan),
-            coverage=None,
-            message=message,
-            time_ns=now_ns(),
-            tool=TOOL,
-        )
-        transaction.rely_on_manifest(manifest)
-        transaction.rely_on_inputs(plan)
-        transaction.commit(snapshots=[record], moves=target.moves(record.id(), action))
-    return _deferred(target, record, True, transaction.bytes_written, output)
-
-
-def _deferred(
-    target: Target, record: SnapshotRecord, is_new: bool, written: int, output: _Output
-) -> Deferred:
+        parents = parents_of(plan, sources)
+        record, _ = tip_of(catalog, current)
+        is_new = False
+        # The branch may be the requested merge already, and real.
+        is_there = record is not None and is_merge_of(record, plan, parents)
+        if candidate is not None or record is None or record.is_virtual or not is_there:
+            publication = Publication(catalog, transaction)
+            record, is_new = publication.put(
+                name,
+                current,
+                manifest,
+                MERGE,
+                parents,
+                message=message,
+                action=f"merge: {plan.method}, virtual" + (f": {message}" if message else ""),
+                plan=plan,
+                candidate=candidate,
+            )
+            publication.commit()
     return Deferred(
         snapshot=record.id(),
         manifest=record.manifest_id(),
         is_new=is_new,
         is_virtual=record.is_virtual,
-        bytes_written=written,
+        bytes_written=transaction.bytes_written if is_new else 0,
         blocks_total=output.blocks_total,
         blocks_reused=output.blocks_reused,
-        was=target.was,
+        was=None if current is None else current.snapshot_id(),
     )
 
 
@@ -163,43 +150,25 @@ class _Output:
 
     def manifest(self) -> Manifest:
         """Return the manifest: the base's tensors and files, virtual tensors for merged ones."""
-        files, new = Papers(self._catalog, self._plan).files()
-        found = [self._file(self._layout.file(file)) for file in files]
-        for path, data in new.items():
-            part = self._transaction.put_bytes(data, path)
-            self.blocks_total += -(-part.nbytes // self._catalog.block_size)
-            found.append(File(path, OPAQUE, part.nbytes, (part,)))
-        return Manifest(tuple(sorted(found, key=lambda file: file.path)))
+        made = self._layout.manifest(
+            Papers(self._catalog, self._plan),
+            0,
+            record_of=self._record,
+            put_records=self._transaction.put_records,
+            put_bytes=self._transaction.put_bytes,
+        )
+        size = self._catalog.block_size
+        own = {part for file in self._layout.base.files for part in file.parts}
+        parts = [part for file in made.files for part in file.parts]
+        self.blocks_total = blocks_of(made, size)
+        self.blocks_reused = sum(block_count(one.nbytes, size) for one in parts if one in own)
+        return made
 
-    def _file(self, file: File) -> File:
-        parts = list(file.parts)
-        new = self._layout.new_bytes(file)
-        if new is not None:
-            parts[0] = self._transaction.put_bytes(new, file.path)
-        parts = [part if part.name is None else self._tensor(file, part) for part in parts]
-        before: list[Part | None] = [*file.parts]
-        for one in self._layout.added(file) if file.form == SAFETENSORS else ():
-            record = VirtualTensor(one.dtype, one.shape, one.nbytes, self._id, one.name)
-            id = self._transaction.put_record(record)
-            parts.append(Part(name_in_model(one.name), id, record.nbytes))
-            before.append(None)
-        for part, old in zip(parts, before, strict=True):
-            blocks = -(-part.nbytes // self._catalog.block_size)
-            self.blocks_total += blocks
-            self.blocks_reused += blocks if part == old else 0
-        return File(file.path, file.form, sum(part.nbytes for part in parts), tuple(parts))
-
-    def _tensor(self, file: File, part: Part) -> Part:
-        name = self._layout.planned_name(file, part)
-        empty = self._layout.retyped_empty(file, part)
-        if empty is not None:
-            return Part(part.name, self._transaction.put_record(empty), 0)
-        if name is None:
-            return part
-        shape = self._catalog.tensor(part.tensor_id()).shape
-        dtype = self._layout.out_dtype(file, part)
-        record = VirtualTensor(dtype, shape, nbytes(dtype, shape), self._id, name)
-        return Part(part.name, self._transaction.put_record(record), record.nbytes)
+    def _record(self, name: str, file: File, part: Part | Slot) -> VirtualTensor:
+        if isinstance(part, Part):
+            shape = self._catalog.tensor(part.tensor_id()).shape
+            part = Slot(name, self._layout.out_dtype(file, part), shape)
+        return VirtualTensor(part.dtype, part.shape, part.nbytes, self._id, name)
 
 
 def materialize(
@@ -237,7 +206,6 @@ def materialize(
         progress=progress,
         memo=memo,
         materialized=current,
-        papers=form_of(catalog, record, plan),
     )
     return _materialized(name, merged.snapshot, catalog.snapshot(merged.snapshot), merged, began)
 
@@ -266,8 +234,8 @@ def _materialized(
 def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -> Sources:
     """Return the inputs under their planned names, as the snapshots that the merge records."""
     named = sources_of(catalog, id, plan)
-    inputs = made_from(record)
-    if [parent.role for parent in inputs] != [BASE, *[EXPERT] * len(named.experts)]:
+    inputs = made_of(record)
+    if [one.role for one in inputs] != [one.role for one in parents_of(plan, named)]:
         return named
     base, *experts = inputs
     return Sources(

@@ -21,4 +21,4 @@ def target(data: bytes) -> None:
 
 
 def seeds() -> Iterable[bytes]:
-    yield b"mstore 2 12345678-1234-5678-1234-567812345678 1048576\n"
+    yield b"mstore 3 12345678-1234-5678-1234-567812345678 1048576\n"

@@ -10,7 +10,7 @@ from blake3 import blake3
 from mutation import Form
 
 from mstore.blocks.codecs import Codec
-from mstore.blocks.packs import Kind, PackWriter, read_table
+from mstore.blocks.packs import Kind, PackWriter, read_footer
 from mstore.errors import MstoreError
 from mstore.ids import BlockId
 from targets import samples
@@ -29,7 +29,7 @@ def target(data: bytes) -> None:
 def _read(data: bytes) -> None:
     path = samples.scratch() / "input.pack"
     path.write_bytes(data)
-    _, entries = read_table(path)
+    entries = read_footer(path).entries
     for entry in entries:
         assert entry.offset + entry.stored_length <= len(data)
 
@@ -44,7 +44,7 @@ def _with_its_hash(data: bytes) -> bytes:
 def seeds() -> Iterable[bytes]:
     path = samples.scratch() / "seed.pack"
     path.unlink(missing_ok=True)
-    writer = PackWriter(path, bytes(16), 1)
+    writer = PackWriter(path)
     block = b"block" * 100
     writer.append_raw(BlockId.of(block), block, 1, "f", 0)
     for record in (*samples.TENSORS[:1], *samples.SNAPSHOTS):

@@ -25,7 +25,15 @@ from mstore.objects.plan import (
     Threshold,
 )
 from mstore.objects.signature import Signature
-from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
+from mstore.objects.snapshot import (
+    BASE,
+    COMPANION,
+    EXPERT,
+    PREVIOUS,
+    Origin,
+    Parent,
+    SnapshotRecord,
+)
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
 
@@ -46,10 +54,11 @@ MANIFESTS = (
         )
     ),
 )
-PARENTS = (Parent(PREVIOUS, B), Parent(BASE, C), Parent(EXPERT, A))
+PARENTS = (Parent(PREVIOUS, B), Parent(BASE, C), Parent(EXPERT, A), Parent(COMPANION, B))
+ORIGIN = Origin("https://huggingface.co/o/m", "main", "c0")
 SNAPSHOTS = (
-    SnapshotRecord(A, (), "add", None, None, "why", 1, "mstore"),
-    SnapshotRecord(A, PARENTS, "merge", B, C, "", 1, "mstore"),
+    SnapshotRecord(A, (), "add", ORIGIN, "ada", None, None, "why", 1, "mstore"),
+    SnapshotRecord(A, PARENTS, "merge", None, "", B, C, "", 1, "mstore"),
 )
 PLANS = (
     Plan(

@@ -1,0 +1,262 @@
+"""Facts: what a method must know of whole tensors before the first element is computed.
+
+Owns how facts are read, measured and kept, and the errors where they cannot be: sums of squares of
+tensors, of their differences and of Fishers, and any number that a selection or a combination
+measures of a pair of tensors.  Each says itself what it needs (`Selection.measure`,
+`Combination.settle`).  Statistics keep facts by content: what was measured once is not read again.
+Trim thresholds are facts, too (`planning.thresholds`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from mstore.blocks.meter import Meter
+from mstore.errors import BadRequest
+from mstore.ids import TensorId
+from mstore.merge.arithmetic.informed import sums_of, unsound_fisher
+from mstore.merge.measures.deltas import Chunks
+from mstore.merge.measures.unknown import NEEDS_ANALYSIS
+from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.tensor import Tensor
+from mstore.phrases import Option
+from mstore.stats.analysis import measure_apart, measure_pair, measure_squares
+from mstore.stats.chunks import ReadChunk, chunk_reader, tensor_chunk
+from mstore.stats.known import known_apart, sum_of_squares
+from mstore.stats.store import StatsStore
+from mstore.stats.table import DeltaTable
+from mstore.store.catalog import Catalog
+
+Side = tuple[TensorId, Tensor]
+_FISHER: Final = b"fisher"
+
+Lack = tuple[str, str]
+"""What is wrong where all elements are finite, and what a tensor lacks then."""
+BEYOND: Final = "a difference of two inputs is beyond float32"
+
+
+class Facts:
+    """Measures facts, block by block, and keeps them.
+
+    analyze: whether blocks may be read for what is not known; `meter` counts those of experts.
+    models: the names of the models that have each content of a tensor, by its name, for errors.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        statistics: StatsStore,
+        *,
+        analyze: bool,
+        meter: Meter,
+        models: Callable[[str], Mapping[TensorId, str]],
+    ) -> None:
+        self.catalog = catalog
+        self.statistics = statistics
+        self.analyze = analyze
+        self.meter = meter
+        self.models = models
+
+    def of(
+        self, name: str, base: Side, experts: Sequence[Side], pool: ThreadPoolExecutor
+    ) -> TensorFacts:
+        """Return the facts of one tensor in the base and in each expert."""
+        return TensorFacts(self, name, (base, *experts), pool)
+
+    def fisher(
+        self, where: str, id: TensorId, record: Tensor, chunk: int, pool: ThreadPoolExecutor
+    ) -> npt.NDArray[np.float64] | None:
+        """Return the sums of a Fisher's tensor over chunks, and of its squares: float64[2, chunks].
+
+        None if they are not known and may not be measured.
+
+        Raises Incompatible, with `where`, for elements that are negative, infinite or NaN.
+        """
+        what = blake3(_FISHER + chunk.to_bytes(8, "little")).digest(length=16)
+        chunks = -(-math.prod(record.shape) // chunk)
+        found = self.statistics.sums(id, what)
+        if found is not None and len(found) == 2 * chunks:
+            return found.reshape(2, chunks)
+        if not self.analyze:
+            return None
+        read = chunk_reader(self.catalog, record, chunk, self.meter)
+
+        def totals(number: int) -> tuple[float, float]:
+            data = read(number)
+            return sums_of(data, record.dtype, len(data) // ITEMSIZES[record.dtype])
+
+        sums = np.array(list(pool.map(totals, range(chunks))), dtype=np.float64).T
+        if np.isnan(sums).any():
+            raise unsound_fisher(where)
+        self.statistics.put_sums(id, what, sums.ravel())
+        return sums
+
+    def squares(self, side: Side, pool: ThreadPoolExecutor, meter: Meter | None = None) -> float:
+        """Return the sum of squares of a tensor, measured if it is not known; meter: of reads."""
+        id, record = side
+        squares = self.statistics.squares(id)
+        if squares is None:
+            squares = measure_squares(self.catalog, record, pool, meter)
+            self.statistics.put_squares(id, squares)
+        return squares
+
+    def measured(self, one: Side, other: Side, pool: ThreadPoolExecutor) -> DeltaTable | None:
+        """Measure the difference of two tensors, keep it, and return its statistics."""
+        measure = measure_pair(self.catalog, one[1], other[1], pool, self.meter)
+        self.statistics.put_pair(measure.finish(one[0], other[0]))
+        return self.statistics.pair(one[0], other[0])
+
+
+class TensorFacts:
+    """The facts of one tensor; `sides` are the base, 0, and each expert, from 1 on.
+
+    Every call raises BadRequest if a fact is not known and may not be measured, or is not finite.
+    """
+
+    def __init__(
+        self, facts: Facts, name: str, sides: tuple[Side, ...], pool: ThreadPoolExecutor
+    ) -> None:
+        self._facts = facts
+        self.name = name
+        self.sides = sides
+        self.pool = pool
+
+    @property
+    def base(self) -> Tensor:
+        """The base's record."""
+        return self.sides[0][1]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return math.prod(self.base.shape)
+
+    @property
+    def experts(self) -> range:
+        """The numbers of the experts among the sides."""
+        return range(1, len(self.sides))
+
+    def is_base(self, side: int) -> bool:
+        """Return whether an expert's tensor is the base's."""
+        return self.sides[side][0] == self.sides[0][0]
+
+    def known(self, what: Iterable[tuple[TensorId, bytes]]) -> list[float] | None:
+        """Return facts of the base with other tensors, each under 16 bytes; None if one lacks.
+
+        Raises BadRequest if they are not known and may not be measured.
+        """
+        base = self.sides[0][0]
+        found = [self._facts.statistics.fact(base, id, key) for id, key in what]
+        known = [one for one in found if one is not None]
+        if len(known) == len(found):
+            return known
+        self._require_analysis()
+        return None
+
+    def keep(self, what: Iterable[tuple[TensorId, bytes]], values: Iterable[float]) -> None:
+        """Keep facts that `known` lacks."""
+        for (id, key), value in zip(what, values, strict=True):
+            self._facts.statistics.put_fact(self.sides[0][0], id, key, float(value))
+
+    def squares(self, side: int, lack: Lack) -> float:
+        """Return the sum of squares of a side."""
+        one = self.sides[side]
+        if self._facts.statistics.squares(one[0]) is None:
+            self._require_analysis()
+        meter = self._facts.meter if side else None
+        return self.finite(self._facts.squares(one, self.pool, meter), (side,), lack)
+
+    def apart(self, side: int, lack: Lack) -> float:
+        """Return the square of the distance of an expert from the base.
+
+        Planning needs the rest of the statistics of such a pair, too.
+        """
+        pair = self.sides[0][0], self.sides[side][0]
+        found = known_apart(self._facts.statistics, [pair]).get(pair)
+        if found is None:
+            self._require_analysis()
+            table = self._facts.measured(self.sides[0], self.sides[side], self.pool)
+            assert table is not None
+            found = sum_of_squares(table.rows)
+        return self.finite(found, (0, side), lack)
+
+    def between(self, sides: Sequence[int], lack: Lack) -> dict[tuple[int, int], float]:
+        """Return the square of the distance of each two of these; all are read together."""
+        facts = self._facts
+        pairs = list(itertools.combinations(sides, 2))
+        ids = {(j, i): (self.sides[j][0], self.sides[i][0]) for j, i in pairs}
+        known = known_apart(facts.statistics, list(ids.values()))
+        found = {pair: known[own] for pair, own in ids.items() if own in known}
+        missing = [pair for pair in pairs if pair not in found]
+        if missing:
+            self._require_analysis()
+            measured = measure_apart(
+                facts.catalog, facts.statistics, self.sides, missing, self.pool, facts.meter
+            )
+            found |= dict(zip(missing, measured, strict=True))
+        return {pair: self.finite(square, pair, lack) for pair, square in found.items()}
+
+    def chunks(self) -> Chunks:
+        """Return the deltas of all experts, to be read chunk by chunk."""
+        records = [record for _, record in self.sides]
+        return Chunks(self._facts.catalog, records, self._facts.meter)
+
+    def readers(self, side: int, *, whole: bool) -> tuple[int, ReadChunk, ReadChunk]:
+        """Return the elements of a chunk, and what reads those of the base and of an expert.
+
+        whole: a chunk is whole rows.
+        """
+        catalog, other = self._facts.catalog, self.sides[side][1]
+        chunk = tensor_chunk(catalog.block_size, self.base, [other], whole=whole)
+        return (
+            chunk,
+            chunk_reader(catalog, self.base, chunk, None),
+            chunk_reader(catalog, other, chunk, self._facts.meter),
+        )
+
+    def finite(self, value: float, sides: Sequence[int], lack: Lack) -> float:
+        """Return a fact of these sides.  Raises BadRequest, with the reason, if it is not finite.
+
+        Squares of elements are added up in float64, so their sum is finite if the elements are.
+        """
+        if math.isfinite(value):
+            return value
+        facts, (what, lacks) = self._facts, lack
+        own = [self.sides[side] for side in sides]
+        known = [
+            facts.squares(side, self.pool, facts.meter)
+            if facts.analyze
+            else facts.statistics.squares(side[0])
+            for side in own
+        ]
+        sick = [
+            id
+            for (id, _), one in zip(own, known, strict=True)
+            if one is not None and not math.isfinite(one)
+        ]
+        if sick:
+            models = facts.models(self.name)
+            told = " and ".join(dict.fromkeys(models[id] for id in sick if id in models))
+            why = "the tensor has infinite or NaN elements" + (f" in {told}" if told else "")
+        elif None in known:
+            why = f"the tensor has infinite or NaN elements, or {what}"
+        else:
+            why = f"all elements of the tensor are finite, but {what}"
+        hint = Option("skip", (self.name,))
+        raise BadRequest(f"{why}, so {lacks}", where=self.name, hint=hint)
+
+    def _require_analysis(self) -> None:
+        if not self._facts.analyze:
+            raise BadRequest(
+                "the method needs facts about this tensor in all inputs, and not all are known",
+                where=self.name,
+                hint=NEEDS_ANALYSIS,
+            )

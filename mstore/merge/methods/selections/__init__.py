@@ -1,0 +1,1 @@
+"""Selections, one file each: what of an expert a method takes."""

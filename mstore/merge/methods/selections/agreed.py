@@ -1,0 +1,98 @@
+"""AGREED: d_k if |m_j| > tall_mask_lambda |sum of all m_i - m_j|, m_j = w_j d_j, for k experts j
+or more (`arithmetic.agreement`).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from mstore.errors import BadRequest
+from mstore.merge.arithmetic import pieces
+from mstore.merge.arithmetic.agreement import agreed
+from mstore.merge.arithmetic.arguments import Chunk
+from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, Value, single
+from mstore.merge.methods.selections.selection import Masks, Selection, alike, common, each
+from mstore.phrases import Option, phrase
+
+if TYPE_CHECKING:
+    from mstore.merge.methods.method import Operation
+
+LEAST: Final = Parameter("k", "int", 2, Range(1, 2**31))
+RATIO: Final = Parameter("tall_mask_lambda", "float", 1.0, Range(0.0, MAX_SINGLE), each=True)
+
+
+class Agreed(Selection, frozen=True):
+    """The elements that several experts need.
+
+    ratios: how many times the others' sum an expert's delta must be, a float32. least: how many
+    must need it.
+    """
+
+    ratios: tuple[float, ...]
+    least: int
+
+    unbounded = "asks how many need an element"
+    estimated = (
+        "it counts every element as one that enough experts need, and of what is left out "
+        "the others' elements may drop, too"
+    )
+    by_norms = False
+    is_told = False
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        """Return it with the parameters k and tall_mask_lambda."""
+        ratios = tuple([single(ratio) for ratio in each(parameters, RATIO, experts)])
+        return cls(experts, ratios, int(common(parameters, LEAST)))
+
+    def check(self, operation: Operation) -> None:
+        """Raise BadRequest if no element can be needed by as many experts as must need it."""
+        needs = [r for w, r in zip(operation.weights, self.ratios, strict=True) if w]
+        if self.least > len(needs):
+            raise BadRequest(
+                f"k is {self.least}: no element can be needed by so many of "
+                f"{len(needs)} experts that have a weight",
+                where=operation.method.name,
+                hint=Option("parameters", {"k": max(1, len(needs))}),
+            )
+        # Each of two would have to move an element further than the other does.
+        if self.least == len(needs) == 2 and math.prod(needs) >= 1:
+            raise BadRequest(
+                "of two experts both need an element only where tall_mask_lambda is below 1",
+                where=operation.method.name,
+                hint=phrase(
+                    "{smaller} or {one}",
+                    smaller=Option("parameters", {"tall_mask_lambda": 0.4}),
+                    one=Option("parameters", {"k": 1}),
+                ),
+            )
+
+    @property
+    def masked(self) -> int:
+        """By masks."""
+        return 3
+
+    def mask_bytes(self, read: int) -> int:
+        """Return a byte for each expert."""
+        return self.experts
+
+    def masks(
+        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+    ) -> Masks:
+        """Return what enough of the experts that are read need."""
+        found = np.zeros(chunk.n, dtype=np.bool_)
+        for start, end, sides in pieces.of_chunk(chunk):
+            needed = agreed(sides, weights, self.ratios, self.least)
+            if needed is not None:
+                found[start:end] = needed
+        return alike(found, len(chunk.row_of))
+
+    def chances(self) -> tuple[bytes, ...]:
+        """Return what makes it a need, and of how many."""
+        return tuple([struct.pack("<dq", ratio, self.least) for ratio in self.ratios])

@@ -1,0 +1,70 @@
+"""NEAR: v e_k + (1 - v) b, v = t / max(|d_k|, 1e-6), at most 1: a step towards the expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from mstore.merge.arithmetic.tiles import NEAR
+from mstore.merge.measures.grid import Floats, Grid
+from mstore.merge.methods import bounds
+from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, Value, single
+from mstore.merge.methods.selections.selection import Selection, common
+from mstore.merge.methods.selections.whole import Whole
+
+if TYPE_CHECKING:
+    from mstore.merge.methods.bounds import Rounding
+    from mstore.merge.methods.combinations.combination import Combination
+    from mstore.merge.methods.method import Operation
+
+REACH: Final = Parameter("t", "float", None, Range(0.0, MAX_SINGLE))
+_REACHED: Final = 1.0 + 2.0**-20
+
+
+class Near(Whole, frozen=True):
+    """The experts, moved back to within reach of the base; reach: t, as a float32."""
+
+    reach: float
+
+    lists_base = False
+    by_norms = False
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        """Return it with the parameter t."""
+        return cls(experts, single(common(parameters, REACH)))
+
+    def weightless(self, weights: Sequence[float]) -> tuple[bool, ...]:
+        """Return True for all if nothing is within reach."""
+        return tuple([weight == 0 or self.reach == 0 for weight in weights])
+
+    def keeps_base(self, operation: Operation) -> bool:
+        """Return True: an equal element stays."""
+        return True
+
+    def squares(self, grid: Grid) -> Floats:
+        """Return a bound on what of the deltas is within reach.
+
+        With q = `_REACHED` reaches, the sum of min(|d|, q)^2 is at most q sum |d| and q^2 times the
+        number of elements that move; see `methods.bounds`.
+        """
+        whole = grid.whole
+        with np.errstate(over="ignore", invalid="ignore"):
+            reach = self.reach * _REACHED + grid.column("max_abs") * 2.0**-149
+            near = np.fmin(grid.column("sum_abs") * reach, grid.column("nonzeros") * reach * reach)
+        # Where the row is not finite, nothing is known.
+        return np.where(np.isfinite(whole), np.fmin(whole, near), whole)
+
+    def rounding(self, operation: Operation) -> Rounding:
+        """Return that of a sum whose term takes a step more, and a product of the base's own."""
+        return bounds.of_whole(operation, more=1)
+
+    def kind(self, combination: Combination) -> int:
+        """Return its code."""
+        return NEAR
+
+    def factor(self, operation: Operation) -> float:
+        """Return the reach: the kernel has it in place of a factor, which whole experts lack."""
+        return self.reach

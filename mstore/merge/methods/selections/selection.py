@@ -1,0 +1,303 @@
+"""Selection: what of an expert a method takes, and all that follows from that.
+
+For a base element b, expert elements e_k and d_k = e_k - b, in float32, a selection makes of each
+expert what a combination then makes one number of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mstore.merge.arithmetic.arguments import Chunk
+from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.measures.grid import Bools, Floats, Grid
+from mstore.merge.methods import bounds
+from mstore.merge.methods.parameters import Parameter, Value
+from mstore.objects.plan import Mixture, Threshold
+
+if TYPE_CHECKING:
+    from mstore.merge.measures.facts import TensorFacts
+    from mstore.merge.methods.bounds import Rounding
+    from mstore.merge.methods.combinations.combination import Combination
+    from mstore.merge.methods.method import Operation
+
+Masks = npt.NDArray[np.uint8]
+Cuts = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
+EVERY = 2**32
+"""The mask limit that keeps every element."""
+
+
+class Measured(NamedTuple):
+    """What a selection knows of a whole tensor.
+
+    cut: where it ends, if all experts share that. band: at most, or roughly, the sum of squares
+    that it leaves of an expert.  squares: that sum, of each expert. factors: what the kept deltas
+    of each expert are multiplied by.
+    """
+
+    cut: Cut | None = None
+    band: float = math.nan
+    squares: Sequence[float] | None = None
+    factors: tuple[float, ...] | None = None
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """What a method takes of each expert, with the parameters of one operation.
+
+    A method names the class; `of` makes the selection of an operation.  It is a value: immutable,
+    picklable (it travels to workers), and compared by its parameters.  This class takes the deltas
+    as they are; a subclass overrides what differs, in these groups:
+
+    - what is said of it: `facts`, `unbounded`, `estimated`, `leaves_nothing`
+    - what it needs of whole tensors: `needs_facts`, `measure`, `ranks`
+    - what need not be read: `weightless`, `idle`
+    - what leaving out costs: `squares`, `certain`, `kept`, `shares`, `rounding`
+    - what a plan keeps of it: `planned`, `fits`
+    - how a chunk is computed: `kind`, `masked`, `cuts`, `thresholds`, `cut`, `keys`, `masks`
+    - what determines its result: `chances`, `words`, `place`
+
+    Arrays of planning are [K, C]: experts by chunks.
+
+    experts: how many there are, K.
+    """
+
+    experts: int
+
+    facts: ClassVar[str | None] = None
+    """What must be measured of whole tensors first, for lists of methods; None for nothing."""
+    unbounded: ClassVar[str | None] = None
+    """What it does, where the error of leaving something out has no bound because of it."""
+    estimated: ClassVar[str | None] = None
+    """What to say of an estimate of errors, other than how good it usually is."""
+    leaves_nothing: ClassVar[str | None] = None
+    """What to say where nothing is left of all experts."""
+    untrimmed: ClassVar[str | None] = "trims nothing to score by"
+    """Why units cannot be ranked by what is trimmed; None if they can."""
+    is_whole: ClassVar[bool] = False
+    """Whether experts themselves are combined, and the base has no part but as one of them."""
+    lists_base: ClassVar[bool] = False
+    """Whether a base that a recipe lists counts like the experts."""
+    needs_rows: ClassVar[bool] = False
+    """Whether a chunk must be whole rows."""
+    by_norms: ClassVar[bool] = True
+    """Whether planning needs no more of deltas than what their norms do not exceed."""
+    ranks_by_bound: ClassVar[bool] = False
+    """Whether units are ranked by what is certain: then a larger budget has no larger bound."""
+    is_told: ClassVar[bool] = True
+    """Whether norms of deltas tell how much is selected."""
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        """Return the selection with complete parameters (`Method.parse`)."""
+        return cls(experts)
+
+    def check(self, operation: Operation) -> None:
+        """Raise BadRequest for parameters or weights that do not fit together."""
+
+    # -- facts -------------------------------------------------------------------------------
+
+    @property
+    def needs_facts(self) -> bool:
+        """Whether factors of kept deltas follow from facts of the whole tensor."""
+        return False
+
+    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
+        """Return what must be known of a tensor.  Raises BadRequest as `TensorFacts` does."""
+        return Measured()
+
+    def ranks(self, elements: int, expert: int = 0) -> tuple[int, ...]:
+        """Return up to which ranks of |d_k|, from the largest, elements are kept; see `Trimmed`."""
+        return ()
+
+    @property
+    def trims(self) -> bool:
+        """Whether each expert and tensor needs thresholds of magnitude first."""
+        return False
+
+    @property
+    def needs_several(self) -> bool:
+        """Whether nothing is selected of an expert that is alone."""
+        return False
+
+    @property
+    def cancels(self) -> bool:
+        """Whether two equal experts of opposite weights are nothing together."""
+        return True
+
+    # -- what is free ------------------------------------------------------------------------
+
+    def weightless(self, weights: Sequence[float]) -> tuple[bool, ...]:
+        """Return for each expert whether it need not be read, whatever its deltas are."""
+        return tuple([weight == 0 for weight in weights])
+
+    def idle(self, grid: Grid) -> Bools:
+        """Return bool[K, C]: where nothing of an expert is selected."""
+        return grid.nothing
+
+    def keeps_base(self, operation: Operation) -> bool:
+        """Return whether a chunk keeps the base's bytes if no expert moves it."""
+        return True
+
+    # -- what leaving out costs --------------------------------------------------------------
+
+    def squares(self, grid: Grid) -> Floats:
+        """Return ||selected d_k||^2, float64[K, C], roughly; infinite if it is not known."""
+        return grid.whole
+
+    def certain(self, grid: Grid, squares: Floats) -> Floats:
+        """Return what these squares are at most."""
+        return squares
+
+    def scored(self, grid: Grid, squares: Floats, score: str) -> Floats:
+        """Return the squares that units are ranked by."""
+        return squares
+
+    def kept(self, grid: Grid) -> Floats:
+        """Return roughly the share of a chunk's elements that is selected, float64[K, C]."""
+        return grid.moved
+
+    @property
+    def shares(self) -> Floats:
+        """The share of elements that a random mask keeps, float64[K, 1]."""
+        return np.ones((self.experts, 1))
+
+    @property
+    def mean_squares(self) -> Floats:
+        """What random masks make of the mean square of a delta, float64[K, 1]."""
+        return self.shares
+
+    @property
+    def thinning(self) -> Floats:
+        """What a kept delta's typical size is divided by, float64[K, 1]."""
+        return np.ones((self.experts, 1))
+
+    def rounding(self, operation: Operation) -> Rounding:
+        """Return what float32 adds to the error; see `bounds.Rounding` for the proof."""
+        return bounds.of_deltas(operation)
+
+    # -- plans -------------------------------------------------------------------------------
+
+    @property
+    def planned(self) -> int:
+        """How many thresholds a plan has of each expert and tensor."""
+        return 0
+
+    def fits(self, thresholds: Sequence[Threshold], listed: int) -> bool:
+        """Return whether a plan's thresholds of a tensor can be this selection's.
+
+        listed: how many experts the plan lists, Fishers among them.
+        """
+        return len(thresholds) == self.planned * listed
+
+    # -- computing ---------------------------------------------------------------------------
+
+    def kind(self, combination: Combination) -> int:
+        """Return the kernel's code for what it does (`arithmetic.tiles`)."""
+        return combination.kind
+
+    def factor(self, operation: Operation) -> float:
+        """Return what the kernel multiplies the combined delta by, a float32."""
+        return operation.factor
+
+    @property
+    def masked(self) -> int:
+        """The kernel's code for where masks come from (`arithmetic.mix`); 0 for none."""
+        return 0
+
+    @property
+    def cuts(self) -> int:
+        """How many thresholds the kernel has of each expert."""
+        return 0
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """For each expert, a draw below this is kept, of 2^32."""
+        return (EVERY,) * self.experts
+
+    def rescales(self, mixture: Mixture | None) -> tuple[float, ...]:
+        """Return for each expert the factor of a delta that passed a random mask, as a float32.
+
+        Where it is a fact that is not known yet: what it is near.
+        """
+        return (1.0,) * self.experts
+
+    def settled(self, operation: Operation, mixture: Mixture) -> Operation:
+        """Return the operation with a mixture that was rounded to float32.
+
+        To deltas the base is added as it is.
+        """
+        own = Mixture(1.0, mixture.experts, keeps_base=True) if not self.is_whole else mixture
+        return msgspec.structs.replace(operation, weights=own.experts, mixture=own).scaled()
+
+    def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
+        """Return the kernel's thresholds and quotas, from those of a plan; None if it has none."""
+        return None
+
+    def cut(self, planned: Sequence[Threshold]) -> Cut | None:
+        """Return where a selection of all experts together ends."""
+        return None
+
+    def keys(self, name: str) -> npt.NDArray[np.uint32] | None:
+        """Return the keys of a tensor's random masks, uint32[K, 2]; None if nothing is drawn."""
+        return None
+
+    def masks(
+        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+    ) -> Masks | None:
+        """Return uint8[K, n], 1 where an element is taken; None if the kernel itself selects.
+
+        cut: as `cut` returns it.
+        """
+        return None
+
+    def mask_bytes(self, read: int) -> int:
+        """Return how many bytes masks take for each element; read: of how many experts, at most."""
+        return 0
+
+    # -- memo keys ---------------------------------------------------------------------------
+
+    def chances(self) -> tuple[bytes, ...]:
+        """Return for each expert what its mask follows from, besides limits and thresholds."""
+        return (b"",) * self.experts
+
+    def words(self, keys: npt.NDArray[np.uint32]) -> bytes:
+        """Return the keys of random masks, 8 bytes an expert; nothing if nothing is drawn."""
+        return b""
+
+    def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
+        """Return what a chunk's result follows from besides its elements.
+
+        cut: as `cut` returns it.
+        """
+        return b""
+
+
+def alike(mask: Bools, experts: int) -> Masks:
+    """Return a mask of n elements as that of all experts, uint8[K, n]."""
+    found = np.empty((experts, mask.size), dtype=np.uint8)
+    found[:] = mask
+    return found
+
+
+def each(parameters: Mapping[str, Value], parameter: Parameter, experts: int) -> tuple[float, ...]:
+    """Return a parameter's value for each expert."""
+    value = parameters.get(parameter.name, parameter.default)
+    if isinstance(value, tuple):
+        return value
+    assert value is not None
+    assert not isinstance(value, str)
+    return (float(value),) * experts
+
+
+def common(parameters: Mapping[str, Value], parameter: Parameter) -> float:
+    """Return a parameter's value, where it is the same for all experts."""
+    value = parameters.get(parameter.name, parameter.default)
+    assert value is not None
+    assert not isinstance(value, tuple | str)
+    return float(value)

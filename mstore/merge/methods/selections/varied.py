@@ -1,0 +1,262 @@
+"""VARIED: d_k if the variance of all d_k of the element, at least one of which is not 0, is among
+the int(select_topk * n) largest of n (`arithmetic.spread`).
+
+Exactly k elements of a tensor are selected.  The threshold is found by the bits of the spreads,
+which order as the numbers do: the upper half in a first pass over all experts, the lower half in a
+second.  A third adds up squares, and finds the element with which the number of equal ones is
+reached.  Spreads of a tensor of up to 32 Mi elements are kept from the first pass on, so that the
+second reads nothing; of a larger one no pass keeps more than chunks.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+from mstore.merge.arithmetic import masks, pieces
+from mstore.merge.arithmetic.arguments import Chunk
+from mstore.merge.arithmetic.masks import Bools, Singles
+from mstore.merge.arithmetic.spread import Cut, selected, spreads
+from mstore.merge.measures.deltas import Chunks
+from mstore.merge.measures.grid import Floats, Grid
+from mstore.merge.methods.parameters import Parameter, Range, Value, single
+from mstore.merge.methods.selections.selection import Masks, Measured, Selection, alike, common
+from mstore.numeric import halves
+from mstore.numeric.halves import Bits, Counts
+from mstore.objects.plan import Threshold
+
+if TYPE_CHECKING:
+    from mstore.merge.measures.facts import TensorFacts
+    from mstore.merge.methods.method import Operation
+
+SHARE: Final = Parameter("select_topk", "float", 1.0, Range(0.0, 1.0, above_low=True))
+_MOST_KEPT: Final = 1 << 25
+"""Spreads of a tensor of up to so many elements are kept: 128 MiB."""
+
+
+class Varied(Selection, frozen=True):
+    """The elements that experts move most differently; share: of all, select_topk."""
+
+    share: float
+
+    facts = "squares of the deltas that are selected, and where the selection ends"
+    by_norms = False
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        """Return it with the parameter select_topk; all deltas are selected with 1."""
+        share = common(parameters, SHARE)
+        return cls(experts, share) if share < 1 else _All(experts)
+
+    @property
+    def needs_several(self) -> bool:
+        """One expert alone has no variance."""
+        return True
+
+    def weightless(self, weights: Sequence[float]) -> tuple[bool, ...]:
+        """Return False for all: whoever counts in a variance is read, whatever its weight."""
+        return (False,) * len(weights)
+
+    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
+        """Return where the selection ends, and the squares that it leaves of each expert."""
+        ids = [id for id, _ in facts.sides[1:]]
+        # Sums in another order may round otherwise.
+        what = struct.pack("<d", self.share) + b"".join(ids)
+        keys = [
+            (ids[max(0, place)], blake3(b"spread 2 %d" % place + what).digest(length=16))
+            for place in range(-2, len(ids))
+        ]
+        known = facts.known(keys)
+        if known is None:
+            cut, squares = _select(facts.chunks(), self.share, facts.pool)
+            facts.keep(keys, (*cut, *squares))
+        else:
+            value, before, *squares = known
+            cut = Cut(value, int(before))
+        return Measured(cut=cut, squares=squares)
+
+    def squares(self, grid: Grid) -> Floats:
+        """Return a guess: what varies most is also what moves most."""
+        return grid.whole * min(1.0, 2.0 * math.sqrt(self.share))
+
+    def kept(self, grid: Grid) -> Floats:
+        """Return the share of what moves."""
+        return grid.moved * self.share
+
+    @property
+    def planned(self) -> int:
+        """One."""
+        return 1
+
+    def fits(self, thresholds: Sequence[Threshold], listed: int) -> bool:
+        """Return whether there is one for each expert, the same for all."""
+        return super().fits(thresholds, listed) and len(set(thresholds)) == 1
+
+    @property
+    def masked(self) -> int:
+        """By masks."""
+        return 1
+
+    def cut(self, planned: Sequence[Threshold]) -> Cut:
+        """Return the threshold of the spreads."""
+        return Cut(planned[0].value, planned[0].quota)
+
+    def mask_bytes(self, read: int) -> int:
+        """Return a byte for each expert."""
+        return self.experts
+
+    def masks(
+        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+    ) -> Masks:
+        """Return the elements that the spread of what is read selects."""
+        assert cut is not None
+        found = np.empty(chunk.n, dtype=np.bool_)
+        for start, end, sides in pieces.of_chunk(chunk):
+            at = chunk.first_index + start
+            found[start:end] = selected(spreads(sides, end - start), cut, at)
+        return alike(found, len(chunk.row_of))
+
+    def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
+        """Return the threshold, the number of experts, and how many ties of the chunk count."""
+        return place_of(cut, first_index, length, self.experts)
+
+
+class _All(Selection, frozen=True):
+    """All deltas, of which a combination may need squares."""
+
+    by_norms = False
+
+
+def place_of(cut: Cut | None, first_index: int, length: int, experts: int) -> bytes:
+    """Return what selects elements of a chunk: a threshold, experts, ties here that count."""
+    assert cut is not None
+    before = cut.before - first_index if cut.before >= 0 else length
+    return struct.pack("<fIQ", cut.value, experts, min(length, max(0, before)))
+
+
+class _Spreads:
+    """The bits of a tensor's spreads, chunk by chunk; those of few elements are kept in memory.
+
+    Any thread may ask for a chunk.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._keeps = chunks.elements <= _MOST_KEPT
+        self._kept: dict[int, list[Bits]] = {}
+
+    def bits(self, number: int) -> Iterable[Bits]:
+        """Return the bits of a chunk, in pieces: uint32[n]."""
+        kept = self._kept.get(number)
+        if kept is not None:
+            return kept
+        found = (_bits(deltas) for deltas in self._chunks.deltas(number))
+        if not self._keeps:
+            return found
+        return self._kept.setdefault(number, list(found))
+
+    def with_deltas(self, number: int) -> Iterator[tuple[list[Singles], Bits]]:
+        """Yield the deltas of a chunk, and the bits of their spreads, in pieces."""
+        kept = self._kept.get(number)
+        pieces_of = self._chunks.deltas(number)
+        if kept is None:
+            yield from ((deltas, _bits(deltas)) for deltas in pieces_of)
+        else:
+            yield from zip(pieces_of, kept, strict=True)
+
+
+class _Sums(NamedTuple):
+    """Of a chunk: elements at the threshold, and each expert's squares above it and at it."""
+
+    equal: int
+    above: list[float]
+    at: list[float]
+
+
+def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut, list[float]]:
+    """Return where the selection of this share ends, and the sum of squares that it leaves.
+
+    The share is of the elements with a spread; their number is rounded down, as mergekit does.
+    """
+
+    spread = _Spreads(chunks)
+
+    def upper(number: int) -> Counts:
+        found = halves.no_counts()
+        for bits in spread.bits(number):
+            halves.count_upper(bits, found)
+            # Without a spread.
+            found[0] -= bits.size - np.count_nonzero(bits)
+        return found
+
+    def lower(number: int) -> Counts:
+        found = halves.no_counts()
+        for bits in spread.bits(number):
+            halves.count_lower(bits, top, found)
+        return found
+
+    def sums(number: int) -> _Sums:
+        number_of_equal, above, at = 0, [], []
+        for deltas, bits in spread.with_deltas(number):
+            equal = bits == last
+            number_of_equal += int(equal.sum())
+            above.append(_squares(deltas, bits > last))
+            at.append(_squares(deltas, equal))
+        return _Sums(number_of_equal, _added(above), _added(at))
+
+    high = _total(pool.map(upper, chunks.numbers))
+    # In float32: mergekit multiplies so.
+    count = int(single(single(int(high.sum())) * single(share)))
+    if not count:
+        return Cut(math.inf, 0), [0.0] * chunks.experts
+    top, left = halves.place(high, count)
+    low = _total(pool.map(lower, chunks.numbers))
+    bottom, left = halves.place(low, left)
+    last = halves.joined(top, bottom)
+    value = float(np.uint32(last).view(np.float32))
+    parts = list(pool.map(sums, chunks.numbers))
+    kept = [part.above for part in parts]
+    if left == low[bottom]:
+        return Cut(value, -1), _added([*kept, *(part.at for part in parts)])
+    through = np.cumsum([part.equal for part in parts])
+    end = int(np.searchsorted(through, left))
+    kept += [part.at for part in parts[:end]]
+    left -= int(through[end]) - parts[end].equal
+    before = end * chunks.length
+    for deltas, bits in spread.with_deltas(end):
+        places = np.flatnonzero(bits == last)[:left]
+        mask = np.zeros(len(deltas[0]), dtype=bool)
+        mask[places] = True
+        kept.append(_squares(deltas, mask))
+        left -= len(places)
+        if not left:
+            return Cut(value, before + int(places[-1]) + 1), _added(kept)
+        before += len(mask)
+    raise AssertionError("the counted elements are not there")
+
+
+def _bits(deltas: Sequence[Singles]) -> Bits:
+    """Return the spreads' bits."""
+    return spreads(deltas, len(deltas[0])).view(np.uint32)
+
+
+def _total(counts: Iterable[Counts]) -> Counts:
+    total = halves.no_counts()
+    for one in counts:
+        total += one
+    return total
+
+
+def _squares(deltas: Sequence[Singles], mask: Bools) -> list[float]:
+    """Return the sum of squares that a mask leaves of each expert."""
+    return [masks.squares(one, mask) for one in deltas]
+
+
+def _added(sums: Sequence[Sequence[float]]) -> list[float]:
+    return [math.fsum(own) for own in zip(*sums, strict=True)]
