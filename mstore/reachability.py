@@ -44,6 +44,7 @@ from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call, phrase
 from mstore.store import leases, listing, refs
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 from mstore.store.refs import Ref
 
 R = TypeVar("R", bound=Record)
@@ -86,11 +87,11 @@ class Roots:
         nothing in use is removed.
         """
         index = catalog.index
-        found = dict(refs.walk(index, transaction))
+        found = dict(refs_in(index, transaction).walk())
         loose = leases.holds(catalog.layout)
         held = frozenset(loose)
         moved: dict[str, int] = {}
-        for name, move in refs.walk_reflogs(index, transaction):
+        for name, move in refs_in(index, transaction).reflogs():
             if refs.is_candidate(name):
                 moved[name] = move.time_ns
             elif is_recent(move.time_ns, since_ns):

@@ -18,6 +18,7 @@ from mstore.ids import Revision, SnapshotId
 from mstore.phrases import call, joined
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
+from mstore.store.ref_store import refs_in
 from mstore.store.refs import Ref
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Naming(OpenStore):
         new = refs.Ref(refs.TAG, self._catalog.resolve(revision))
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
-            current = refs.get(self._catalog.index, transaction, name)
+            current = refs_in(self._catalog.index, transaction).get(name)
             if current is not None and current.kind == refs.BRANCH:
                 what = "the name is taken by a branch"
                 raise Conflict(what, where=name, hint=call("tag", f"{name}-v1", str(revision)))
@@ -154,8 +155,8 @@ class Naming(OpenStore):
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
             index = self._catalog.index
-            current = refs.get(index, transaction, name)
-            removed = None if current is not None else refs.removed(index, transaction, name)
+            current = refs_in(index, transaction).get(name)
+            removed = None if current is not None else refs_in(index, transaction).removed(name)
             is_back = removed is not None and removed.snapshot == snapshot
             new = removed if removed and is_back else refs.Ref(refs.BRANCH, snapshot)
             refs.check(name, new.kind)
@@ -189,8 +190,8 @@ class Naming(OpenStore):
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
             return [
-                RefMove(name, refs.require(index, transaction, name), None, "rm")
-                for name in refs.chosen(refs.names(index, transaction), names)
+                RefMove(name, refs_in(index, transaction).require(name), None, "rm")
+                for name in refs.chosen(refs_in(index, transaction).names(), names)
             ]
 
         with index.env.read() as transaction:
@@ -221,9 +222,9 @@ class Naming(OpenStore):
         index = self._catalog.index
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
-            ref = refs.require(index, transaction, old)
+            ref = refs_in(index, transaction).require(old)
             refs.check(new, ref.kind)
-            if refs.get(index, transaction, new) is not None:
+            if refs_in(index, transaction).get(new) is not None:
                 raise Conflict("the name is taken", where=new, hint="choose another name")
             # Remove the old one first: one may be a directory of the other.
             return [

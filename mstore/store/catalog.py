@@ -57,6 +57,7 @@ from mstore.store.config import Config
 from mstore.store.layout import Layout
 from mstore.store.leases import Hold
 from mstore.store.record_cache import Key, RecordCache
+from mstore.store.ref_store import refs_in
 from mstore.store.stored_lengths import StoredLengths
 
 if TYPE_CHECKING:
@@ -609,12 +610,12 @@ class Catalog:
     def refs(self) -> dict[str, ref_rows.Ref]:
         """Return all refs by name."""
         with self.index.env.read() as transaction:
-            return dict(ref_rows.walk(self.index, transaction))
+            return dict(refs_in(self.index, transaction).walk())
 
     def ref(self, name: str) -> ref_rows.Ref | None:
         """Return one ref, or None."""
         with self.index.env.read() as transaction:
-            return ref_rows.get(self.index, transaction, name)
+            return refs_in(self.index, transaction).get(name)
 
     def hold_candidate(self, name: str, ref: ref_rows.Ref | None) -> None:
         """Keep the snapshot of a candidate until it moves or this is closed; None: let it go.

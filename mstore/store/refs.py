@@ -1,13 +1,12 @@
-"""Refs: names that point at snapshots, moved by compare-and-swap, with every move in the reflog.
+"""Refs: names that point at snapshots: what kinds there are, and which names each may have.
 
     branch       NAME                      an add or merge moves it
     tag          NAME                      never moves
     remote       remotes/REMOTE/NAME       where a branch or tag of another store was last seen
     candidate    candidates/RUN/NAME       what a run made for the branch NAME, before NAME moves
 
-Owns the tables `refs` and `reflog` of the index. Functions take an open index transaction, and the
-caller decides what else belongs to it. The text mirror is written after the commit
-(`mstore.store.mirror`).
+Owns the kinds and their names. `mstore.store.ref_store` keeps refs and reflogs; the text mirror is
+written after the commit (`mstore.store.mirror`).
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from mstore.blocks import schema
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.schema import REFLOG, REFS
-from mstore.errors import BadName, Conflict, NotFound, did_you_mean
-from mstore.phrases import call, phrase
+from mstore.errors import BadName, NotFound, did_you_mean
+from mstore.phrases import call
 from mstore.store import listing
 
 Ref = schema.Ref
@@ -39,7 +37,7 @@ MAX_NAME_BYTES = 200
 """Of a branch or tag."""
 _MAX_PART_BYTES = 64
 """Of REMOTE and RUN."""
-_MAX_BYTES = 300
+MAX_KEY_BYTES = 300
 """Of any name: what a key of the index may have, and some more."""
 _FORBIDDEN = frozenset("~^:@{}\\*?[]=\"'<>|$`")
 # Control characters, invisible marks (some reverse the text direction), and every kind of space.
@@ -146,35 +144,9 @@ def is_candidate(name: str) -> bool:
     return name.startswith(f"{DIRECTORIES[CANDIDATE]}/")
 
 
-def get(index: Index, transaction: IndexTransaction, name: str) -> Ref | None:
-    """Return the ref of this name, or None. Raises Corrupt if its row is unreadable."""
-    if not 0 < len(name.encode(errors="surrogatepass")) <= _MAX_BYTES:
-        return None
-    return index.get(transaction, REFS, name)
-
-
-def meant(index: Index, transaction: IndexTransaction, name: str) -> Ref | None:
-    """Return the ref that a name in a revision means, or None.
-
-    REMOTE/NAME is a remote's ref if no branch or tag has that name. Raises Corrupt.
-    """
-    found = get(index, transaction, name)
-    return get(index, transaction, of_remote(name)) if found is None else found
-
-
 def of_remote(name: str) -> str:
     """Return the name in full of what REMOTE/NAME may mean."""
     return f"{DIRECTORIES[REMOTE]}/{name}"
-
-
-def walk(index: Index, transaction: IndexTransaction) -> Iterator[tuple[str, Ref]]:
-    """Return all refs by name. Raises Corrupt if a row is unreadable."""
-    return index.walk(transaction, REFS)
-
-
-def names(index: Index, transaction: IndexTransaction) -> list[str]:
-    """Return the names of all refs, for hints: does not read rows, skips unreadable names."""
-    return [key.decode(errors="ignore") for key in index.keys(transaction, REFS)]
 
 
 def missing(name: str, known: Iterable[str]) -> NotFound:
@@ -213,80 +185,6 @@ def _alike(known: Iterable[str], pattern: str) -> Iterator[str]:
             yield name
 
 
-def move(
-    index: Index,
-    transaction: IndexTransaction,
-    name: str,
-    *,
-    expect: Ref | None,
-    new: Ref | None,
-    action: str,
-    time_ns: int,
-) -> None:
-    """Compare-and-swap one ref, and append the move to the reflog.
-
-    `new` None removes the ref and keeps its reflog. The reflog line records the index's current
-    generation, which the publisher has set in this transaction (`mstore.store.generation`). Raises
-    Conflict if the ref is not `expect` any more, or if one of two names would be a directory of the
-    other.
-    """
-    if get(index, transaction, name) != expect:
-        raise Conflict(
-            "the ref moved while this command was running",
-            where=name,
-            hint=phrase("{reflog}, then run the command again", reflog=call("reflog", name)),
-        )
-    if expect is None:
-        refuse_nesting(index, transaction, name)
-    index.moved.add(name)
-    if new is None:
-        index.delete(transaction, REFS, name)
-    else:
-        put(index, transaction, name, new)
-    old = None if expect is None else expect.snapshot
-    append(index, transaction, name, old=old, new=new, action=action, time_ns=time_ns)
-
-
-def append(
-    index: Index,
-    transaction: IndexTransaction,
-    name: str,
-    *,
-    old: bytes | None,
-    new: Ref | None,
-    action: str,
-    time_ns: int,
-) -> None:
-    """Append a line to the reflog of a name."""
-    line = Move(
-        old,
-        None if new is None else new.snapshot,
-        action,
-        time_ns,
-        index.generation(transaction),
-        "" if new is None else new.kind,
-    )
-    index.put(transaction, REFLOG, (name, next_position(index, transaction, name)), line)
-
-
-def put(index: Index, transaction: IndexTransaction, name: str, ref: Ref) -> None:
-    """Write the row of a ref, without comparing it first and without a reflog line."""
-    index.put(transaction, REFS, name, ref)
-
-
-def refuse_nesting(index: Index, transaction: IndexTransaction, name: str) -> None:
-    """Raise Conflict if a new name would be below or above a ref."""
-    parts = name.split("/")
-    for length in range(1, len(parts)):
-        above = "/".join(parts[:length])
-        if get(index, transaction, above) is not None:
-            raise Conflict(f"{above!r} is a ref, so {name!r} cannot be one below it", where=name)
-    below = next(index.keys(transaction, REFS, f"{name}/"), None)
-    if below is not None:
-        what = f"{below.decode()!r} is a ref, so {name!r} cannot be one above it"
-        raise Conflict(what, where=name)
-
-
 def refuse_shadow(index: Index, transaction: IndexTransaction, name: str) -> None:
     """Raise BadName if a new name would hide a stored snapshot whose id starts with it."""
     if not _HEX_PREFIX.fullmatch(name):
@@ -297,36 +195,3 @@ def refuse_shadow(index: Index, transaction: IndexTransaction, name: str) -> Non
             f"{name!r} cannot be a new ref: the id of snapshot {hidden[0].short} begins with it",
             hint="choose another name, as in llama/merged",
         )
-
-
-def removed(index: Index, transaction: IndexTransaction, name: str) -> Ref | None:
-    """Return what a removed name was last; None if it is a ref, never was one, or nobody knows."""
-    moves = reflog(index, transaction, name)
-    if len(moves) < 2 or moves[-1].new is not None or moves[-2].new is None:
-        return None
-    return Ref(moves[-2].kind, moves[-2].new)
-
-
-def reflog(index: Index, transaction: IndexTransaction, name: str) -> list[Move]:
-    """Return all moves of a name, oldest first, even if the ref was removed."""
-    return [move for _, move in index.walk(transaction, REFLOG, name)]
-
-
-def walk_reflogs(index: Index, transaction: IndexTransaction) -> Iterator[tuple[str, Move]]:
-    """Yield all moves of all names, removed ones too: by name, oldest first."""
-    for (name, _), move in index.walk(transaction, REFLOG):
-        yield name, move
-
-
-def next_position(index: Index, transaction: IndexTransaction, name: str) -> int:
-    """Return how many moves the reflog of `name` has: the position of its next line."""
-    last = index.last(transaction, REFLOG, name)
-    return 0 if last is None else last[1] + 1
-
-
-def require(index: Index, transaction: IndexTransaction, name: str) -> Ref:
-    """Return the ref of this name. Raises NotFound with the most similar names."""
-    ref = get(index, transaction, name)
-    if ref is None:
-        raise missing(name, names(index, transaction))
-    return ref

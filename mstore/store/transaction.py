@@ -40,6 +40,7 @@ from mstore.phrases import Option, phrase
 from mstore.store import condemned, contents, leases, listing, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
+from mstore.store.ref_store import refs_in
 
 
 class RefMove(msgspec.Struct, frozen=True):
@@ -398,15 +399,15 @@ def branch_to_move(catalog: Catalog, name: str, candidate: str | None = None) ->
     """
     refs.check_name(name)
     with catalog.index.env.read() as transaction:
-        current = refs.get(catalog.index, transaction, name)
+        current = refs_in(catalog.index, transaction).get(name)
         if current is None:
             refs.refuse_shadow(catalog.index, transaction, name)
             # Not only at the commit: what comes before it may take long.
-            refs.refuse_nesting(catalog.index, transaction, name)
+            refs_in(catalog.index, transaction).refuse_nesting(name)
         if candidate is not None:
             own = refs.below(refs.CANDIDATE, candidate, name)
-            if refs.get(catalog.index, transaction, own) is None:
-                refs.refuse_nesting(catalog.index, transaction, own)
+            if refs_in(catalog.index, transaction).get(own) is None:
+                refs_in(catalog.index, transaction).refuse_nesting(own)
     if current is not None and current.kind == refs.TAG:
         raise Conflict(
             "is a tag, and tags do not move",
@@ -442,9 +443,7 @@ def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence
             # snapshot.
             if move.expect is None:
                 refs.refuse_shadow(catalog.index, transaction, move.name)
-        refs.move(
-            catalog.index,
-            transaction,
+        refs_in(catalog.index, transaction).move(
             move.name,
             expect=move.expect,
             new=move.new,
@@ -471,7 +470,7 @@ def follow_remote(
     begin = refs.directory_of(refs.REMOTE, remote)
 
     def choose(transaction: IndexTransaction) -> list[RefMove]:
-        named = refs.walk(catalog.index, transaction)
+        named = refs_in(catalog.index, transaction).walk()
         old = {name: ref for name, ref in named if name.startswith(begin)}
         # Removals first: what was a ref there may be a directory of refs now.
         gone = [RefMove(name, old[name], None, "fetch") for name in sorted(old.keys() - new)]
