@@ -463,6 +463,21 @@ def test_metadata(key: str, stays: bool) -> None:
     assert metadata.kept({key: "x"}, without=[key]) == {}
 
 
+def test_sums_of_differences(tmp_path: Path) -> None:
+    """A checkpoint of differences becomes its sums with the base, and has no header of the base."""
+    with Store.init(tmp_path / "store") as store:
+        store.add(write_model(tmp_path / "m", 0, TOKENS), name="m")
+        write_safetensors(
+            tmp_path / "delta" / "model.safetensors",
+            tensors_of({name: np.ones_like(value) for name, value in arrays(0).items()}),
+        )
+        store.add(tmp_path / "delta", name="out", base="m", kind="delta")
+        store.checkout("out", tmp_path / "out")
+        for path in (tmp_path / "out").glob("*.safetensors"):
+            assert _header(path)["__metadata__"] == KEPT
+        assert not store.add(tmp_path / "delta", name="out", base="m", kind="delta").new_snapshot
+
+
 def test_parents_decide_what_is_the_same(tmp_path: Path) -> None:
     """The same content made of another model is another snapshot: its lineage is another."""
     ids: set[SnapshotId] = set()

@@ -183,7 +183,8 @@ def _indexes(
     catalog: Catalog, before: Manifest, changed: Weights
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the shard indexes beside files that change, and what they say."""
-    directories = {posixpath.dirname(path) for path in changed}
+    # Where every entry stays, so does what indexes say of them.
+    directories = {posixpath.dirname(path) for path, new in changed.items() if new is not None}
     for file in before.files:
         is_there = is_index(file.path) and posixpath.dirname(file.path) in directories
         if file.form == OPAQUE and is_there:
