@@ -1,6 +1,7 @@
 """Reachability: from names to snapshots, records and blocks.
 
     roots      refs, reflog moves of the last days, holds of live processes
+    candidate  is a root while it is recent or a live process holds it; its reflog keeps nothing
     snapshot   keeps its contents, and all its ancestors over every parent role (as in git)
     missing    a parent that is not stored any more ends the history there; a ref's must be stored
     pruned     keeps its record, manifest, plan and coverage; its contents only if a root names it
@@ -43,6 +44,8 @@ from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call, phrase
 from mstore.store import leases, listing, refs
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
+from mstore.store.refs import Ref
 
 R = TypeVar("R", bound=Record)
 NS_A_DAY = 86_400 * 10**9
@@ -66,11 +69,15 @@ def is_recent(time_ns: int, since_ns: int) -> bool:
 
 @frozen
 class Roots:
-    """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, holds) may be gone."""
+    """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, holds) may be gone.
+
+    expired: candidates that keep nothing any more, which garbage collection drops.
+    """
 
     refs: frozenset[SnapshotId]
     loose: frozenset[SnapshotId]
     pruned: frozenset[SnapshotId]
+    expired: tuple[tuple[str, Ref], ...] = ()
 
     @classmethod
     def read(cls, catalog: Catalog, transaction: IndexTransaction, since_ns: int) -> Roots:
@@ -80,15 +87,28 @@ class Roots:
         nothing in use is removed.
         """
         index = catalog.index
-        named = {ref.snapshot_id() for _, ref in refs.walk(index, transaction)}
+        found = dict(refs_in(index, transaction).walk())
         loose = leases.holds(catalog.layout)
-        for _, move in refs.walk_reflogs(index, transaction):
-            if is_recent(move.time_ns, since_ns):
+        held = frozenset(loose)
+        moved: dict[str, int] = {}
+        for name, move in refs_in(index, transaction).reflogs():
+            if refs.is_candidate(name):
+                moved[name] = move.time_ns
+            elif is_recent(move.time_ns, since_ns):
                 loose.update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
+        expired = {
+            name: ref
+            for name, ref in found.items()
+            if ref.kind == refs.CANDIDATE
+            and not is_recent(moved.get(name, 0), since_ns)
+            and ref.snapshot_id() not in held
+        }
+        named = {ref.snapshot_id() for name, ref in found.items() if name not in expired}
         return cls(
             frozenset(named),
             frozenset(loose - named),
             frozenset(id for id, _ in index.walk(transaction, PRUNED)),
+            tuple(expired.items()),
         )
 
 

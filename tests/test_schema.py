@@ -50,7 +50,8 @@ from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, ManifestId, PackId, PlanId, SignatureId, SnapshotId
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.stats import store as stats
-from mstore.store import listing, memo, refs
+from mstore.store import listing, memo
+from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, Move, Ref
 
 PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
@@ -322,16 +323,16 @@ def test_moves_are_in_the_order_of_their_positions(index: Index) -> None:
     """A name's reflog is its own, though the next name begins alike; positions go on."""
     with index.env.write() as rows:
         for name in ("a", "ab", "a"):
-            refs.append(
-                index, rows, name, old=None, new=Ref(BRANCH, bytes(32)), action=name, time_ns=1
+            refs_in(index, rows).restore(
+                name, Ref(BRANCH, bytes(32)), old=None, action=name, time_ns=1
             )
         assert set(raw(index, rows, "reflog")) == {
             b"a\0" + bytes(8),
             b"a\0" + (1).to_bytes(8, "big"),
             b"ab\0" + bytes(8),
         }
-        assert refs.reflog(index, rows, "a") == [Move(None, bytes(32), "a", 1, 0, BRANCH)] * 2
-        assert [refs.next_position(index, rows, name) for name in ("a", "ab", "b")] == [2, 1, 0]
+        assert refs_in(index, rows).reflog("a") == [Move(None, bytes(32), "a", 1, 0, BRANCH)] * 2
+        assert [refs_in(index, rows).count_moves(name) for name in ("a", "ab", "b")] == [2, 1, 0]
         assert index.last(rows, REFLOG) == ("ab", 0)
 
 

@@ -58,7 +58,7 @@ class BackupRow(msgspec.Struct, frozen=True):
 
 
 class Ref(msgspec.Struct, frozen=True, array_like=True):
-    """What a name points at; `kind` is `branch` or `tag` (`mstore.store.refs`)."""
+    """What a name points at; `kind` is one of `mstore.store.refs.KINDS`."""
 
     kind: str
     snapshot: _IdBytes
@@ -71,8 +71,8 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
 class Move(msgspec.Struct, frozen=True, array_like=True):
     """One line of a reflog. `old` is None for a creation, `new` for a removal.
 
-    generation: of the commit that moved the ref. kind: what the ref is after the move, a branch or
-    a tag; empty for a removal.
+    generation: of the commit that moved the ref. kind: what the ref is after the move; empty for a
+    removal.
     """
 
     old: _IdBytes | None
@@ -172,7 +172,11 @@ CHILDREN: Final = Table(
     "the snapshots that have a parent, each role",
 )
 REFS: Final = Table(
-    "refs", form(word("name")), form(packed(Ref)), "kind is `branch` or `tag`", about="ref"
+    "refs",
+    form(word("name")),
+    form(packed(Ref)),
+    "kind is `branch`, `tag`, `remote` or `candidate`",
+    about="ref",
 )
 REFLOG: Final = Table(
     "reflog",

@@ -23,6 +23,7 @@ from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import few
 from mstore.store import listing, mirror, pack_list, refs
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 
 
 def _shown(ref: refs.Ref | None) -> str:
@@ -49,7 +50,7 @@ class Graph:
         A copy that is being made has no mirror and no pack list yet.
         """
         with self._index.env.read() as transaction:
-            self.names = dict(refs.walk(self._index, transaction))
+            self.names = dict(refs_in(self._index, transaction).walk())
         known = set(self._catalog.snapshot_ids())
         self.snapshots = len(known)
         for name, ref in self.names.items():

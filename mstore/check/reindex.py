@@ -58,6 +58,7 @@ from mstore.store import (
 from mstore.store.catalog import now_ns
 from mstore.store.config import Config
 from mstore.store.layout import Layout, locate, require_local, require_writable
+from mstore.store.ref_store import refs_in
 
 _DATA = "data.mdb"
 
@@ -401,29 +402,25 @@ class _Building:
             for key, move in old.reflog.items():
                 index.put(transaction, REFLOG, key, move)
             for name in settled.removed:
-                last = old.moves[name].new
-                if last is not None:
-                    self._move(transaction, name, last, None)
+                self._restore(transaction, name, None, old.moves[name].new)
             for name, ref in sorted(settled.refs.items()):
                 if ref.snapshot_id() not in known:
                     what = f"{name} is at {ref.snapshot_id()}, which is in no pack"
                     self._notes.append(phrase("{what}; next: {fsck}", what=what, fsck=call("fsck")))
-                refs.put(index, transaction, name, ref)
                 last = old.moves[name].new if name in old.moves else None
-                if last != ref.snapshot:
-                    self._move(transaction, name, last, ref)
+                self._restore(transaction, name, ref, last)
         return dict(settled.refs), len(old.reflog)
 
-    def _move(
+    def _restore(
         self,
         transaction: IndexTransaction,
         name: str,
-        old: bytes | None,
         new: refs.Ref | None,
+        old: bytes | None,
         action: str = "reindex",
     ) -> None:
-        refs.append(
-            self._index, transaction, name, old=old, new=new, action=action, time_ns=now_ns()
+        refs_in(self._index, transaction).restore(
+            name, new, old=old, action=action, time_ns=now_ns()
         )
 
     def _recover(
@@ -453,8 +450,7 @@ class _Building:
                 if name in names or name in found:
                     name = f"{directory}/{id}"
                 found[name] = refs.Ref(refs.BRANCH, id)
-                refs.put(self._index, transaction, name, found[name])
-                self._move(transaction, name, None, found[name], "reindex: recovered")
+                self._restore(transaction, name, found[name], None, "reindex: recovered")
         if found:
             first = next(iter(found))
             self._notes.append(
@@ -473,7 +469,7 @@ class _Building:
 
     def _reflog(self) -> list[refs.Move]:
         with self._index.env.read() as transaction:
-            return [move for _, move in refs.walk_reflogs(self._index, transaction)]
+            return [move for _, move in refs_in(self._index, transaction).reflogs()]
 
     def _plans(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
