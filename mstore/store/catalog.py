@@ -96,7 +96,7 @@ class Catalog:
         self._room = Room(layout.block_size)
         self.lengths = StoredLengths(index, self.stored_lengths)
         self.author: Callable[[], str] = str
-        """Asked when a snapshot is made: by whom."""
+        """Asked when a snapshot or a note is made: by whom."""
 
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
