@@ -29,6 +29,7 @@ ONE_OF = {
     "later_merge": 22,
     "casting": 12,
     "signing": 3,
+    "noting": 6,
     "pinning": 19,
     "collecting": 32,
     "pruning": 11,
