@@ -14,6 +14,7 @@ from mstore.blocks.schema import PINNED, PRUNED
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.notes import NoteReport
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
@@ -112,6 +113,8 @@ class SnapshotReport:
     """number of files"""
     tensors: int
     """number of tensors"""
+    notes: tuple[NoteReport, ...] = ()
+    """what was noted later, by key: the values that count"""
     signatures: tuple[SignatureReport, ...] = ()
     """every signature, with its state"""
     pruned: bool = False

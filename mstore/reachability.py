@@ -8,7 +8,7 @@
     virtual    keeps the contents of its plan's base and experts as well
     delta      keeps its base
     plan       lives as long as the contents of all its inputs do, and keeps nothing alive
-    signature  lives with its snapshot
+    note       lives with its snapshot
 
 An `Inventory` holds all rows of an index at one moment, as arrays: about 67 bytes per block.
 `Reach` marks the rows that are reached; it only ever adds marks. It reads and decodes every record
@@ -31,7 +31,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
 from mstore.blocks.location_arrays import LOST_BASE, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
-from mstore.blocks.schema import PRUNED, SIGNATURES
+from mstore.blocks.schema import NOTES, PRUNED
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
@@ -284,33 +284,32 @@ class Reach:
                     self._keep_contents(record)
 
     def _snapshots(self, ids: Iterable[SnapshotId]) -> Iterator[tuple[SnapshotId, SnapshotRecord]]:
-        """Yield records; mark them, and their manifests, plans, coverage and signatures."""
+        """Yield records; mark them, and their manifests, plans, coverage and notes."""
         named: dict[Kind, list[bytes]] = defaultdict(list)
-        signed = []
+        noted = []
         for id, record in self._loaded(SnapshotRecord, ids):
             named[Kind.MANIFEST].append(record.manifest)
             if record.plan is not None:
                 named[Kind.PLAN].append(record.plan)
             if record.coverage is not None:
                 named[Kind.COVERAGE].append(record.coverage)
-            signed.append(SnapshotId(id))
+            noted.append(SnapshotId(id))
             yield SnapshotId(id), record
         for kind, some in named.items():
             self._mark_all(kind, some)
         if self._later is not None:
-            self._mark_signatures(self._later, signed)
+            self._mark_notes(self._later, noted)
         else:
             with self._catalog.index.env.read() as transaction:
-                self._mark_signatures(transaction, signed)
+                self._mark_notes(transaction, noted)
 
-    def _mark_signatures(
-        self, transaction: IndexTransaction, snapshots: Iterable[SnapshotId]
-    ) -> None:
+    def _mark_notes(self, transaction: IndexTransaction, snapshots: Iterable[SnapshotId]) -> None:
         index = self._catalog.index
-        if index.count(transaction, SIGNATURES.name):
+        if index.count(transaction, NOTES.name):
             for id in snapshots:
-                signatures = index.walk(transaction, SIGNATURES, id)
-                self._mark_all(Kind.SIGNATURE, (one for (_, one), _ in signatures))
+                self._mark_all(
+                    Kind.NOTE, (one for (_, one), _ in index.walk(transaction, NOTES, id))
+                )
 
     def _keep_contents(self, record: SnapshotRecord) -> None:
         self._manifests.append(record.manifest_id())

@@ -36,6 +36,7 @@ class Life:
     acknowledged: list[tuple[int, str, SnapshotId | None]] = field(default_factory=list)
     plans: list[tuple[int, PlanId]] = field(default_factory=list)
     signed: list[tuple[int, SnapshotId]] = field(default_factory=list)
+    notes: list[tuple[int, SnapshotId, dict[str, object]]] = field(default_factory=list)
     pins: list[tuple[int, SnapshotId, bool]] = field(default_factory=list)
     contents: dict[SnapshotId, Contents] = field(default_factory=dict)
     goes: dict[SnapshotId, int] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Life:
 
     def stage(self, after: int) -> tuple[object, ...]:
         """Equal where the same is promised."""
-        told = (*self.plans, *self.signed, *self.pins, (self.healed, None))
+        told = (*self.plans, *self.signed, *self.notes, *self.pins, (self.healed, None))
         return (
             *sorted(self.promised(after).items()),
             *sorted(self.kept(after)),
@@ -263,6 +264,17 @@ def signing(sources: Path, disk: Path) -> Life:
     return life
 
 
+def noting(sources: Path, disk: Path) -> Life:
+    """Two notes, and the removal of one."""
+    _, life = _dense_family(disk, 1)
+    with Store.open(disk / "store") as store, fs.observed(life.recording.observe):
+        first, _ = store.note("t1", {"mmlu": 0.62, "seen": True})
+        life.notes.append((life.now, first.snapshot, {"mmlu": 0.62, "seen": True}))
+        store.remove_notes("t1", [first.note])
+        life.notes.append((life.now, first.snapshot, {"seen": True}))
+    return life
+
+
 def pinning(sources: Path, disk: Path) -> Life:
     """A fine-tune whose blocks are differences is pinned; another one is unpinned."""
     _, life = _dense_family(disk, 1, 2)
@@ -371,6 +383,7 @@ STORIES: dict[str, Callable[[Path, Path], Life]] = {
         trying,
         casting,
         signing,
+        noting,
         pinning,
         collecting,
         pruning,

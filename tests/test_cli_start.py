@@ -14,7 +14,7 @@ from cli_runs import Program
 # Index, hashes, and records with what they import themselves.
 PACKAGES = {"blake3", "lmdb", "msgspec", "typing_extensions"}
 MODULES = {
-    "mstore": "ancestry errors frozen fs ids lineage neighbours phrases sharing sizes",
+    "mstore": "ancestry errors frozen fs ids lineage neighbours notes phrases sharing sizes",
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "
@@ -22,7 +22,7 @@ MODULES = {
     ),
     "mstore.checkpoint": "dtypes models paths",
     "mstore.fs": "disks files locks maps rights roots trees",
-    "mstore.objects": "canonical coverage limits manifest plan snapshot tensor virtual",
+    "mstore.objects": "canonical coverage limits manifest note plan snapshot tensor virtual",
     "mstore.store": (
         "catalog config contents damage generation layout leases listing mirror models "
         "not_finite record_cache refs revisions signature_report stored_lengths unseen"

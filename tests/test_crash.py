@@ -30,6 +30,7 @@ ONE_OF = {
     "trying": 40,
     "casting": 12,
     "signing": 3,
+    "noting": 6,
     "pinning": 19,
     "collecting": 32,
     "pruning": 11,

@@ -223,7 +223,7 @@ class Making(ABC):
         new = _blocks(store).items() - before.items()
         assert new
         for _, (pack, offset) in new:
-            _flip(store._catalog.packs.path(pack), offset)
+            _flip(Path(store._catalog.packs.where(pack)), offset)
         store.repair(read_data=True)
         assert store.fsck(read_data=True).problems
         assert self.make(store) == name

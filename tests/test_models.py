@@ -222,7 +222,7 @@ def test_a_named_model_alone_is_merged(store: Store) -> None:
 
 def test_models_that_say_not_which_are_refused(store: Store) -> None:
     """A model that is not there, or one model against several, is an error that lists them."""
-    with pytest.raises(NotFound, match="has no such model"):
+    with pytest.raises(NotFound, match="no such model; it has transformer, transformer_2"):
         merge(store, "base:unet", "tuned")
     with pytest.raises(Incompatible, match="has no model of base"):
         merge(store, "base", "alone")

@@ -1,12 +1,12 @@
-"""Calls about refs, their reflogs, and signatures.
+"""Calls about refs, their reflogs, notes and signatures.
 
 Part of `mstore.api.Store`, which combines all parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
 from mstore.api.arguments import checked
@@ -14,7 +14,7 @@ from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict
 from mstore.frozen import frozen
-from mstore.ids import Revision, SnapshotId
+from mstore.ids import NoteId, Revision, SnapshotId
 from mstore.phrases import call, joined
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
@@ -23,6 +23,7 @@ from mstore.store.refs import Ref
 
 if TYPE_CHECKING:
     from mstore.lineage import ReflogReport, RefReport
+    from mstore.notes import NoteReport
     from mstore.progress import ProgressCallback
     from mstore.signing import SigningKey, VerifyReport
     from mstore.store.signature_report import SignatureReport
@@ -49,7 +50,7 @@ class RemoveReport:
 
 @checked("Store")
 class Naming(OpenStore):
-    """Calls about refs, their reflogs, and signatures."""
+    """Calls about refs, their reflogs, notes and signatures."""
 
     def refs(self, *names: str) -> list[RefReport]:
         """Return refs by name: all but candidates, or those that match these names and patterns.
@@ -235,19 +236,70 @@ class Naming(OpenStore):
         choose_moves(self._catalog, choose)
         return lineage.ref(self._catalog, new)
 
+    def note(
+        self, revision: Revision, values: Mapping[str, Any], *, kind: str = "value"
+    ) -> tuple[NoteReport, ...]:
+        """Note something about a snapshot: a value for each key.  The snapshot's id stays.
+
+        values: what JSON can say, at most 64 KiB each.
+        kind: value, evaluation, verdict or link.
+
+        Of several values of a key the newest counts.  The notes tell the `author` of the store's
+        opening.  Returns the notes that were written; a value that the author noted last is not
+        written again.
+
+        Raises NotFound, BadRequest, Conflict, StorageFailed.
+        """
+        from mstore import notes
+
+        snapshot = self._catalog.resolve(revision)
+        written = notes.write(self._catalog, snapshot, values, kind)
+        return self._noted_now(snapshot, written)
+
+    def remove_notes(
+        self, revision: Revision, ids: Sequence[NoteId | str]
+    ) -> tuple[NoteReport, ...]:
+        """Remove notes of a snapshot: they count no more.  Signatures cannot be removed.
+
+        ids: of the notes, or the beginnings of these.
+
+        The removal is a note, too, and removes only the notes that it names: what somebody else
+        writes under the key at the same time stays.  Returns the removed notes.
+
+        Raises NotFound, BadName, BadRequest (a signature), Conflict, StorageFailed.
+        """
+        from mstore import notes
+
+        snapshot = self._catalog.resolve(revision)
+        return self._noted_now(snapshot, notes.remove(self._catalog, snapshot, [*map(str, ids)]))
+
+    def _noted_now(self, snapshot: SnapshotId, ids: Collection[NoteId]) -> tuple[NoteReport, ...]:
+        from mstore import notes
+
+        found = notes.reports(notes.found(self._catalog, snapshot), {}, every=True)
+        return tuple(one for one in found if one.note in ids)
+
     def sign(
-        self, revision: Revision, key: SigningKey, *, signer: str | None = None
+        self,
+        revision: Revision,
+        key: SigningKey,
+        *,
+        note: NoteId | str | None = None,
+        signer: str | None = None,
     ) -> SignatureReport:
         """Sign a snapshot: every byte, its lineage and its plan.
 
         key: what `signing.load_key` returns.
+        note: sign this note of the snapshot instead, named by its id or the beginning of it.
         signer: a name for people to read; the verifier decides whom a key belongs to.
 
-        Raises NotFound, BadRequest, Conflict, StorageFailed.
+        Raises NotFound, BadName, BadRequest, Conflict, StorageFailed.
         """
         from mstore.signing import sign
 
-        return sign(self._catalog, self._catalog.resolve(revision), key, signer=signer)
+        snapshot = self._catalog.resolve(revision)
+        name = None if note is None else str(note)
+        return sign(self._catalog, snapshot, key, note=name, signer=signer)
 
     def verify(
         self,

@@ -27,7 +27,7 @@ from mstore.blocks.tables import (
     raw,
     word,
 )
-from mstore.ids import ID_BYTES, BlockId, ManifestId, PackId, PlanId, SignatureId, SnapshotId
+from mstore.ids import ID_BYTES, BlockId, ManifestId, NoteId, PackId, PlanId, SnapshotId
 
 LEASE_NAME_BYTES: Final = 16
 _IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -218,11 +218,8 @@ PLANS: Final = Table(
     "the snapshots that a plan's inputs are, by the names that the user gave",
     about="plan",
 )
-SIGNATURES: Final = Table(
-    "signatures",
-    form(id_of(SnapshotId), id_of(SignatureId)),
-    EMPTY,
-    "the signatures of a snapshot",
+NOTES: Final = Table(
+    "notes", form(id_of(SnapshotId), id_of(NoteId)), EMPTY, "the notes of a snapshot"
 )
 BACKUP: Final = Table(
     "backup",

@@ -25,14 +25,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mstore import fs
+from mstore import fs, notes
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, SIGNATURES, Source, Sources
+from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, Source, Sources
 from mstore.check import names as witnesses
 from mstore.check import old_index, pack_rows
 from mstore.check.names import Names
@@ -40,9 +40,9 @@ from mstore.check.old_index import OldIndex
 from mstore.check.pack_rows import PackRows
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.frozen import frozen
-from mstore.ids import Buffer, PackId, PlanId, SignatureId, SnapshotId
+from mstore.ids import Buffer, PackId, PlanId, SnapshotId
 from mstore.objects.canonical import decode
-from mstore.objects.signature import Signature
+from mstore.objects.note import Note
 from mstore.objects.snapshot import BASE, COMPANION, EXPERT, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.progress import ProgressCallback
@@ -359,20 +359,20 @@ class _Building:
     # -- snapshots ---------------------------------------------------------------------------
 
     def _snapshots(self, collected: set[bytes]) -> dict[SnapshotId, SnapshotRecord]:
-        """Insert rows of snapshots and signatures, except for collected snapshots."""
+        """Insert rows of snapshots and their notes, except for collected snapshots."""
         index = self._index
         snapshots: dict[SnapshotId, SnapshotRecord] = {}
-        signatures: dict[SignatureId, SnapshotId] = {}
+        noted: list[Note] = []
         for id in self._stored(Kind.SNAPSHOT):
             data = None if id in collected else self._record(Kind.SNAPSHOT, id)
             if data is not None:
                 with suppress(Corrupt):
                     snapshots[SnapshotId(id)] = decode(SnapshotRecord, data, id.hex())
-        for id in self._stored(Kind.SIGNATURE):
-            data = self._record(Kind.SIGNATURE, id)
+        for id in self._stored(Kind.NOTE):
+            data = self._record(Kind.NOTE, id)
             if data is not None:
                 with suppress(Corrupt):
-                    signatures[SignatureId(id)] = decode(Signature, data, id.hex()).snapshot_id()
+                    noted.append(decode(Note, data, id.hex()))
         with index.env.write() as transaction:
             for id in collected:
                 # Its blocks may be gone as well: a listed record without them would be reported as
@@ -380,9 +380,10 @@ class _Building:
                 index.delete_row(transaction, (Kind.SNAPSHOT, id))
             for snapshot in snapshots.values():
                 listing.insert(index, transaction, snapshot)
-            for signature, signed in signatures.items():
-                if signed not in collected:
-                    index.put(transaction, SIGNATURES, (signed, signature), None)
+            for note in noted:
+                # A note of a snapshot that is gone is garbage, which gc drops.
+                if note.snapshot_id() in snapshots:
+                    notes.insert(index, transaction, note)
         return snapshots
 
     def _stored(self, kind: Kind) -> list[bytes]:

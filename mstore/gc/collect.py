@@ -29,7 +29,7 @@ import numpy as np
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import pack_number
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import PINNED, PLANS, PRUNED, SIGNATURES, Condemned
+from mstore.blocks.schema import NOTES, PINNED, PLANS, PRUNED, Condemned
 from mstore.errors import StorageFailed
 from mstore.frozen import frozen
 from mstore.gc import proof, tidy
@@ -482,7 +482,7 @@ def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: Dead)
     index = catalog.index
     for id in dead.snapshots:
         index.delete(transaction, PRUNED, id)
-        index.delete_all(transaction, SIGNATURES, id)
+        index.delete_all(transaction, NOTES, id)
     listing.remove(index, transaction, dead.snapshots)
 
 

@@ -99,7 +99,7 @@ class Catalog:
         self.lengths = StoredLengths(index, self.stored_lengths)
         self._candidates: dict[str, Hold] = {}
         self.author: Callable[[], str] = str
-        """Asked when a snapshot is made: by whom."""
+        """Asked when a snapshot or a note is made: by whom."""
 
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:

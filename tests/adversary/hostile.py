@@ -103,6 +103,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "rename": ("rename", "base", "first"),
     "reflog": ("reflog", "base"),
     "rm": ("rm", "tuned"),
+    "note": ("note", "base", "mmlu=0.62"),
     "sign": ("sign", "base", "--key", "key"),
     "verify": ("verify", "base"),
     "prune": ("prune", "--keep-last", "1"),
@@ -120,7 +121,18 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "du": ("du",),
 }
 WRITING = (
-    *("config", "add", "analyze", "cast", "plan", "merge", "materialize", "extract-lora", "tag"),
+    *(
+        "config",
+        "add",
+        "analyze",
+        "cast",
+        "plan",
+        "merge",
+        "materialize",
+        "extract-lora",
+        "tag",
+        "note",
+    ),
     *("reset", "rename", "rm", "prune", "gc", "pin", "fsck", "reindex", "backup", "clone"),
 )
 

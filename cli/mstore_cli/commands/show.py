@@ -8,7 +8,7 @@ from mstore.phrases import few
 from mstore_cli.command import command
 from mstore_cli.graph import how
 from mstore_cli.options import Revision
-from mstore_cli.output import Screen, short, when
+from mstore_cli.output import Screen, noted, short, when
 from mstore_cli.session import Session
 from mstore_cli.signers import states_of, told_unknown, trusted_signers
 from mstore_cli.sizes import counted, format_size
@@ -45,6 +45,7 @@ def show(session: Session, revision: Revision) -> None:
                 ("pinned", "raw" if report.pinned else None),
                 *((parent.role, _named(parent)) for parent in report.parents),
                 ("not finite", _not_finite(report)),
+                *(("note", noted(one)) for one in report.notes),
                 ("signatures", states_of(report.signatures)),
                 ("message", report.message or None),
             ]
