@@ -76,7 +76,7 @@ class Inspector:
 
     def _promises(self, store: Store, after: int) -> Iterator[str]:
         life = self._life
-        found = {ref.name: ref.snapshot for ref in store.refs()}
+        found = store.ref_ids()
         promised, in_flight = life.promised(after), life.in_flight(after)
         for name in promised.keys() | in_flight.keys() | found.keys() - {"afterwards"}:
             allowed = {promised.get(name), in_flight.get(name, promised.get(name))}

@@ -207,6 +207,37 @@ def later_merge(sources: Path, disk: Path) -> Life:
     return life
 
 
+def trying(sources: Path, disk: Path) -> Life:
+    """A candidate is made, moved to and dropped; gc drops another, when its maker is gone."""
+    _, life = _dense_family(disk, 1)
+    name = "candidates/run/merged"
+
+    def merge(store: Store, weight: float) -> SnapshotId:
+        experts = [("t1", weight)]
+        request = MergeRequest(base="base", experts=experts, method="task_arithmetic", skip=["i"])
+        plan = store.plan(request, threads=1)
+        made = store.merge(plan, name="merged", candidate="run", threads=1).snapshot
+        life.acknowledge(name, made)
+        return made
+
+    with Store.open(disk / "store") as store:
+        store.configure("reflog_days", 30)
+        life.recording = Recording(disk)
+        with fs.observed(life.recording.observe):
+            first = merge(store, 1.0)
+            store.move("merged", None, name)
+            life.acknowledge("merged", first)
+            store.remove(name)
+            life.acknowledge(name, None)
+            second = merge(store, 0.5)
+        life.contents |= {id: _contents(store, str(id)) for id in (first, second)}
+    with Store.open(disk / "store") as store, fs.observed(life.recording.observe):
+        life.goes[second] = life.now
+        store.gc(reflog_days=0)
+        life.acknowledge(name, None)
+    return life
+
+
 def casting(sources: Path, disk: Path) -> Life:
     """A model is stored again in another element type, under its own name."""
     with Store.init(disk / "store", block_size=BLOCK) as store:
@@ -349,6 +380,7 @@ STORIES: dict[str, Callable[[Path, Path], Life]] = {
         plan_and_merge,
         dense_merge,
         later_merge,
+        trying,
         casting,
         signing,
         noting,

@@ -1290,7 +1290,10 @@ def _checked(database: str, rows: dict[bytes, bytes]) -> dict[bytes, bytes]:
 def _check_refs(rows: Iterable[tuple[str, str, str]]) -> dict[str, tuple[str, str]]:
     refs = {}
     for name, kind, snapshot in rows:
-        require(kind in ("branch", "tag"), f"ref of kind {kind}")
+        first, *rest = name.split("/", 2)
+        own = {"remotes": "remote", "candidates": "candidate"}.get(first)
+        require(kind == own if own else kind in ("branch", "tag"), f"ref {name} of kind {kind}")
+        require(not own or len(rest) == 2, f"ref {name} of no remote or run")
         require(name not in refs, f"ref {name} twice")
         refs[name] = kind, snapshot
     return refs
