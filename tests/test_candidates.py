@@ -133,13 +133,17 @@ def test_words_that_are_no_run(store: Store, run: str) -> None:
 
 
 def test_only_what_can_move(store: Store) -> None:
-    """A candidate for a tag, or one that would be a directory of another, is refused."""
+    """A candidate for a tag, or one that would be a directory of another, is refused before
+    anything is computed."""
     store.tag("v1", "base")
     with pytest.raises(Conflict):
         merge(store, name="v1")
     merge(store)
-    with pytest.raises(Conflict):
-        merge(store, name="m/x")
+    plan = store.plan(MergeRequest(base="base", experts=["e0", "e1"], method="linear"))
+    ticks: list[object] = []
+    with pytest.raises(Conflict, match="is a ref"):
+        store.merge(plan, name="m/x", candidate="run", progress=ticks.append)
+    assert ticks == []
 
 
 # -- the move --------------------------------------------------------------------------------------
