@@ -113,6 +113,8 @@ class SnapshotReport:
     """number of files"""
     tensors: int
     """number of tensors"""
+    models: tuple[str, ...] = ()
+    """its models; that of the top directory is empty"""
     notes: tuple[NoteReport, ...] = ()
     """what was noted later, by key: the values that count"""
     signatures: tuple[SignatureReport, ...] = ()
@@ -225,6 +227,7 @@ def _described(
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
         tensors=len(tensors_of(catalog, manifest)),
+        models=tuple(models_in(catalog, manifest).named),
         pruned=id in pruned,
         pinned=id in pinned,
         not_finite=_not_finite(catalog, record, manifest),

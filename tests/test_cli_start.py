@@ -24,8 +24,8 @@ MODULES = {
     "mstore.fs": "disks files locks maps rights roots trees",
     "mstore.objects": "canonical coverage limits manifest note plan snapshot tensor virtual",
     "mstore.store": (
-        "catalog config contents damage generation layout leases listing mirror models not_finite "
-        "pack_list record_cache ref_store refs revisions sealed_text signature_report "
+        "catalog config contents damage generation layout leases listing mirror models "
+        "not_finite pack_list record_cache ref_store refs revisions sealed_text signature_report "
         "stored_lengths unseen"
     ),
     "mstore_cli": (

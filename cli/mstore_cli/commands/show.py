@@ -41,6 +41,7 @@ def show(session: Session, revision: Revision) -> None:
                     "content",
                     f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}",
                 ),
+                ("models", _models(report)),
                 ("size", format_size(report.plain_bytes)),
                 ("pinned", "raw" if report.pinned else None),
                 *((parent.role, _named(parent)) for parent in report.parents),
@@ -54,6 +55,12 @@ def show(session: Session, revision: Revision) -> None:
             screen.line(line)
 
     session.output.emit(report, ids=[report.snapshot], human=human)
+
+
+def _models(report: SnapshotReport) -> str | None:
+    """Return what its models are called, None if it is one model."""
+    names = [name or "(top)" for name in report.models]
+    return ", ".join(names) if len(names) > 1 else None
 
 
 def _told_origin(report: SnapshotReport) -> str | None:

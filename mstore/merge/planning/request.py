@@ -75,7 +75,7 @@ class Rules(Sequence[Rule]):
 
     def of(self, tensor: str) -> Rule | None:
         """Return the first rule that names a tensor."""
-        found = self._globs.first(tensor)
+        found = self._globs.first(tensor) if self._rules else None
         return None if found is None else self._rules[self._numbers[found]]
 
     def named(self) -> Collection[str]:
