@@ -237,7 +237,9 @@ def test_a_dropped_one_goes_with_the_next_gc(store: Store) -> None:
     made = merge(store)
     store.remove("candidates/run/*")
     assert store.reset(NAME, f"{NAME}@{{1}}").kind == CANDIDATE
-    store.remove(NAME)
+    removed = store.remove(NAME)
+    assert (removed.unnamed_snapshots, removed.reflog_days) == (1, 0)
+    assert store.remove("e1", dry_run=True).reflog_days == 30
     assert store.gc().snapshots_dropped == (made,)
     with pytest.raises(MstoreError, match="collected"):
         store.reset(NAME, f"{NAME}@{{1}}")
