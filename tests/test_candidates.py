@@ -133,13 +133,17 @@ def test_words_that_are_no_run(store: Store, run: str) -> None:
 
 
 def test_only_what_can_move(store: Store) -> None:
-    """A candidate for a tag, or one that would be a directory of another, is refused."""
+    """A candidate for a tag, or one that would be a directory of another, is refused before
+    anything is computed."""
     store.tag("v1", "base")
     with pytest.raises(Conflict):
         merge(store, name="v1")
     merge(store)
-    with pytest.raises(Conflict):
-        merge(store, name="m/x")
+    plan = store.plan(MergeRequest(base="base", experts=["e0", "e1"], method="linear"))
+    ticks: list[object] = []
+    with pytest.raises(Conflict, match="is a ref"):
+        store.merge(plan, name="m/x", candidate="run", progress=ticks.append)
+    assert ticks == []
 
 
 # -- the move --------------------------------------------------------------------------------------
@@ -233,7 +237,9 @@ def test_a_dropped_one_goes_with_the_next_gc(store: Store) -> None:
     made = merge(store)
     store.remove("candidates/run/*")
     assert store.reset(NAME, f"{NAME}@{{1}}").kind == CANDIDATE
-    store.remove(NAME)
+    removed = store.remove(NAME)
+    assert (removed.unnamed_snapshots, removed.reflog_days) == (1, 0)
+    assert store.remove("e1", dry_run=True).reflog_days == 30
     assert store.gc().snapshots_dropped == (made,)
     with pytest.raises(MstoreError, match="collected"):
         store.reset(NAME, f"{NAME}@{{1}}")

@@ -27,7 +27,7 @@ ONE_OF = {
     "plan_and_merge": 19,
     "dense_merge": 38,
     "later_merge": 22,
-    "trying": 40,
+    "trying": 120,
     "casting": 12,
     "signing": 3,
     "noting": 6,

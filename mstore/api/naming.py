@@ -201,12 +201,14 @@ class Naming(OpenStore):
         if not dry_run:
             with for_a_full_disk(self._catalog.layout):
                 moves = choose_moves(self._catalog, choose)
+        # The reflog of a candidate keeps nothing.
+        kept = any(not refs.is_candidate(move.name) for move in moves)
         return RemoveReport(
             removed=tuple(move.name for move in moves),
             kinds=tuple(m.expect.kind for m in moves if m.expect is not None),
             snapshots=tuple(SnapshotId(m.expect.snapshot) for m in moves if m.expect is not None),
             unnamed_snapshots=told,
-            reflog_days=self._catalog.config.reflog_days,
+            reflog_days=self._catalog.config.reflog_days if kept else 0,
             dry_run=dry_run,
         )
 

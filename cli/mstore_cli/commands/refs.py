@@ -25,9 +25,9 @@ def refs(
     session: Session,
     names: RefNames = None,
 ) -> None:
-    """List branches, tags and remote refs, and what they point at.
+    """List refs and what they point at.
 
-    Candidates are only listed if a pattern begins like them: 'candidates/*'.
+    Branches, tags and remote refs; candidates only if a pattern begins like them: 'candidates/*'.
     """
     with session.open_to_look() as store:
         found = store.refs(*(names or ()))
