@@ -251,10 +251,13 @@ def _companions(
             )
         for each in belongs:
             found[role, each] = one
-    return {
-        key: found[key]
-        for key in sorted(found, key=lambda one: (COMPANIONS.index(one[0]), one[1] or -1))
-    }
+
+    def place(key: tuple[str, int | None]) -> tuple[int, int]:
+        role, of = key
+        # As in a plan, what belongs to the whole merge comes first.
+        return COMPANIONS.index(role), -1 if of is None else of
+
+    return {key: found[key] for key in sorted(found, key=place)}
 
 
 def _check_companions(
