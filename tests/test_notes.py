@@ -448,6 +448,7 @@ def test_noting_and_listing(mstore: Program, store: Store) -> None:
     assert 'o = {"b": [1]}' in mstore.succeed("show", "a").out
     assert "n = 0.62" in mstore.succeed("log", "--notes").out
     assert "n = 0.62" not in mstore.succeed("log").out
+    assert mstore("log", "--notes", "--graph").status == 2
     assert len(mstore.succeed("log", "a", "--json").document["snapshots"][0]["notes"]) == 8
     assert mstore.succeed("note", "a", "-q").lines == [str(n.note) for n in store.notes_of("a")]
 

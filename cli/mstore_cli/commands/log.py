@@ -56,6 +56,8 @@ def log(
     """List snapshots and what each was made from, newest first."""
     if every and revision is not None:
         raise UsageError("--all goes without REF", hint="mstore log --all")
+    if graph and notes:
+        raise UsageError("a graph has no room for notes", hint="mstore log --notes")
     with session.open_to_look() as store:
         snapshots = store.log(revision, limit, every=every)
         # Most stores hold no signature, and it takes longer to find the user's list of signers.
