@@ -139,6 +139,24 @@ def informed(
     return (wide + mean).astype(np.float32), mean == 0
 
 
+def by_depth(alpha: float, beta: float, name: str, names: Sequence[str]) -> float:
+    """The factor of a tensor of a model with these tensors, by the first number in its name.
+
+    A layer counts among those whose numbers follow the same words; the only one is the last.
+    """
+
+    def numbered(one: str) -> tuple[str, int] | None:
+        words = one.split(".")
+        found = [k for k, word in enumerate(words) if word.isdigit() and 0 < k < len(words) - 1]
+        return (".".join(words[: found[0]]), int(words[found[0]])) if found else None
+
+    own = numbered(name)
+    if own is None:
+        return alpha
+    last = max(other[1] for one in names if (other := numbered(one)) and other[0] == own[0])
+    return alpha + beta * (own[1] / last if last else 1.0)
+
+
 def row_length(shape: Sequence[int]) -> int:
     """The elements of a row: of the last dimension, or all of a tensor with one."""
     return shape[-1] if len(shape) > 1 else math.prod(shape)

@@ -30,6 +30,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linear": ("linear", {}, {}),
     "sums": ("linear", {"normalize": False}, {"budget": 0.5}),
     "task": ("task_arithmetic", {"lambda": 0.7, "normalize": True}, {}),
+    "deep": ("lines", {"alpha": 0.4, "beta": 0.8}, {"budget": 0.6}),
     "ties": ("ties", {"density": 0.3}, {}),
     "trims": ("ties", {"density": 0.1, "lambda": 1.5, "normalize": False}, {"budget": 0.4}),
     "dare": ("dare_linear", {"density": 0.4, "seed": 3}, {"budget": 0.6}),
@@ -179,7 +180,7 @@ def contributions(
             np.where(gone, 0.0, gap) * float(weight)
             for gap, weight, gone in zip(gaps, w, absent, strict=True)
         ]
-    if method in ("model_stock", "multislerp"):
+    if method in ("model_stock", "multislerp", "lines"):
         sparse = [reference.delta(base, expert) for expert in experts]
         return np.zeros(b.size), [
             np.where(gone, 0.0, d.astype(np.float64)) * float(weight)

@@ -35,6 +35,7 @@ from mstore.reports import MergeReport, PlanReport
 ADDITIVE = {
     "linear": ({}, (0.5, 0.3, 0.2)),
     "task_arithmetic": ({"lambda": 0.9}, (1.0, 0.5, -0.75)),
+    "lines": ({"alpha": 0.4, "beta": 0.8}, (1.0, 0.5, -0.75)),
     "dare_linear": ({"density": 0.4, "seed": 3}, (1.0, 0.5, 0.75)),
     "breadcrumbs": ({"density": 0.6, "gamma": 0.02}, (1.0, 0.5, 0.75)),
     "multislerp": ({}, (1.0, 0.5, 0.75)),

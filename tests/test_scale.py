@@ -33,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "guarded": ({"threshold": 0.1, "alpha": 0.3}, 2),
     "karcher": ({}, 3),
     "linear": ({}, 3),
+    "lines": ({"alpha": 0.4, "beta": 0.8}, 3),
     "model_stock": ({"filter_wise": True}, 3),
     "multislerp": ({}, 3),
     "nearswap": ({"t": 0.01}, 1),
