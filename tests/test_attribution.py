@@ -50,6 +50,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lone": ("ramplus_tl", {"epsilon": 0.1, "r": 0.5, "alpha": 0.3}, {}),
     "fused": ("sce", {}, {"budget": 0.6}),
     "selects": ("sce", {"select_topk": 0.3}, {}),
+    "competed": ("pcb", {"ratio": 0.3}, {"budget": 0.6}),
     "needed": ("consensus", {"tall_mask_lambda": 0.3, "lambda": 0.8}, {"budget": 0.6}),
     "informed": ("fisher", {}, {"budget": 0.6}),
     "floors": ("fisher", {"floor": 0.1}, {"dtype": "F32"}),
@@ -141,6 +142,16 @@ def contributions(
         return np.zeros(b.size), [
             np.where(keep, d.astype(np.float64), 0.0) * float(weight) * scale
             for d, weight in zip(deltas, w, strict=True)
+        ]
+    if method == "pcb":
+        deltas = [
+            np.where(gone, np.float32(0), reference.delta(base, expert))
+            for expert, gone in zip(experts, absent, strict=True)
+        ]
+        limits = np.array([value for value, _ in thresholds]).reshape(3, -1)
+        factors = reference.won(weights, deltas, *limits)
+        return np.zeros(b.size), [
+            d.astype(np.float64) * one for d, one in zip(deltas, factors, strict=True)
         ]
     if method == "sce":
         deltas = [

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "multislerp": ({}, 3),
     "nearswap": ({"t": 0.01}, 1),
     "nuslerp": ({}, 2),
+    "pcb": ({"ratio": 0.3}, 3),
     "ram": ({}, 3),
     "ramplus_tl": ({}, 3),
     "sce": ({"select_topk": 0.5}, 3),

@@ -55,6 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "experts": ["e0", "e1", "e2"],
         "budget": 0.6,
     },
+    "pcb on a budget": {"method": "pcb", "parameters": {"ratio": 0.3}, "budget": 0.6},
     "ramplus_tl": {"method": "ramplus_tl", "experts": ["e0", "e1", "e2"]},
     "consensus on a budget": {
         "method": "consensus",

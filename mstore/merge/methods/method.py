@@ -279,9 +279,10 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     @property
     def unbounded(self) -> str | None:
         """What it does, where the error of leaving something out has no bound; None if it has."""
-        if self.turn is not None:
+        declared = self.method.combine.unbounded or self.method.select.unbounded
+        if declared is None and self.turn is not None:
             return "turns each row by what is read of it"
-        return self.method.combine.unbounded or self.method.select.unbounded
+        return declared
 
     @property
     def is_additive(self) -> bool:

@@ -518,7 +518,7 @@ class Surveyor:
             )
         return SurveyedTensor(
             *(name, base, elements, chunk, tuple(experts)),
-            *(copies, operation, sources, dtype, known.cut),
+            *(copies, operation, sources, dtype, known.planned(len(experts))),
         )
 
     def _compare(self, candidates: Iterable[Candidate]) -> None:
