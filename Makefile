@@ -54,7 +54,8 @@ check: setup
 	@$(PYTHON) -m mypy
 	@lint-imports --no-logo
 
-# Compares merges with mergekit's, in a virtual environment of its own (.venv-conformance).
+# Compares merges with mergekit's, and those of diffusers' pipelines with torch's, in a virtual
+# environment of its own (.venv-conformance).
 # PART=1/6 compares a sixth of the cases.
 conformance: setup
 	@TEST_PART=$(PART) scripts/conformance

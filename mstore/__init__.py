@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mstore.api import Snapshot, Store
     from mstore.errors import MstoreError
-    from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId, TensorId
+    from mstore.ids import BlockId, ManifestId, NoteId, PlanId, SnapshotId, TensorId
     from mstore.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
     from mstore.sizes import Budget
     from mstore.version import __version__
@@ -26,6 +26,7 @@ __all__ = [
     "ManifestId",
     "MergeRequest",
     "MstoreError",
+    "NoteId",
     "PlanId",
     "RecipeRequest",
     "Snapshot",
@@ -41,7 +42,7 @@ __all__ = [
 _MODULES = {
     "mstore.api": ("Snapshot", "Store"),
     "mstore.errors": ("MstoreError",),
-    "mstore.ids": ("BlockId", "ManifestId", "PlanId", "SnapshotId", "TensorId"),
+    "mstore.ids": ("BlockId", "ManifestId", "NoteId", "PlanId", "SnapshotId", "TensorId"),
     "mstore.requests": (
         *("MergeRequest", "RecipeRequest", "TensorRule"),
         *("TokenRow", "Vocabulary"),

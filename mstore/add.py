@@ -46,6 +46,7 @@ from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.lineage import ParentReport
+from mstore.made.files import assembled, texts_of
 from mstore.made.snapshots import Publication
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import chosen, matching, require_same_shapes
@@ -735,13 +736,16 @@ def add(
                 adder.add_file(file, checkpoint.name_of(file.path), pool, ahead, tick)
                 for file in sources
             ]
-            if differences is not None:
-                files += [
-                    adder.add_sums(file, differences, pool, ahead, tick)
-                    for file in differences.base_files()
-                ]
+            texts: dict[str, bytes] = {}
+            if differences is not None and base_manifest is not None:
+                theirs = differences.base_files()
+                sums = [adder.add_sums(file, differences, pool, ahead, tick) for file in theirs]
+                files += sums
+                # Headers of the base say what the base is, and not what the sums are.
+                changed = [one.path for one, own in zip(sums, theirs, strict=True) if one != own]
+                texts = texts_of(catalog, base_manifest, dict.fromkeys(changed))
         _require_in_place(catalog, transaction.relied_blocks, checkpoint.root)
-        manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
+        manifest = assembled(files, texts, (), lambda _: (), transaction.put_bytes)
         manifest_id = manifest.id()
         publication = Publication(catalog, transaction)
         snapshot, is_new = publication.put(

@@ -46,6 +46,7 @@ from mstore.phrases import call
 from mstore.reachability import NEVER_NS, NS_A_DAY, Inventory, Roots, is_recent
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog, now_ns
+from mstore.store.ref_store import refs_in
 
 Numbers = npt.NDArray[np.int64]
 R = TypeVar("R", bound=Record)
@@ -190,11 +191,11 @@ class History:
     def read(cls, catalog: Catalog, transaction: IndexTransaction, since_ns: int) -> History:
         """Read the current history without records; from reflogs, the moves since `since_ns`."""
         index = catalog.index
-        refs = dict(ref_rows.walk(index, transaction))
+        refs = dict(refs_in(index, transaction).walk())
         roots = Roots.read(catalog, transaction, since_ns)
         logged: dict[str, set[SnapshotId]] = defaultdict(set)
-        for name, move in ref_rows.walk_reflogs(index, transaction):
-            if is_recent(move.time_ns, since_ns):
+        for name, move in refs_in(index, transaction).reflogs():
+            if is_recent(move.time_ns, since_ns) and not ref_rows.is_candidate(name):
                 logged[name].update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
         of_refs = frozenset[SnapshotId]().union(*(logged[name] for name in refs))
         gone = frozenset[SnapshotId]().union(*(logged[name] for name in logged if name not in refs))

@@ -115,11 +115,11 @@ class CoverageId(Id):
     context = "mstore 1 coverage"
 
 
-class SignatureId(Id):
-    """Names one signature of a snapshot."""
+class NoteId(Id):
+    """Names a note: what it is about, kind, key, value, author and time."""
 
     __slots__ = ()
-    context = "mstore 1 signature"
+    context = "mstore 1 note"
 
 
 class PackId(Id):

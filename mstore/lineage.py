@@ -14,6 +14,7 @@ from mstore.blocks.schema import PINNED, PRUNED
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.notes import NoteReport
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
@@ -22,6 +23,7 @@ from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in, tensors_of
 from mstore.store.not_finite import NotFiniteTensor, of_snapshot
+from mstore.store.ref_store import refs_in
 from mstore.store.signature_report import SignatureReport
 
 
@@ -62,7 +64,7 @@ class ParentReport:
     snapshot: SnapshotId
     """the snapshot's id"""
     refs: tuple[str, ...] = ()
-    """branches and tags that point at it"""
+    """refs that point at it"""
 
 
 @frozen
@@ -104,13 +106,17 @@ class SnapshotReport:
     time_ns: int
     """when, in nanoseconds since 1970 (UTC)"""
     refs: tuple[str, ...]
-    """branches and tags that point at it"""
+    """refs that point at it"""
     plain_bytes: int
     """size of the files as checked out"""
     files: int
     """number of files"""
     tensors: int
     """number of tensors"""
+    models: tuple[str, ...] = ()
+    """its models; that of the top directory is empty"""
+    notes: tuple[NoteReport, ...] = ()
+    """what was noted later, by key: the values that count"""
     signatures: tuple[SignatureReport, ...] = ()
     """every signature, with its state"""
     pruned: bool = False
@@ -131,7 +137,7 @@ class RefReport:
     name: str
     """the ref"""
     kind: str
-    """branch or tag"""
+    """branch, tag, remote or candidate"""
     snapshot: SnapshotId
     """the snapshot's id"""
     manifest: ManifestId | None
@@ -221,6 +227,7 @@ def _described(
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
         tensors=len(tensors_of(catalog, manifest)),
+        models=tuple(models_in(catalog, manifest).named),
         pruned=id in pruned,
         pinned=id in pinned,
         not_finite=_not_finite(catalog, record, manifest),
@@ -287,9 +294,12 @@ def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple
 def log(
     catalog: Catalog, starts: Iterable[SnapshotId] | None, limit: int | None
 ) -> list[SnapshotReport]:
-    """Report the lineage of some snapshots, or of all refs."""
+    """Report the lineage of some snapshots, or of all refs but candidates."""
     names = names_of(catalog)
-    reached = ancestry(catalog, names if starts is None else starts, limit)
+    if starts is None:
+        named = catalog.refs().values()
+        starts = {ref.snapshot_id() for ref in named if ref.kind != ref_rows.CANDIDATE}
+    reached = ancestry(catalog, starts, limit)
     pruned, pinned = _pruned(catalog, names), _pinned(catalog)
     return [_described(catalog, id, names, pruned, pinned) for id in reached]
 
@@ -315,12 +325,12 @@ def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
     with catalog.index.env.read() as transaction:
         if name is None:
             every: dict[str, list[ref_rows.Move]] = defaultdict(list)
-            for one, move in ref_rows.walk_reflogs(catalog.index, transaction):
+            for one, move in refs_in(catalog.index, transaction).reflogs():
                 every[one].append(move)
         else:
-            every = {name: ref_rows.reflog(catalog.index, transaction, name)}
+            every = {name: refs_in(catalog.index, transaction).reflog(name)}
             if not every[name]:
-                ref_rows.require(catalog.index, transaction, name)
+                refs_in(catalog.index, transaction).require(name)
         ever = {move.new for moves in every.values() for move in moves if move.new is not None}
         gone = {id for id in ever if _is_gone(catalog, transaction, id)}
     found = [
@@ -360,8 +370,8 @@ def refs(catalog: Catalog) -> list[RefReport]:
     """Report all refs by name; `time_ns` is when each last moved."""
     moved: dict[str, int] = {}
     with catalog.index.env.read() as transaction:
-        named = dict(ref_rows.walk(catalog.index, transaction))
-        for name, move in ref_rows.walk_reflogs(catalog.index, transaction):
+        named = dict(refs_in(catalog.index, transaction).walk())
+        for name, move in refs_in(catalog.index, transaction).reflogs():
             moved[name] = move.time_ns
     pinned = _pinned(catalog)
     contents = catalog.contents(ref.snapshot_id() for ref in named.values())
@@ -371,8 +381,8 @@ def refs(catalog: Catalog) -> list[RefReport]:
 def ref(catalog: Catalog, name: str) -> RefReport:
     """Report one ref, without reading others. Raises NotFound."""
     with catalog.index.env.read() as transaction:
-        found = ref_rows.require(catalog.index, transaction, name)
-        moves = ref_rows.reflog(catalog.index, transaction, name)
+        found = refs_in(catalog.index, transaction).require(name)
+        moves = refs_in(catalog.index, transaction).reflog(name)
     time_ns = moves[-1].time_ns if moves else 0
     contents = catalog.contents([found.snapshot_id()])
     return _named(name, found, contents, time_ns, _pinned(catalog))

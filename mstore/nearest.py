@@ -48,6 +48,7 @@ from mstore.objects.snapshot import BASE, SnapshotRecord
 from mstore.store import listing
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in, paired
+from mstore.store.refs import CANDIDATE
 from mstore.store.tied import Tied, sizes_of
 
 if TYPE_CHECKING:
@@ -558,7 +559,9 @@ def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> li
     """
     names: dict[SnapshotId, list[str]] = {}
     for name, ref in catalog.refs().items():
-        names.setdefault(ref.snapshot_id(), []).append(name)
+        # A candidate may be dropped at any moment.
+        if ref.kind != CANDIDATE:
+            names.setdefault(ref.snapshot_id(), []).append(name)
     records: dict[SnapshotId, SnapshotRecord] = {}
     bases: dict[SnapshotId, SnapshotId] = {}
     called = {_last(each.name) for each in declared}

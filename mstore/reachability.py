@@ -1,13 +1,14 @@
 """Reachability: from names to snapshots, records and blocks.
 
     roots      refs, reflog moves of the last days, holds of live processes
+    candidate  is a root while it is recent or a live process holds it; its reflog keeps nothing
     snapshot   keeps its contents, and all its ancestors over every parent role (as in git)
     missing    a parent that is not stored any more ends the history there; a ref's must be stored
     pruned     keeps its record, manifest, plan and coverage; its contents only if a root names it
     virtual    keeps the contents of its plan's base and experts as well
     delta      keeps its base
     plan       lives as long as the contents of all its inputs do, and keeps nothing alive
-    signature  lives with its snapshot
+    note       lives with its snapshot
 
 An `Inventory` holds all rows of an index at one moment, as arrays: about 67 bytes per block.
 `Reach` marks the rows that are reached; it only ever adds marks. It reads and decodes every record
@@ -30,7 +31,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
 from mstore.blocks.location_arrays import LOST_BASE, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
-from mstore.blocks.schema import PRUNED, SIGNATURES
+from mstore.blocks.schema import NOTES, PRUNED
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
@@ -43,6 +44,8 @@ from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call, phrase
 from mstore.store import leases, listing, refs
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
+from mstore.store.refs import Ref
 
 R = TypeVar("R", bound=Record)
 NS_A_DAY = 86_400 * 10**9
@@ -66,11 +69,15 @@ def is_recent(time_ns: int, since_ns: int) -> bool:
 
 @frozen
 class Roots:
-    """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, holds) may be gone."""
+    """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, holds) may be gone.
+
+    expired: candidates that keep nothing any more, which garbage collection drops.
+    """
 
     refs: frozenset[SnapshotId]
     loose: frozenset[SnapshotId]
     pruned: frozenset[SnapshotId]
+    expired: tuple[tuple[str, Ref], ...] = ()
 
     @classmethod
     def read(cls, catalog: Catalog, transaction: IndexTransaction, since_ns: int) -> Roots:
@@ -80,15 +87,28 @@ class Roots:
         nothing in use is removed.
         """
         index = catalog.index
-        named = {ref.snapshot_id() for _, ref in refs.walk(index, transaction)}
+        found = dict(refs_in(index, transaction).walk())
         loose = leases.holds(catalog.layout)
-        for _, move in refs.walk_reflogs(index, transaction):
-            if is_recent(move.time_ns, since_ns):
+        held = frozenset(loose)
+        moved: dict[str, int] = {}
+        for name, move in refs_in(index, transaction).reflogs():
+            if refs.is_candidate(name):
+                moved[name] = move.time_ns
+            elif is_recent(move.time_ns, since_ns):
                 loose.update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
+        expired = {
+            name: ref
+            for name, ref in found.items()
+            if ref.kind == refs.CANDIDATE
+            and not is_recent(moved.get(name, 0), since_ns)
+            and ref.snapshot_id() not in held
+        }
+        named = {ref.snapshot_id() for name, ref in found.items() if name not in expired}
         return cls(
             frozenset(named),
             frozenset(loose - named),
             frozenset(id for id, _ in index.walk(transaction, PRUNED)),
+            tuple(expired.items()),
         )
 
 
@@ -264,33 +284,32 @@ class Reach:
                     self._keep_contents(record)
 
     def _snapshots(self, ids: Iterable[SnapshotId]) -> Iterator[tuple[SnapshotId, SnapshotRecord]]:
-        """Yield records; mark them, and their manifests, plans, coverage and signatures."""
+        """Yield records; mark them, and their manifests, plans, coverage and notes."""
         named: dict[Kind, list[bytes]] = defaultdict(list)
-        signed = []
+        noted = []
         for id, record in self._loaded(SnapshotRecord, ids):
             named[Kind.MANIFEST].append(record.manifest)
             if record.plan is not None:
                 named[Kind.PLAN].append(record.plan)
             if record.coverage is not None:
                 named[Kind.COVERAGE].append(record.coverage)
-            signed.append(SnapshotId(id))
+            noted.append(SnapshotId(id))
             yield SnapshotId(id), record
         for kind, some in named.items():
             self._mark_all(kind, some)
         if self._later is not None:
-            self._mark_signatures(self._later, signed)
+            self._mark_notes(self._later, noted)
         else:
             with self._catalog.index.env.read() as transaction:
-                self._mark_signatures(transaction, signed)
+                self._mark_notes(transaction, noted)
 
-    def _mark_signatures(
-        self, transaction: IndexTransaction, snapshots: Iterable[SnapshotId]
-    ) -> None:
+    def _mark_notes(self, transaction: IndexTransaction, snapshots: Iterable[SnapshotId]) -> None:
         index = self._catalog.index
-        if index.count(transaction, SIGNATURES.name):
+        if index.count(transaction, NOTES.name):
             for id in snapshots:
-                signatures = index.walk(transaction, SIGNATURES, id)
-                self._mark_all(Kind.SIGNATURE, (one for (_, one), _ in signatures))
+                self._mark_all(
+                    Kind.NOTE, (one for (_, one), _ in index.walk(transaction, NOTES, id))
+                )
 
     def _keep_contents(self, record: SnapshotRecord) -> None:
         self._manifests.append(record.manifest_id())

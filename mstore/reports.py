@@ -55,6 +55,7 @@ from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.replay import ReplayReport
 from mstore.merge.running.report import MergeReport
 from mstore.merge.virtual.deferred import MaterializeReport
+from mstore.notes import NoteReport
 from mstore.pins.pin import PinReport
 from mstore.pins.unpin import UnpinReport
 from mstore.progress import Progress, ProgressCallback
@@ -114,6 +115,7 @@ __all__ = [
     "MethodReport",
     "MigrateReport",
     "NotFiniteTensor",
+    "NoteReport",
     "OriginReport",
     "ParameterReport",
     "ParentReport",

@@ -1,11 +1,15 @@
-"""Signatures: ed25519 signatures of snapshots, checked against trusted keys.
+"""Signatures: ed25519 signatures of snapshots and notes, checked against trusted keys.
 
-    signatures   SnapshotId + SignatureId   -> empty
+A signature is a note (`mstore.objects.note`).  The signed text is `signed_message`: one line that
+holds the id, wrapped as OpenSSH wraps the input of `ssh-keygen -Y sign`.  Through the hashes in its
+record a SnapshotId names every byte, the lineage and the plan, so all of them are signed; a NoteId
+names what the note says, of which snapshot, by whom and when.  Author and time of the signature
+itself are not signed: the verifier decides whom a key belongs to.
 
-Owns reading keys and trusted signers, making and checking signatures, and their rows in the index.
-The caller says whom to trust: nothing in a store makes a key trusted. Signatures need the library
-`cryptography` (extra `sign`), which is imported when the first one is made or checked; a store
-without signatures never needs it.
+Owns reading keys and trusted signers, making and checking signatures.  The caller says whom to
+trust: nothing in a store makes a key trusted.  Signatures need the library `cryptography` (extra
+`sign`), which is imported when the first one is made or checked; a store without signatures never
+needs it.
 """
 
 from __future__ import annotations
@@ -16,42 +20,33 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from hashlib import sha256
+from hashlib import sha256, sha512
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.packs import Kind
-from mstore.blocks.schema import SIGNATURES
+from mstore import notes
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import open_regular, read_range
-from mstore.errors import BadRequest, Conflict, Corrupt, Unavailable
+from mstore.errors import BadRequest, Corrupt, Unavailable
 from mstore.frozen import frozen
-from mstore.ids import BlockId, ManifestId, SignatureId, SnapshotId
+from mstore.ids import BlockId, ManifestId, NoteId, SnapshotId
 from mstore.objects.coverage import Coverage
-from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.note import ED25519, SIGNATURE, Note, packed
 from mstore.objects.plan import Plan
-from mstore.objects.signature import (
-    ED25519,
-    KEY_BYTES,
-    NAMESPACE,
-    Signature,
-    signed_message,
-    ssh_string,
-)
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, call
+from mstore.phrases import Option
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.signature_report import GOOD_SIGNATURE, SignatureReport, signature_report
-from mstore.store.transaction import Transaction
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MAX_KEY_BYTES = 1 << 16
 MAX_SIGNERS_BYTES = 1 << 20
+KEY_BYTES = 32
+NAMESPACE = "mstore"
 KEY_TYPE = "ssh-ed25519"
 Trusted = Mapping[bytes, str]
 """Maps a public key to the name under which it is trusted."""
@@ -174,7 +169,7 @@ def fingerprint(public_key: bytes) -> str:
 
 
 def _key_blob(public_key: bytes) -> bytes:
-    return ssh_string(KEY_TYPE.encode()) + ssh_string(public_key)
+    return _ssh_string(KEY_TYPE.encode()) + _ssh_string(public_key)
 
 
 # -- trusted keys --------------------------------------------------------------------------------
@@ -268,69 +263,85 @@ def _may_sign(options: str) -> bool:
 # -- signatures ----------------------------------------------------------------------------------
 
 
-def sign(
-    catalog: Catalog, snapshot: SnapshotId, key: SigningKey, *, signer: str | None = None
-) -> SignatureReport:
-    """Sign a snapshot and publish the signature; a signature by the same key is reused.
+def signed_text(id: SnapshotId | NoteId) -> bytes:
+    """Return the signed line, as the content of a file for `ssh-keygen -Y`."""
+    kind = "snapshot" if isinstance(id, SnapshotId) else "note"
+    return f"mstore 1 {kind} {id}\n".encode()
 
-    `signer` is a name for people, and proves nothing. Raises BadRequest, Conflict, StorageFailed.
+
+def signed_message(id: SnapshotId | NoteId) -> bytes:
+    """Return the bytes that the key itself signs: the SSHSIG blob of `signed_text`.
+
+    Magic and namespace separate domains: a signature made for anything else (a login, a commit)
+    means nothing here, and the reverse.  Source: PROTOCOL.sshsig of OpenSSH, section 2.
     """
-    record = Signature(
-        snapshot=snapshot,
-        algorithm=ED25519,
-        public_key=key.public_key,
-        signature=key.sign(signed_message(snapshot)),
-        signer=signer,
-        time_ns=now_ns(),
-    )
-    problem = record.problem(DEFAULT_LIMITS)
-    if problem is not None or (signer is not None and (not signer or CONTROL.search(signer))):
-        raise BadRequest(f"cannot sign as {quoted(signer or '')}: {problem or 'not a name'}")
-    for id, known in signatures_of(catalog, snapshot):
+    fields = (NAMESPACE.encode(), b"", b"sha512", sha512(signed_text(id)).digest())
+    return b"SSHSIG" + b"".join(_ssh_string(field) for field in fields)
+
+
+def _ssh_string(data: bytes) -> bytes:
+    """Encode a string of the SSH protocol (RFC 4251): a big-endian u32 length, and the bytes."""
+    return len(data).to_bytes(4, "big") + data
+
+
+def _subject(record: Note) -> SnapshotId | NoteId:
+    """Return what a signature signs."""
+    return record.note_ids()[0] if record.notes else record.snapshot_id()
+
+
+def signature(
+    subject: SnapshotId | NoteId,
+    snapshot: SnapshotId,
+    key: SigningKey,
+    author: str = "",
+    time_ns: int = 0,
+) -> Note:
+    """Return the signature of a snapshot, or of a note of that snapshot."""
+    value = {"key": key.public_key.hex(), "signature": key.sign(signed_message(subject)).hex()}
+    about = () if isinstance(subject, SnapshotId) else (subject,)
+    return Note(snapshot, about, SIGNATURE, ED25519, packed(value), author, time_ns)
+
+
+def sign(
+    catalog: Catalog,
+    snapshot: SnapshotId,
+    key: SigningKey,
+    *,
+    note: str | None = None,
+    signer: str | None = None,
+) -> SignatureReport:
+    """Sign a snapshot, or a note of it, and publish the signature; an equal one is reused.
+
+    `signer` is a name for people, and proves nothing. Raises BadName, NotFound (no such note),
+    BadRequest, Conflict, StorageFailed.
+    """
+    if signer is not None and (not signer or CONTROL.search(signer)):
+        raise BadRequest(f"cannot sign as {quoted(signer)}: not a name")
+    known = notes.found(catalog, snapshot)
+    subject = snapshot if note is None else notes.named(known, note)
+    author = catalog.author() if signer is None else signer
+    record = signature(subject, snapshot, key, author, now_ns())
+    for id, one in known.items():
         # Compare the signature too: a bad one with this key must not replace the good one.
-        if (known.public_key, known.signature) == (record.public_key, record.signature):
-            return _report(id, known, {})
-    with Transaction(catalog, "sign") as transaction:
-        id = SignatureId(transaction.put_record(record))
-
-        def insert(rows: IndexTransaction) -> None:
-            if not catalog.index.has_record(rows, Kind.SNAPSHOT, snapshot):
-                raise Conflict(
-                    "the snapshot was collected while this command was running",
-                    where=str(snapshot),
-                    hint=call("log"),
-                )
-            insert_row(catalog, rows, record)
-
-        transaction.commit(also=insert)
-    return _report(id, record, {})
+        if (one.form, one.notes, one.data) == (SIGNATURE, record.notes, record.data):
+            return _report(id, one, {})
+    notes.publish(catalog, [record])
+    return _report(record.id(), record, {})
 
 
-def insert_row(catalog: Catalog, transaction: IndexTransaction, record: Signature) -> None:
-    """Link a stored signature to its snapshot, in an open index transaction."""
-    catalog.index.put(transaction, SIGNATURES, (record.snapshot_id(), record.id()), None)
+def by_subject(
+    records: notes.Found, trusted: Trusted
+) -> dict[NoteId | None, tuple[SignatureReport, ...]]:
+    """Report the signatures among the notes of a snapshot, by the note that they sign.
 
-
-def signatures_of(catalog: Catalog, snapshot: SnapshotId) -> list[tuple[SignatureId, Signature]]:
-    """Return a snapshot's signatures, unchecked, oldest first by the time they claim."""
-    with catalog.index.env.read() as transaction:
-        found = [id for (_, id), _ in catalog.index.walk(transaction, SIGNATURES, snapshot)]
-    records = [(id, catalog.record(Signature, id)) for id in found]
-    return sorted(records, key=lambda one: (one[1].time_ns, one[0]))
-
-
-def states(catalog: Catalog, snapshot: SnapshotId, trusted: Trusted) -> tuple[SignatureReport, ...]:
-    """Report every signature, checked if `cryptography` is installed. Raises Corrupt."""
-    reports = []
-    for id, record in signatures_of(catalog, snapshot):
-        if record.snapshot_id() != snapshot:
-            raise Corrupt(
-                "the index gives it to another snapshot than it signs",
-                where=f"signature {id}",
-                hint=call("fsck"),
-            )
-        reports.append(_report(id, record, trusted))
-    return tuple(reports)
+    Those of the snapshot itself have the key None. They are checked if `cryptography` is installed.
+    """
+    found: dict[NoteId | None, tuple[SignatureReport, ...]] = {}
+    for id, one in records.items():
+        if one.form == SIGNATURE:
+            subject = next(iter(one.note_ids()), None)
+            found[subject] = (*found.get(subject, ()), _report(id, one, trusted))
+    return found
 
 
 def verify(
@@ -347,7 +358,7 @@ def verify(
     """
     began = time.monotonic()
     require_library()
-    found = states(catalog, snapshot, trusted)
+    found = by_subject(notes.found(catalog, snapshot), trusted).get(None, ())
     with contents.held(catalog, [snapshot]):
         read = read_everything(catalog, snapshot, progress) if read_data else 0
     return VerifyReport(
@@ -359,7 +370,8 @@ def verify(
     )
 
 
-def _report(id: SignatureId, record: Signature, trusted: Trusted) -> SignatureReport:
+def _report(id: NoteId, record: Note, trusted: Trusted) -> SignatureReport:
+    public_key = bytes.fromhex(record.value["key"])
     made_by_key = None
     with suppress(Unavailable):
         made_by_key = is_good(record)
@@ -367,21 +379,22 @@ def _report(id: SignatureId, record: Signature, trusted: Trusted) -> SignatureRe
         id,
         record,
         made_by_key=made_by_key,
-        key=fingerprint(record.public_key),
-        signer=trusted.get(record.public_key),
+        key=fingerprint(public_key),
+        signer=trusted.get(public_key),
     )
 
 
-def is_good(record: Signature) -> bool:
-    """Return whether the key in the record made its signature. Raises Unavailable."""
+def is_good(record: Note) -> bool:
+    """Return whether the key in a signature made it. Raises Unavailable."""
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError as error:
         raise _library_is_missing(error) from error
+    value = record.value
     try:
-        key = Ed25519PublicKey.from_public_bytes(record.public_key)
-        key.verify(record.signature, signed_message(record.snapshot_id()))
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(value["key"]))
+        key.verify(bytes.fromhex(value["signature"]), signed_message(_subject(record)))
     except (InvalidSignature, ValueError):
         return False
     return True

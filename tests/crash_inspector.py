@@ -76,7 +76,7 @@ class Inspector:
 
     def _promises(self, store: Store, after: int) -> Iterator[str]:
         life = self._life
-        found = {ref.name: ref.snapshot for ref in store.refs()}
+        found = store.ref_ids()
         promised, in_flight = life.promised(after), life.in_flight(after)
         for name in promised.keys() | in_flight.keys() | found.keys() - {"afterwards"}:
             allowed = {promised.get(name), in_flight.get(name, promised.get(name))}
@@ -89,6 +89,13 @@ class Inspector:
         for number, snapshot in life.signed:
             if number <= after and not store.show(str(snapshot)).signatures:
                 yield f"the signature of {snapshot!r} is lost"
+        for number, snapshot, values in life.notes:
+            # The last one that was acknowledged, or the next, which was in flight.
+            later = [one for when, of, one in life.notes if of == snapshot and when > after][:1]
+            last = [one for when, of, one in life.notes if of == snapshot and when <= after][-1:]
+            noted = {one.key: one.value for one in store.notes_of(snapshot)}
+            if number <= after and noted not in (*last, *later):
+                yield f"{snapshot!r} has the notes {noted} instead of {values}"
         for number, snapshot, is_pinned in life.pins:
             if number <= after and store.show(str(snapshot)).pinned != is_pinned:
                 yield f"{snapshot!r} is not as it was pinned or unpinned"

@@ -36,6 +36,7 @@ class Life:
     acknowledged: list[tuple[int, str, SnapshotId | None]] = field(default_factory=list)
     plans: list[tuple[int, PlanId]] = field(default_factory=list)
     signed: list[tuple[int, SnapshotId]] = field(default_factory=list)
+    notes: list[tuple[int, SnapshotId, dict[str, object]]] = field(default_factory=list)
     pins: list[tuple[int, SnapshotId, bool]] = field(default_factory=list)
     contents: dict[SnapshotId, Contents] = field(default_factory=dict)
     goes: dict[SnapshotId, int] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Life:
 
     def stage(self, after: int) -> tuple[object, ...]:
         """Equal where the same is promised."""
-        told = (*self.plans, *self.signed, *self.pins, (self.healed, None))
+        told = (*self.plans, *self.signed, *self.notes, *self.pins, (self.healed, None))
         return (
             *sorted(self.promised(after).items()),
             *sorted(self.kept(after)),
@@ -206,6 +207,37 @@ def later_merge(sources: Path, disk: Path) -> Life:
     return life
 
 
+def trying(sources: Path, disk: Path) -> Life:
+    """A candidate is made, moved to and dropped; gc drops another, when its maker is gone."""
+    _, life = _dense_family(disk, 1)
+    name = "candidates/run/merged"
+
+    def merge(store: Store, weight: float) -> SnapshotId:
+        experts = [("t1", weight)]
+        request = MergeRequest(base="base", experts=experts, method="task_arithmetic", skip=["i"])
+        plan = store.plan(request, threads=1)
+        made = store.merge(plan, name="merged", candidate="run", threads=1).snapshot
+        life.acknowledge(name, made)
+        return made
+
+    with Store.open(disk / "store") as store:
+        store.configure("reflog_days", 30)
+        life.recording = Recording(disk)
+        with fs.observed(life.recording.observe):
+            first = merge(store, 1.0)
+            store.move("merged", None, name)
+            life.acknowledge("merged", first)
+            store.remove(name)
+            life.acknowledge(name, None)
+            second = merge(store, 0.5)
+        life.contents |= {id: _contents(store, str(id)) for id in (first, second)}
+    with Store.open(disk / "store") as store, fs.observed(life.recording.observe):
+        life.goes[second] = life.now
+        store.gc(reflog_days=0)
+        life.acknowledge(name, None)
+    return life
+
+
 def casting(sources: Path, disk: Path) -> Life:
     """A model is stored again in another element type, under its own name."""
     with Store.init(disk / "store", block_size=BLOCK) as store:
@@ -229,6 +261,17 @@ def signing(sources: Path, disk: Path) -> Life:
     with Store.open(disk / "store") as store, fs.observed(life.recording.observe):
         report = store.sign("t1", SigningKey(Ed25519PrivateKey.generate()))
         life.signed.append((life.now, report.snapshot))
+    return life
+
+
+def noting(sources: Path, disk: Path) -> Life:
+    """Two notes, and the removal of one."""
+    _, life = _dense_family(disk, 1)
+    with Store.open(disk / "store") as store, fs.observed(life.recording.observe):
+        first, _ = store.note("t1", {"mmlu": 0.62, "seen": True})
+        life.notes.append((life.now, first.snapshot, {"mmlu": 0.62, "seen": True}))
+        store.remove_notes("t1", [first.note])
+        life.notes.append((life.now, first.snapshot, {"seen": True}))
     return life
 
 
@@ -337,8 +380,10 @@ STORIES: dict[str, Callable[[Path, Path], Life]] = {
         plan_and_merge,
         dense_merge,
         later_merge,
+        trying,
         casting,
         signing,
+        noting,
         pinning,
         collecting,
         pruning,

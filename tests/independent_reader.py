@@ -26,8 +26,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 PAGE = 4096
-KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage", "virtual", "signature")
-BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE, VIRTUAL, SIGNATURE = range(8)
+KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage", "virtual", "note")
+BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE, VIRTUAL, NOTE = range(8)
 RAW, CONSTANT, ZSTD, FLOATS, DELTA = range(5)
 CONTEXTS = {
     TENSOR: "mstore 1 tensor record",
@@ -36,7 +36,7 @@ CONTEXTS = {
     PLAN: "mstore 1 plan",
     COVERAGE: "mstore 1 coverage",
     VIRTUAL: "mstore 1 virtual tensor",
-    SIGNATURE: "mstore 1 signature",
+    NOTE: "mstore 1 note",
 }
 PACK_CONTEXT = "mstore 1 pack"
 ROLES = ("previous", "base", "expert", "companion")
@@ -89,6 +89,9 @@ def encode(value: object) -> bytes:
     if isinstance(value, list):
         head = _encode_length(len(value), (0x90, 16), (None, 0xDC, 0xDD))
         return head + b"".join(map(encode, value))
+    if isinstance(value, dict):
+        head = _encode_length(len(value), (0x80, 16), (None, 0xDE, 0xDF))
+        return head + b"".join(encode(key) + encode(value[key]) for key in sorted(value))
     raise FormatError(f"no record holds a {type(value).__name__}")
 
 
@@ -114,9 +117,10 @@ def _encode_length(length: int, fix: tuple[int, int], firsts: tuple[int | None, 
     raise FormatError("longer than 32 bits can say")
 
 
-def decode(data: bytes) -> Any:
+def decode(data: bytes, *, maps: bool = False) -> Any:
     """The value of one whole MessagePack text, refused unless it encodes back to the same bytes."""
     value, end = _decode(data, 0)
+    require(maps or not _has_map(value), "a map, which no record has")
     require(end == len(data), "bytes after the record's end")
     require(encode(value) == data, "not in canonical form")
     return value
@@ -128,6 +132,8 @@ def _decode(data: bytes, at: int) -> tuple[Any, int]:
         return first, at
     if first >= 0xE0:
         return first - 256, at
+    if 0x80 <= first < 0x90:
+        return _decode_map(data, at, first & 15)
     if 0x90 <= first < 0xA0:
         return _decode_array(data, at, first & 15)
     if 0xA0 <= first < 0xC0:
@@ -148,6 +154,9 @@ def _decode(data: bytes, at: int) -> tuple[Any, int]:
     if first in (0xDC, 0xDD):
         length, at = _integer(data, at, 2 << (first - 0xDC))
         return _decode_array(data, at, length)
+    if first in (0xDE, 0xDF):
+        length, at = _integer(data, at, 2 << (first - 0xDE))
+        return _decode_map(data, at, length)
     raise FormatError(f"MessagePack form {first:#x}, which no record uses")
 
 
@@ -177,6 +186,19 @@ def _decode_array(data: bytes, at: int, length: int) -> tuple[list[Any], int]:
     return values, at
 
 
+def _has_map(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_map, value)))
+
+
+def _decode_map(data: bytes, at: int, length: int) -> tuple[dict[str, Any], int]:
+    found = {}
+    for _ in range(length):
+        key, at = _decode(data, at)
+        require(isinstance(key, str), "a key that is no text")
+        found[key], at = _decode(data, at)
+    return found, at
+
+
 # --- records -------------------------------------------------------------------------------------
 
 
@@ -198,9 +220,14 @@ class Virtual:
 
 
 @dataclass(frozen=True)
-class Signature:
+class Note:
     snapshot: str
-    signer: str | None
+    notes: list[str]
+    form: str
+    key: str
+    value: Any
+    author: str
+    time_ns: int
 
 
 @dataclass(frozen=True)
@@ -368,20 +395,55 @@ def _read_virtual(data: bytes) -> Virtual:
     return Virtual(dtype, shape, size, _hex(plan, "PlanId"), _text(tensor, "tensor"))
 
 
-def _read_signature(data: bytes) -> Signature:
-    snapshot, algorithm, key, value, signer, time_ns = _fields(data, "signature/1", 7)
-    require(algorithm == "ed25519", "an unknown algorithm")
-    require(len(_bin(key, "key")) == 32 and len(_bin(value, "signature")) == 64, "key lengths")
-    require(signer is None or _text(signer, "signer"), "a signer without a name")
-    _count(time_ns, "time_ns")
-    line = f"mstore 1 snapshot {_hex(snapshot, 'SnapshotId')}\n".encode()
-    strings = [b"mstore", b"", b"sha512", hashlib.sha512(line).digest()]
+STATING = ("value", "evaluation", "verdict", "link")
+
+
+def _read_note(data: bytes) -> Note:
+    snapshot, notes, form, key, packed, author, time_ns = _fields(data, "note/1", 8)
+    names = [_hex(one, "NoteId") for one in _items(notes, "notes")]
+    require(len(_bin(packed, "value")) <= 65_536, "a long value")
+    value = decode(packed, maps=True)
+    _require_value(value, 16)
+    note = Note(
+        *(_hex(snapshot, "SnapshotId"), names, _text(form, "kind"), _text(key, "key"), value),
+        *(_text(author, "author"), _count(time_ns, "time_ns")),
+    )
+    if form == "removal":
+        require(key == "" and value is None, "a removal of a key")
+        require(bool(names) and names == sorted(set(names)), "what is removed")
+    elif form == "signature":
+        _require_signature(note)
+    else:
+        require(form in STATING, "an unknown kind of note")
+        require(key != "" and not names, "a value without a key, or of notes")
+    return note
+
+
+def _require_value(value: Any, depth: int) -> None:
+    """What JSON can say: no bytes, no number that is not finite, nothing nested too deeply."""
+    require(not isinstance(value, bytes), "bytes in a value")
+    require(not isinstance(value, float) or math.isfinite(value), "not a finite number")
+    if isinstance(value, list | dict):
+        require(depth > 0, "nested too deeply")
+        for one in value.values() if isinstance(value, dict) else value:
+            _require_value(one, depth - 1)
+
+
+def _require_signature(note: Note) -> None:
+    require(note.key == "ed25519", "an unknown algorithm")
+    require(len(note.notes) <= 1, "a signature of two notes")
+    require(isinstance(note.value, dict) and sorted(note.value) == ["key", "signature"], "parts")
+    key, signature = bytes.fromhex(note.value["key"]), bytes.fromhex(note.value["signature"])
+    require(len(key) == 32 and len(signature) == 64, "key lengths")
+    require(note.value == {"key": key.hex(), "signature": signature.hex()}, "digits")
+    line = "".join(f"mstore 1 note {one}\n" for one in note.notes)
+    line = line or f"mstore 1 snapshot {note.snapshot}\n"
+    strings = [b"mstore", b"", b"sha512", hashlib.sha512(line.encode()).digest()]
     message = b"SSHSIG" + b"".join(len(s).to_bytes(4, "big") + s for s in strings)
     try:
-        Ed25519PublicKey.from_public_bytes(key).verify(value, message)
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
     except InvalidSignature as error:
         raise FormatError("a signature that its key did not make") from error
-    return Signature(snapshot.hex(), signer)
 
 
 def _read_manifest(data: bytes) -> list[File]:
@@ -634,7 +696,7 @@ READERS: dict[int, Callable[[bytes], Any]] = {
     PLAN: _read_plan,
     COVERAGE: _read_coverage,
     VIRTUAL: _read_virtual,
-    SIGNATURE: _read_signature,
+    NOTE: _read_note,
 }
 
 
@@ -1070,8 +1132,20 @@ class IndependentStore:
     def virtual(self, name: str) -> Virtual:
         return _read_virtual(self._read(VIRTUAL, name))
 
-    def signature(self, name: str) -> Signature:
-        return _read_signature(self._read(SIGNATURE, name))
+    def note(self, name: str) -> Note:
+        return _read_note(self._read(NOTE, name))
+
+    def noted(self, snapshot: str) -> dict[tuple[str, str], Any]:
+        """The values that count, by kind and key."""
+        notes = {name: self.note(name) for name in self.ids(NOTE)}
+        own = {name: one for name, one in notes.items() if one.snapshot == snapshot}
+        hidden = {name for one in own.values() if one.form == "removal" for name in one.notes}
+        shown = [
+            (one.time_ns, name, one)
+            for name, one in own.items()
+            if one.form in STATING and name not in hidden
+        ]
+        return {(one.form, one.key): one.value for _, _, one in sorted(shown, key=lambda o: o[:2])}
 
     def tensor_bytes(self, name: str) -> bytes:
         tensor = self.tensor(name)
@@ -1216,7 +1290,10 @@ def _checked(database: str, rows: dict[bytes, bytes]) -> dict[bytes, bytes]:
 def _check_refs(rows: Iterable[tuple[str, str, str]]) -> dict[str, tuple[str, str]]:
     refs = {}
     for name, kind, snapshot in rows:
-        require(kind in ("branch", "tag"), f"ref of kind {kind}")
+        first, *rest = name.split("/", 2)
+        own = {"remotes": "remote", "candidates": "candidate"}.get(first)
+        require(kind == own if own else kind in ("branch", "tag"), f"ref {name} of kind {kind}")
+        require(not own or len(rest) == 2, f"ref {name} of no remote or run")
         require(name not in refs, f"ref {name} twice")
         refs[name] = kind, snapshot
     return refs

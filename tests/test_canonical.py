@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore.blocks.packs import Kind
-from mstore.errors import Corrupt
+from mstore.errors import BadRequest, Corrupt
 from mstore.ids import (
     BlockId,
     CoverageId,
     Id,
     ManifestId,
+    NoteId,
     PackId,
     PlanId,
-    SignatureId,
     SnapshotId,
     TensorId,
     VirtualId,
@@ -30,6 +30,15 @@ from mstore.objects.canonical import Record, decode
 from mstore.objects.coverage import Coverage, TensorCoverage, bit, bitmap
 from mstore.objects.limits import DEFAULT_LIMITS, RecordLimits
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.note import (
+    KINDS,
+    LINK,
+    REMOVAL,
+    SIGNATURE,
+    VALUE,
+    Note,
+    packed,
+)
 from mstore.objects.plan import (
     Criteria,
     Mixture,
@@ -40,13 +49,13 @@ from mstore.objects.plan import (
     Taken,
     Threshold,
 )
-from mstore.objects.signature import Signature
 from mstore.objects.snapshot import BASE, MADE, PREVIOUS, Origin, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 
 A, B, C = (bytes([n]) * 32 for n in (0xAA, 0xBB, 0xCC))
 
+SIGNED = packed({"signature": "cc" * 64, "key": "bb" * 32})
 PARTS = (Part(None, A, 100), Part("w", B, 69_900))
 PARENTS = (Parent(PREVIOUS, B), Parent(BASE, C))
 
@@ -220,11 +229,26 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
         "96a97669727475616c2f31" + "a442463136" + "920203" + "0c" + "c420" + "aa" * 32 + "a177",
         "mstore 1 virtual tensor",
     ),
-    "signature": (
-        Signature(A, "ed25519", B, C * 2, None, 5),
-        "97ab7369676e61747572652f31" + "c420" + "aa" * 32 + "a765643235353139"
-        + "c420" + "bb" * 32 + "c440" + "cc" * 64 + "c0" + "05",
-        "mstore 1 signature",
+    "note of a value": (
+        Note(A, (), VALUE, "mmlu", packed({"b": [None, True, 300], "a": 0.5}), "ada", 5),
+        "98a66e6f74652f31" + "c420" + "aa" * 32 + "90" + "a576616c7565" + "a46d6d6c75"
+        + "c414" + "82" + "a161" + "cb3fe0000000000000" + "a162" + "93c0c3cd012c"
+        + "a3616461" + "05",
+        "mstore 1 note",
+    ),
+    "note of a removal": (
+        Note(A, (B, C), REMOVAL, "", packed(None), "", 5),
+        "98a66e6f74652f31" + "c420" + "aa" * 32 + "92" + "c420" + "bb" * 32 + "c420" + "cc" * 32
+        + "a772656d6f76616c" + "a0" + "c401c0" + "a0" + "05",
+        "mstore 1 note",
+    ),
+    "note of a signature": (
+        Note(A, (B,), SIGNATURE, "ed25519", SIGNED, "", 5),
+        "98a66e6f74652f31" + "c420" + "aa" * 32 + "91" + "c420" + "bb" * 32
+        + "a97369676e6174757265" + "a765643235353139"
+        + "c4d3" + "82" + "a36b6579" + "d940" + "6262" * 32
+        + "a97369676e6174757265" + "d980" + "6363" * 64 + "a0" + "05",
+        "mstore 1 note",
     ),
 }  # fmt: skip
 
@@ -245,7 +269,7 @@ def test_kinds_and_codes() -> None:
     """The kind byte of each record in packs and index is part of the format."""
     assert {kind.name: int(kind) for kind in Kind} == {
         "BLOCK": 0, "TENSOR": 1, "MANIFEST": 2, "SNAPSHOT": 3, "PLAN": 4, "COVERAGE": 5,
-        "VIRTUAL": 6, "SIGNATURE": 7,
+        "VIRTUAL": 6, "NOTE": 7,
     }  # fmt: skip
     assert {type(record).kind for record, *_ in GOLDEN.values()} == set(Kind) - {Kind.BLOCK}
 
@@ -254,7 +278,7 @@ def test_each_kind_has_its_own_hash_domain() -> None:
     """The same bytes have another id as each kind; a BlockId is the plain BLAKE3."""
     kinds: list[type[Id]] = [
         BlockId, TensorId, ManifestId, SnapshotId, PlanId, CoverageId, PackId, VirtualId,
-        SignatureId,
+        NoteId,
     ]  # fmt: skip
     assert len({bytes(kind.of(b"data")) for kind in kinds}) == len(kinds)
     assert BlockId.of(b"data") == blake3(b"data").digest()
@@ -269,6 +293,17 @@ FLOATS = st.floats(allow_nan=False)
 VALUES = st.booleans() | st.integers(-(1 << 63), 1 << 63) | FLOATS | TEXT
 # True nine times of ten.
 MOSTLY = st.integers(0, 9).map(bool)
+
+
+NOTED = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda some: st.lists(some, max_size=3) | st.dictionaries(TEXT, some, max_size=3),
+    max_leaves=6,
+)
 
 
 @st.composite
@@ -378,13 +413,14 @@ RECORDS: dict[type[Record], st.SearchStrategy[Record]] = {
     VirtualTensor: st.builds(
         VirtualTensor, TEXT, st.lists(COUNTS, max_size=3).map(tuple), COUNTS, IDS, TEXT
     ),
-    Signature: st.builds(
-        Signature,
+    Note: st.builds(
+        Note,
         IDS,
-        st.just("ed25519") | TEXT,
-        IDS | st.binary(max_size=33),
-        st.binary(min_size=64, max_size=64) | st.binary(max_size=65),
-        st.none() | TEXT,
+        st.just(()) | st.lists(IDS, max_size=2).map(lambda ids: tuple(sorted(ids))),
+        st.sampled_from(KINDS) | TEXT,
+        st.sampled_from(("", "ed25519")) | TEXT,
+        st.just(packed(None)) | st.just(SIGNED) | NOTED.map(packed) | st.binary(max_size=9),
+        TEXT,
         COUNTS,
     ),
     Coverage: st.builds(
@@ -586,6 +622,18 @@ LONG = "x" * 4097
 OTHER = PlanTensor("w", 1, (b"",), (), (0.0,), 1)
 TIES = PlanOperation("ties", (), (1.0,))
 CUT = (Threshold(0.5, -1),)
+
+
+def _note(
+    form: str = VALUE, key: str = "k", notes: tuple[bytes, ...] = (), data: bytes = b"\xc0"
+) -> Note:
+    return Note(A, notes, form, key, data, "", 5)
+
+
+def _signed(key: object, signature: object) -> Note:
+    return _note(SIGNATURE, "ed25519", (), packed({"key": key, "signature": signature}))
+
+
 UNSOUND: dict[str, Record] = {
     "half an id": Tensor("U8", (1,), 1, A[:31]),
     "an unknown dtype": Tensor("I3", (1,), 1, A),
@@ -699,10 +747,44 @@ UNSOUND: dict[str, Record] = {
     "a count of another tensor": Coverage(A, (), (("w", 1),)),
     "a count of nothing": Coverage(A, (TensorCoverage("w", 1, b"\0", ()),), (("w", 0),)),
     "a spare bit": Coverage(A, (TensorCoverage("w", 9, b"\0\2", ()),), ()),
-    "an unknown algorithm": Signature(A, "rsa", B, C * 2, None, 5),
-    "a short key": Signature(A, "ed25519", B[:31], C * 2, None, 5),
-    "a short signature": Signature(A, "ed25519", B, C, None, 5),
-    "a long signer": Signature(A, "ed25519", B, C * 2, LONG, 5),
+    "an unknown kind of note": _note("opinion"),
+    "a value without a key": _note(key=""),
+    "a value of a note": _note(notes=(B,)),
+    "a long key": _note(key=LONG),
+    "a note of a long author": Note(A, (), VALUE, "k", packed(1), LONG, 5),
+    "a value of two": _note(data=packed(1) * 2),
+    "no value": _note(data=b""),
+    "bytes as a value": _note(data=b"\xc4\x00"),
+    "an extension as a value": _note(data=b"\xd4\x01\x00"),
+    "a time as a value": _note(data=b"\xd6\xff" + bytes(4)),
+    "a value that is not a number": _note(data=b"\xcb\x7f\xf8" + bytes(6)),
+    "an infinite value": _note(data=b"\xcb\x7f\xf0" + bytes(6)),
+    "a narrow float": _note(data=b"\xca" + bytes(4)),
+    "keys out of order": _note(data=b"\x82\xa1b\x00\xa1a\x00"),
+    "a key twice": _note(data=b"\x82\xa1a\x00\xa1a\x00"),
+    "a key that is a number": _note(data=b"\x81\x00\x00"),
+    "a key that is a list": _note(data=b"\x81\x91\x80\x00"),
+    "a text that is not UTF-8": _note(data=b"\xa1\xff"),
+    "a deep value": _note(data=b"\x91" * 17 + b"\xc0"),
+    "a very deep value": _note(data=b"\x91" * 60_000 + b"\xc0"),
+    "a long value": _note(data=b"\xda\xff\xfe" + b"x" * 0xFFFE),
+    "a removal of nothing": _note(REMOVAL, "", (), packed(None)),
+    "a removal of a note twice": _note(REMOVAL, "", (B, B), packed(None)),
+    "a removal out of order": _note(REMOVAL, "", (C, B), packed(None)),
+    "a removal of a key": _note(REMOVAL, "k", (B,), packed(None)),
+    "a removal with a value": _note(REMOVAL, "", (B,), packed(0)),
+    "a removal of many": _note(
+        REMOVAL, "", tuple(n.to_bytes(32, "big") for n in range(1001)), packed(None)
+    ),
+    "an unknown algorithm": _note(SIGNATURE, "rsa", (), SIGNED),
+    "a signature of two notes": _note(SIGNATURE, "ed25519", (B, C), SIGNED),
+    "a signature without a key": _note(SIGNATURE, "ed25519", (), packed({"signature": "cc" * 64})),
+    "a signature that is a text": _note(SIGNATURE, "ed25519", (), packed("cc" * 64)),
+    "a short key": _signed("bb" * 31, "cc" * 64),
+    "a short signature": _signed("bb" * 32, "cc" * 63),
+    "digits of another case": _signed("BB" * 32, "cc" * 64),
+    "no digits": _signed("gg" * 32, "cc" * 64),
+    "a number as a key": _signed(1, "cc" * 64),
 }
 
 
@@ -728,6 +810,51 @@ def test_plans_are_unsound_by_one_thing() -> None:
     ]
     for plan in sound:
         assert decode(Plan, plan.encode(), "here") == plan
+
+
+def test_notes_are_unsound_by_one_thing() -> None:
+    """The notes above are sound but for what they are named after."""
+    deep: object = None
+    for _ in range(16):
+        deep = [deep]
+    sound = [
+        _note(),
+        _note(LINK, data=packed("x" * 65_533)),
+        _note(data=packed(deep)),
+        _note(REMOVAL, "", (B, C), packed(None)),
+        _note(SIGNATURE, "ed25519", (B,), SIGNED),
+        _signed("bb" * 32, "cc" * 64),
+    ]
+    for note in sound:
+        assert decode(Note, note.encode(), "here") == note
+
+
+@given(NOTED)
+def test_values_come_back(value: Any) -> None:
+    """A value has one byte string, whatever the order of its keys, and comes back from it."""
+    data = packed(value)
+    assert packed(_turned(value)) == data
+    assert packed(msgspec.msgpack.decode(data)) == data
+    assert msgspec.msgpack.decode(data) == value
+
+
+def _turned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _turned(value[key]) for key in reversed(value)}
+    return tuple(map(_turned, value)) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.nan, math.inf, 1 << 64, -(1 << 63) - 1, b"bytes", {1: 2}, {"a": {1}}, object(),
+        "\udc80", {"\udc80": 1}, "x" * 65_534,
+    ],
+)  # fmt: skip
+def test_what_json_has_not_is_no_value(value: Any) -> None:
+    """A value that JSON cannot say, or that is too long, is refused before anything is written."""
+    with pytest.raises(BadRequest, match="the value is"):
+        packed(value, "k")
 
 
 def test_numbers_are_counts() -> None:

@@ -29,6 +29,7 @@ from mstore.phrases import as_phrase, call
 from mstore.progress import Progress
 from mstore.store import mirror, refs
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, Ref
 
 
@@ -254,7 +255,7 @@ def test_a_ref_to_nowhere(store: Store) -> None:
     nowhere = Ref(BRANCH, bytes(32))
     index = store._catalog.index
     with index.env.write() as rows:
-        refs.move(index, rows, "lost", expect=None, new=nowhere, action="test", time_ns=0)
+        refs_in(index, rows).move("lost", expect=None, new=nowhere, action="test", time_ns=0)
     problems = store.fsck().problems
     assert ("ref", "lost") in {(problem.kind, problem.where) for problem in problems}
 

@@ -148,6 +148,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "rename": ["rename", "tiny/merged", "tiny/renamed"],
         "reflog": ["reflog", "tiny/merged"],
         "rm": ["rm", "tiny/code"],
+        "note": ["note", "tiny/merged", "mmlu=0.62"],
         "sign": ["sign", "tiny/merged", "--key", str(models / "key"), "--as", "me"],
         "verify": ["verify", "tiny/code", "--signers", str(models / "signers"), "--read-data"],
         "prune": ["prune", "--keep-last", "1"],

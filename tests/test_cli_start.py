@@ -14,18 +14,19 @@ from cli_runs import Program
 # Index, hashes, and records with what they import themselves.
 PACKAGES = {"blake3", "lmdb", "msgspec", "typing_extensions"}
 MODULES = {
-    "mstore": "ancestry errors frozen fs ids lineage neighbours phrases sharing sizes",
+    "mstore": "ancestry errors frozen fs ids lineage neighbours notes phrases sharing sizes",
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "
-        "lmdb_types location meter packs reader room schema tables"
+        "lmdb_types location meter pack_files pack_store packs reader room schema tables"
     ),
     "mstore.checkpoint": "dtypes models paths",
     "mstore.fs": "disks files locks maps rights roots trees",
-    "mstore.objects": "canonical coverage limits manifest plan snapshot tensor virtual",
+    "mstore.objects": "canonical coverage limits manifest note plan snapshot tensor virtual",
     "mstore.store": (
         "catalog config contents damage generation layout leases listing mirror models "
-        "not_finite record_cache refs revisions signature_report stored_lengths unseen"
+        "not_finite pack_list record_cache ref_store refs revisions sealed_text signature_report "
+        "stored_lengths unseen"
     ),
     "mstore_cli": (
         "command commands declared errors found graph lines main options output session signers "

@@ -228,8 +228,8 @@ def test_pipelines(kind: str, tmp_path: Path) -> None:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "MSTORE_STORE": str(tmp_path / "store"),
-        "GITHUB_SHA": "0a1b",
-        "CI_COMMIT_SHA": "0a1b",
+        "GITHUB_SHA": "0a1b" * 10,
+        "CI_COMMIT_SHA": "0a1b" * 10,
     }
 
     def run(step: str) -> subprocess.CompletedProcess[str]:
@@ -250,13 +250,61 @@ def test_pipelines(kind: str, tmp_path: Path) -> None:
     for step in steps:
         done = run(step)
         assert done.returncode == 0, f"{step}: {done.stdout}{done.stderr}"
-    assert run("mstore refs -q candidate").stdout.strip() == "candidate"
+    assert run("mstore refs -q release 'candidates/*'").returncode != 0
+    assert run("mstore refs -q release").stdout.strip() == "release"
     gate = next(step for step in steps if "error_share_estimate" in step)
     assert run("echo '{\"error_share_estimate\": 0.9}' > plan.json").returncode == 0
     assert run(gate).returncode != 0
     changed = next(step for step in steps if "all(.tensors" in step).splitlines()[-1]
     assert run('echo \'{"tensors": [{"name": "model.norm.weight"}]}\' > diff.json').returncode == 0
     assert run(changed).returncode != 0
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the lines use jq")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_command_before_the_branch_moves(fails: bool, tmp_path: Path) -> None:
+    """The lines of docs/howto/ci.md move the branch if the command succeeds, and else drop all."""
+    page = (DOCS / "howto" / "ci.md").read_text()
+    (lines,) = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)
+    readme_family.write(tmp_path)
+    (tmp_path / "evaluate.py").write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "assert (Path(sys.argv[1]) / 'config.json').exists()\n"
+        f"sys.exit({int(fails)})\n"
+    )
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MSTORE_STORE": str(tmp_path / "store"),
+    }
+
+    def run(step: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", step],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            capture_output=True,
+            timeout=600,
+            check=False,
+        )
+        return done.stdout + done.stderr
+
+    run("mstore init && mstore add llama --name llama && mstore add code --name code --base llama")
+    run("mstore plan --base llama --expert code --method linear -o plan.json")
+    told = run(lines)
+    assert "removed candidates/try-7/release" in told, told
+    assert ("new branch release" in told) == (not fails)
+    found = run("mstore refs -q 'r*'")
+    assert (found == "release\n") == (not fails)
+    assert "candidates" not in run("mstore refs")
+    again = run("mstore merge --plan plan.json --name release --candidate two")
+    expected = "mstore reset release candidates/two/release --expect "
+    assert expected in again, again
+    line = next(line for line in again.splitlines() if expected in line)
+    assert "is at" not in run("mstore reset release code"), again
+    moved = run(f"mstore {line.partition('mstore ')[2]}")
+    assert "expected" in moved, moved
 
 
 def test_nightly_backup(tmp_path: Path) -> None:

@@ -200,6 +200,11 @@ def _sign(sources: Path, store: Store | None) -> None:
     store.sign("one", SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(32))))
 
 
+def _note(sources: Path, store: Store | None) -> None:
+    assert store is not None
+    store.note("one", {"mmlu": 0.62})
+
+
 def _reindex(sources: Path, store: Store | None) -> None:
     Store.reindex(sources / "copy")
 
@@ -241,6 +246,7 @@ CALLS = {
     "pin": Call(_pin, prepare=_tune),
     "unpin": Call(_unpin, prepare=_tune_and_pin),
     "sign": Call(_sign),
+    "note": Call(_note),
     "reindex": Call(_reindex, alone=True),
     "repair": Call(_repair, prepare=_break),
 }

@@ -39,6 +39,9 @@ Files = dict[str, bytes]
 # --- a real store --------------------------------------------------------------------------------
 
 
+NOTED = {"mmlu": {"score": 0.625, "of": [300, True, None]}, "tool": "wörd"}
+
+
 @dataclass
 class Made:
     """What the library was given and what it answered."""
@@ -51,6 +54,7 @@ class Made:
     merged: Files = field(default_factory=dict)
     plan: Any = None
     signature: Any = None
+    notes: list[Any] = field(default_factory=list)
     times: tuple[int, int] = (0, 0)
 
 
@@ -127,6 +131,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     store.tag("v1", "m/merged")
     key = SigningKey(Ed25519PrivateKey.generate())
     found.signature = store.sign("v1", key, signer="me").signature
+    found.notes = [one.note for one in store.note("v1", NOTED, kind="evaluation")]
+    found.notes.append(store.sign("v1", key, note=found.notes[0]).signature)
+    store.remove_notes("v1", [found.notes[1]])
     found.refs = {ref.name: (ref.kind, str(ref.snapshot)) for ref in store.refs()}
     files = [file.path for file in store.files("m/merged")]
     found.merged = {path: b"".join(store.read_file("m/merged", path)) for path in files}
@@ -348,7 +355,8 @@ def test_coverage(made: Made, read: IndependentStore) -> None:
 def test_every_pack_verifies(made: Made, indexed: IndependentStore) -> None:
     """Every pack is sound by itself, belongs to this store, and can be read only."""
     packs = [reader.verify_pack(path) for path in pack_paths(made)]
-    assert len(packs) == 9  # four checkpoints, two plans, two merges, a signature
+    # Four checkpoints, two plans, two merges, two signatures, notes, and a removal.
+    assert len(packs) == 12
     assert {path.stat().st_mode & 0o777 for path in pack_paths(made)} == {0o444}
 
 
@@ -572,14 +580,25 @@ def test_index_table(made: Made, indexed: IndependentStore) -> None:
     assert (index["contents"], index["children"]) == (contents, children)
     assert index["leases"] == index["backup"] == index["pinned"] == {}
     assert index["counters"].keys() == {b"packs", b"generation"}
-    signed = bytes.fromhex(made.snapshots["merged"]) + made.signature
-    assert index["signatures"] == {signed: b""}
+    snapshot = bytes.fromhex(made.snapshots["merged"])
+    assert set(index["notes"].values()) == {b""}
+    assert {key[:32] for key in index["notes"]} == {snapshot}
+    assert {key[32:].hex() for key in index["notes"]} == indexed.ids(reader.NOTE)
 
 
-def test_signatures(made: Made, read: IndependentStore) -> None:
-    """A signature names its snapshot and signer, and its key has made it."""
-    found = read.signature(str(made.signature))
-    assert (found.snapshot, found.signer) == (made.snapshots["merged"], "me")
+def test_notes(made: Made, read: IndependentStore) -> None:
+    """Notes say of which snapshot they are, their values come back, and keys made signatures."""
+    assert len(read.ids(reader.NOTE)) == 5
+    found = {name: read.note(name) for name in read.ids(reader.NOTE)}
+    assert {one.snapshot for one in found.values()} == {made.snapshots["merged"]}
+    values = [found[str(id)] for id in made.notes[:2]]
+    assert {one.key: one.value for one in values} == NOTED
+    assert {one.form for one in values} == {"evaluation"}
+    ours, of_a_note = found[str(made.signature)], found[str(made.notes[2])]
+    assert (ours.form, ours.notes, ours.author) == ("signature", [], "me")
+    assert (of_a_note.form, of_a_note.notes) == ("signature", [str(made.notes[0])])
+    assert [one.notes for one in found.values() if one.form == "removal"] == [[str(made.notes[1])]]
+    assert read.noted(made.snapshots["merged"]) == {("evaluation", "mmlu"): NOTED["mmlu"]}
 
 
 def test_reflog(made: Made, indexed: IndependentStore) -> None:

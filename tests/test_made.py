@@ -223,7 +223,7 @@ class Making(ABC):
         new = _blocks(store).items() - before.items()
         assert new
         for _, (pack, offset) in new:
-            _flip(store._catalog.packs.path(pack), offset)
+            _flip(Path(store._catalog.packs.where(pack)), offset)
         store.repair(read_data=True)
         assert store.fsck(read_data=True).problems
         assert self.make(store) == name
@@ -461,6 +461,21 @@ def test_metadata(key: str, stays: bool) -> None:
     """Keys that say what a file is go; those that say how to read it stay, and unknown ones."""
     assert metadata.kept({key: "x"}) == ({key: "x"} if stays else {})
     assert metadata.kept({key: "x"}, without=[key]) == {}
+
+
+def test_sums_of_differences(tmp_path: Path) -> None:
+    """A checkpoint of differences becomes its sums with the base, and has no header of the base."""
+    with Store.init(tmp_path / "store") as store:
+        store.add(write_model(tmp_path / "m", 0, TOKENS), name="m")
+        write_safetensors(
+            tmp_path / "delta" / "model.safetensors",
+            tensors_of({name: np.ones_like(value) for name, value in arrays(0).items()}),
+        )
+        store.add(tmp_path / "delta", name="out", base="m", kind="delta")
+        store.checkout("out", tmp_path / "out")
+        for path in (tmp_path / "out").glob("*.safetensors"):
+            assert _header(path)["__metadata__"] == KEPT
+        assert not store.add(tmp_path / "delta", name="out", base="m", kind="delta").new_snapshot
 
 
 def test_parents_decide_what_is_the_same(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mstore.blocks.schema import REFS
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import SnapshotId
 from mstore.store import mirror, refs, sealed_text
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, TAG, Ref
 
 
@@ -34,7 +36,7 @@ def ref(number: int, kind: str = BRANCH) -> Ref:
 def move(catalog: Catalog, name: str, expect: Ref | None, new: Ref | None) -> None:
     """One move, published."""
     with catalog.committing() as rows:
-        refs.move(catalog.index, rows, name, expect=expect, new=new, action="test", time_ns=7)
+        refs_in(catalog.index, rows).move(name, expect=expect, new=new, action="test", time_ns=7)
 
 
 def kept(catalog: Catalog) -> list[str]:
@@ -168,7 +170,7 @@ def test_a_mirror_with_other_refs_than_the_index_is_written_whole(catalog: Catal
     """Where their numbers differ, no line of it is kept."""
     move(catalog, "a", None, ref(1))
     with catalog.index.env.write() as rows:
-        refs.put(catalog.index, rows, "c", ref(7))
+        catalog.index.put(rows, REFS, "c", ref(7))
     move(catalog, "b", None, ref(2))
     assert mirror.read(catalog.layout).refs == catalog.refs()
 

@@ -40,6 +40,7 @@ from mstore.ids import SnapshotId
 
 NAMES = ("a", "b", "team/c")
 TAGS = ("v1", "v2")
+RUN = "candidates/run/"
 CONTENTS = [(seed, tuned) for seed in (1, 2) for tuned in (0, 1, 2)]
 
 
@@ -76,12 +77,17 @@ class Model:
     gone: set[SnapshotId] = field(default_factory=set)
     refs: dict[str, SnapshotId] = field(default_factory=dict)
     moves: dict[str, list[SnapshotId | None]] = field(default_factory=dict)
+    held: dict[str, SnapshotId] = field(default_factory=dict)
+    """Candidates that the open store made."""
 
     def move(self, name: str, snapshot: SnapshotId | None) -> None:
         """A ref moves; where it already is there, nothing does."""
         if self.refs.get(name) == snapshot:
             return
         self.moves.setdefault(name, []).append(snapshot)
+        self.held.pop(name, None)
+        if snapshot is not None and name.startswith(RUN):
+            self.held[name] = snapshot
         if snapshot is None:
             del self.refs[name]
         else:
@@ -91,9 +97,15 @@ class Model:
         """What refs name, and their moves; what an earlier gc took, no move brings back."""
         named = set(self.refs.values())
         if reflog:
-            moved = {id for moves in self.moves.values() for id in moves if id is not None}
+            logs = [moves for name, moves in self.moves.items() if not name.startswith(RUN)]
+            moved = {id for moves in logs for id in moves if id is not None}
             named |= moved - self.gone
         return named
+
+    def expired(self) -> set[str]:
+        """Candidates that only days keep."""
+        held = self.held.values()
+        return {name for name, id in self.refs.items() if name.startswith(RUN) and id not in held}
 
     def known(self, *, reflog: bool = False) -> set[SnapshotId]:
         """What gc leaves in the lineage: what is named, and all that it came from."""
@@ -195,6 +207,7 @@ class Stories(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(NAMES), "name")
         base, first, second = (data.draw(st.sampled_from(real), "input") for _ in range(3))
         virtual = data.draw(st.booleans(), "virtual")
+        candidate = data.draw(st.sampled_from([None, "run"]), "candidate")
         weights = [1.0, data.draw(st.sampled_from([0.5, -0.25]), "weight")]
 
         def call(store: Store) -> SnapshotId:
@@ -208,10 +221,12 @@ class Stories(RuleBasedStateMachine):
                 allow_noop=True,
                 threads=1,
             )
-            return store.merge(plan, name=name, virtual=virtual, threads=1).snapshot
+            return store.merge(
+                plan, name=name, candidate=candidate, virtual=virtual, threads=1
+            ).snapshot
 
         return Step(
-            name,
+            name if candidate is None else RUN + name,
             call,
             merged_files(self._at(base), [self._at(first), self._at(second)], weights),
             virtual,
@@ -234,6 +249,9 @@ class Stories(RuleBasedStateMachine):
     def _reset(self, data: Any) -> Step:
         name = data.draw(st.sampled_from(NAMES), "name")
         revision = data.draw(st.sampled_from(self._revisions()), "to")
+        if data.draw(st.booleans(), "expect"):
+            expect = self._model.refs.get(name)
+            return Step(name, lambda store: store.move(name, expect, revision).snapshot)
         return Step(name, lambda store: store.reset(name, revision).snapshot)
 
     def _remove(self, data: Any) -> Step:
@@ -285,6 +303,7 @@ class Stories(RuleBasedStateMachine):
             now = self._names().get(step.name)
             if now != self._model.refs.get(step.name):
                 self._took_effect(step, now)
+                self._model.held.clear()
             return
         assert not killer.hit, "a handler swallowed the end of the process"
         self._took_effect(step, snapshot)
@@ -297,6 +316,7 @@ class Stories(RuleBasedStateMachine):
                 if os.readlink(f"/proc/self/fd/{name}").startswith(str(self._scratch)):
                     os.close(int(name))
         self._store = Store.open(self._scratch / "store")
+        self._model.held.clear()
 
     def _refused(
         self, step: Step, command: Callable[[Stories, Any], Step]
@@ -355,6 +375,7 @@ class Stories(RuleBasedStateMachine):
         """The store is closed and opened again."""
         self._store.close()
         self._store = Store.open(self._scratch / "store")
+        self._model.held.clear()
 
     @precondition(lambda self: self._model.refs)
     @rule(data=st.data())
@@ -403,11 +424,14 @@ class Stories(RuleBasedStateMachine):
     def gc(self, at: int | None, days: int) -> None:
         """Nothing that is kept goes, and nothing else stays; also if it is cut off somewhere."""
         killer = Killer(1 << 30 if at is None else at)
+        expired = self._model.expired() if days == 0 else set()
         try:
             with fs.observed(killer):
                 self._store.gc(reflog_days=days)
         except Killed:
             self._die()
+        for name in sorted(expired - self._names().keys() if killer.hit else expired):
+            self._model.move(name, None)
         self._model.collected(reflog=days > 0)
         if not killer.hit:
             there = set(self._store.snapshot_ids())
@@ -466,7 +490,7 @@ class Stories(RuleBasedStateMachine):
     # -- words ---------------------------------------------------------------------------------
 
     def _names(self) -> dict[str, SnapshotId]:
-        return {ref.name: ref.snapshot for ref in self._store.refs()}
+        return self._store.ref_ids()
 
     def _real_names(self) -> list[str]:
         model = self._model

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_runs import Program
 from families import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -222,7 +223,7 @@ def test_a_named_model_alone_is_merged(store: Store) -> None:
 
 def test_models_that_say_not_which_are_refused(store: Store) -> None:
     """A model that is not there, or one model against several, is an error that lists them."""
-    with pytest.raises(NotFound, match="has no such model"):
+    with pytest.raises(NotFound, match="no such model; it has transformer, transformer_2"):
         merge(store, "base:unet", "tuned")
     with pytest.raises(Incompatible, match="has no model of base"):
         merge(store, "base", "alone")
@@ -357,3 +358,19 @@ def test_an_adapter_is_extracted_of_one_model(store: Store) -> None:
     store.merge(store.plan(request), name="merged")
     assert store["merged"].tensor(SECOND)[0, 0] == pytest.approx(30.0, rel=1e-5)
     assert store["merged"].tensor(FIRST)[0, 0] == 1.0
+
+
+def test_a_snapshot_tells_its_models(store: Store) -> None:
+    """`show` names them where there are several."""
+    assert store.show("tuned").models == PARTS
+    mstore = Program(store.path)
+    lines = [line.split() for line in mstore.succeed("show", "tuned").lines]
+    assert ["models", f"{PARTS[0]},", PARTS[1]] in lines
+    assert not any(line[:1] == ["models"] for line in mstore.succeed("show", "alone").lines if line)
+
+
+def test_an_adapter_is_checked_against_the_model_that_is_named(store: Store) -> None:
+    """`check-merge` applies REF:MODEL of an expert that is an adapter to REF:MODEL of the base."""
+    store.extract_lora(f"tuned:{PARTS[1]}", f"base:{PARTS[1]}", name="adapter", rank=1)
+    request = MergeRequest(base=f"base:{PARTS[1]}", experts=["adapter:"], method="passthrough")
+    assert store.check_merge(request).mergeable

@@ -145,8 +145,8 @@ def test_only_what_has_a_row_and_is_reached_is_live(store: Store) -> None:
     reach = reached(store, roots_of(store, "base"))
     base, other = (store[name].id for name in ("base", "other"))
     assert reach.live_among(Kind.SNAPSHOT, [other, bytes(32), base]) == [base]
-    assert len(reach.inventory.tables[Kind.SIGNATURE]) == 0
-    assert reach.live_among(Kind.SIGNATURE, [bytes(32)]) == []
+    assert len(reach.inventory.tables[Kind.NOTE]) == 0
+    assert reach.live_among(Kind.NOTE, [bytes(32)]) == []
 
 
 def test_a_base_of_deltas_lives_without_its_snapshot(store: Store) -> None:

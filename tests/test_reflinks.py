@@ -213,7 +213,7 @@ def test_another_word_is_refused(tmp_path: Path) -> None:
 def test_a_virtual_merge_has_nothing_to_share(tmp_path: Path) -> None:
     """`always` refuses a virtual merge, whose blocks are in no pack, and names materialize."""
     with Store.open(filled(tmp_path / "store", tmp_path)) as store:
-        request = MergeRequest(base="base", experts=["tuned"], method="linear", skip=["b*"])
+        request = MergeRequest(base="base", experts=["tuned"], method="linear", skip=["*:b*"])
         store.merge(store.plan(request), name="later", virtual=True)
         with pytest.raises(BadRequest, match="virtual") as refused:
             store.checkout("later", tmp_path / "out", reflink="always")

@@ -1,14 +1,13 @@
-"""Refs: which names may be, compare-and-swap, and the reflog."""
+"""Refs: which names may be, and of which kinds."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from small_models import small_model
 
@@ -16,36 +15,8 @@ from mstore.api import Store
 from mstore.errors import BadName, Conflict, NotFound
 from mstore.ids import SnapshotId
 from mstore.store import refs
-from mstore.store.catalog import Catalog
-from mstore.store.refs import BRANCH, TAG, Move, Ref
-
-NAMES = ["a", "a/b", "a/b/c", "ab", "a.b", "é", "a-b", "z/z", "llama/merged"]
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    """An empty store."""
-    catalog = Catalog.create(tmp_path / "store", 1 << 16)
-    yield catalog
-    catalog.close()
-
-
-def ref(number: int, kind: str = BRANCH) -> Ref:
-    """A ref at a made-up snapshot."""
-    return Ref(kind, SnapshotId(number.to_bytes(32, "big")))
-
-
-def move(catalog: Catalog, name: str, expect: Ref | None, new: Ref | None) -> None:
-    """One move in a transaction of its own."""
-    with catalog.index.env.write() as rows:
-        refs.move(catalog.index, rows, name, expect=expect, new=new, action="test", time_ns=7)
-
-
-def reflog(catalog: Catalog, name: str) -> list[Move]:
-    """All moves of a name."""
-    with catalog.index.env.read() as rows:
-        return refs.reflog(catalog.index, rows, name)
-
+from mstore.store.refs import BRANCH, CANDIDATE, REMOTE, TAG
+from mstore.store.transaction import follow_remote
 
 # -- names -------------------------------------------------------------------------------------
 
@@ -124,6 +95,72 @@ def test_bad_names(name: str, why: str) -> None:
     assert str(refusal.value).isprintable()
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("main", BRANCH),
+        ("a/b", TAG),
+        ("remotes/origin/llama/merged", REMOTE),
+        ("remotes/origin/" + "x" * 200, REMOTE),
+        ("candidates/run-7/llama/merged", CANDIDATE),
+        ("candidates/0123456789abcdef0123456789abcdef01234567/m", CANDIDATE),
+    ],
+)
+def test_a_name_tells_its_kind(name: str, kind: str) -> None:
+    """Remote refs and candidates have directories of their own; no name is of two of these."""
+    refs.check(name, kind)
+    refs.check(name)
+    for other in {BRANCH, REMOTE, CANDIDATE} - ({BRANCH} if kind == TAG else {kind}):
+        with pytest.raises(BadName):
+            refs.check(name, other)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("remotes", "candidates", "remotes/origin", "candidates/run", "remotes//a"),
+        *("remotes/origin/", "remotes/o r/a", "remotes/origin/a b", "remotes/-o/a"),
+        *("remotes/origin/remotes/a/b", "candidates/run/candidates/a/b"),
+        *("candidates/" + "r" * 65 + "/a", "remotes/origin/0123456789abcdef"),
+    ],
+)
+def test_names_of_no_kind(name: str) -> None:
+    """What is below a kind's directory names a remote or run, and a branch or tag of it."""
+    for kind in (None, *refs.KINDS, "other"):
+        with pytest.raises(BadName):
+            refs.check(name, kind)
+
+
+def test_no_command_makes_a_branch_or_tag_there(tmp_path: Path) -> None:
+    """Branches and tags of these names are refused, whoever makes them, and so are renamed refs."""
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        source = small_model(tmp_path / "in", "one")
+        store.add(source, name="main")
+        calls: list[Callable[[str], object]] = [
+            lambda name: store.add(source, name=name),
+            lambda name: store.tag(name, "main"),
+            lambda name: store.reset(name, "main"),
+            lambda name: store.move(name, None, "main"),
+            lambda name: store.rename("main", name),
+        ]
+        for name in ("remotes", "remotes/origin/a", "candidates/run/a", "candidates/a"):
+            for call in calls:
+                with pytest.raises(BadName, match=name.partition("/")[0]):
+                    call(name)
+        assert [one.name for one in store.refs()] == ["main"]
+
+
+def test_patterns_stay_in_their_directory() -> None:
+    """A pattern matches remote refs or candidates only if it begins like them."""
+    known = ["a", "x/a", "remotes/o/a", "remotes/p/a", "candidates/r/a"]
+    assert refs.chosen(known, ["*"]) == ["a", "x/a"]
+    assert refs.chosen(known, ["*/a"]) == ["x/a"]
+    assert refs.chosen(known, ["remotes/*"]) == ["remotes/o/a", "remotes/p/a"]
+    assert refs.chosen(known, ["remotes/o/*", "candidates/*"]) == ["remotes/o/a", "candidates/r/a"]
+    with pytest.raises(NotFound):
+        refs.chosen(known, ["c*"])
+
+
 def test_a_new_name_hides_no_snapshot(tmp_path: Path) -> None:
     """What begins a stored snapshot's id is refused as a new name; other hex digits are fine."""
     with Store.init(tmp_path / "store") as store:
@@ -155,102 +192,79 @@ def test_an_accepted_name_is_safe_everywhere(name: str) -> None:
     assert name.encode().decode() == name
 
 
-# -- moves -------------------------------------------------------------------------------------
+# -- remotes -----------------------------------------------------------------------------------
 
 
-def test_compare_and_swap(catalog: Catalog) -> None:
-    """A move from what the ref is succeeds; from anything else it is a Conflict, and not done."""
-    move(catalog, "a", None, ref(1))
-    for expect in (None, ref(2), ref(1, TAG)):
-        with pytest.raises(Conflict, match="moved") as conflict:
-            move(catalog, "a", expect, ref(3))
-        assert conflict.value.where == "a"
-        assert conflict.value.hint is not None
-    assert catalog.ref("a") == ref(1)
-    move(catalog, "a", ref(1), ref(3))
-    assert catalog.ref("a") == ref(3)
-    assert len(reflog(catalog, "a")) == 2
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A store with two models."""
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name in ("one", "two"):
+            store.add(small_model(tmp_path / name, name), name=name)
+        yield store
 
 
-@pytest.mark.parametrize(
-    ("there", "new"), [("a", "a/b"), ("a", "a/b/c"), ("a/b", "a"), ("a/b/c", "a"), ("a/b/c", "a/b")]
-)
-def test_a_name_is_no_directory_of_another(catalog: Catalog, there: str, new: str) -> None:
-    """Of two names one of which would be a directory of the other, the second is a Conflict that
-    names the first; when that is removed, it works."""
-    move(catalog, there, None, ref(1))
-    with pytest.raises(Conflict, match=there):
-        move(catalog, new, None, ref(2))
-    assert catalog.refs() == {there: ref(1)}
-    move(catalog, there, ref(1), None)
-    move(catalog, new, None, ref(2))
-    assert catalog.refs() == {new: ref(2)}
+def follow(store: Store, remote: str, **found: str) -> list[str]:
+    """The remote has these branches; return the names that moved."""
+    named = {name.replace("__", "/"): store[of].id for name, of in found.items()}
+    return [move.name for move in follow_remote(store._catalog, remote, named)]
 
 
-def test_neighbours_are_not_nested(catalog: Catalog) -> None:
-    """Names that only begin alike live side by side."""
-    for number, name in enumerate(["a", "a.b", "ab", "a-", "b/a", "b/ab"]):
-        move(catalog, name, None, ref(number))
-    assert len(catalog.refs()) == 6
+def test_remote_refs_say_what_the_remote_has(store: Store) -> None:
+    """They are made, moved and removed as the remote's are; those of other remotes stay."""
+    assert follow(store, "origin", main="one", x="one") == [
+        "remotes/origin/main",
+        "remotes/origin/x",
+    ]
+    follow(store, "other", main="one")
+    assert follow(store, "origin", main="two", x__y="one") == [
+        "remotes/origin/x",
+        "remotes/origin/main",
+        "remotes/origin/x/y",
+    ]
+    assert follow(store, "origin", main="two", x__y="one") == []
+    found = {one.name: (one.kind, one.snapshot) for one in store.refs("remotes/*")}
+    assert found == {
+        "remotes/origin/main": (REMOTE, store["two"].id),
+        "remotes/origin/x/y": (REMOTE, store["one"].id),
+        "remotes/other/main": (REMOTE, store["one"].id),
+    }
+    with pytest.raises(Conflict):
+        follow_remote(store._catalog, "origin", {"main": SnapshotId(bytes(32))})
+    for remote in ("a/b", "", "x" * 65, "-x"):
+        with pytest.raises(BadName):
+            follow_remote(store._catalog, remote, {})
 
 
-def test_the_reflog_keeps_every_move(catalog: Catalog) -> None:
-    """Creation, many moves, removal and a second life are all there, in order."""
-    history = [None, *(ref(number) for number in range(1, 300)), None, ref(5)]
-    for old, new in pairwise(history):
-        move(catalog, "a", old, new)
-        move(catalog, "a-neighbour", catalog.ref("a-neighbour"), ref(0))
-    found = reflog(catalog, "a")
-    steps = [None if step is None else bytes(step.snapshot) for step in history]
-    assert [(line.old, line.new) for line in found] == list(pairwise(steps))
-    assert {(line.action, line.time_ns) for line in found} == {("test", 7)}
-    with catalog.index.env.read() as rows:
-        assert refs.next_position(catalog.index, rows, "a") == len(found)
-        assert refs.next_position(catalog.index, rows, "never") == 0
+def test_a_remote_ref_has_a_short_name(store: Store) -> None:
+    """REMOTE/NAME names it where no branch or tag has that name; its name in full always does."""
+    follow(store, "origin", main="one")
+    follow(store, "origin", main="two")
+    for name in ("origin/main", "remotes/origin/main"):
+        assert store[name].id == store["two"].id
+        assert store[f"{name}@{{1}}"].id == store["one"].id
+    store.tag("origin/main", "one")
+    assert store["origin/main"].id == store["origin/main@{0}"].id == store["one"].id
+    assert store["remotes/origin/main"].id == store["two"].id
+    store.remove("origin/main")
+    assert store["origin/main"].id == store["two"].id
 
 
-@settings(max_examples=40)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(NAMES),
-            st.none() | st.integers(0, 3).map(ref),
-            st.none() | st.integers(0, 3).map(ref),
-        ),
-        max_size=25,
-    )
-)
-def test_refs_are_a_dictionary_with_a_history(
-    tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, Ref | None, Ref | None]]
-) -> None:
-    """Any sequence of moves does what it would do to a dictionary without nested names."""
-    catalog = Catalog.create(tmp_path_factory.mktemp("refs") / "store", 1 << 16)
-    told: dict[str, Ref] = {}
-    history: dict[str, int] = {}
-    for name, expect, new in moves:
-        nested = any(f"{a}/".startswith(f"{b}/") for a, b in [(name, t) for t in told])
-        nested = nested or any(t.startswith(f"{name}/") for t in told)
-        allowed = told.get(name) == expect and not (expect is None and nested)
-        try:
-            move(catalog, name, expect, new)
-        except Conflict:
-            assert not allowed
-            continue
-        assert allowed
-        history[name] = history.get(name, 0) + 1
-        if new is None:
-            told.pop(name, None)
-        else:
-            told[name] = new
-    assert catalog.refs() == told
-    assert {name: len(reflog(catalog, name)) for name in NAMES if reflog(catalog, name)} == history
-    catalog.close()
-
-
-def test_what_is_not_there(catalog: Catalog) -> None:
-    """Names that cannot be refs are looked up without surprise, and are not found."""
-    for name in ("", "never", "x" * 5000, "a\0b", "\ud800", "\udc80"):
-        assert catalog.ref(name) is None
-        assert reflog(catalog, name) == []
-        with catalog.index.env.read() as rows, pytest.raises(NotFound):
-            refs.require(catalog.index, rows, name)
+def test_a_remote_ref_keeps_its_snapshot(store: Store) -> None:
+    """gc keeps it as a branch's, prune keeps its contents, and reindex brings it back."""
+    follow(store, "origin", main="one")
+    one = store["one"].id
+    store.remove("one")
+    store.gc(reflog_days=0)
+    assert store["origin/main"].id == one
+    store.prune(keep_last=1)
+    (store.path / "index" / "data.mdb").unlink()
+    path = store.path
+    store.close()
+    Store.reindex(path)
+    with Store.open(path) as again:
+        assert again.ref("remotes/origin/main").snapshot == one
+        assert again.ref("remotes/origin/main").kind == REMOTE
+        assert not again.fsck().problems
+        again.gc(reflog_days=0)
+        assert again["remotes/origin/main"].id == one

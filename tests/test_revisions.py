@@ -14,7 +14,8 @@ from mstore.ids import ManifestId, SnapshotId
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.store import listing
 from mstore.store.catalog import Catalog
-from mstore.store.refs import BRANCH, TAG, Ref, check_name, move
+from mstore.store.ref_store import refs_in
+from mstore.store.refs import BRANCH, TAG, Ref, check_name
 from mstore.store.revisions import Revision, parse
 from mstore.store.transaction import RefMove, Transaction, move_refs
 
@@ -179,7 +180,7 @@ def test_names_go_before_prefixes(tmp_path: Path) -> None:
     index = lineage.catalog.index
     with index.env.write() as rows:
         # As if the name had been there first, and the snapshot of that id came later.
-        move(index, rows, prefix, expect=None, new=tag, action="tag", time_ns=1)
+        refs_in(index, rows).move(prefix, expect=None, new=tag, action="tag", time_ns=1)
     assert lineage.catalog.resolve(prefix) == lineage.base
     assert lineage.catalog.resolve(lineage.chain[0].hex()[:7]) == lineage.chain[0]
     lineage.catalog.close()

@@ -33,10 +33,10 @@ from mstore.blocks.schema import (
     BACKUP,
     CHILDREN,
     CONTENTS,
+    NOTES,
     PLANS,
     PRUNED,
     REFLOG,
-    SIGNATURES,
     TABLES,
     BackupRow,
     Condemned,
@@ -47,10 +47,11 @@ from mstore.blocks.schema import (
 )
 from mstore.blocks.tables import Table
 from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, ManifestId, PackId, PlanId, SignatureId, SnapshotId
+from mstore.ids import ID_BYTES, ManifestId, NoteId, PackId, PlanId, SnapshotId
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.stats import store as stats
-from mstore.store import listing, memo, refs
+from mstore.store import listing, memo
+from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, Move, Ref
 
 PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
@@ -280,7 +281,7 @@ def test_an_edge_that_is_missing_is_no_agreement(index: Index) -> None:
         assert not listing.agree(index, rows, first.id(), first)
 
 
-def test_marks_and_signatures_belong_to_one_snapshot(index: Index) -> None:
+def test_marks_and_notes_belong_to_one_snapshot(index: Index) -> None:
     """Removing those of one snapshot leaves those of the next, whose id begins alike."""
     with index.env.write() as rows:
         for id, time_ns in ((FIRST, 5), (SECOND, 5), (SECOND, 6)):
@@ -289,13 +290,13 @@ def test_marks_and_signatures_belong_to_one_snapshot(index: Index) -> None:
         index.delete(rows, PRUNED, FIRST)
         assert list(index.walk(rows, PRUNED)) == [(SECOND, 5)]
         assert index.get(rows, PRUNED, FIRST) is None
-        signatures = [SignatureId(bytes([n]) * 32) for n in (1, 2, 3)]
-        for signed, one in zip((FIRST, FIRST, SECOND), signatures, strict=True):
-            index.put(rows, SIGNATURES, (signed, one), None)
-        assert list(index.keys(rows, SIGNATURES, SECOND)) == [SECOND + signatures[2]]
-        assert [one for (_, one), _ in index.walk(rows, SIGNATURES, FIRST)] == signatures[:2]
-        index.delete_all(rows, SIGNATURES, FIRST)
-        assert list(index.walk(rows, SIGNATURES)) == [((SECOND, signatures[2]), None)]
+        notes = [NoteId(bytes([n]) * 32) for n in (1, 2, 3)]
+        for about, one in zip((FIRST, FIRST, SECOND), notes, strict=True):
+            index.put(rows, NOTES, (about, one), None)
+        assert list(index.keys(rows, NOTES, SECOND)) == [SECOND + notes[2]]
+        assert [one for (_, one), _ in index.walk(rows, NOTES, FIRST)] == notes[:2]
+        index.delete_all(rows, NOTES, FIRST)
+        assert list(index.walk(rows, NOTES)) == [((SECOND, notes[2]), None)]
 
 
 # -- plans, refs, backups ----------------------------------------------------------------------
@@ -322,16 +323,16 @@ def test_moves_are_in_the_order_of_their_positions(index: Index) -> None:
     """A name's reflog is its own, though the next name begins alike; positions go on."""
     with index.env.write() as rows:
         for name in ("a", "ab", "a"):
-            refs.append(
-                index, rows, name, old=None, new=Ref(BRANCH, bytes(32)), action=name, time_ns=1
+            refs_in(index, rows).restore(
+                name, Ref(BRANCH, bytes(32)), old=None, action=name, time_ns=1
             )
         assert set(raw(index, rows, "reflog")) == {
             b"a\0" + bytes(8),
             b"a\0" + (1).to_bytes(8, "big"),
             b"ab\0" + bytes(8),
         }
-        assert refs.reflog(index, rows, "a") == [Move(None, bytes(32), "a", 1, 0, BRANCH)] * 2
-        assert [refs.next_position(index, rows, name) for name in ("a", "ab", "b")] == [2, 1, 0]
+        assert refs_in(index, rows).reflog("a") == [Move(None, bytes(32), "a", 1, 0, BRANCH)] * 2
+        assert [refs_in(index, rows).count_moves(name) for name in ("a", "ab", "b")] == [2, 1, 0]
         assert index.last(rows, REFLOG) == ("ab", 0)
 
 

@@ -19,21 +19,23 @@ from hypothesis import strategies as st
 
 from mstore import Store
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import SIGNATURES
+from mstore.blocks.schema import NOTES
 from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, NotFound
-from mstore.ids import SnapshotId
-from mstore.objects.signature import Signature, signed_message, signed_text
+from mstore.ids import NoteId, SnapshotId
+from mstore.notes import found, publish
+from mstore.objects.note import SIGNATURE, Note, packed
 from mstore.phrases import Option
 from mstore.reports import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
 from mstore.signing import (
     fingerprint,
-    insert_row,
+    is_good,
     load_key,
     parse_signers,
     sign,
-    signatures_of,
+    signature,
+    signed_message,
+    signed_text,
 )
-from mstore.store.transaction import Transaction
 
 PASSPHRASE = "correct horse"
 
@@ -238,7 +240,7 @@ def test_signing_twice_is_signing_once(store: Store, keys: Path) -> None:
     first = store.sign("a", load_key(keys / "alice"))
     again = store.sign("a", load_key(keys / "alice"), signer="another name")
     assert again == first
-    assert len(signatures_of(store._catalog, first.snapshot)) == 1
+    assert len(found(store._catalog, first.snapshot)) == 1
 
 
 def test_openssh_agrees(store: Store, keys: Path, tmp_path: Path) -> None:
@@ -260,8 +262,8 @@ def test_openssh_agrees(store: Store, keys: Path, tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
     armoured = text.with_suffix(".sig").read_text().split("-----")[2]
     blob = base64.b64decode(armoured)
-    (_, record), *_ = signatures_of(store._catalog, report.snapshot)
-    assert blob.endswith(record.signature)
+    (record,) = found(store._catalog, report.snapshot).values()
+    assert blob.endswith(bytes.fromhex(record.value["signature"]))
 
 
 @pytest.mark.parametrize("damage", ["signature", "key", "snapshot", "key is no point"])
@@ -271,21 +273,10 @@ def test_a_forged_signature_is_bad(damage: str, store: Store, keys: Path) -> Non
     catalog = store._catalog
     id = store["a"].id
     other = SnapshotId(bytes(32)) if damage == "snapshot" else id
-    made = key.sign(signed_message(other))
-    record = Signature(
-        snapshot=id,
-        algorithm="ed25519",
-        public_key={
-            "key": load_key(keys / "bob").public_key,
-            "key is no point": b"\xff" * 32,
-        }.get(damage, key.public_key),
-        signature=bytes(64) if damage == "signature" else made,
-        signer="alice@x",
-        time_ns=0,
-    )
-    with Transaction(catalog, "test") as transaction:
-        transaction.put_record(record)
-        transaction.commit(also=lambda rows: insert_row(catalog, rows, record))
+    made = bytes(64) if damage == "signature" else key.sign(signed_message(other))
+    of = {"key": load_key(keys / "bob").public_key, "key is no point": b"\xff" * 32}
+    value = {"key": of.get(damage, key.public_key).hex(), "signature": made.hex()}
+    publish(catalog, [Note(id, (), SIGNATURE, "ed25519", packed(value), "alice@x", 0)])
     trusted = {key.public_key: "alice@x", b"\xff" * 32: "nobody"}
     report = store.verify("a", trusted)
     assert [one.state for one in report.signatures] == [BAD_SIGNATURE]
@@ -298,11 +289,11 @@ def test_a_row_of_another_snapshot_is_corrupt(store: Store, keys: Path) -> None:
     """A signature that the index gives to another snapshot does not vouch for it."""
     store.sign("a", load_key(keys / "alice"))
     catalog = store._catalog
-    (_, record), *_ = signatures_of(catalog, store["a"].id)
+    (id,) = found(catalog, store["a"].id)
     (store.path.parent / "a" / "more.txt").write_text("more")
     store.add(store.path.parent / "a", name="b")
     with catalog.index.env.write() as rows:
-        catalog.index.put(rows, SIGNATURES, (store["b"].id, record.id()), None)
+        catalog.index.put(rows, NOTES, (store["b"].id, id), None)
     with pytest.raises(Corrupt, match="another snapshot"):
         store.verify("b", {})
 
@@ -335,7 +326,7 @@ def test_a_collected_snapshot_is_not_signed(store: Store, keys: Path) -> None:
         rows.delete(b"\x03" + id, db=catalog.index.db("records"))
     with pytest.raises(Conflict):
         sign(catalog, id, load_key(keys / "alice"))
-    assert signatures_of(catalog, id) == []
+    assert found(catalog, id) == {}
 
 
 def test_names_that_cannot_be(store: Store, keys: Path) -> None:
@@ -435,6 +426,38 @@ def test_passphrases(mstore: Program, tmp_path: Path, monkeypatch: pytest.Monkey
     assert mstore("sign", "a", "--key", key, "--passphrase-file", tmp_path / "words").status == 2
 
 
+# -- signatures of notes -------------------------------------------------------------------------
+
+
+def test_a_note_is_signed(store: Store, keys: Path) -> None:
+    """A key signs a note of a snapshot; this vouches for the note and not for the snapshot."""
+    key = load_key(keys / "alice")
+    trusted = {key.public_key: "alice"}
+    (note,) = store.note("a", {"mmlu": 0.62}, kind="evaluation")
+    report = store.sign("a", key, note=note.note)
+    assert store.sign("a", key, note=note.note.hex()[:8]) == report
+    (told,) = store.notes_of("a", signers=trusted)
+    assert [(one.signature, one.state) for one in told.signatures] == [
+        (report.signature, GOOD_SIGNATURE)
+    ]
+    verified = store.verify("a", trusted)
+    assert (verified.verified, verified.signatures) == (False, ())
+    assert store.show("a", signers=trusted).notes == (told,)
+    with pytest.raises(NotFound):
+        store.sign("a", key, note="0" * 64)
+
+
+def test_a_signature_of_a_snapshot_is_none_of_a_note(store: Store, keys: Path) -> None:
+    """The same id as a snapshot's and as a note's is signed as another line."""
+    key = load_key(keys / "alice")
+    id = store["a"].id
+    forged = signature(id, id, key)
+    as_note = Note(id, (NoteId(id),), SIGNATURE, "ed25519", forged.data, "", 0)
+    assert is_good(forged)
+    assert not is_good(as_note)
+    assert signed_text(id) != signed_text(NoteId(id))
+
+
 # -- how long a signature lives ------------------------------------------------------------------
 
 
@@ -449,9 +472,9 @@ def test_signatures_live_with_their_snapshot(store: Store, keys: Path) -> None:
     store.gc(reflog_days=0)
     assert store.verify("a", {key.public_key: "alice"}).verified
     with store._catalog.index.env.read() as rows:
-        assert store._catalog.index.count(rows, "signatures") == 1
+        assert store._catalog.index.count(rows, "notes") == 1
         for report, is_there in ((kept, True), (gone, False)):
-            found = store._catalog.index.record(rows, Kind.SIGNATURE, report.signature)
+            found = store._catalog.index.record(rows, Kind.NOTE, report.signature)
             assert (found is not None) == is_there
 
 

@@ -21,8 +21,9 @@ from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
-from mstore.store import mirror, refs
+from mstore.store import mirror
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, Ref
 from mstore.store.transaction import RefMove, Transaction, move_refs
 
@@ -379,7 +380,7 @@ def test_writers_in_many_processes(catalog: Catalog) -> None:
         child.communicate(timeout=600)
         assert child.returncode == 0
     with catalog.index.env.read() as rows:
-        moves = refs.reflog(catalog.index, rows, "shared")
+        moves = refs_in(catalog.index, rows).reflog("shared")
     assert len(moves) == 30
     assert [move.old for move in moves] == [None, *(move.new for move in moves[:-1])]
     makers = [catalog.snapshot(SnapshotId(move.new or b"")).message for move in moves]

@@ -37,7 +37,9 @@ WIDTH = 88
 _ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
 # Users see a store as one class; its parts give the page its sections.
 PARTS = (OpenStore, Adding, Reading, Merging, Naming, Keeping)
-IDS: tuple[type, ...] = (ids.BlockId, ids.TensorId, ids.ManifestId, ids.SnapshotId, ids.PlanId)
+IDS: tuple[type, ...] = (
+    *(ids.BlockId, ids.TensorId, ids.ManifestId, ids.SnapshotId, ids.PlanId, ids.NoteId),
+)
 # Other types that calls take or return, beside reports, with a name for each.
 OTHERS: dict[type, str] = {
     view.SnapshotView: "view",

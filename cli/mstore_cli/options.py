@@ -24,7 +24,7 @@ RefNames = Annotated[
     list[str] | None,
     Argument(
         metavar="REF",
-        help="Branches, tags, or patterns [default: all].",
+        help="Refs, or patterns [default: all].",
         show_default=False,
         completes="refs",
     ),

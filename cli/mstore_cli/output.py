@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mstore.notes import NoteReport
     from mstore.phrases import Text
     from mstore_cli.tables import Line
 
@@ -64,6 +65,7 @@ FIELDS = (Column("", style="dim"), Column(""))
 # An id as a word of its own, not part of a path; field lines are indented by two.
 _ID = re.compile(r"(?<![\w/.-])[0-9a-f]{64}(?![\w/.-])")
 _ROOM_FOR_AN_ID = 66
+_VALUE_WIDTH = 60
 
 
 class Output:
@@ -242,6 +244,16 @@ def distinct(names: Sequence[str], width: int) -> list[str]:
 def short(identity: bytes | None) -> str:
     """Return the first twelve hexadecimal digits of an id; `-` for None."""
     return "-" if identity is None else identity.hex()[:12]
+
+
+def noted(note: NoteReport) -> str:
+    """Describe a note in a line: its key and value, and its kind if that says more."""
+    import json  # late: few snapshots have notes
+
+    value = note.value
+    told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    kind = "" if note.kind == "value" else f"{note.kind} "
+    return f"{kind}{note.key} = {elided(told, _VALUE_WIDTH)}"
 
 
 def when(time_ns: int) -> str:

@@ -16,6 +16,7 @@ from mstore_cli.verbs import OF_NO_STORE
 _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
     "configure": ("config",),
     "files": ("ls",),
+    "notes_of": ("note",),
     "remove": ("rm",),
     "sweep": ("plan", "--sweep"),
     "tensors": ("ls", "--tensors"),
@@ -73,6 +74,8 @@ def _as_command(call: Call) -> Call:
         return Call("fsck", call.arguments, (*read, ("repair", True), *other))
     if call.operation == "export_plan":
         return Call("plan", ("...",), (("output", "plan.json"),))
+    if call.operation == "remove_notes":
+        return Call("note", call.arguments, (("remove", dict(call.options)["ids"]),))
     if call.operation == "vouch":
         return Call("configure", ("filesystem", *call.arguments), call.options)
     if call.operation == "read_file":

@@ -9,7 +9,7 @@ GROUPS = {
         *("check-merge", "analyze", "align", "cast", "extract-lora", "combine-adapters"),
     ),
     "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe"),
-    "Names": ("refs", "tag", "reset", "rename", "reflog", "rm"),
+    "Names": ("refs", "tag", "reset", "rename", "reflog", "rm", "note"),
     "Share": ("backup", "clone", "serve", "sign", "verify"),
     "Maintain": ("stats", "du", "prune", "gc", "pin", "unpin", "fsck", "doctor", "version"),
     "Rarely needed": ("materialize", "replay", "reindex", "migrate"),

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from mstore.errors import BadRequest
-from mstore.ids import PlanId, SnapshotId
+from mstore.ids import NoteId, PlanId, SnapshotId
 
 _Class = TypeVar("_Class", bound=type)
 _SHOWN = 60
@@ -143,6 +143,7 @@ _SIGNERS = Kind(
     "names by public key, as mstore.signing.read_signers gives them",
 )
 _PARAMETERS = Kind(_mapping(_is(str), _anything), "values by the names of parameters")
+_NOTE = Kind(_is(NoteId, str), "the id of a note, or its beginning as text")
 _PLAN_REPORT = _named("mstore.merge.planning.report", "PlanReport")
 _CHECKED_BY_THE_CALL = Kind(_anything, "")
 
@@ -168,6 +169,8 @@ KINDS: Final[Mapping[str, Kind]] = {
         lambda one: _PLAN_REPORT(one) or isinstance(one, PlanId | str),
         "a plan: what Store.plan gave, its PlanId, or that as text",
     ),
+    "NoteId | str | None": _NOTE.optional(),
+    "Sequence[NoteId | str]": Kind(_list(_NOTE.fits), "a list of ids of notes"),
     "str | Callable[[], str]": Kind(
         lambda one: _TEXT.fits(one) or callable(one), "text, or something to call for it"
     ),
@@ -208,6 +211,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     ),
     "Sequence[Revision]": Kind(_list(_REVISION.fits), "a list of revisions"),
     "Mapping[str, object]": _PARAMETERS,
+    "Mapping[str, Any]": Kind(_mapping(_is_text, _anything), "values by their keys"),
     "Mapping[str, object] | None": _PARAMETERS.optional(),
     "Sequence[TensorRule]": Kind(
         _list(_request("TensorRule")),

@@ -15,7 +15,7 @@ from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, Revision, SnapshotId
 from mstore.phrases import Option, Phrase, call, few, phrase
-from mstore.store import damage
+from mstore.store import damage, refs
 from mstore.store import layout as layouts
 from mstore.store.models import models_in, tensors_of
 
@@ -458,6 +458,7 @@ class Merging(OpenStore):
         plan: PlanReport | PlanId | str,
         *,
         name: str,
+        candidate: str | None = None,
         message: str = "",
         virtual: bool = False,
         allow_noop: bool = False,
@@ -472,6 +473,10 @@ class Merging(OpenStore):
         """Run a stored plan and publish the result under the ref `name`, or publish nothing.
 
         plan: what `plan` returned, or the id (or id prefix) of a stored plan.
+        candidate: a word for this run.  Then the result is published as the run's candidate for the
+        branch, `candidates/RUN/NAME`, and the branch stays: test the result, then `move` the branch
+        to it, or `remove` the candidate.  Until this store is closed, and for `reflog_days` after
+        the merge, gc keeps it.
         message: the reason, in words.
         virtual: publish the plan itself; blocks are computed when they are read, and `materialize`
         computes all of them.
@@ -504,6 +509,7 @@ class Merging(OpenStore):
         began = time.monotonic()
         layouts.require_writable(self._catalog.layout)
         policy = self._policy(codec)
+        called = name if candidate is None else refs.below(refs.CANDIDATE, candidate, name)
         if virtual and codec is not None:
             raise BadRequest(
                 "a virtual merge stores no blocks, so none has a codec",
@@ -521,8 +527,13 @@ class Merging(OpenStore):
         if virtual:
             from mstore.merge.virtual.deferred import commit_virtual
 
-            deferred = commit_virtual(self._catalog, record, sources, name=name, message=message)
-            told += moved_inputs(sources, name) if deferred.is_new else ()
+            deferred = commit_virtual(
+                *(self._catalog, record, sources),
+                name=name,
+                message=message,
+                candidate=candidate,
+            )
+            told += moved_inputs(sources, called) if deferred.is_new else ()
             costs = (
                 told_costs(self._catalog, record)
                 if planned is None
@@ -531,10 +542,11 @@ class Merging(OpenStore):
             return merge_report(
                 plan_report(record, id, sources, costs, warnings=told),
                 None,
-                name=name,
+                name=called,
                 snapshot=deferred.snapshot,
                 manifest=deferred.manifest,
                 is_new=deferred.is_new,
+                was=deferred.was,
                 is_virtual=deferred.is_virtual,
                 analyzed=analyzed,
                 bytes_written=deferred.bytes_written,
@@ -549,6 +561,7 @@ class Merging(OpenStore):
             record,
             sources,
             name=name,
+            candidate=candidate,
             message=message,
             allow_nonfinite=allow_nonfinite,
             threads=1 if executor is not None and threads is None else thread_count(threads),
@@ -559,7 +572,7 @@ class Merging(OpenStore):
             policy=policy,
             ready=self._taken(id),
         )
-        told += moved_inputs(sources, name) if merged.is_new else ()
+        told += moved_inputs(sources, called) if merged.is_new else ()
         outcome = merged.outcome
         base, made = (self._catalog.manifest(one) for one in (record.base_id(), merged.manifest))
         equal = ("every tensor of the result equals the base's",)
@@ -571,15 +584,16 @@ class Merging(OpenStore):
         if tensors_of(self._catalog, made) == tensors_of(self._catalog, base):
             planned = replace(planned, notes=planned.notes + equal)
         if codec == "raw":
-            coded = self._still_coded(made, outcome.blocks_total, name)
+            coded = self._still_coded(made, outcome.blocks_total, called)
             planned = replace(planned, notes=planned.notes + coded)
         return merge_report(
             planned,
             outcome,
-            name=name,
+            name=called,
             snapshot=merged.snapshot,
             manifest=merged.manifest,
             is_new=merged.is_new,
+            was=merged.was,
             is_virtual=False,
             analyzed=analyzed,
             bytes_written=merged.bytes_written,

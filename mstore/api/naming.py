@@ -1,12 +1,12 @@
-"""Calls about refs, their reflogs, and signatures.
+"""Calls about refs, their reflogs, notes and signatures.
 
 Part of `mstore.api.Store`, which combines all parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
 from mstore.api.arguments import checked
@@ -14,13 +14,16 @@ from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict
 from mstore.frozen import frozen
-from mstore.ids import Revision, SnapshotId
+from mstore.ids import NoteId, Revision, SnapshotId
 from mstore.phrases import call, joined
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
+from mstore.store.ref_store import refs_in
+from mstore.store.refs import Ref
 
 if TYPE_CHECKING:
     from mstore.lineage import ReflogReport, RefReport
+    from mstore.notes import NoteReport
     from mstore.progress import ProgressCallback
     from mstore.signing import SigningKey, VerifyReport
     from mstore.store.signature_report import SignatureReport
@@ -34,7 +37,7 @@ class RemoveReport:
     removed: tuple[str, ...]
     """the refs"""
     kinds: tuple[str, ...]
-    """branch or tag, for each"""
+    """branch, tag, remote or candidate, for each"""
     snapshots: tuple[SnapshotId, ...]
     """where each pointed"""
     unnamed_snapshots: int
@@ -47,16 +50,19 @@ class RemoveReport:
 
 @checked("Store")
 class Naming(OpenStore):
-    """Calls about refs, their reflogs, and signatures."""
+    """Calls about refs, their reflogs, notes and signatures."""
 
     def refs(self, *names: str) -> list[RefReport]:
-        """Return branches and tags by name: all, or those that match these names and patterns.
+        """Return refs by name: all but candidates, or those that match these names and patterns.
+
+        Patterns match remote refs and candidates only if they begin like them: `remotes/*`,
+        `candidates/*`.
 
         Raises NotFound.
         """
         found = lineage.refs(self._catalog)
         if not names:
-            return found
+            return [one for one in found if one.kind != refs.CANDIDATE]
         by_name = {one.name: one for one in found}
         chosen = refs.chosen(by_name, names)
         for name in chosen:
@@ -65,14 +71,14 @@ class Naming(OpenStore):
         return [by_name[name] for name in sorted(chosen)]
 
     def ref_ids(self) -> dict[str, SnapshotId]:
-        """Return what each branch and tag points at, by name.
+        """Return what each ref points at, by name: also candidates.
 
         Reads only the index, so lost and unreadable snapshots do not matter.
         """
         return {name: ref.snapshot_id() for name, ref in self._catalog.refs().items()}
 
     def ref(self, name: str) -> RefReport:
-        """Return one branch or tag, by its name in full.  Raises NotFound."""
+        """Return one ref, by its name in full.  Raises NotFound."""
         return lineage.ref(self._catalog, name)
 
     def tag(self, name: str, revision: Revision) -> RefReport:
@@ -86,7 +92,7 @@ class Naming(OpenStore):
         new = refs.Ref(refs.TAG, self._catalog.resolve(revision))
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
-            current = refs.get(self._catalog.index, transaction, name)
+            current = refs_in(self._catalog.index, transaction).get(name)
             if current is not None and current.kind == refs.BRANCH:
                 what = "the name is taken by a branch"
                 raise Conflict(what, where=name, hint=call("tag", f"{name}-v1", str(revision)))
@@ -111,26 +117,55 @@ class Naming(OpenStore):
     def reset(self, name: str, revision: Revision) -> RefReport:
         """Point a branch at another snapshot; the reflog keeps the old position.
 
-        A name that is no ref becomes a branch.  A tag that was removed, and is reset to what it
-        named, is a tag again.
+        A name that is no ref becomes a branch.  A tag, remote ref or candidate that was removed,
+        and is reset to what it named, is that again.
 
         Raises NotFound, BadName, Conflict (the name is a tag's).
         """
-        from mstore.store.transaction import RefMove, choose_moves
-
-        refs.check_name(name)
         snapshot = self._catalog.resolve(revision)
+        return self._point(name, snapshot, f"reset: {revision}", lambda current: None)
+
+    def move(self, name: str, expect: Revision | None, snapshot: Revision) -> RefReport:
+        """Point a branch at another snapshot, if nobody moved it meanwhile.
+
+        expect: where it must point now; None: it must not exist.
+
+        Raises Conflict if it points elsewhere, and as `reset`; then nothing has moved.
+        """
+        was = None if expect is None else self._catalog.resolve(expect)
+
+        def require(current: Ref | None) -> None:
+            now = None if current is None else current.snapshot_id()
+            if now != was:
+                told = ["nowhere" if one is None else f"at {one.short}" for one in (now, was)]
+                what = f"is {told[0]}, not {told[1]} as expected"
+                raise Conflict(what, where=name, hint=call("reflog", name))
+
+        new = self._catalog.resolve(snapshot)
+        return self._point(name, new, f"move: {snapshot}", require)
+
+    def _point(
+        self,
+        name: str,
+        snapshot: SnapshotId,
+        action: str,
+        require: Callable[[Ref | None], None],
+    ) -> RefReport:
+        """Point a branch at a snapshot; `require` is asked about what it is now."""
+        from mstore.store.transaction import RefMove, choose_moves
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
             index = self._catalog.index
-            current = refs.get(index, transaction, name)
-            removed = None if current is not None else refs.removed(index, transaction, name)
-            restored = refs.Ref(refs.TAG, snapshot)
-            new = restored if removed == restored else refs.Ref(refs.BRANCH, snapshot)
+            current = refs_in(index, transaction).get(name)
+            removed = None if current is not None else refs_in(index, transaction).removed(name)
+            is_back = removed is not None and removed.snapshot == snapshot
+            new = removed if removed and is_back else refs.Ref(refs.BRANCH, snapshot)
+            refs.check(name, new.kind)
+            require(current)
             if current is not None and current.kind == refs.TAG:
                 what = "is a tag, and tags do not move"
                 raise Conflict(what, where=name, hint=call("remove", name))
-            return [] if new == current else [RefMove(name, current, new, f"reset: {revision}")]
+            return [] if new == current else [RefMove(name, current, new, action)]
 
         choose_moves(self._catalog, choose)
         return lineage.ref(self._catalog, name)
@@ -156,8 +191,8 @@ class Naming(OpenStore):
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
             return [
-                RefMove(name, refs.require(index, transaction, name), None, "rm")
-                for name in refs.chosen(refs.names(index, transaction), names)
+                RefMove(name, refs_in(index, transaction).require(name), None, "rm")
+                for name in refs.chosen(refs_in(index, transaction).names(), names)
             ]
 
         with index.env.read() as transaction:
@@ -176,7 +211,7 @@ class Naming(OpenStore):
         )
 
     def rename(self, old: str, new: str) -> RefReport:
-        """Rename a branch or tag in one step.
+        """Rename a ref in one step; its kind stays.
 
         The reflog of `old` stays under that name, and its last line says where the ref went; the
         reflog of `new` continues.
@@ -185,12 +220,12 @@ class Naming(OpenStore):
         """
         from mstore.store.transaction import RefMove, choose_moves
 
-        refs.check_name(new)
         index = self._catalog.index
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
-            ref = refs.require(index, transaction, old)
-            if refs.get(index, transaction, new) is not None:
+            ref = refs_in(index, transaction).require(old)
+            refs.check(new, ref.kind)
+            if refs_in(index, transaction).get(new) is not None:
                 raise Conflict("the name is taken", where=new, hint="choose another name")
             # Remove the old one first: one may be a directory of the other.
             return [
@@ -201,19 +236,70 @@ class Naming(OpenStore):
         choose_moves(self._catalog, choose)
         return lineage.ref(self._catalog, new)
 
+    def note(
+        self, revision: Revision, values: Mapping[str, Any], *, kind: str = "value"
+    ) -> tuple[NoteReport, ...]:
+        """Note something about a snapshot: a value for each key.  The snapshot's id stays.
+
+        values: what JSON can say, at most 64 KiB each.
+        kind: value, evaluation, verdict or link.
+
+        Of several values of a key the newest counts.  The notes tell the `author` of the store's
+        opening.  Returns the notes that were written; a value that the author noted last is not
+        written again.
+
+        Raises NotFound, BadRequest, Conflict, StorageFailed.
+        """
+        from mstore import notes
+
+        snapshot = self._catalog.resolve(revision)
+        written = notes.write(self._catalog, snapshot, values, kind)
+        return self._noted_now(snapshot, written)
+
+    def remove_notes(
+        self, revision: Revision, ids: Sequence[NoteId | str]
+    ) -> tuple[NoteReport, ...]:
+        """Remove notes of a snapshot: they count no more.  Signatures cannot be removed.
+
+        ids: of the notes, or the beginnings of these.
+
+        The removal is a note, too, and removes only the notes that it names: what somebody else
+        writes under the key at the same time stays.  Returns the removed notes.
+
+        Raises NotFound, BadName, BadRequest (a signature), Conflict, StorageFailed.
+        """
+        from mstore import notes
+
+        snapshot = self._catalog.resolve(revision)
+        return self._noted_now(snapshot, notes.remove(self._catalog, snapshot, [*map(str, ids)]))
+
+    def _noted_now(self, snapshot: SnapshotId, ids: Collection[NoteId]) -> tuple[NoteReport, ...]:
+        from mstore import notes
+
+        found = notes.reports(notes.found(self._catalog, snapshot), {}, every=True)
+        return tuple(one for one in found if one.note in ids)
+
     def sign(
-        self, revision: Revision, key: SigningKey, *, signer: str | None = None
+        self,
+        revision: Revision,
+        key: SigningKey,
+        *,
+        note: NoteId | str | None = None,
+        signer: str | None = None,
     ) -> SignatureReport:
         """Sign a snapshot: every byte, its lineage and its plan.
 
         key: what `signing.load_key` returns.
+        note: sign this note of the snapshot instead, named by its id or the beginning of it.
         signer: a name for people to read; the verifier decides whom a key belongs to.
 
-        Raises NotFound, BadRequest, Conflict, StorageFailed.
+        Raises NotFound, BadName, BadRequest, Conflict, StorageFailed.
         """
         from mstore.signing import sign
 
-        return sign(self._catalog, self._catalog.resolve(revision), key, signer=signer)
+        snapshot = self._catalog.resolve(revision)
+        name = None if note is None else str(note)
+        return sign(self._catalog, snapshot, key, note=name, signer=signer)
 
     def verify(
         self,

@@ -145,8 +145,8 @@ class OpenStore:
         verify: "once" checks each block when it is first read, and reads parts of a block that lies
         raw without checking it again; "always" checks a block every time that it is read from its
         pack.
-        author: who makes the snapshots, as they tell it: a text, or what is asked for it when one
-        is made.
+        author: who makes the snapshots and notes, as they tell it: a text, or what is asked for it
+        when one is made.
 
         Raises NotFound (no store there), Incompatible (another format, a filesystem that is not
         known to be local), Corrupt (the index cannot be opened), BadRequest, Unavailable,

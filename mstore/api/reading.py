@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore import lineage
+from mstore import lineage, notes
 from mstore.api.arguments import checked
 from mstore.api.open_store import ALWAYS, OpenStore, thread_count
 from mstore.errors import BadRequest
 from mstore.ids import Buffer, Revision, SnapshotId
+from mstore.objects.note import SIGNATURE
 from mstore.phrases import Option, call
 from mstore.store import contents, damage, leases
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from mstore.diff import DiffReport
     from mstore.directory_diff import DirectoryDiffReport
     from mstore.lineage import FileReport, SnapshotReport, TensorReport
+    from mstore.notes import NoteReport
     from mstore.progress import ProgressCallback
+    from mstore.store.signature_report import SignatureReport
     from mstore.view import SnapshotView
 
 
@@ -91,7 +94,7 @@ class Reading(OpenStore):
         starts = None if revision is None else [self._catalog.resolve(revision)]
         if every:
             starts = self._catalog.snapshot_ids()
-        return self._signed(lineage.log(self._catalog, starts, limit), signers or {})
+        return self._noted(lineage.log(self._catalog, starts, limit), signers or {})
 
     def show(
         self, revision: Revision, *, signers: Mapping[bytes, str] | None = None
@@ -104,21 +107,48 @@ class Reading(OpenStore):
         """
         id = self._catalog.resolve(revision)
         report = lineage.describe(self._catalog, id, lineage.names_of(self._catalog))
-        return self._signed([report], signers or {})[0]
+        return self._noted([report], signers or {})[0]
 
-    def _signed(
+    def notes_of(
+        self,
+        revision: Revision,
+        *,
+        every: bool = False,
+        signers: Mapping[bytes, str] | None = None,
+    ) -> tuple[NoteReport, ...]:
+        """Return what was noted about a snapshot, by kind and key: the values that count.
+
+        every: also values that newer ones replaced, and those that were removed.
+        signers: as for `log`.
+
+        Raises NotFound, BadName.
+        """
+        id = self._catalog.resolve(revision)
+        return self._notes_and_signatures(id, signers or {}, every=every)[0]
+
+    def _noted(
         self, snapshots: list[SnapshotReport], signers: Mapping[bytes, str]
     ) -> list[SnapshotReport]:
-        """Add the state of signatures to reports; free in a store without signatures."""
+        """Add notes and the state of signatures to reports; free in a store without notes."""
         with self._catalog.index.env.read() as transaction:
-            if self._catalog.index.count(transaction, "signatures") == 0:
+            if self._catalog.index.count(transaction, "notes") == 0:
                 return snapshots
-        from mstore.signing import states
-
+        told = [self._notes_and_signatures(one.snapshot, signers) for one in snapshots]
         return [
-            replace(one, signatures=states(self._catalog, one.snapshot, signers))
-            for one in snapshots
+            replace(one, notes=noted, signatures=signatures)
+            for one, (noted, signatures) in zip(snapshots, told, strict=True)
         ]
+
+    def _notes_and_signatures(
+        self, snapshot: SnapshotId, signers: Mapping[bytes, str], *, every: bool = False
+    ) -> tuple[tuple[NoteReport, ...], tuple[SignatureReport, ...]]:
+        found = notes.found(self._catalog, snapshot)
+        signed = {}
+        if any(one.form == SIGNATURE for one in found.values()):
+            from mstore.signing import by_subject  # late: `log` of few stores needs it
+
+            signed = by_subject(found, signers)
+        return notes.reports(found, signed, every=every), signed.get(None, ())
 
     def files(self, revision: Revision) -> list[FileReport]:
         """Return the files of a snapshot, by path.  Raises NotFound, BadName."""

@@ -49,6 +49,7 @@ from mstore.sharing import Sharing
 from mstore.store import condemned, generation, leases, lost_found, mirror, pack_list, refs
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
+from mstore.store.ref_store import refs_in
 
 _ATTEMPTS = 20
 
@@ -157,7 +158,7 @@ class _Backup:
             self._finish(index, named, missing, staged)
             with index.env.read() as transaction:
                 number = index.generation(transaction)
-                names = dict(refs.walk(index, transaction))
+                names = dict(refs_in(index, transaction).walk())
                 snapshots = index.count(transaction, "snapshots")
             lines = self._lines(index, number)
         removed, aside, waiting = self._publish(fresh, staged, lines)

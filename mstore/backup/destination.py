@@ -32,10 +32,11 @@ from mstore.frozen import frozen
 from mstore.ids import PackId
 from mstore.phrases import call, joined, phrase
 from mstore.store import layout as layouts
-from mstore.store import leases, refs
+from mstore.store import leases
 from mstore.store.config import Config
 from mstore.store.layout import BACKUP_MARKER, Layout
 from mstore.store.mirror import Mirror
+from mstore.store.ref_store import refs_in
 
 _MARKER = re.compile(r"mstore backup ([0-9]+) ([0-9a-f-]{36})\n")
 _VERSION = 1
@@ -146,7 +147,7 @@ class Destination:
                         hint=_HINT,
                     )
                 return State(
-                    Mirror(generation, dict(refs.walk(index, transaction))),
+                    Mirror(generation, dict(refs_in(index, transaction).walk())),
                     tuple(index.named_packs(transaction)),
                     tuple(one.pack for one in index.condemned(transaction)),
                     frozenset(row.damaged),

@@ -80,7 +80,7 @@ class Kind(IntEnum):
     PLAN = 4
     COVERAGE = 5
     VIRTUAL = 6
-    SIGNATURE = 7
+    NOTE = 7
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):

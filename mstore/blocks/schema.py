@@ -27,7 +27,7 @@ from mstore.blocks.tables import (
     raw,
     word,
 )
-from mstore.ids import ID_BYTES, BlockId, ManifestId, PackId, PlanId, SignatureId, SnapshotId
+from mstore.ids import ID_BYTES, BlockId, ManifestId, NoteId, PackId, PlanId, SnapshotId
 
 LEASE_NAME_BYTES: Final = 16
 _IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -58,7 +58,7 @@ class BackupRow(msgspec.Struct, frozen=True):
 
 
 class Ref(msgspec.Struct, frozen=True, array_like=True):
-    """What a name points at; `kind` is `branch` or `tag` (`mstore.store.refs`)."""
+    """What a name points at; `kind` is one of `mstore.store.refs.KINDS`."""
 
     kind: str
     snapshot: _IdBytes
@@ -71,8 +71,8 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
 class Move(msgspec.Struct, frozen=True, array_like=True):
     """One line of a reflog. `old` is None for a creation, `new` for a removal.
 
-    generation: of the commit that moved the ref. kind: what the ref is after the move, a branch or
-    a tag; empty for a removal.
+    generation: of the commit that moved the ref. kind: what the ref is after the move; empty for a
+    removal.
     """
 
     old: _IdBytes | None
@@ -172,7 +172,11 @@ CHILDREN: Final = Table(
     "the snapshots that have a parent, each role",
 )
 REFS: Final = Table(
-    "refs", form(word("name")), form(packed(Ref)), "kind is `branch` or `tag`", about="ref"
+    "refs",
+    form(word("name")),
+    form(packed(Ref)),
+    "kind is `branch`, `tag`, `remote` or `candidate`",
+    about="ref",
 )
 REFLOG: Final = Table(
     "reflog",
@@ -214,11 +218,8 @@ PLANS: Final = Table(
     "the snapshots that a plan's inputs are, by the names that the user gave",
     about="plan",
 )
-SIGNATURES: Final = Table(
-    "signatures",
-    form(id_of(SnapshotId), id_of(SignatureId)),
-    EMPTY,
-    "the signatures of a snapshot",
+NOTES: Final = Table(
+    "notes", form(id_of(SnapshotId), id_of(NoteId)), EMPTY, "the notes of a snapshot"
 )
 BACKUP: Final = Table(
     "backup",

@@ -19,13 +19,12 @@ from mstore.casting.scales import QUANTIZATIONS, Scale, Scales, quantization_of,
 from mstore.casting.streaming import Caster, CastTensor, Job
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import DTYPES, nbytes
-from mstore.checkpoint.header import LENGTH_BYTES, METADATA_KEY
 from mstore.checkpoint.models import Model, full_name, split_name
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
-from mstore.made.files import Slot, assembled, texts_of, with_dtype
+from mstore.made.files import Slot, assembled, metadata_of, texts_of, with_dtype
 from mstore.made.snapshots import Publication, branch_below
 from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
@@ -305,10 +304,8 @@ class _Plan:
 
         headers = []
         for file in files:
-            raw = catalog.read_parts(file.parts[:1])
-            if HEADER_KEY.encode() in raw:
-                metadata = json_object(raw[LENGTH_BYTES:]).get(METADATA_KEY) or {}
-                headers += [metadata[key] for key in metadata if key == HEADER_KEY]
+            metadata = metadata_of(catalog.read_parts(file.parts[:1])) or {}
+            headers += [text for key, text in metadata.items() if key == HEADER_KEY]
         return marks_of(parts, read, headers, self._where)
 
     def _slot(self, model: str, part: Part, scales: Scales) -> _Slot | None:

@@ -20,8 +20,8 @@ from mstore.ids import BlockId, Id, PackId
 from mstore.objects.canonical import Record
 from mstore.objects.coverage import Coverage
 from mstore.objects.manifest import Manifest
+from mstore.objects.note import Note
 from mstore.objects.plan import Plan
-from mstore.objects.signature import Signature
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
@@ -33,7 +33,7 @@ RECORDS: dict[Kind, type[Record]] = {
     Kind.PLAN: Plan,
     Kind.COVERAGE: Coverage,
     Kind.VIRTUAL: VirtualTensor,
-    Kind.SIGNATURE: Signature,
+    Kind.NOTE: Note,
 }
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from mstore import notes
 from mstore.blocks.location import raw_length
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import PRUNED, SIGNATURES
+from mstore.blocks.schema import NOTES, PRUNED
 from mstore.check.findings import Findings
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import Id, ManifestId, PlanId, SnapshotId, TensorId
@@ -23,6 +24,7 @@ from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import few
 from mstore.store import listing, mirror, pack_list, refs
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 
 
 def _shown(ref: refs.Ref | None) -> str:
@@ -30,7 +32,7 @@ def _shown(ref: refs.Ref | None) -> str:
 
 
 class Graph:
-    """One pass over refs, snapshots and signatures."""
+    """One pass over refs, snapshots and notes."""
 
     def __init__(self, catalog: Catalog, findings: Findings) -> None:
         self._catalog = catalog
@@ -49,7 +51,7 @@ class Graph:
         A copy that is being made has no mirror and no pack list yet.
         """
         with self._index.env.read() as transaction:
-            self.names = dict(refs.walk(self._index, transaction))
+            self.names = dict(refs_in(self._index, transaction).walk())
         known = set(self._catalog.snapshot_ids())
         self.snapshots = len(known)
         for name, ref in self.names.items():
@@ -62,7 +64,7 @@ class Graph:
         self.pruned = self._pruned()
         for snapshot in sorted(known):
             self._snapshot(snapshot, known, with_contents=snapshot not in self.pruned)
-        self._signatures(known)
+        self._notes(known)
         if with_mirror:
             self._mirror()
             self._pack_list()
@@ -187,14 +189,25 @@ class Graph:
             what = f"{where}: not in plan {id_of_plan.short}"
             self.findings.tell("virtual", id.hex(), what)
 
-    def _signatures(self, known: set[SnapshotId]) -> None:
+    def _notes(self, known: set[SnapshotId]) -> None:
         with self._index.env.read() as transaction:
-            rows = [key for key, _ in self._index.walk(transaction, SIGNATURES)]
-        for snapshot, signature in rows:
+            rows = {
+                (snapshot, note) for (snapshot, note), _ in self._index.walk(transaction, NOTES)
+            }
+        about = {id: one.snapshot_id() for id, one in notes.stored(self._catalog).items()}
+        for snapshot, note in sorted(rows):
             if snapshot not in known:
-                what = f"signs {snapshot.short}, which is missing"
-                self.findings.tell("signature", signature.hex(), what)
-            self._require(Kind.SIGNATURE, signature, f"snapshot {snapshot.short}")
+                what = f"is about snapshot {snapshot.short}, which is missing"
+                self.findings.tell("note", note.hex(), what)
+            if about.get(note, snapshot) != snapshot:
+                what = f"the index gives it to snapshot {snapshot.short}, which it is not about"
+                self.findings.tell("note", note.hex(), what)
+            self._require(Kind.NOTE, note, f"snapshot {snapshot.short}")
+        for note, snapshot in about.items():
+            if snapshot in known and (snapshot, note) not in rows:
+                self.findings.tell(
+                    "note", note.hex(), "is stored and not in the index's list of notes"
+                )
 
     def _mirror(self) -> None:
         # A crash right after a commit leaves the mirror behind; the next writer refreshes it.

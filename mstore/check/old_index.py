@@ -124,11 +124,9 @@ class OldIndex:
 
 
 def _require_named(table: Table[Any, Any], key: Any, value: Any) -> None:
-    """Raise BadName or Corrupt if a row of refs or reflogs has a name or kind that none has."""
+    """Raise BadName if a row of refs or reflogs has a name or kind that none has."""
     if table is REFS or table is REFLOG:
-        refs.check_name(key if table is REFS else key[0])
-    if table is REFS and value.kind not in (refs.BRANCH, refs.TAG):
-        raise Corrupt(f"not a kind of ref: {value.kind}", where=key)
+        refs.check(key if table is REFS else key[0], value.kind if table is REFS else None)
 
 
 def at_work(layout: Layout) -> Iterator[tuple[str, int, str]]:

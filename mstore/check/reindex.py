@@ -25,14 +25,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mstore import fs
+from mstore import fs, notes
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, SIGNATURES, Source, Sources
+from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, Source, Sources
 from mstore.check import names as witnesses
 from mstore.check import old_index, pack_rows
 from mstore.check.names import Names
@@ -40,9 +40,9 @@ from mstore.check.old_index import OldIndex
 from mstore.check.pack_rows import PackRows
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.frozen import frozen
-from mstore.ids import Buffer, PackId, PlanId, SignatureId, SnapshotId
+from mstore.ids import Buffer, PackId, PlanId, SnapshotId
 from mstore.objects.canonical import decode
-from mstore.objects.signature import Signature
+from mstore.objects.note import Note
 from mstore.objects.snapshot import BASE, COMPANION, EXPERT, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.progress import ProgressCallback
@@ -58,6 +58,7 @@ from mstore.store import (
 from mstore.store.catalog import now_ns
 from mstore.store.config import Config
 from mstore.store.layout import Layout, locate, require_local, require_writable
+from mstore.store.ref_store import refs_in
 
 _DATA = "data.mdb"
 
@@ -358,20 +359,20 @@ class _Building:
     # -- snapshots ---------------------------------------------------------------------------
 
     def _snapshots(self, collected: set[bytes]) -> dict[SnapshotId, SnapshotRecord]:
-        """Insert rows of snapshots and signatures, except for collected snapshots."""
+        """Insert rows of snapshots and their notes, except for collected snapshots."""
         index = self._index
         snapshots: dict[SnapshotId, SnapshotRecord] = {}
-        signatures: dict[SignatureId, SnapshotId] = {}
+        noted: list[Note] = []
         for id in self._stored(Kind.SNAPSHOT):
             data = None if id in collected else self._record(Kind.SNAPSHOT, id)
             if data is not None:
                 with suppress(Corrupt):
                     snapshots[SnapshotId(id)] = decode(SnapshotRecord, data, id.hex())
-        for id in self._stored(Kind.SIGNATURE):
-            data = self._record(Kind.SIGNATURE, id)
+        for id in self._stored(Kind.NOTE):
+            data = self._record(Kind.NOTE, id)
             if data is not None:
                 with suppress(Corrupt):
-                    signatures[SignatureId(id)] = decode(Signature, data, id.hex()).snapshot_id()
+                    noted.append(decode(Note, data, id.hex()))
         with index.env.write() as transaction:
             for id in collected:
                 # Its blocks may be gone as well: a listed record without them would be reported as
@@ -379,9 +380,10 @@ class _Building:
                 index.delete_row(transaction, (Kind.SNAPSHOT, id))
             for snapshot in snapshots.values():
                 listing.insert(index, transaction, snapshot)
-            for signature, signed in signatures.items():
-                if signed not in collected:
-                    index.put(transaction, SIGNATURES, (signed, signature), None)
+            for note in noted:
+                # A note of a snapshot that is gone is garbage, which gc drops.
+                if note.snapshot_id() in snapshots:
+                    notes.insert(index, transaction, note)
         return snapshots
 
     def _stored(self, kind: Kind) -> list[bytes]:
@@ -401,29 +403,25 @@ class _Building:
             for key, move in old.reflog.items():
                 index.put(transaction, REFLOG, key, move)
             for name in settled.removed:
-                last = old.moves[name].new
-                if last is not None:
-                    self._move(transaction, name, last, None)
+                self._restore(transaction, name, None, old.moves[name].new)
             for name, ref in sorted(settled.refs.items()):
                 if ref.snapshot_id() not in known:
                     what = f"{name} is at {ref.snapshot_id()}, which is in no pack"
                     self._notes.append(phrase("{what}; next: {fsck}", what=what, fsck=call("fsck")))
-                refs.put(index, transaction, name, ref)
                 last = old.moves[name].new if name in old.moves else None
-                if last != ref.snapshot:
-                    self._move(transaction, name, last, ref)
+                self._restore(transaction, name, ref, last)
         return dict(settled.refs), len(old.reflog)
 
-    def _move(
+    def _restore(
         self,
         transaction: IndexTransaction,
         name: str,
-        old: bytes | None,
         new: refs.Ref | None,
+        old: bytes | None,
         action: str = "reindex",
     ) -> None:
-        refs.append(
-            self._index, transaction, name, old=old, new=new, action=action, time_ns=now_ns()
+        refs_in(self._index, transaction).restore(
+            name, new, old=old, action=action, time_ns=now_ns()
         )
 
     def _recover(
@@ -453,8 +451,7 @@ class _Building:
                 if name in names or name in found:
                     name = f"{directory}/{id}"
                 found[name] = refs.Ref(refs.BRANCH, id)
-                refs.put(self._index, transaction, name, found[name])
-                self._move(transaction, name, None, found[name], "reindex: recovered")
+                self._restore(transaction, name, found[name], None, "reindex: recovered")
         if found:
             first = next(iter(found))
             self._notes.append(
@@ -473,7 +470,7 @@ class _Building:
 
     def _reflog(self) -> list[refs.Move]:
         with self._index.env.read() as transaction:
-            return [move for _, move in refs.walk_reflogs(self._index, transaction)]
+            return [move for _, move in refs_in(self._index, transaction).reflogs()]
 
     def _plans(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]

@@ -21,6 +21,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mstore import notes
 from mstore.blocks import codecs, location
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
 from mstore.blocks.index import Index
@@ -225,7 +226,7 @@ class Repair:
     # -- giving up ---------------------------------------------------------------------------
 
     def _give_up(self, catalog: Catalog, damage: Damage) -> list[PackId]:
-        """Drop rows with wrong bytes, list snapshots that are whole, condemn emptied packs.
+        """Drop rows with wrong bytes, list whole snapshots and notes, condemn emptied packs.
 
         One transaction; a row that changed since it was found broken stays.
         """
@@ -235,6 +236,7 @@ class Repair:
             with catalog.publishing():
                 pack_list.add(catalog.layout, index, (), catalog.packs.is_there)
         snapshots = list(_readable(catalog, damage.incomplete))
+        noted = notes.stored(catalog)
         dropped, condemned = [], []
         with catalog.committing() as transaction:
             for key, row in damage.can_be_dropped().items():
@@ -245,6 +247,7 @@ class Repair:
             for kind, id in damage.rows:
                 if kind == Kind.SNAPSHOT:
                     _unlist_if_lost(index, transaction, SnapshotId(id))
+            notes.list_again(index, transaction, noted.values())
             condemned = [
                 pack
                 for pack in sorted(damage.packs)

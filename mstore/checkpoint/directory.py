@@ -319,10 +319,10 @@ def _refuse_pickled_top(tree: Tree) -> None:
 
 
 def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:
-    """Refuse models side by side: of tensors with the same name only the first would be seen.
+    """Refuse whole models side by side: each is mostly meant as a snapshot of its own.
 
-    A model may have parts in subdirectories, as a pipeline has.  Parts have different tensors, or a
-    file at the top names them.
+    A snapshot may hold several, as a pipeline does.  Then their tensors differ, or a file at the
+    top names them.
     """
     paths = {file.path for file in files}
     top = {path for path in paths if "/" not in path}
@@ -353,7 +353,7 @@ def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:
 
 
 def _refuse_copies(tree: Tree, own: set[str], below: Mapping[str, set[str]]) -> None:
-    """Refuse a model with copies of its tensors below it, as a training run leaves them."""
+    """Refuse a model with earlier states of it below, as a training run leaves them."""
     shared = {directory: own & names for directory, names in below.items() if own & names}
     if not shared:
         return

@@ -24,13 +24,12 @@ from mstore.checkpoint import strangers
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
+from mstore.checkpoint.small_files import LENGTH_BYTES, METADATA_KEY
 from mstore.checkpoint.strict_json import parse_object
 from mstore.errors import BadCheckpoint
 from mstore.frozen import frozen
 from mstore.sizes import exact_size, format_size
 
-LENGTH_BYTES = 8
-METADATA_KEY = "__metadata__"
 MIB = 1024 * 1024
 
 

@@ -7,6 +7,10 @@ import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
+LENGTH_BYTES: Final = 8
+"""Bytes of a safetensors header before its JSON."""
+METADATA_KEY: Final = "__metadata__"
+"""Its key that names no tensor."""
 _ALIGNMENT: Final = 8
 
 

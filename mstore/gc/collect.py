@@ -29,7 +29,7 @@ import numpy as np
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import pack_number
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import PINNED, PLANS, PRUNED, SIGNATURES, Condemned
+from mstore.blocks.schema import NOTES, PINNED, PLANS, PRUNED, Condemned
 from mstore.errors import StorageFailed
 from mstore.frozen import frozen
 from mstore.gc import proof, tidy
@@ -52,6 +52,7 @@ from mstore.store.catalog import Catalog, now_ns
 from mstore.store.leases import Leftover
 from mstore.store.memo import Memo
 from mstore.store.publishing import MAX_PACK_BYTES
+from mstore.store.transaction import RefMove, apply_moves
 
 RESERVE_BYTES = 8 << 20
 """Free space, in bytes, that copies leave to others."""
@@ -73,6 +74,8 @@ class GcReport:
     """unreachable records, including snapshots and plans"""
     plans_dropped: int
     """plans whose inputs are gone"""
+    candidates_dropped: tuple[str, ...]
+    """candidates that were old, and that no process held"""
     dropped_bytes: int
     """their size in packs"""
     packs_removed: tuple[str, ...]
@@ -134,6 +137,7 @@ class _Tally:
     blocks: int = 0
     records: int = 0
     plans: int = 0
+    candidates: list[str] = field(default_factory=list)
     dropped_bytes: int = 0
     removed: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
@@ -165,6 +169,7 @@ class _Tally:
             blocks_dropped=self.blocks,
             records_dropped=self.records,
             plans_dropped=self.plans,
+            candidates_dropped=tuple(self.candidates),
             dropped_bytes=self.dropped_bytes,
             packs_removed=tuple(sorted(self.removed)),
             packs_rewritten=tuple(sorted(self.rewritten)),
@@ -205,7 +210,7 @@ class Collector:
 
     # -- looking -----------------------------------------------------------------------------
 
-    def _survey(self) -> tuple[Reach, Dead, Choice]:
+    def _survey(self) -> tuple[Roots, Reach, Dead, Choice]:
         catalog = self._catalog
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
@@ -214,7 +219,8 @@ class Collector:
         reach.grow(roots)
         proof.require_rows(catalog, reach)
         found = uses(reach, catalog.packs)
-        return reach, Dead.of(reach), choose(found, self._room(), self._limits.dead_share)
+        choice = choose(found, self._room(), self._limits.dead_share)
+        return roots, reach, Dead.of(reach), choice
 
     def _room(self) -> int:
         if self._limits.room is not None:
@@ -225,9 +231,10 @@ class Collector:
         """Report what `run` would do now. Changes nothing."""
         began = time.monotonic()
         proof.require_sound_names(self._catalog)
-        _, dead, choice = self._survey()
+        roots, _, dead, choice = self._survey()
         catalog, tally = self._catalog, self._tally
         tally.drop(dead)
+        tally.candidates += [name for name, _ in roots.expired]
         tally.left += choice.left
         copied = sum(use.live_bytes for use in choice.rewrite)
         self._count_packs(choice, choice.remove, choice.rewrite, copied)
@@ -311,8 +318,9 @@ class Collector:
     def _round(self) -> bool:
         """Mark, copy, publish, unlink; return whether more room would allow more."""
         catalog, tally = self._catalog, self._tally
-        reach, dead, choice = self._survey()
-        if not (dead.snapshots or dead.count(*Kind) or choice.remove or choice.rewrite):
+        roots, reach, dead, choice = self._survey()
+        found = dead.snapshots or dead.count(*Kind) or choice.remove or choice.rewrite
+        if not (found or roots.expired):
             tally.left += choice.left
             tally.dead_bytes = choice.stays
             return False
@@ -356,7 +364,10 @@ class Collector:
         with copies.packs.committing() as transaction:
             # Else the lease's own row would protect the packs that are condemned below.
             lease.drop_row(transaction)
-            reach.grow(self._roots_now(reach, transaction), transaction)
+            roots = self._roots_now(reach, transaction)
+            reach.grow(roots, transaction)
+            moves = [RefMove(name, ref, None, "gc") for name, ref in roots.expired]
+            apply_moves(catalog, transaction, moves)
             dead = Dead.of(reach)
             gone: Counter[int] = Counter()
             for pack in copies.packs.sealed:
@@ -384,6 +395,7 @@ class Collector:
             with suppress(StorageFailed):
                 catalog.packs.remove(useless)
         tally.drop(dead)
+        tally.candidates += [move.name for move in moves]
         self._count_packs(
             choice,
             [use for use in choice.remove if use.number in empty],
@@ -470,7 +482,7 @@ def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: Dead)
     index = catalog.index
     for id in dead.snapshots:
         index.delete(transaction, PRUNED, id)
-        index.delete_all(transaction, SIGNATURES, id)
+        index.delete_all(transaction, NOTES, id)
     listing.remove(index, transaction, dead.snapshots)
 
 

@@ -109,7 +109,7 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
     branches = {name: ref for name, ref in named.items() if ref.kind == refs.BRANCH}
     for name in wish.branches:
         if name not in branches:
-            what = "is a tag" if name in named else "no such branch"
+            what = f"is a {named[name].kind}" if name in named else "no such branch"
             raise NotFound(what, where=name, hint=call("refs"))
     asked = set(wish.branches or branches)
     kept: set[SnapshotId] = {ref.snapshot_id() for ref in branches.values()}
@@ -126,6 +126,9 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
         tips = [branches[name].snapshot_id() for name in asked]
         older.update(set(ancestry(catalog, tips)) - chains)
     tagged = {name: ref for name, ref in named.items() if ref.kind == refs.TAG}
+    kept.update(
+        ref.snapshot_id() for ref in named.values() if ref.kind not in (refs.BRANCH, refs.TAG)
+    )
     if wish.keep_tagged:
         kept.update(ref.snapshot_id() for ref in tagged.values())
     else:

@@ -23,8 +23,8 @@ from mstore.ids import (
     CoverageId,
     Id,
     ManifestId,
+    NoteId,
     PlanId,
-    SignatureId,
     SnapshotId,
     TensorId,
     VirtualId,
@@ -40,7 +40,7 @@ _ID_TYPES: dict[Kind, type[Id]] = {
     Kind.PLAN: PlanId,
     Kind.COVERAGE: CoverageId,
     Kind.VIRTUAL: VirtualId,
-    Kind.SIGNATURE: SignatureId,
+    Kind.NOTE: NoteId,
 }
 
 

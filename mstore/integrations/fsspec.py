@@ -98,7 +98,7 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _snapshot(self, path: str) -> tuple[str, SnapshotView, str] | None:
         """Return the revision that a path begins with, its view, and the rest; None if none."""
         parts = self._strip_protocol(path).split("/")
-        names = {ref.name for ref in self.store.refs()}
+        names = self.store.ref_ids()
         for count in range(1, len(parts) + 1):
             revision = "/".join(parts[:count])
             name = _MARKS.split(revision)[0]
@@ -125,7 +125,7 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _is_above_refs(self, path: str) -> bool:
         below = self._strip_protocol(path)
-        return not below or any(ref.name.startswith(f"{below}/") for ref in self.store.refs())
+        return not below or any(name.startswith(f"{below}/") for name in self.store.ref_ids())
 
     # -- what programs call --------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if found is not None:
             entries = list(self._inside(*found))
         elif self._is_above_refs(path):
-            entries = _children(path, dict.fromkeys((ref.name for ref in self.store.refs()), None))
+            entries = _children(path, dict.fromkeys(self.store.ref_ids(), None))
         else:
             entries = []
         if not entries and found is None and path:

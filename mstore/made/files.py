@@ -17,10 +17,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Final, NamedTuple, Protocol
 
 from mstore.checkpoint.dtypes import nbytes
-from mstore.checkpoint.header import LENGTH_BYTES, METADATA_KEY
 from mstore.checkpoint.models import is_index
 from mstore.checkpoint.partition import block_count
-from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
+from mstore.checkpoint.small_files import (
+    LENGTH_BYTES,
+    METADATA_KEY,
+    header_bytes,
+    json_bytes,
+    json_object,
+)
 from mstore.ids import TensorId
 from mstore.made import metadata
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
@@ -137,7 +142,7 @@ def _header(
     before: bytes | None, slots: Sequence[Slot] | None, without: Collection[str]
 ) -> bytes | None:
     """Return a header, None if it stays.  Names that it had keep their order."""
-    told = NEW if before is None else _metadata_of(before)
+    told = NEW if before is None else metadata_of(before)
     left = None if told is None else metadata.kept(told, without)
     if slots is None and left == told:
         return None
@@ -162,7 +167,7 @@ def _entries(slots: Iterable[Slot]) -> dict[str, Any]:
     return found
 
 
-def _metadata_of(header: bytes) -> dict[str, str] | None:
+def metadata_of(header: bytes) -> dict[str, str] | None:
     """Return the metadata of a header that was read before, None if it has none."""
     if METADATA_KEY.encode() not in header:
         return None
@@ -183,7 +188,8 @@ def _indexes(
     catalog: Catalog, before: Manifest, changed: Weights
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the shard indexes beside files that change, and what they say."""
-    directories = {posixpath.dirname(path) for path in changed}
+    # Where every entry stays, so does what indexes say of them.
+    directories = {posixpath.dirname(path) for path, new in changed.items() if new is not None}
     for file in before.files:
         is_there = is_index(file.path) and posixpath.dirname(file.path) in directories
         if file.form == OPAQUE and is_there:

@@ -16,7 +16,7 @@ from mstore.version import TOOL
 
 
 class Publication:
-    """Snapshots of one transaction, and the moves of their branches.
+    """Snapshots of one transaction, and the moves of their branches, or of candidates for them.
 
     A branch that is there already keeps its snapshot. Whatever a repair dropped of its blocks and
     records is stored again all the same, because the transaction has it as news.
@@ -43,13 +43,15 @@ class Publication:
         origin: Origin | None = None,
         keeps: Callable[[SnapshotRecord], bool] | None = None,
         relies: bool = True,
+        candidate: str | None = None,
     ) -> tuple[SnapshotRecord, bool]:
         """Put a content on a branch; return its snapshot, and whether it is a new one.
 
         current: what the branch is now. parents: what it was made of, without the previous one.
         action: for the reflog. keeps: whether what is on the branch, of the same content, stays; by
         default, if it was made of the same by the same plan. relies: false if the transaction put
-        every block and tensor of the content.
+        every block and tensor of the content. candidate: a run whose candidate for the branch moves
+        in its place.
         """
         transaction = self._transaction
         if relies:
@@ -69,28 +71,42 @@ class Publication:
             time_ns=now_ns(),
             tool=TOOL,
         )
-        if tip is not None and tip.manifest == record.manifest:
-            if keeps is None:
-                is_kept = _is_made_alike(tip, record)
-            else:
-                # What is computed on read may have the content of what was added, and is not it.
-                is_kept = not tip.is_virtual and keeps(tip)
-            if is_kept:
-                return tip, False
-        new = refs.Ref(refs.BRANCH, record.id())
-        self._snapshots.append(record)
-        self._moves.append(RefMove(branch, current, new, action))
-        return record, True
+        name, kind, now, tips = branch, refs.BRANCH, current, [tip]
+        if candidate is not None:
+            name, kind = refs.below(refs.CANDIDATE, candidate, branch), refs.CANDIDATE
+            now = self._catalog.ref(name)
+            mine, _ = tip_of(self._catalog, now)
+            # One that follows another state of the branch is not the one that was asked for.
+            tips += [mine] if mine is not None and mine.parents == record.parents else []
+        there = next((one for one in tips if one is not None and _stays(one, record, keeps)), None)
+        new = refs.Ref(kind, (there or record).id())
+        if there is None:
+            self._snapshots.append(record)
+        if new != now:
+            self._moves.append(RefMove(name, now, new, action))
+        return there or record, there is None
 
     def commit(self) -> None:
         """Publish what was put, and what a repair had dropped.  Raises Conflict, StorageFailed."""
-        if self._snapshots or self._transaction.has_news:
+        if self._moves or self._transaction.has_news:
             self._transaction.commit(snapshots=self._snapshots, moves=self._moves)
 
 
 def made_of(record: SnapshotRecord) -> tuple[Parent, ...]:
     """Return the parents that a snapshot was made of: all but the branch's previous snapshot."""
     return tuple(parent for parent in record.parents if parent.role != PREVIOUS)
+
+
+def _stays(
+    one: SnapshotRecord, new: SnapshotRecord, keeps: Callable[[SnapshotRecord], bool] | None
+) -> bool:
+    """Return whether a ref's snapshot stays, in place of a new one."""
+    if one.manifest != new.manifest:
+        return False
+    if keeps is None:
+        return _is_made_alike(one, new)
+    # What is computed on read may have the content of what was added, and is not it.
+    return not one.is_virtual and keeps(one)
 
 
 def _is_made_alike(one: SnapshotRecord, other: SnapshotRecord) -> bool:

@@ -28,6 +28,10 @@ class RecordLimits(msgspec.Struct, frozen=True):
     tensor_record_bytes: int = RECORD_LIMIT
     record_bytes: int = 256 * MIB
     small_record_bytes: int = 4 * MIB
+    note_bytes: int = 128 * 1024
+    value_bytes: int = 64 * 1024
+    value_depth: int = 16
+    removed: int = 1000
     files: int = 100_000
     tensors: int = 1_000_000
     rank: int = 64
@@ -44,6 +48,8 @@ class RecordLimits(msgspec.Struct, frozen=True):
         """Return the most bytes that a record of this kind may take."""
         if kind == Kind.TENSOR:
             return self.tensor_record_bytes
+        if kind == Kind.NOTE:
+            return self.note_bytes
         if kind in (Kind.MANIFEST, Kind.PLAN, Kind.COVERAGE):
             return self.record_bytes
         return self.small_record_bytes

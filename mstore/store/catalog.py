@@ -55,7 +55,9 @@ from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
 from mstore.store.config import Config
 from mstore.store.layout import Layout
+from mstore.store.leases import Hold
 from mstore.store.record_cache import Key, RecordCache
+from mstore.store.ref_store import refs_in
 from mstore.store.stored_lengths import StoredLengths
 
 if TYPE_CHECKING:
@@ -95,8 +97,9 @@ class Catalog:
         self._records = RecordCache()
         self._room = Room(layout.block_size)
         self.lengths = StoredLengths(index, self.stored_lengths)
+        self._candidates: dict[str, Hold] = {}
         self.author: Callable[[], str] = str
-        """Asked when a snapshot is made: by whom."""
+        """Asked when a snapshot or a note is made: by whom."""
 
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
@@ -125,6 +128,8 @@ class Catalog:
         Raises Unavailable, and closes nothing, inside a call of this thread's own.
         """
         self.index.env.require_outside()
+        for held in self._candidates.values():
+            held.release()
         self.packs.close()
         self.index.close()
         self.layout.close()
@@ -605,12 +610,25 @@ class Catalog:
     def refs(self) -> dict[str, ref_rows.Ref]:
         """Return all refs by name."""
         with self.index.env.read() as transaction:
-            return dict(ref_rows.walk(self.index, transaction))
+            return dict(refs_in(self.index, transaction).walk())
 
     def ref(self, name: str) -> ref_rows.Ref | None:
         """Return one ref, or None."""
         with self.index.env.read() as transaction:
-            return ref_rows.get(self.index, transaction, name)
+            return refs_in(self.index, transaction).get(name)
+
+    def hold_candidate(self, name: str, ref: ref_rows.Ref | None) -> None:
+        """Keep the snapshot of a candidate until it moves or this is closed; None: let it go.
+
+        Call it before the move is visible, with the writer lock held: no garbage collection is
+        between the two.
+        """
+        new = None if ref is None else Hold(self.layout, ref.snapshot_id())
+        old = self._candidates.pop(name, None)
+        if new is not None:
+            self._candidates[name] = new
+        if old is not None:
+            old.release()
 
     def snapshot_ids(self) -> list[SnapshotId]:
         """Return every stored snapshot, by id."""

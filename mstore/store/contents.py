@@ -22,6 +22,7 @@ from mstore.objects.manifest import Manifest
 from mstore.phrases import call, phrase
 from mstore.store import damage, leases, listing, refs
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 
 
 class Pruned(NotFound):
@@ -96,7 +97,9 @@ def require_held(catalog: Catalog, id: SnapshotId) -> None:
     # A ref that cannot be read is no obstacle: waiting is always right.
     with suppress(Corrupt), catalog.index.env.read() as transaction:
         # Whoever publishes now sees the same refs, because there is one publisher at a time.
-        if any(ref.snapshot_id() == id for _, ref in refs.walk(catalog.index, transaction)):
+        # An old candidate may be dropped with its snapshot.
+        named = (ref for _, ref in refs_in(catalog.index, transaction).walk())
+        if any(ref.snapshot_id() == id and ref.kind != refs.CANDIDATE for ref in named):
             return
     # Who may not lock a store can take no hold either.
     with suppress(StorageFailed):

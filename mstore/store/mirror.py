@@ -28,7 +28,8 @@ from mstore.ids import SnapshotId
 from mstore.phrases import call
 from mstore.store import refs, sealed_text
 from mstore.store.layout import Layout
-from mstore.store.refs import BRANCH, TAG, Ref
+from mstore.store.ref_store import refs_in
+from mstore.store.refs import Ref
 
 KEPT: Final = 8
 _HEAD: Final = "mstore refs 2"
@@ -50,7 +51,7 @@ def write(layout: Layout, index: Index) -> None:
     """
     with index.env.read() as transaction:
         generation = index.generation(transaction)
-        named = sorted(refs.walk(index, transaction), key=lambda one: one[0].encode())
+        named = sorted(refs_in(index, transaction).walk(), key=lambda one: one[0].encode())
     lines = [_line(name, ref) for name, ref in named]
     _replace(layout, sealed_text.read(layout.mirror), generation, lines)
 
@@ -65,7 +66,7 @@ def follow(layout: Layout, index: Index, moved: Collection[str]) -> None:
     before = sealed_text.read(layout.mirror)
     with index.env.read() as transaction:
         generation = index.generation(transaction)
-        now = {name: refs.get(index, transaction, name) for name in moved}
+        now = {name: refs_in(index, transaction).get(name) for name in moved}
         count = index.count(transaction, "refs")
     lines = [] if before is None else _lines_of(layout.mirror, before, generation - 1)
     for name, ref in now.items():
@@ -185,9 +186,7 @@ def _refs(path: Path, lines: list[bytes]) -> dict[str, Ref]:
         kind, _, rest = line.partition(" ")
         id, _, name = rest.partition(" ")
         try:
-            refs.check_name(name)
-            if kind not in (BRANCH, TAG):
-                raise BadName(f"{kind!r} is no kind of ref")
+            refs.check(name, kind)
             found[name] = Ref(kind, SnapshotId.parse(id))
         except BadName as error:
             raise Corrupt(f"not a line of a ref mirror: {line!r}", where=str(path)) from error
@@ -200,14 +199,14 @@ def differences(mirror: Mirror, index: Index, transaction: IndexTransaction) -> 
     The mirror may be some commits behind: then the index's reflog has the moves since. Raises
     Corrupt if rows of the index are unreadable.
     """
-    named = dict(refs.walk(index, transaction))
+    named = dict(refs_in(index, transaction).walk())
     behind = mirror.generation < index.generation(transaction)
     found = []
     for name in sorted(named.keys() | mirror.refs.keys()):
         now = named.get(name)
         if now == mirror.refs.get(name):
             continue
-        last = refs.reflog(index, transaction, name)[-1:]
+        last = refs_in(index, transaction).reflog(name)[-1:]
         since = bool(last) and last[0].generation > mirror.generation
         if not (behind and since and last[0].new == (None if now is None else now.snapshot)):
             found.append(name)

@@ -20,6 +20,8 @@ from mstore.phrases import call, few
 from mstore.store.catalog import Catalog
 
 _MAX_INDEX: Final = 32 << 20
+_NAMED: Final = 12
+"""Models that an error lists: a pipeline has some five, each with a variant."""
 
 
 class Models:
@@ -66,8 +68,11 @@ class Models:
         """Return the model of this name.  Raises NotFound, which lists them."""
         found = self.named.get(name)
         if found is None:
-            hint = did_you_mean(name, self.named, call("show", where))
-            raise NotFound("has no such model", where=f"{where}:{name}", hint=hint)
+            hint = did_you_mean(name, self.named, call("files", where))
+            known = (
+                few([one or "that of its top directory" for one in self.named], _NAMED) or "none"
+            )
+            raise NotFound(f"no such model; it has {known}", where=f"{where}:{name}", hint=hint)
         return found
 
     def meant(self, revision: str) -> str:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mstore.errors import Conflict
-from mstore.store import leases, refs
+from mstore.store import leases
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 
 T = TypeVar("T")
 ATTEMPTS = 3
@@ -38,4 +39,4 @@ def unless_overtaken(catalog: Catalog, name: str, attempt: Callable[[], T]) -> T
 def _moves(catalog: Catalog, name: str) -> int:
     """Return how often the ref has moved so far."""
     with catalog.index.env.read() as transaction:
-        return refs.next_position(catalog.index, transaction, name)
+        return refs_in(catalog.index, transaction).count_moves(name)

@@ -20,6 +20,7 @@ from mstore.objects.snapshot import PREVIOUS, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.store import refs
 from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 from mstore.store.transaction import Transaction
 
 
@@ -55,7 +56,7 @@ def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
 def _named_before(
     catalog: Catalog, transaction: IndexTransaction, new: Source, old: Source
 ) -> Source:
-    ref = refs.get(catalog.index, transaction, old.name)
+    ref = refs_in(catalog.index, transaction).get(old.name)
     return old if ref is not None and ref.snapshot == old.snapshot == new.snapshot else new
 
 

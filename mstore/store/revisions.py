@@ -1,6 +1,7 @@
 """Revisions: how a person names a snapshot.
 
-NAME          a ref or tag
+NAME          a branch or tag; another ref by its name in full
+REMOTE/NAME   where no branch or tag has that name: the ref remotes/REMOTE/NAME
 PREFIX        at least four hex digits of a SnapshotId
 MANIFEST      a ManifestId in full: the newest snapshot with that content
 REV~N         N steps along the first parent (parents are in the order previous, base, experts)
@@ -23,6 +24,7 @@ from mstore.ids import SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import Text, call, joined, phrase
 from mstore.store import listing, refs
+from mstore.store.ref_store import refs_in
 
 _SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
 _ODD_SUFFIX = re.compile(r".(~|@\{)")
@@ -60,7 +62,7 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
     """Resolve name and reflog position.  Raises NotFound or BadName (ambiguous prefix)."""
     if revision.back is not None:
         return _from_reflog(index, transaction, revision)
-    ref = refs.get(index, transaction, revision.name)
+    ref = refs_in(index, transaction).meant(revision.name)
     if ref is not None:
         return ref.snapshot_id()
     is_prefix = _PREFIX.fullmatch(revision.name) is not None
@@ -76,7 +78,7 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
             ),
         )
     if not ids:
-        if refs.removed(index, transaction, revision.name) is not None:
+        if refs_in(index, transaction).removed(revision.name) is not None:
             back = f"{revision.name}@{{1}}"
             raise NotFound(
                 "no such ref: it was removed",
@@ -87,7 +89,7 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
         if _ODD_SUFFIX.search(revision.name):
             hint = "REF~N and REF@{N} take a whole number"
         else:
-            hint = did_you_mean(revision.name, refs.names(index, transaction), _HINT)
+            hint = did_you_mean(revision.name, refs_in(index, transaction).names(), _HINT)
         if _TOO_SHORT.fullmatch(revision.name):
             hint = joined("the beginning of an id has at least 4 digits", hint)
         raise NotFound("no such ref or snapshot", where=revision.name, hint=hint)
@@ -98,10 +100,11 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
 
 
 def _from_reflog(index: Index, transaction: IndexTransaction, revision: Revision) -> SnapshotId:
-    moves = refs.reflog(index, transaction, revision.name)
+    moves = refs_in(index, transaction).reflog(revision.name)
+    moves = moves or refs_in(index, transaction).reflog(refs.of_remote(revision.name))
     assert revision.back is not None
     if not moves:
-        raise refs.missing(revision.name, refs.names(index, transaction))
+        raise refs_in(index, transaction).missing(revision.name)
     if revision.back >= len(moves):
         raise NotFound(
             f"the reflog has only {len(moves)} entries",

@@ -1,4 +1,4 @@
-"""What is reported of one signature of a snapshot.
+"""What is reported of one signature.
 
 Apart from `mstore.signing`, which reads keys and checks signatures: `log` and `refs` need neither.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mstore.frozen import frozen
-from mstore.ids import SignatureId, SnapshotId
+from mstore.ids import NoteId, SnapshotId
 
 if TYPE_CHECKING:
-    from mstore.objects.signature import Signature
+    from mstore.objects.note import Note
 
 GOOD_SIGNATURE = "good"
 UNKNOWN_KEY = "unknown key"
@@ -21,13 +21,13 @@ UNCHECKED = "unchecked"
 
 @frozen
 class SignatureReport:
-    """One signature of a snapshot.
+    """One signature of a snapshot, or of a note.
 
     `state` is GOOD_SIGNATURE, UNKNOWN_KEY, BAD_SIGNATURE, or UNCHECKED if the library for checking
     is missing.
     """
 
-    signature: SignatureId
+    signature: NoteId
     """the signature's id"""
     snapshot: SnapshotId
     """the snapshot's id"""
@@ -44,7 +44,7 @@ class SignatureReport:
 
 
 def signature_report(
-    id: SignatureId, record: Signature, *, made_by_key: bool | None, key: str, signer: str | None
+    id: NoteId, record: Note, *, made_by_key: bool | None, key: str, signer: str | None
 ) -> SignatureReport:
     """Report a signature.
 
@@ -63,6 +63,6 @@ def signature_report(
         state=state,
         key=key,
         signer=signer,
-        claimed_signer=record.signer,
+        claimed_signer=record.author or None,
         time_ns=record.time_ns,
     )

@@ -14,7 +14,7 @@ belongs to one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from mstore.blocks.location import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.checkpoint.partition import in_blocks, partition
 from mstore.errors import BadRequest, Conflict, Interrupted, NotFound
-from mstore.ids import BlockId, Id, TensorId
+from mstore.ids import BlockId, Id, SnapshotId, TensorId
 from mstore.objects.canonical import Record
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.manifest import Manifest, Part
@@ -40,6 +40,7 @@ from mstore.phrases import Option, phrase
 from mstore.store import condemned, contents, leases, listing, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
+from mstore.store.ref_store import refs_in
 
 
 class RefMove(msgspec.Struct, frozen=True):
@@ -389,19 +390,24 @@ def _require_unmoved(gone: Sequence[bytes]) -> None:
         )
 
 
-def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
+def branch_to_move(catalog: Catalog, name: str, candidate: str | None = None) -> refs.Ref | None:
     """Return what the branch `name` points at, None if it is new.
 
+    candidate: a run whose candidate for the branch will move in its place, and must be able to.
     Raises BadName, Conflict for a tag or a name below or above a ref. Call it with the transaction
     open: before that, the commit of a killed writer may not be visible yet.
     """
     refs.check_name(name)
     with catalog.index.env.read() as transaction:
-        current = refs.get(catalog.index, transaction, name)
+        current = refs_in(catalog.index, transaction).get(name)
         if current is None:
             refs.refuse_shadow(catalog.index, transaction, name)
             # Not only at the commit: what comes before it may take long.
-            refs.refuse_nesting(catalog.index, transaction, name)
+            refs_in(catalog.index, transaction).refuse_nesting(name)
+        if candidate is not None:
+            own = refs.below(refs.CANDIDATE, candidate, name)
+            if refs_in(catalog.index, transaction).get(own) is None:
+                refs_in(catalog.index, transaction).refuse_nesting(own)
     if current is not None and current.kind == refs.TAG:
         raise Conflict(
             "is a tag, and tags do not move",
@@ -437,15 +443,44 @@ def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence
             # snapshot.
             if move.expect is None:
                 refs.refuse_shadow(catalog.index, transaction, move.name)
-        refs.move(
-            catalog.index,
-            transaction,
+        refs_in(catalog.index, transaction).move(
             move.name,
             expect=move.expect,
             new=move.new,
             action=move.action,
             time_ns=now_ns(),
         )
+        if refs.is_candidate(move.name):
+            catalog.hold_candidate(move.name, move.new)
+
+
+def follow_remote(
+    catalog: Catalog, remote: str, found: Mapping[str, SnapshotId]
+) -> Sequence[RefMove]:
+    """Make the refs of a remote say what its branches and tags are; return the moves.
+
+    found: all of them; what the remote has no more is removed. Raises BadName, Conflict (a snapshot
+    is not stored), StorageFailed.
+    """
+    new = {
+        refs.below(refs.REMOTE, remote, name): refs.Ref(refs.REMOTE, id)
+        for name, id in found.items()
+    }
+
+    begin = refs.directory_of(refs.REMOTE, remote)
+
+    def choose(transaction: IndexTransaction) -> list[RefMove]:
+        named = refs_in(catalog.index, transaction).walk()
+        old = {name: ref for name, ref in named if name.startswith(begin)}
+        # Removals first: what was a ref there may be a directory of refs now.
+        gone = [RefMove(name, old[name], None, "fetch") for name in sorted(old.keys() - new)]
+        return gone + [
+            RefMove(name, old.get(name), ref, "fetch")
+            for name, ref in sorted(new.items())
+            if old.get(name) != ref
+        ]
+
+    return choose_moves(catalog, choose)
 
 
 def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:

@@ -78,7 +78,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "methods": ("methods",),
     "plan": ("plan", *_MERGE[1:]),
     "plans": ("plans",),
-    "merge": (*_MERGE, "--param", "normalize=false", "--name", "again"),
+    "merge": (*_MERGE, "--param", "normalize=false", "--name", "again", "--candidate", "run"),
     "materialize": ("materialize", "virtual"),
     "extract-lora": ("extract-lora", "tuned", "--base", "base", "--rank", "2", "--name", "lora"),
     "combine-adapters": ("combine-adapters", "--adapter", "base", "--adapter", "third"),
@@ -99,10 +99,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "serve": ("serve", "--port", "0"),
     "refs": ("refs",),
     "tag": ("tag", "v2", "merged"),
-    "reset": ("reset", "base", "tuned"),
+    "reset": ("reset", "base", "tuned", "--expect", "base"),
     "rename": ("rename", "base", "first"),
     "reflog": ("reflog", "base"),
     "rm": ("rm", "tuned"),
+    "note": ("note", "base", "mmlu=0.62"),
     "sign": ("sign", "base", "--key", "key"),
     "verify": ("verify", "base"),
     "prune": ("prune", "--keep-last", "1"),
@@ -120,7 +121,18 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "du": ("du",),
 }
 WRITING = (
-    *("config", "add", "analyze", "cast", "plan", "merge", "materialize", "extract-lora", "tag"),
+    *(
+        "config",
+        "add",
+        "analyze",
+        "cast",
+        "plan",
+        "merge",
+        "materialize",
+        "extract-lora",
+        "tag",
+        "note",
+    ),
     *("reset", "rename", "rm", "prune", "gc", "pin", "fsck", "reindex", "backup", "clone"),
 )
 

@@ -13,6 +13,7 @@ from small_models import BLOCK, files_of, small_model
 from mstore import Store
 from mstore.store import refs
 from mstore.store.catalog import now_ns
+from mstore.store.ref_store import refs_in
 from mstore_cli.output import when
 
 YEAR = 31_556_952 * 10**9
@@ -140,7 +141,7 @@ def test_every_stored_time_is_printed(time_ns: int, store: Store, models: list[P
     if time_ns < 1 << 64:
         with index.env.write() as rows:
             new = refs.Ref(refs.BRANCH, id)
-            refs.move(index, rows, "odd", expect=None, new=new, action="test", time_ns=time_ns)
+            refs_in(index, rows).move("odd", expect=None, new=new, action="test", time_ns=time_ns)
         mstore = Program(store.path)
         for command in ("refs", "reflog", "log"):
             for form in ((), ("--json",)):

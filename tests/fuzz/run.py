@@ -35,7 +35,7 @@ from mutation import mutate  # noqa: E402 -- its directory is known only now
 
 CORPUS = HERE / "corpus"
 TARGETS = (
-    *("tensor", "manifest", "snapshot", "plan", "coverage", "virtual", "signature"),
+    *("tensor", "manifest", "snapshot", "plan", "coverage", "virtual", "note"),
     *("header", "shard_index", "declared", "plan_text", "recipe", "adapter", "tokenizer"),
     *("pack", "codec", "mirror", "format_line", "config", "signers", "private_key"),
 )

@@ -77,6 +77,9 @@ def make(target: Path) -> None:
             store.tag("v1", "merged")
             key = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
             store.sign("v1", key, signer="somebody")
+            noted = store.note("v1", {"mmlu": 0.625, "seen": {"by": ["ada", None], "times": 300}})
+            store.sign("v1", key, note=noted[0].note)
+            store.remove_notes("v1", [store.note("v1", {"mmlu": 0.5})[0].note])
             store.add(sources / "tuned2", name="gone", threads=1)
             store.remove("gone")
             store.prune(keep_last=1)
@@ -162,6 +165,7 @@ def contents(store: Store) -> dict[str, object]:
                 "message": one.message,
                 "time_ns": one.time_ns,
                 "signatures": [[s.key, s.state] for s in one.signatures],
+                "notes": [[n.kind, n.key, n.value, n.time_ns] for n in one.notes],
             }
             for one in store.log()
         ],

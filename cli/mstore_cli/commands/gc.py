@@ -85,6 +85,8 @@ def _print(screen: Screen, report: GcReport) -> None:
     more = len(report.snapshots_dropped) - SNAPSHOTS_SHOWN
     if more > 0:
         screen.line(f"and {more} more")
+    for name in report.candidates_dropped:
+        screen.line(f"candidate {name}")
     if not (report.blocks_dropped or report.records_dropped or _does_anything(report)):
         screen.line("nothing to collect", style="green")
         screen.command("what holds the rest (refs, lineage, reflogs, virtual merges)", "mstore du")
@@ -123,6 +125,7 @@ def _print(screen: Screen, report: GcReport) -> None:
 def _does_anything(report: GcReport) -> bool:
     return bool(
         report.packs_removed
+        or report.candidates_dropped
         or report.packs_rewritten
         or report.leftover_files
         or report.put_aside

@@ -9,7 +9,7 @@ from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
-from mstore_cli.output import Column, Screen, short, when
+from mstore_cli.output import Column, Screen, noted, short, when
 from mstore_cli.session import Session
 from mstore_cli.signers import states_of, told_unknown, trusted_signers
 from mstore_cli.sizes import format_size
@@ -27,6 +27,7 @@ COLUMNS = (
     Column("MESSAGE", sentence=True),
 )
 BY = Column("BY", sentence=True)
+NOTES = Column("NOTES", sentence=True)
 
 
 @command(example="mstore log llama/merged --graph")
@@ -50,6 +51,7 @@ def log(
     every: Annotated[
         bool, Option("--all", help="Every stored snapshot, also those that no ref reaches.")
     ] = False,
+    notes: Annotated[bool, Option("--notes", help="Also what was noted about each.")] = False,
 ) -> None:
     """List snapshots and what each was made from, newest first."""
     if every and revision is not None:
@@ -73,8 +75,10 @@ def log(
         else:
             # Of one author's snapshots, all say the same.
             by = len({one.author for one in snapshots}) > 1
-            columns = (*COLUMNS[:-1], BY, COLUMNS[-1]) if by else COLUMNS
-            screen.table(columns, (_row(snapshot, by=by) for snapshot in snapshots))
+            more = (NOTES,) if notes else ()
+            columns = (*COLUMNS[:-1], *((BY,) if by else ()), COLUMNS[-1], *more)
+            rows = (_row(snapshot, by=by, notes=notes) for snapshot in snapshots)
+            screen.table(columns, rows)
             for line in told_unknown(one for each in snapshots for one in each.signatures):
                 screen.line(line)
 
@@ -83,7 +87,7 @@ def log(
     )
 
 
-def _row(snapshot: SnapshotReport, *, by: bool) -> Sequence[str]:
+def _row(snapshot: SnapshotReport, *, by: bool, notes: bool) -> Sequence[str]:
     return (
         short(snapshot.snapshot),
         when(snapshot.time_ns) if snapshot.time_ns else "-",
@@ -93,4 +97,5 @@ def _row(snapshot: SnapshotReport, *, by: bool) -> Sequence[str]:
         states_of(snapshot.signatures) or "-",
         *((snapshot.author or "-",) if by else ()),
         subject(snapshot),
+        *(["; ".join(map(noted, snapshot.notes)) or "-"] if notes else []),
     )

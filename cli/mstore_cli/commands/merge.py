@@ -41,7 +41,7 @@ from mstore_cli.merging import (
 from mstore_cli.options import Codec, Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.recipes import RecipeFile, Strict
-from mstore_cli.session import Session, replaced
+from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
 from mstore_cli.vocabularies import Vocab
 
@@ -75,6 +75,15 @@ def merge(
             group=RESULT,
         ),
     ],
+    candidate: Annotated[
+        str | None,
+        Option(
+            "--candidate",
+            metavar="RUN",
+            help="Leave the branch; name the result candidates/RUN/REF, to test it first.",
+            group=RESULT,
+        ),
+    ] = None,
     plan: Annotated[
         str | None,
         Option(
@@ -184,10 +193,10 @@ def merge(
                 )
                 with session.progress() as tick:
                     made = store.plan(own, keep=True, threads=threads, progress=tick)
-                    earlier[str(step)] = f"{name}.{step}"
-                    store.merge(
+                    part = store.merge(
                         made,
-                        name=earlier[str(step)],
+                        name=f"{name}.{step}",
+                        candidate=candidate,
                         allow_nonfinite=allow_nonfinite,
                         threads=threads,
                         memo=not no_memo,
@@ -195,6 +204,7 @@ def merge(
                         codec=codec,
                         progress=tick,
                     )
+                    earlier[str(step)] = part.name
                 notes([f"merged {step} as {earlier[str(step)]}"])
             # What it adds has a progress bar of its own.
             request = wanted.request(
@@ -215,6 +225,7 @@ def merge(
                 report = store.merge(
                     planned or _known_plan(store, plan or ""),
                     name=name,
+                    candidate=candidate,
                     message=message,
                     virtual=virtual,
                     allow_noop=allow_noop,
@@ -230,7 +241,6 @@ def merge(
                 raise Interrupted("the same command goes on from what is finished") from stop
         if planned is not None:
             report = replace(report, seconds=planned.seconds + report.seconds)
-        before = replaced(store, report.snapshot)
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
@@ -246,7 +256,7 @@ def merge(
         full = format_size(report.full_expert_bytes)
         screen.fields(
             [
-                ("was", short(before) if before and report.new_snapshot else None),
+                ("was", short(report.was) if report.was and report.new_snapshot else None),
                 ("plan", short(report.plan)),
                 ("manifest", short(report.manifest)),
                 ("method", report.method),
@@ -267,6 +277,11 @@ def merge(
             ]
         )
         draw_notes(screen, report.notes, report.warnings)
+        if candidate is not None:
+            was = short(report.was) if report.was else "''"
+            move = f"mstore reset {name} {report.name} --expect {was}"
+            screen.command("to move the branch", move)
+            screen.command("to drop the candidate", f"mstore rm {report.name}")
 
     session.output.emit(report, ids=[report.snapshot], human=human)
     session.warn_if_quiet(warning.text for warning in report.warnings)

@@ -1,4 +1,4 @@
-"""`mstore refs`: branches and tags."""
+"""`mstore refs`: branches, tags and remote refs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def refs(
     session: Session,
     names: RefNames = None,
 ) -> None:
-    """List branches and tags and what they point at."""
+    """List branches, tags and remote refs, and what they point at.
+
+    Candidates are only listed if a pattern begins like them: 'candidates/*'.
+    """
     with session.open_to_look() as store:
         found = store.refs(*(names or ()))
         removed = [one for one in store.reflog() if one.new is None] if not found else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
+from mstore_cli.declared import Argument, Option
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -19,14 +19,26 @@ def reset(
         Argument(metavar="NAME", help="The branch.", show_default=False, completes="ever"),
     ],
     revision: Revision,
+    expect: Annotated[
+        str | None,
+        Option(
+            "--expect",
+            metavar="REV",
+            help="Only if the branch points at this now; '': if there is no such branch.",
+        ),
+    ] = None,
 ) -> None:
     """Point a branch at another snapshot.
 
-    The old position stays in the reflog.
+    The old position stays in the reflog. A candidate of `mstore merge --candidate` becomes the
+    branch's state in this way; --expect refuses if another command moved the branch meanwhile.
     """
     with session.open() as store:
-        was = next((one.snapshot for one in store.refs() if one.name == name), None)
-        report = store.reset(name, revision)
+        was = store.ref_ids().get(name)
+        if expect is None:
+            report = store.reset(name, revision)
+        else:
+            report = store.move(name, expect or None, revision)
         session.settled()
         moves = store.reflog(name)
         was_nowhere = moves[0].old is None

@@ -21,7 +21,7 @@ def rm(
         list[str],
         Argument(
             metavar="REF",
-            help="Branches, tags, or patterns such as 'old/*'.",
+            help="Refs, or patterns such as 'old/*' or 'candidates/RUN/*'.",
             show_default=False,
             completes="refs",
         ),
@@ -30,7 +30,7 @@ def rm(
         bool, Option("--dry-run", "-n", help="Only print what would be removed.")
     ] = False,
 ) -> None:
-    """Remove branches or tags, all of them or none.
+    """Remove refs, all of them or none.
 
     Snapshots stay until `mstore gc` drops them: when no ref reaches them and the reflog is older
     than reflog_days (see `mstore config`). Until then `mstore reset` restores a ref.

@@ -8,7 +8,7 @@ from mstore.phrases import few
 from mstore_cli.command import command
 from mstore_cli.graph import how
 from mstore_cli.options import Revision
-from mstore_cli.output import Screen, short, when
+from mstore_cli.output import Screen, noted, short, when
 from mstore_cli.session import Session
 from mstore_cli.signers import states_of, told_unknown, trusted_signers
 from mstore_cli.sizes import counted, format_size
@@ -41,10 +41,12 @@ def show(session: Session, revision: Revision) -> None:
                     "content",
                     f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}",
                 ),
+                ("models", _models(report)),
                 ("size", format_size(report.plain_bytes)),
                 ("pinned", "raw" if report.pinned else None),
                 *((parent.role, _named(parent)) for parent in report.parents),
                 ("not finite", _not_finite(report)),
+                *(("note", noted(one)) for one in report.notes),
                 ("signatures", states_of(report.signatures)),
                 ("message", report.message or None),
             ]
@@ -53,6 +55,12 @@ def show(session: Session, revision: Revision) -> None:
             screen.line(line)
 
     session.output.emit(report, ids=[report.snapshot], human=human)
+
+
+def _models(report: SnapshotReport) -> str | None:
+    """Return what its models are called, None if it is one model."""
+    names = [name or "(top)" for name in report.models]
+    return ", ".join(names) if len(names) > 1 else None
 
 
 def _told_origin(report: SnapshotReport) -> str | None:

@@ -29,9 +29,23 @@ def sign(
             show_default=False,
         ),
     ],
+    note: Annotated[
+        str | None,
+        Option(
+            "--note",
+            metavar="NOTE",
+            help="Sign this note of the snapshot instead: its id, or the beginning of it.",
+            show_default=False,
+        ),
+    ] = None,
     signer: Annotated[
         str | None,
-        Option("--as", metavar="NAME", help="Who signs, for people to read.", show_default=False),
+        Option(
+            "--as",
+            metavar="NAME",
+            help="Who signs, for people to read [default: the author].",
+            show_default=False,
+        ),
     ] = None,
     passphrase_file: Annotated[
         Path | None,
@@ -55,10 +69,11 @@ def sign(
         return ask_passphrase(key)
 
     with session.open() as store:
-        report = store.sign(revision, load_key(key, passphrase), signer=signer)
+        report = store.sign(revision, load_key(key, passphrase), note=note, signer=signer)
         session.settled()
 
     def human(screen: Screen) -> None:
-        screen.line(f"signed {short(report.snapshot)} with {report.key}", style="green")
+        what = "" if note is None else f"note {note} of "
+        screen.line(f"signed {what}{short(report.snapshot)} with {report.key}", style="green")
 
     session.output.emit(report, ids=[report.signature], human=human)

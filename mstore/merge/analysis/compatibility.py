@@ -201,7 +201,8 @@ def _differences(
     if is_any_adapter(own_tensors, tensors, has_config) and not is_adapter(tensors):
         try:
             id, own = base.manifest.id(), other.manifest.id()
-            choice = ModelChoice(request.base.model, (None,))
+            given = {one.name: one.model for one in request.experts}
+            choice = ModelChoice(request.base.model, (given[other.name],))
             inputs = Inputs(catalog, id, [own], [base.name, other.name], choice=choice)
             (applied,) = inputs.experts
         except Incompatible as error:

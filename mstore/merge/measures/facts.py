@@ -178,7 +178,7 @@ class TensorFacts:
         Raises BadRequest if they are not known and may not be measured.
         """
         base = self.sides[0][0]
-        found = [self._facts.statistics.fact(base, id, key) for id, key in what]
+        found = self._facts.statistics.facts([(base, id, key) for id, key in what])
         known = [one for one in found if one is not None]
         if len(known) == len(found):
             return known

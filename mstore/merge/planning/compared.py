@@ -58,6 +58,15 @@ def chunk_ids(record: Tensor, chunk: int, block_size: int) -> Words:
     return words.reshape(-1, width)
 
 
+def joined_ids(records: Sequence[Tensor], chunk: int, block_size: int) -> Words:
+    """Return `chunk_ids` of several records of one type, one after the other."""
+    width = ID_WORDS * blocks_per_chunk(records[0].dtype, chunk, block_size)
+    lists = [record.blocks for record in records]
+    if any(len(blocks) % (8 * width) for blocks in lists):
+        return np.concatenate([chunk_ids(record, chunk, block_size) for record in records])
+    return np.frombuffer(b"".join(lists), dtype=np.uint64).reshape(-1, width)
+
+
 def twins(sides: Sequence[Words], dtypes: Sequence[str]) -> Counts:
     """Return the first expert with the same blocks in the same chunk: int64[K, chunks].
 

@@ -25,6 +25,7 @@ from mstore.recipes.write import named, recipe_of
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.plans import sources_of
+from mstore.store.refs import CANDIDATE, KINDS
 
 
 def recipe_text(catalog: Catalog, plan: Plan) -> str:
@@ -58,8 +59,8 @@ def printed_recipe(catalog: Catalog, plan: Plan) -> str:
     """Return the recipe of a plan with the refs that this store has for its models.
 
     Of several refs for one model that which the merge named counts, else a branch before a tag, and
-    the shortest; branches of models that were made for a recipe do not, as they may be removed.
-    Raises BadRequest if no recipe can state the plan.
+    the shortest; candidates and branches of models that were made for a recipe do not, as they may
+    be removed. Raises BadRequest if no recipe can state the plan.
     """
     text = recipe_text(catalog, plan)
     given: set[str] = set()
@@ -68,8 +69,9 @@ def printed_recipe(catalog: Catalog, plan: Plan) -> str:
         sources = sources_of(catalog, plan.id(), plan)
         given = {one.name for one in (sources.base, *sources.experts)}
     refs: dict[str, str] = {}
-    found = catalog.refs()
-    for name in sorted(found, key=lambda one: (one not in given, found[one].kind, len(one), one)):
+    found = {name: ref for name, ref in catalog.refs().items() if ref.kind != CANDIDATE}
+    rank = {name: KINDS.index(ref.kind) for name, ref in found.items()}
+    for name in sorted(found, key=lambda one: (one not in given, rank[one], len(one), one)):
         record = catalog.snapshot(found[name].snapshot_id())
         if record.made != PREPARE:
             refs.setdefault(record.manifest_id().hex(), name)

@@ -75,7 +75,7 @@ class Rules(Sequence[Rule]):
 
     def of(self, tensor: str) -> Rule | None:
         """Return the first rule that names a tensor."""
-        found = self._globs.first(tensor)
+        found = self._globs.first(tensor) if self._rules else None
         return None if found is None else self._rules[self._numbers[found]]
 
     def named(self) -> Collection[str]:
@@ -251,10 +251,13 @@ def _companions(
             )
         for each in belongs:
             found[role, each] = one
-    return {
-        key: found[key]
-        for key in sorted(found, key=lambda one: (COMPANIONS.index(one[0]), one[1] or -1))
-    }
+
+    def place(key: tuple[str, int | None]) -> tuple[int, int]:
+        role, of = key
+        # As in a plan, what belongs to the whole merge comes first.
+        return COMPANIONS.index(role), -1 if of is None else of
+
+    return {key: found[key] for key in sorted(found, key=place)}
 
 
 def _check_companions(
@@ -359,7 +362,7 @@ def _output(
 
     companions: the numbers of what they belong to, whose tensors have the same names.
     """
-    from mstore.checkpoint.header import METADATA_KEY
+    from mstore.checkpoint.small_files import METADATA_KEY
 
     # A lone surrogate is not printable, either.
     sound = name.isprintable() and 0 < len(name.encode()) <= DEFAULT_LIMITS.name_bytes

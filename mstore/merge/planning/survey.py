@@ -33,6 +33,7 @@ from mstore.merge.planning.compared import (
     batched,
     chunk_ids,
     equal_chunks,
+    joined_ids,
     twins,
 )
 from mstore.merge.planning.known_pairs import KnownPairs, has_digest
@@ -543,20 +544,19 @@ class Surveyor:
         for (base_dtype, dtypes, chunk), members in groups.items():
             chunks = [-(-math.prod(one.base.shape) // chunk) for one in members]
             for some in batched(members, chunks):
-                ids = [chunk_ids(one.base, chunk, size) for one in some]
+                ids = joined_ids([one.base for one in some], chunk, size)
                 sides = [
-                    np.concatenate([chunk_ids(one.pairs[k][1], chunk, size) for one in some])
-                    for k in range(count)
+                    joined_ids([one.pairs[k][1] for one in some], chunk, size) for k in range(count)
                 ]
-                equal = equal_chunks(np.concatenate(ids), base_dtype, sides, dtypes)
+                equal = equal_chunks(ids, base_dtype, sides, dtypes)
                 twin = twins(sides, dtypes)
                 cost = self._stored(some, [side.shape[1] // ID_WORDS for side in sides], equal)
                 cost = np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
-                start = 0
-                for one, own in zip(some, ids, strict=True):
-                    at = slice(start, start + len(own))
+                end = 0
+                for one in some:
+                    start, end = end, end - (-math.prod(one.base.shape) // chunk)
+                    at = slice(start, end)
                     self._compared[one.name] = chunk, equal[:, at], twin[:, at], cost[:, at]
-                    start += len(own)
 
     def _stored(self, some: Sequence[Candidate], per_chunk: Sequence[int], equal: Bools) -> Counts:
         """Return the stored bytes of chunks, int64[K, chunks]; per_chunk: blocks of each expert's.

@@ -32,6 +32,7 @@ from mstore.store.transaction import Transaction, branch_to_move
 class Merged(msgspec.Struct, frozen=True):
     """A published merge. `is_new` is False if the ref already was exactly that.
 
+    was: where the branch pointed.
     not_finite: tensors with elements that are infinite or NaN, and are finite in the base.
     """
 
@@ -41,6 +42,7 @@ class Merged(msgspec.Struct, frozen=True):
     outcome: Outcome
     bytes_written: int
     not_finite: tuple[NotFiniteTensor, ...]
+    was: SnapshotId | None
 
 
 def run_merge(
@@ -51,6 +53,7 @@ def run_merge(
     name: str,
     message: str,
     threads: int,
+    candidate: str | None = None,
     allow_nonfinite: bool = False,
     progress: ProgressCallback | None = None,
     memo: Memo | None = None,
@@ -64,6 +67,7 @@ def run_merge(
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 
+    candidate: a run whose candidate for the branch `name` will point at the result, in its place.
     allow_nonfinite: also publish a result with elements that are infinite or NaN, and are finite in
     every input.
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
@@ -82,7 +86,7 @@ def run_merge(
         contents.held(catalog, (source.snapshot_id() for source in inputs)),
         Transaction(catalog, f"merge {name}", resumes=True) as transaction,
     ):
-        current = branch_to_move(catalog, name) if materialized is None else materialized
+        current = materialized or branch_to_move(catalog, name, candidate)
         for source in inputs:
             contents.require(catalog, source.snapshot_id(), source.name)
         outcome = Engine(
@@ -110,6 +114,7 @@ def run_merge(
             action=f"{word}: {plan.method}" + (f": {message}" if message else ""),
             plan=plan,
             coverage=outcome.coverage,
+            candidate=candidate,
         )
         publication.commit()
     if memo is not None:
@@ -118,7 +123,8 @@ def run_merge(
             memo.put_outputs(outcome.memo_rows)
             memo.flush()
     return Merged(
-        record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written, found
+        *(record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written, found),
+        was=None if current is None else current.snapshot_id(),
     )
 
 

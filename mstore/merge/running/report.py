@@ -27,6 +27,8 @@ class MergeReport:
     """id of the content: same bytes, same id"""
     new_snapshot: bool
     """false if the ref already held this merge"""
+    was: SnapshotId | None
+    """where the branch pointed before, which `move` expects; None for a new branch"""
     virtual: bool
     """whether only the plan was committed; blocks are computed on read"""
     method: str
@@ -84,6 +86,7 @@ def merge_report(
     snapshot: SnapshotId,
     manifest: ManifestId,
     is_new: bool,
+    was: SnapshotId | None,
     is_virtual: bool,
     analyzed: int,
     bytes_written: int,
@@ -101,6 +104,7 @@ def merge_report(
         snapshot=snapshot,
         manifest=manifest,
         new_snapshot=is_new,
+        was=was,
         virtual=is_virtual,
         method=planned.method,
         budget_bytes=planned.budget_bytes,

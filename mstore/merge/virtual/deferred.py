@@ -71,7 +71,7 @@ class Deferred:
     """A published virtual merge.
 
     is_new: False if the ref already was that merge; then is_virtual says whether it still is.
-    blocks_reused: output blocks of tensors that are the base's own.
+    blocks_reused: output blocks of tensors that are the base's own. was: where the branch pointed.
     """
 
     snapshot: SnapshotId
@@ -81,26 +81,36 @@ class Deferred:
     bytes_written: int
     blocks_total: int
     blocks_reused: int
+    was: SnapshotId | None
 
 
 def commit_virtual(
-    catalog: Catalog, plan: Plan, sources: Sources, *, name: str, message: str
+    catalog: Catalog,
+    plan: Plan,
+    sources: Sources,
+    *,
+    name: str,
+    message: str,
+    candidate: str | None = None,
 ) -> Deferred:
     """Publish a plan as a snapshot whose blocks are computed when they are read.
+
+    candidate: as in `run_merge`.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (a plan that does
     not fit), StorageFailed; then nothing is published.
     """
     check_fits(catalog, plan)
     with Transaction(catalog, f"merge {name}") as transaction:
-        current = branch_to_move(catalog, name)
+        current = branch_to_move(catalog, name, candidate)
         output = _Output(catalog, plan, transaction)
         manifest = output.manifest()
         parents = parents_of(plan, sources)
         record, _ = tip_of(catalog, current)
         is_new = False
         # The branch may be the requested merge already, and real.
-        if record is None or record.is_virtual or not is_merge_of(record, plan, parents):
+        is_there = record is not None and is_merge_of(record, plan, parents)
+        if candidate is not None or record is None or record.is_virtual or not is_there:
             publication = Publication(catalog, transaction)
             record, is_new = publication.put(
                 name,
@@ -111,6 +121,7 @@ def commit_virtual(
                 message=message,
                 action=f"merge: {plan.method}, virtual" + (f": {message}" if message else ""),
                 plan=plan,
+                candidate=candidate,
             )
             publication.commit()
     return Deferred(
@@ -121,6 +132,7 @@ def commit_virtual(
         bytes_written=transaction.bytes_written if is_new else 0,
         blocks_total=output.blocks_total,
         blocks_reused=output.blocks_reused,
+        was=None if current is None else current.snapshot_id(),
     )
 
 
@@ -248,9 +260,9 @@ def _branch(catalog: Catalog, name: str) -> refs.Ref:
             where=name,
             hint=_on_a_branch(name),
         )
-    if current.kind == refs.TAG:
+    if current.kind != refs.BRANCH:
         raise Conflict(
-            "is a tag, and tags do not move",
+            f"is a {current.kind}, and only branches move",
             where=name,
             hint=_on_a_branch(name),
         )

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from checkpoints import safetensors_bytes
 from mutation import Form
 
-from mstore.checkpoint.header import LENGTH_BYTES, parse_header
+from mstore.checkpoint.header import parse_header
+from mstore.checkpoint.small_files import LENGTH_BYTES
 
 FORM = Form.HEADER
 REST = 24

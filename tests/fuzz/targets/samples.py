@@ -13,6 +13,7 @@ from families import BLOCK
 from mstore import Store
 from mstore.objects.coverage import Coverage, TensorCoverage
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.note import ED25519, REMOVAL, SIGNATURE, VALUE, Note, packed
 from mstore.objects.plan import (
     FISHER,
     Criteria,
@@ -24,7 +25,6 @@ from mstore.objects.plan import (
     Taken,
     Threshold,
 )
-from mstore.objects.signature import Signature
 from mstore.objects.snapshot import (
     BASE,
     COMPANION,
@@ -123,7 +123,13 @@ PLANS += (
 COVERED = (TensorCoverage("w", 9, b"\1\0", (b"\xfe\1", b"\0\0")),)
 COVERAGES = (Coverage(A, COVERED, ()), Coverage(A, COVERED, (("w", 3),)))
 VIRTUALS = (VirtualTensor("BF16", (2, 3), 12, A, "w"),)
-SIGNATURES = (Signature(A, "ed25519", B, C * 2, "alice@example.org", 5),)
+SIGNED = packed({"key": B.hex(), "signature": C.hex() * 2})
+NOTES = (
+    Note(A, (), VALUE, "mmlu", packed({"a": [0.5, None, True], "b": "text", "c": 300}), "ada", 5),
+    Note(A, (B, C), REMOVAL, "", packed(None), "", 6),
+    Note(A, (), SIGNATURE, ED25519, SIGNED, "alice@example.org", 5),
+    Note(A, (C,), SIGNATURE, ED25519, SIGNED, "", 5),
+)
 
 
 @cache

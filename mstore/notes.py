@@ -1,0 +1,235 @@
+"""Notes of snapshots: their rows in the index, what is reported of them, how they are written.
+
+    notes   SnapshotId + NoteId   -> empty
+
+What notes mean follows from the records (`mstore.objects.note`).  A note is published like
+everything else, in one transaction that finds its snapshot still stored.  It lives as long as the
+snapshot's record does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.packs import Kind
+from mstore.blocks.schema import NOTES
+from mstore.checkpoint.paths import CONTROL, quoted
+from mstore.errors import BadName, BadRequest, Conflict, Corrupt, NotFound
+from mstore.frozen import frozen
+from mstore.ids import NoteId, SnapshotId
+from mstore.objects.limits import MAX_COUNT
+from mstore.objects.note import COUNTS, REMOVAL, STATING, Note, packed, states
+from mstore.phrases import call
+from mstore.store.catalog import Catalog, now_ns
+from mstore.store.signature_report import SignatureReport
+
+MIN_DIGITS = 4
+Found = Mapping[NoteId, Note]
+"""All notes of one snapshot."""
+
+
+@frozen
+class NoteReport:
+    """One note of a snapshot: a key and a value that somebody gave it later."""
+
+    note: NoteId
+    """the note's id"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    kind: str
+    """value, evaluation, verdict or link"""
+    key: str
+    """what the value is of"""
+    value: Any
+    """what it says"""
+    author: str
+    """who wrote it, as they tell; empty if nobody said"""
+    time_ns: int
+    """when, as the author tells"""
+    state: str
+    """counts, replaced (a newer note has this kind and key), or removed"""
+    signatures: tuple[SignatureReport, ...] = ()
+    """signatures of this note"""
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def found(catalog: Catalog, snapshot: SnapshotId) -> dict[NoteId, Note]:
+    """Return all notes of a snapshot, oldest first.  Raises Corrupt, NotFound."""
+    with catalog.index.env.read() as transaction:
+        ids = [id for (_, id), _ in catalog.index.walk(transaction, NOTES, snapshot)]
+    records = {id: catalog.record(Note, id) for id in ids}
+    for id, record in records.items():
+        if record.snapshot_id() != snapshot:
+            raise Corrupt(
+                "the index gives it to another snapshot than it is about",
+                where=f"note {id}",
+                hint=call("fsck"),
+            )
+    return dict(sorted(records.items(), key=lambda one: (one[1].time_ns, one[0])))
+
+
+def reports(
+    notes: Found,
+    signatures: Mapping[NoteId | None, tuple[SignatureReport, ...]],
+    *,
+    every: bool = False,
+) -> tuple[NoteReport, ...]:
+    """Report the values of a snapshot by kind and key, oldest first.
+
+    signatures: by the note that they sign. every: also those that were replaced or removed.
+    """
+    told = states(notes)
+    listed = [
+        NoteReport(
+            note=id,
+            snapshot=one.snapshot_id(),
+            kind=one.form,
+            key=one.key,
+            value=one.value,
+            author=one.author,
+            time_ns=one.time_ns,
+            state=told[id],
+            signatures=signatures.get(id, ()),
+        )
+        for id, one in notes.items()
+        if one.form in STATING and (every or told[id] == COUNTS)
+    ]
+    return tuple(sorted(listed, key=lambda one: (STATING.index(one.kind), one.key)))
+
+
+def named(notes: Found, name: str) -> NoteId:
+    """Return the note of a snapshot that this is the id of, or its beginning.
+
+    Raises BadName, NotFound.
+    """
+    chosen = [id for id in notes if id.hex().startswith(name)]
+    if len(name) < MIN_DIGITS or len(chosen) > 1:
+        raise BadName("names no single note; give more digits of its id", where=quoted(name))
+    if not chosen:
+        raise NotFound(
+            "the snapshot has no such note", where=quoted(name), hint=call("notes_of", "REF")
+        )
+    return chosen[0]
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def write(
+    catalog: Catalog, snapshot: SnapshotId, values: Mapping[str, object], kind: str
+) -> list[NoteId]:
+    """Publish a note for each key, all or none; a value that counts already is not written again.
+
+    Each is newer than the one that it replaces, whatever the clock says. Raises BadRequest,
+    Conflict, StorageFailed.
+    """
+    if kind not in STATING:
+        known = ", ".join(STATING)
+        raise BadRequest(f"no kind of value; the kinds are {known}", where=quoted(kind))
+    notes = found(catalog, snapshot)
+    told = states(notes)
+    counting = {
+        one.key: (id, one) for id, one in notes.items() if one.form == kind and told[id] == COUNTS
+    }
+    author, now = catalog.author(), now_ns()
+    written, new = [], []
+    for key, value in values.items():
+        if not key or CONTROL.search(key):
+            raise BadRequest("a key is a line of text", where=quoted(key))
+        data = packed(value, quoted(key))
+        id, last = counting.get(key, (None, None))
+        if id is not None and last is not None and (last.data, last.author) == (data, author):
+            written.append(id)
+            continue
+        time_ns = now if last is None else max(now, last.time_ns + 1)
+        if id is not None and time_ns > MAX_COUNT:
+            raise Conflict(
+                "a note stands at the end of time, so that no other can be newer",
+                where=f"note {id}",
+                hint=call("remove_notes", "REF", ids=(str(id),)),
+            )
+        new.append(Note(snapshot, (), kind, key, data, author, time_ns))
+        written.append(new[-1].id())
+    publish(catalog, new)
+    return written
+
+
+def remove(catalog: Catalog, snapshot: SnapshotId, names: Sequence[str]) -> list[NoteId]:
+    """Publish a removal of these notes, named by their ids or the beginnings of these.
+
+    Raises BadName, NotFound, BadRequest (not a value), Conflict, StorageFailed.
+    """
+    notes = found(catalog, snapshot)
+    chosen = sorted({named(notes, name) for name in names})
+    for id in chosen:
+        if notes[id].form not in STATING:
+            raise BadRequest(f"a {notes[id].form} is not removed", where=f"note {id}")
+    hidden = {id for one in notes.values() if one.form == REMOVAL for id in one.notes}
+    if chosen and not hidden.issuperset(chosen):
+        author, data = catalog.author(), packed(None)
+        publish(catalog, [Note(snapshot, tuple(chosen), REMOVAL, "", data, author, now_ns())])
+    return chosen
+
+
+def publish(catalog: Catalog, records: Collection[Note]) -> None:
+    """Publish notes.  Raises BadRequest, Conflict (a snapshot is gone), StorageFailed."""
+    from mstore.store.transaction import Transaction  # late: reading needs none
+
+    if not records:
+        return
+    with Transaction(catalog, "note") as transaction:
+        transaction.put_records(list(records))
+
+        def insert_rows(rows: IndexTransaction) -> None:
+            for record in records:
+                if not catalog.index.has_record(rows, Kind.SNAPSHOT, record.snapshot):
+                    raise Conflict(
+                        "the snapshot was collected while this command was running",
+                        where=record.snapshot.hex(),
+                        hint=call("log"),
+                    )
+                insert(catalog.index, rows, record)
+
+        transaction.commit(also=insert_rows)
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def insert(index: Index, transaction: IndexTransaction, record: Note) -> None:
+    """Link a stored note to its snapshot."""
+    index.put(transaction, NOTES, (record.snapshot_id(), record.id()), None)
+
+
+def stored(catalog: Catalog) -> dict[NoteId, Note]:
+    """Return all notes whose records can be read."""
+    with catalog.index.env.read() as transaction:
+        ids = [NoteId(id) for id in catalog.index.record_ids(transaction, Kind.NOTE)]
+    records = {}
+    for id in ids:
+        try:
+            records[id] = catalog.record(Note, id)
+        except (Corrupt, NotFound):
+            continue
+    return records
+
+
+def list_again(index: Index, transaction: IndexTransaction, records: Iterable[Note]) -> None:
+    """Make the rows say what stored records say; others' snapshots, and lost notes, have none."""
+    about = {one.id(): one.snapshot_id() for one in records}
+    rows = {key for key, _ in index.walk(transaction, NOTES)}
+    for snapshot, note in rows | {(snapshot, note) for note, snapshot in about.items()}:
+        is_whole = (
+            about.get(note, snapshot) == snapshot
+            and index.has_record(transaction, Kind.NOTE, note)
+            and index.has_record(transaction, Kind.SNAPSHOT, snapshot)
+        )
+        if is_whole:
+            index.put(transaction, NOTES, (snapshot, note), None)
+        else:
+            index.delete(transaction, NOTES, (snapshot, note))
