@@ -312,8 +312,9 @@ def test_a_recipe_has_it(place: Place) -> None:
     assert found.request.parameters["scale"] == 0.7
     assert [rule.parameters["scale"] for rule in found.request.rules] == [0.5]
     assert any("mergekit ignores it" in str(note) for note in found.notes)
-    own = place.store.read_recipe(text.replace("ties", "consensus"))
-    assert not any("mergekit" in str(note) for note in own.notes)
+    for method, more in (("consensus", ""), ("pcb", ""), ("lines", "  alpha: 1\n  beta: 1\n")):
+        own = place.store.read_recipe(text.replace("ties", method) + more)
+        assert not any("mergekit" in str(note) for note in own.notes), method
     plan = place.store.plan(found.request)
     place.store.merge(plan, name="of-a-recipe")
     again = place.store.read_recipe(place.store.recipe("of-a-recipe"))

@@ -25,4 +25,5 @@ METHOD: Final = Method(
     parameters=(ALPHA, BETA),
     select=Delta,
     combine=Layered(),
+    is_ours=True,
 )

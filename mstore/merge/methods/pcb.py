@@ -24,4 +24,5 @@ METHOD: Final = Method(
     select=Competing,
     combine=Balanced(),
     mind="what is left out of an expert has no part in the competition: the others win more there",
+    is_ours=True,
 )
