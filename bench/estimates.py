@@ -93,6 +93,8 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("consensus", {"k": 1}),
     *(("fisher", {"floor": floor}) for floor in (0.0, 1e-6)),
     ("arcee_fusion", {}),
+    *(("pcb", {"ratio": ratio}) for ratio in (0.05, 0.1, 0.3)),
+    ("lines", {"alpha": 0.3, "beta": 0.7}),
     *(("guarded", {"threshold": 0.5, "alpha": alpha}) for alpha in (0.0, 0.5)),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}

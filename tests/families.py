@@ -271,10 +271,15 @@ def expected(
             to = reference.DTYPES[dtype] if is_merged and dtype is not None else base.dtype
             merged[name] = base.astype(to) if not base.size else base
             continue
+        own = [float(np.float32(weight)) for weight in weights]
+        if method == "lines":
+            given = parameters["alpha"], parameters["beta"]
+            factor = reference.by_depth(*given, name, list(family.base))
+            own = [float(np.float32(weight * factor)) for weight in own]
         merged[name] = reference.merge(
-            method,
-            dict(parameters),
-            [float(np.float32(weight)) for weight in weights],
+            "task_arithmetic" if method == "lines" else method,
+            {} if method == "lines" else dict(parameters),
+            own,
             base,
             sides[1:],
             tensor=name,

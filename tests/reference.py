@@ -55,6 +55,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ram": {"epsilon": 1e-5},
     "sce": {"select_topk": 1.0},
     "ramplus_tl": {"epsilon": 1e-5, "r": 0.1, "alpha": 0.2},
+    "pcb": {"ratio": 0.1},
 }
 
 
@@ -98,6 +99,9 @@ def merge(
         elif method == "consensus":
             mixed = needed_by_several(parameters, weights, base, experts, absent)
             mixed, keep = single(base) + mixed, mixed == 0
+        elif method == "pcb":
+            mixed = competed(parameters["ratio"], weights, base, experts, absent)
+            mixed, keep = single(base) + mixed, mixed == 0
         elif method == "fisher":
             mixed, keep = informed(parameters["floor"], weights, base, experts, absent)
         elif method == "arcee_fusion":
@@ -137,6 +141,77 @@ def informed(
         moved += np.where(still, 0.0, factor * (own.astype(np.float64) - wide))
     mean = np.divide(moved, divisor, out=np.zeros(base.size), where=divisor > 0)
     return (wide + mean).astype(np.float32), mean == 0
+
+
+def competed(
+    ratio: float,
+    weights: Sequence[float],
+    base: Array,
+    experts: Sequence[Array],
+    absent: Sequence[Mask],
+) -> Single:
+    """The sum of the deltas, each times its share of the element.
+
+    Scores are dropped, and scaled, by those of the whole experts.
+    """
+    whole = [delta(base, expert) for expert in experts]
+    largest = [float(np.abs(d).max()) for d in whole]
+    every = scores(whole, largest)
+    least = [np.sort(one)[int(base.size * (1 - ratio))] for one in every]
+    read = [np.where(gone, np.float32(0), d) for d, gone in zip(whole, absent, strict=True)]
+    most = [one.max() for one in every]
+    mixed = np.zeros(base.size, dtype=np.float32)
+    for d, factor in zip(read, won(weights, read, largest, least, most), strict=True):
+        mixed = mixed + factor * d
+    return mixed
+
+
+def scores(deltas: Sequence[Single], largest: Sequence[float]) -> list[npt.NDArray[np.float64]]:
+    """How well each expert competes for each element."""
+    wide = [d.astype(np.float64) for d in deltas]
+    total, found = np.sum(wide, axis=0), []
+    for d, most in zip(wide, largest, strict=True):
+        share = np.abs(d) / most if most else d
+        score = np.exp(len(wide) * (share * share - 1)) * np.tanh(d * total)
+        found.append(score.astype(np.float32).astype(np.float64))
+    return found
+
+
+def won(
+    weights: Sequence[float],
+    deltas: Sequence[Single],
+    largest: Sequence[float],
+    least: Sequence[float],
+    most: Sequence[float],
+) -> list[Single]:
+    """The factor of each expert in each element, from the limits of its scores."""
+    scales = []
+    for own, d, low, high in zip(scores(deltas, largest), deltas, least, most, strict=True):
+        scale = (np.minimum(own, high) - low) / (high - low) if high > low else np.ones_like(own)
+        scales.append(np.where((own >= low) & (d != 0), scale, 0.0))
+    divisor = np.maximum(np.sum(scales, axis=0), 1e-12)
+    return [
+        (np.float64(weight) * scale / divisor).astype(np.float32)
+        for weight, scale in zip(weights, scales, strict=True)
+    ]
+
+
+def by_depth(alpha: float, beta: float, name: str, names: Sequence[str]) -> float:
+    """The factor of a tensor of a model with these tensors, by the first number in its name.
+
+    A layer counts among those whose numbers follow the same words; the only one is the last.
+    """
+
+    def numbered(one: str) -> tuple[str, int] | None:
+        words = one.split(".")
+        found = [k for k, word in enumerate(words) if word.isdigit() and 0 < k < len(words) - 1]
+        return (".".join(words[: found[0]]), int(words[found[0]])) if found else None
+
+    own = numbered(name)
+    if own is None:
+        return alpha
+    last = max(other[1] for one in names if (other := numbered(one)) and other[0] == own[0])
+    return alpha + beta * (own[1] / last if last else 1.0)
 
 
 def row_length(shape: Sequence[int]) -> int:

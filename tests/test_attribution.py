@@ -30,6 +30,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linear": ("linear", {}, {}),
     "sums": ("linear", {"normalize": False}, {"budget": 0.5}),
     "task": ("task_arithmetic", {"lambda": 0.7, "normalize": True}, {}),
+    "deep": ("lines", {"alpha": 0.4, "beta": 0.8}, {"budget": 0.6}),
     "ties": ("ties", {"density": 0.3}, {}),
     "trims": ("ties", {"density": 0.1, "lambda": 1.5, "normalize": False}, {"budget": 0.4}),
     "dare": ("dare_linear", {"density": 0.4, "seed": 3}, {"budget": 0.6}),
@@ -49,6 +50,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lone": ("ramplus_tl", {"epsilon": 0.1, "r": 0.5, "alpha": 0.3}, {}),
     "fused": ("sce", {}, {"budget": 0.6}),
     "selects": ("sce", {"select_topk": 0.3}, {}),
+    "competed": ("pcb", {"ratio": 0.3}, {"budget": 0.6}),
     "needed": ("consensus", {"tall_mask_lambda": 0.3, "lambda": 0.8}, {"budget": 0.6}),
     "informed": ("fisher", {}, {"budget": 0.6}),
     "floors": ("fisher", {"floor": 0.1}, {"dtype": "F32"}),
@@ -141,6 +143,16 @@ def contributions(
             np.where(keep, d.astype(np.float64), 0.0) * float(weight) * scale
             for d, weight in zip(deltas, w, strict=True)
         ]
+    if method == "pcb":
+        deltas = [
+            np.where(gone, np.float32(0), reference.delta(base, expert))
+            for expert, gone in zip(experts, absent, strict=True)
+        ]
+        limits = np.array([value for value, _ in thresholds]).reshape(3, -1)
+        factors = reference.won(weights, deltas, *limits)
+        return np.zeros(b.size), [
+            d.astype(np.float64) * one for d, one in zip(deltas, factors, strict=True)
+        ]
     if method == "sce":
         deltas = [
             np.where(gone, np.float32(0), reference.delta(base, expert))
@@ -179,7 +191,7 @@ def contributions(
             np.where(gone, 0.0, gap) * float(weight)
             for gap, weight, gone in zip(gaps, w, absent, strict=True)
         ]
-    if method in ("model_stock", "multislerp"):
+    if method in ("model_stock", "multislerp", "lines"):
         sparse = [reference.delta(base, expert) for expert in experts]
         return np.zeros(b.size), [
             np.where(gone, 0.0, d.astype(np.float64)) * float(weight)

@@ -676,7 +676,10 @@ UNSOUND: dict[str, Record] = {
     "a long message": _snapshot(message="x" * ((1 << 20) + 1)),
     "states of two experts for one": _plan(PlanTensor("w", 1, (b"", b""), (), (0.0, 0.0))),
     "norms of two experts for one": _plan(PlanTensor("w", 1, (b"",), (), (0.0, 0.0))),
-    "thresholds of three experts for one": _plan(PlanTensor("w", 1, (b"",), CUT * 3, (0.0,))),
+    "thresholds of one expert for two": msgspec.structs.replace(
+        _inputs("base", "expert", "expert"),
+        tensors=(PlanTensor("w", 1, (b"", b""), CUT, (0.0, 0.0)),),
+    ),
     "an unknown state": _plan(PlanTensor("w", 1, (b"\x06",), CUT, (0.0,))),
     "a negative quota": _plan(PlanTensor("w", 1, (b"",), (Threshold(0.5, -2),), (0.0,))),
     "a quota beyond 63 bits": _plan(PlanTensor("w", 1, (b"",), (Threshold(0.5, 1 << 63),), (0.0,))),

@@ -23,6 +23,7 @@ from mstore import MergeRequest
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
+from mstore.merge.methods.combinations.layered import Layered
 from mstore.merge.methods.combinations.mixed import Mixed
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import operation
@@ -42,6 +43,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("task_arithmetic", {}),
     ("task_arithmetic", {"normalize": True, "lambda": 0.3}),
     ("task_arithmetic", {"lambda": -3e38}),
+    ("lines", {"alpha": 0.3, "beta": -1.1}),
     ("dare_linear", {"density": 0.5, "seed": 1}),
     ("dare_linear", {"density": 0.01, "seed": 1, "normalize": True, "lambda": 1e-3}),
     ("breadcrumbs", {"density": 0.5, "gamma": 0.3}),
@@ -95,6 +97,8 @@ def chosen(
         if not made.selection.is_whole:
             sides = [side - sides[0] for side in sides]
         combine = made.method.combine
+        if isinstance(combine, Layered):
+            return combine.placed(made, (1, 4))
         assert isinstance(combine, Mixed)
         made = combine.mixed(made, [[float(one @ other) for other in sides] for one in sides])
     return made

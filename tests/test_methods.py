@@ -54,6 +54,7 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
         ("arcee_fusion", {}),
         ("consensus", {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0}),
         ("fisher", {"floor": 0.0}),
+        ("pcb", {"ratio": 0.1}),
         ("ram", {"epsilon": 1e-5}),
         ("sce", {"select_topk": 1.0}),
         ("ramplus_tl", {"r": 0.1, "alpha": 0.2, "epsilon": 1e-5}),
@@ -255,7 +256,12 @@ def test_what_others_decide_has_no_coefficients(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [name for name in METHODS if name not in ("slerp", "karcher", "nearswap", "guarded")]
+    "method",
+    [
+        name
+        for name, method in METHODS.items()
+        if name != "karcher" and all(one.default is not None for one in method.parameters)
+    ],
 )
 def test_untouched_chunks_are_the_base(method: str) -> None:
     """Every method leaves a chunk that nobody touches as it is, but sums of whole experts: linear

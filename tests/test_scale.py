@@ -33,10 +33,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "guarded": ({"threshold": 0.1, "alpha": 0.3}, 2),
     "karcher": ({}, 3),
     "linear": ({}, 3),
+    "lines": ({"alpha": 0.4, "beta": 0.8}, 3),
     "model_stock": ({"filter_wise": True}, 3),
     "multislerp": ({}, 3),
     "nearswap": ({"t": 0.01}, 1),
     "nuslerp": ({}, 2),
+    "pcb": ({"ratio": 0.3}, 3),
     "ram": ({}, 3),
     "ramplus_tl": ({}, 3),
     "sce": ({"select_topk": 0.5}, 3),
@@ -310,8 +312,9 @@ def test_a_recipe_has_it(place: Place) -> None:
     assert found.request.parameters["scale"] == 0.7
     assert [rule.parameters["scale"] for rule in found.request.rules] == [0.5]
     assert any("mergekit ignores it" in str(note) for note in found.notes)
-    own = place.store.read_recipe(text.replace("ties", "consensus"))
-    assert not any("mergekit" in str(note) for note in own.notes)
+    for method, more in (("consensus", ""), ("pcb", ""), ("lines", "  alpha: 1\n  beta: 1\n")):
+        own = place.store.read_recipe(text.replace("ties", method) + more)
+        assert not any("mergekit" in str(note) for note in own.notes), method
     plan = place.store.plan(found.request)
     place.store.merge(plan, name="of-a-recipe")
     again = place.store.read_recipe(place.store.recipe("of-a-recipe"))

@@ -55,6 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "experts": ["e0", "e1", "e2"],
         "budget": 0.6,
     },
+    "pcb on a budget": {"method": "pcb", "parameters": {"ratio": 0.3}, "budget": 0.6},
     "ramplus_tl": {"method": "ramplus_tl", "experts": ["e0", "e1", "e2"]},
     "consensus on a budget": {
         "method": "consensus",
@@ -70,6 +71,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "budget": 0.6,
     },
     "arcee_fusion": {"method": "arcee_fusion", "experts": ["e1"], "budget": 0.7},
+    "lines": {"method": "lines", "parameters": {"alpha": 0.4, "beta": 0.8}, "budget": 0.6},
     "nearswap": {"method": "nearswap", "parameters": {"t": 0.02}, "experts": ["e1"]},
     "model_stock": {"method": "model_stock", "experts": ["e0", "e1", "e2"]},
     "guarded": {

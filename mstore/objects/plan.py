@@ -109,7 +109,8 @@ class PlanTensor(
     chunk, per expert. thresholds: one per expert, then, for methods that drop
     the largest elements too, where those begin; empty if nothing is trimmed.  For a method that
     selects elements of all experts by their variance: that variance, and as quota the flat index
-    from which equal ones are not selected, the same for each expert. omitted: per expert
+    from which equal ones are not selected, the same for each expert.  Methods may keep any whole
+    number of them for each expert. omitted: per expert
     the L2 norm of the part of the (sparsified) delta that is left out, -1 if unknown. operation:
     its position in `Plan.operations`. sources: the names of the tensors that it is made of, in the
     base and in each expert; empty if all are `name`. dtype: of the output, None for the plan's.
@@ -135,7 +136,7 @@ class PlanTensor(
         """Return what is wrong with it in a plan of so many experts and operations, or None."""
         if len(self.states) != experts or len(self.omitted) != experts:
             return "a tensor with another number of experts"
-        if len(self.thresholds) not in (0, experts, 2 * experts):
+        if len(self.thresholds) % max(1, experts):
             return "a tensor with another number of thresholds"
         if self.operation >= operations:
             return "a tensor of an unknown operation"

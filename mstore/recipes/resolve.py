@@ -44,8 +44,6 @@ _WITHOUT_EFFECT: Final = "int8_mask"
 _RESCALE: Final = "rescale"
 _DENSITY: Final = "density"
 _NORMALIZE: Final = "normalize"
-_NOT_ELSEWHERE: Final = frozenset(("consensus", "guarded"))
-"""Methods that mergekit does not have, so it ignores nothing of their recipes."""
 DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """The types that an output can have, as safetensors and as recipes name them."""
 PREFIX: Final = "torch."
@@ -88,6 +86,7 @@ class KnownMethod(msgspec.Struct, frozen=True):
     parameter itself. partial: whether an expert of weight 0 is as none. elects: whether an expert
     of which nothing is left has no share in the divisor. refused: parameters of
     mergekit's method that it does not have, with the value that changes nothing and the reason.
+    is_ours: whether mergekit has no such method, so that it ignores nothing of such a recipe.
     """
 
     name: str
@@ -98,6 +97,7 @@ class KnownMethod(msgspec.Struct, frozen=True):
     is_alone: bool = False
     partial: bool = False
     elects: bool = False
+    is_ours: bool = False
     refused: Mapping[str, tuple[bool, str]] = msgspec.field(default_factory=dict)
 
     def without_base(self) -> KnownMethod:
@@ -413,7 +413,7 @@ class _Resolver:
                 elif name in self._method.parameters and (not is_model or self._is_own(name)):
                     used.setdefault(name)
                     of_base = self._method.parameters[name].of_base
-                    if of_base and self._method.name not in _NOT_ELSEWHERE:
+                    if of_base and not self._method.is_ours:
                         told = f"{name} with {self._method.name} is mstore's: mergekit ignores it"
                         self._note(told, setting.line)
                 elif name in self._method.parameters:

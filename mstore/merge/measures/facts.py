@@ -2,9 +2,10 @@
 
 Owns how facts are read, measured and kept, and the errors where they cannot be: sums of squares of
 tensors, of their differences and of Fishers, and any number that a selection or a combination
-measures of a pair of tensors.  Each says itself what it needs (`Selection.measure`,
-`Combination.settle`).  Statistics keep facts by content: what was measured once is not read again.
-Trim thresholds are facts, too (`planning.thresholds`).
+measures of a pair of tensors.  In which layer a tensor is, is a fact that needs no reading.  Each
+says itself what it needs (`Selection.measure`, `Combination.settle`).  Statistics keep facts by
+content: what was measured once is not read again.  Trim thresholds are facts, too
+(`planning.thresholds`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Facts:
 
     analyze: whether blocks may be read for what is not known; `meter` counts those of experts.
     models: the names of the models that have each content of a tensor, by its name, for errors.
+    layer: the layer of a tensor of the base, by its name there, and of how many; None: in no layer.
     """
 
     def __init__(
@@ -58,18 +60,29 @@ class Facts:
         analyze: bool,
         meter: Meter,
         models: Callable[[str], Mapping[TensorId, str]],
+        layer: Callable[[str], tuple[int, int] | None],
     ) -> None:
         self.catalog = catalog
         self.statistics = statistics
         self.analyze = analyze
         self.meter = meter
         self.models = models
+        self.layer = layer
 
     def of(
-        self, name: str, base: Side, experts: Sequence[Side], pool: ThreadPoolExecutor
+        self,
+        name: str,
+        base: Side,
+        experts: Sequence[Side],
+        pool: ThreadPoolExecutor,
+        *,
+        source: str | None = None,
     ) -> TensorFacts:
-        """Return the facts of one tensor in the base and in each expert."""
-        return TensorFacts(self, name, (base, *experts), pool)
+        """Return the facts of one tensor in the base and in each expert.
+
+        source: its name in the base, if it has another one there.
+        """
+        return TensorFacts(self, name, source or name, (base, *experts), pool)
 
     def fisher(
         self, where: str, id: TensorId, record: Tensor, chunk: int, pool: ThreadPoolExecutor
@@ -122,9 +135,15 @@ class TensorFacts:
     """
 
     def __init__(
-        self, facts: Facts, name: str, sides: tuple[Side, ...], pool: ThreadPoolExecutor
+        self,
+        facts: Facts,
+        name: str,
+        source: str,
+        sides: tuple[Side, ...],
+        pool: ThreadPoolExecutor,
     ) -> None:
         self._facts = facts
+        self._source = source
         self.name = name
         self.sides = sides
         self.pool = pool
@@ -138,6 +157,11 @@ class TensorFacts:
     def elements(self) -> int:
         """The number of elements."""
         return math.prod(self.base.shape)
+
+    @property
+    def layer(self) -> tuple[int, int] | None:
+        """The layer of the base that it is in, and how many that stack has; None: in no layer."""
+        return self._facts.layer(self._source)
 
     @property
     def experts(self) -> range:

@@ -22,4 +22,5 @@ METHOD: Final = Method(
     parameters=(LEAST, RATIO, LAMBDA),
     select=Agreed,
     combine=Sum(),
+    is_ours=True,
 )

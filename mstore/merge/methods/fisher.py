@@ -23,4 +23,5 @@ METHOD: Final = Method(
     combine=Informed(),
     mind="what is left out of an expert has no part in the average: the others' elements weigh "
     "more there",
+    is_ours=True,
 )

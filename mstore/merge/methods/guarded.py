@@ -42,4 +42,5 @@ METHOD: Final = Method(
     experts=2,
     weighted=False,
     mind="what is left out is the base's, which is not the reference's",
+    is_ours=True,
 )

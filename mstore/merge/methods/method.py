@@ -66,7 +66,7 @@ class Method(msgspec.Struct, frozen=True):
     how many it takes, None for any number from `least` on. weighted: whether experts have weights.
     weight: the parameter that is the weight of each, if they have none. refuses: parameters of
     mergekit's method that this one has not, the value that changes nothing, and why. mind: what to
-    say where a merge leaves something out.
+    say where a merge leaves something out. is_ours: whether mergekit has no such method.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Method(msgspec.Struct, frozen=True):
     least: int = 1
     refuses: tuple[tuple[str, bool, str], ...] = ()
     mind: str | None = None
+    is_ours: bool = False
 
     @property
     def is_scaled(self) -> bool:
@@ -279,9 +280,10 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     @property
     def unbounded(self) -> str | None:
         """What it does, where the error of leaving something out has no bound; None if it has."""
-        if self.turn is not None:
+        declared = self.method.combine.unbounded or self.method.select.unbounded
+        if declared is None and self.turn is not None:
             return "turns each row by what is read of it"
-        return self.method.combine.unbounded or self.method.select.unbounded
+        return declared
 
     @property
     def is_additive(self) -> bool:

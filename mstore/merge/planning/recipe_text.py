@@ -97,6 +97,7 @@ def known_method(method: Method) -> KnownMethod:
         is_alone=method.weight is not None,
         partial=method.weighted and method.experts is None,
         elects=method.combine.elects,
+        is_ours=method.is_ours,
         refused={name: (usual, why) for name, usual, why in method.refuses},
     )
 

@@ -186,10 +186,7 @@ class Planning:
 
     def _finished(self, selection: Selection, request: Request) -> Planned:
         remarks = list(selection.notes)
-        thresholds: list[tuple[Threshold, ...]] = [
-            () if one.cut is None else (Threshold(*one.cut),) * len(one.experts)
-            for one in self._survey.tensors
-        ]
+        thresholds = [one.thresholds for one in self._survey.tensors]
         if any(tensor.operation.selection.trims for tensor in self._survey.tensors):
             with ThreadPoolExecutor(self._threads, "second look") as pool:
                 cut = Thresholds(

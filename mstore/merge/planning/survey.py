@@ -19,6 +19,7 @@ import numpy as np
 from mstore.adapters import low_rank
 from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.meter import Meter
+from mstore.checkpoint.models import split_name
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
 from mstore.merge.measures.fishers import Fisher, grouped
@@ -61,6 +62,7 @@ from mstore.objects.shapes import (
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, Text, call, few, joined, phrase
 from mstore.progress import Progress, ProgressCallback
+from mstore.recipes.layout import Layout, layers_of
 from mstore.stats.chunk import CHUNK, Rows, finite
 from mstore.stats.chunks import chunk_elements, tensor_chunk
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
@@ -69,6 +71,8 @@ from mstore.stats.products import product_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
+from mstore.store.models import models_in
 from mstore.store.tied import ties_embeddings
 
 # Late: most methods need no facts, and most surveys find statistics.
@@ -140,7 +144,23 @@ class Surveyor:
             analyze=self._request.analyze,
             meter=self.analyzed,
             models=self._models,
+            layer=self._layer,
         )
+
+    def _layer(self, name: str) -> tuple[int, int] | None:
+        model, own = split_name(name)
+        return self._layouts[model].layer(own)
+
+    @cached_property
+    def _layouts(self) -> dict[str, Layout]:
+        """The layers of each model of the base."""
+        catalog, found = self._catalog, {}
+        base = catalog.manifest(catalog.snapshot(self._request.base.snapshot).manifest_id())
+        models = models_in(catalog, base)
+        for model in models.named:
+            config = config_of(catalog, base, models.config(model))
+            found[model] = Layout.of(models.in_model(model), layers_of(config))
+        return found
 
     def _models(self, name: str) -> dict[TensorId, str]:
         """Return the name of a model that has each content of a tensor, the base last."""
@@ -433,7 +453,8 @@ class Surveyor:
             return None
         known = Measured()
         if operation.measures:
-            facts = self._facts.of(name, (base_id, base), pairs, pool)
+            source = sources[0] if sources else name
+            facts = self._facts.of(name, (base_id, base), pairs, pool, source=source)
             operation, known = operation.measured(facts)
         compared = None if sources else self._compared.get(name)
         if compared is not None:
@@ -498,7 +519,7 @@ class Surveyor:
             )
         return SurveyedTensor(
             *(name, base, elements, chunk, tuple(experts)),
-            *(copies, operation, sources, dtype, known.cut),
+            *(copies, operation, sources, dtype, known.planned(len(experts))),
         )
 
     def _compare(self, candidates: Iterable[Candidate]) -> None:

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from mstore.ids import ManifestId, TensorId
-from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.measures.fishers import Fisher, FisherGrid
 from mstore.merge.measures.grid import Bools, Floats, Grid, Ints
 from mstore.merge.methods.method import Operation
+from mstore.objects import plan
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunk import CHUNK
@@ -73,8 +73,8 @@ class SurveyedTensor(msgspec.Struct, frozen=True):
     """One tensor to merge; `copies` counts its names (see `tied`).
 
     operation: settled. sources: its names in the base and in each expert, empty if all are its own.
-    dtype: of the output, None for the request's. cut: where a selection by spread ends, or one by
-    importance.
+    dtype: of the output, None for the request's. thresholds: those that were measured with
+    the tensor; others follow from the statistics of each expert.
     """
 
     name: str
@@ -86,7 +86,7 @@ class SurveyedTensor(msgspec.Struct, frozen=True):
     operation: Operation
     sources: tuple[str, ...] = ()
     dtype: str | None = None
-    cut: Cut | None = None
+    thresholds: tuple[plan.Threshold, ...] = ()
 
     @property
     def chunks(self) -> int:

@@ -38,13 +38,19 @@ class Measured(NamedTuple):
 
     cut: where it ends, if all experts share that. band: at most, or roughly, the sum of squares
     that it leaves of an expert.  squares: that sum, of each expert. factors: what the kept deltas
-    of each expert are multiplied by.
+    of each expert are multiplied by. thresholds: what a plan keeps, if it is not the cut, one for
+    all: `Selection.planned` numbers of each expert, the first of all experts first.
     """
 
     cut: Cut | None = None
     band: float = math.nan
     squares: Sequence[float] | None = None
     factors: tuple[float, ...] | None = None
+    thresholds: tuple[Threshold, ...] = ()
+
+    def planned(self, experts: int) -> tuple[Threshold, ...]:
+        """Return what a plan keeps of it for so many experts."""
+        return self.thresholds or (() if self.cut is None else (Threshold(*self.cut),) * experts)
 
 
 class Selection(msgspec.Struct, frozen=True):
