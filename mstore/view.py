@@ -327,7 +327,13 @@ class SnapshotView:
 
         model: None for the one that is meant where none is named.  Raises NotFound, Incompatible.
         """
-        name = self.models.meant(where) if model is None else self.models.model(model, where).name
+        try:
+            name = (
+                self.models.meant(where) if model is None else self.models.model(model, where).name
+            )
+        except Incompatible as error:
+            error.advise(call("load", model=next(iter(self.models.named))))
+            raise
         view = copy(self)
         view._tensors = self.models.in_model(name)
         return view

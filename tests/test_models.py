@@ -374,3 +374,40 @@ def test_an_adapter_is_checked_against_the_model_that_is_named(store: Store) -> 
     store.extract_lora(f"tuned:{PARTS[1]}", f"base:{PARTS[1]}", name="adapter", rank=1)
     request = MergeRequest(base=f"base:{PARTS[1]}", experts=["adapter:"], method="passthrough")
     assert store.check_merge(request).mergeable
+
+
+def test_blame_of_a_merge_of_one_model(store: Store) -> None:
+    """Tensors of models that were not merged have no share of experts."""
+    merge(store, f"base:{PARTS[1]}", "tuned")
+    assert [one.name for one in store.blame("merged").tensors] == [SECOND]
+    assert store.blame("merged", FIRST).tensors[0].name == FIRST
+
+
+def test_the_recipe_of_a_merge_of_one_model_runs(store: Store, tmp_path: Path) -> None:
+    """What `recipe` prints is a recipe that `merge --recipe` takes, models of snapshots too."""
+    mstore = Program(store.path)
+    words = ("--base", f"base:{PARTS[1]}", "--expert", f"tuned:{PARTS[0]}", "--method", "linear")
+    first = mstore.succeed("merge", *words, "--name", "one", "--json").document
+    (tmp_path / "r.yml").write_text(mstore.succeed("recipe", "one").out)
+    again = mstore.succeed(
+        "merge", "--recipe", tmp_path / "r.yml", "--name", "two", "--json"
+    ).document
+    assert again["plan"] == first["plan"]
+
+
+def test_patterns_decide_which_forms_are_left_out(tmp_path: Path) -> None:
+    """A variant that an expert lacks stays the base's where patterns leave it, or its model, to the
+    base: nothing is merged that it would contradict."""
+    whole = {"model.safetensors": 1.0, "model.fp16.safetensors": 1.0, "x/model.safetensors": 1.0}
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        store.add(write(tmp_path / "base", whole, half=True), name="base")
+        own = {"model.safetensors": 3.0, "x/model.safetensors": 3.0}
+        store.add(write(tmp_path / "one", own), name="one", base="base")
+        top, half, below = "blocks.0.weight", "@fp16:blocks.0.weight", "x:blocks.0.weight"
+        assert merge(store, "base", "one") == {top: 3.0, below: 3.0}
+        skipped = merge(store, "base", "one", skip=["@fp16:*"])
+        assert skipped == {top: 3.0, half: 1.0, below: 3.0}
+        assert merge(store, "base", "one", only=["x:*"]) == {top: 1.0, half: 1.0, below: 3.0}
+        with pytest.raises(BadRequest, match="no tensor's name matches 'x'") as refused:
+            merge(store, "base", "one", only=["x"])
+        assert "x:*" in str(refused.value.hint)

@@ -116,9 +116,9 @@ MaybeCompanions = Annotated[
     list[str] | None,
     Option(
         "--with",
-        metavar="ROLE[:EXPERT]=REF",
-        help="A further input that the method needs, of one expert, of the base (`:base`) or of "
-        "the merge. `--method fisher` needs `fisher:EXPERT=REF` for each expert: its diagonal "
+        metavar="ROLE:EXPERT=REF",
+        help="A further input that the method needs (a companion), of an expert as `--expert` "
+        "names it. `--method fisher` needs `fisher:EXPERT=REF` for each expert: its diagonal "
         "Fisher, as a checkpoint in the store. Repeatable.",
         group=WHAT,
     ),
@@ -492,6 +492,7 @@ class Wanted:
             limits,
             base=found.base,
             experts=found.experts,
+            companions=found.companions,
             method=found.method,
             parameters=found.parameters,
             dtype=limits.dtype or found.dtype,

@@ -228,7 +228,9 @@ class _Models:
         return self._is_ref(name) or self._directory(name).is_dir()
 
     def _is_ref(self, name: str) -> bool:
-        return not name.startswith(_PATHS) and name in self._store
+        from mstore.store.models import snapshot_of
+
+        return not name.startswith(_PATHS) and snapshot_of(name) in self._store
 
     def _directory(self, name: str) -> Path:
         return self._recipe.folder / Path(name).expanduser()

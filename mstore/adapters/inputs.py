@@ -20,7 +20,7 @@ from mstore.ids import ManifestId, TensorId
 from mstore.objects.applied import AppliedTensor, applied
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
-from mstore.objects.shapes import EMBEDDINGS
+from mstore.objects.shapes import EMBEDDINGS, chosen
 from mstore.objects.tensor import Tensor
 from mstore.phrases import few
 from mstore.store.catalog import Catalog
@@ -63,7 +63,8 @@ class ModelPairs:
     base: the tensors of the others that are taken. pairs: for each expert, its models by those of
     the base that they stand for.
 
-    names: what errors call the base and the experts.  Raises Incompatible for an expert without a
+    names: what errors call the base and the experts. only, skip: patterns of the tensors to merge;
+    a model of which they leave out all is not taken.  Raises Incompatible for an expert without a
     model of the base.
     """
 
@@ -73,6 +74,8 @@ class ModelPairs:
         experts: Sequence[Models],
         choice: ModelChoice,
         names: Sequence[str],
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
     ) -> None:
         found = [
             paired(base.named, own.named, (choice.base, given))
@@ -80,7 +83,9 @@ class ModelPairs:
         ]
         for own, pair, where in zip(experts, found, names[1:], strict=True):
             _require_pairs(base, own, pair, names[0], where)
-        taken = base.named.keys() if choice.base is None else {choice.base}
+        taken = set(base.named) if choice.base is None else {choice.base}
+        # What patterns leave to the base is the base's, in all its forms.
+        taken &= {split_name(one)[0] for one in chosen(dict.fromkeys(base.tensors, ()), only, skip)}
         self.without = _other_forms(base, taken, found)
         self.base: Names = {
             name: id
@@ -109,7 +114,7 @@ class Inputs:
     the base all, but those in `without`. fill: in a model that lacks tensors of the base, the
     base's stand for them. fishers: how many of the experts, the last ones, are Fishers of the
     others: of what they lack, too, the base's hold the place. lacking: the names of what an expert
-    lacks, for each; none without `fill`, but for Fishers. without: as in `ModelPairs`.
+    lacks, for each; none without `fill`, but for Fishers. without, only, skip: as in `ModelPairs`.
 
     Raises Incompatible for an adapter that cannot be applied to the base, and as `ModelPairs`,
     NotFound, Corrupt, StorageFailed.
@@ -125,6 +130,8 @@ class Inputs:
         choice: ModelChoice | None = None,
         fill: bool = False,
         fishers: int = 0,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
     ) -> None:
         self._catalog = catalog
         self._applied: dict[TensorId, AppliedTensor] = {}
@@ -133,7 +140,7 @@ class Inputs:
         members = [models_in(catalog, catalog.manifest(id)) for id in experts]
         choice = choice or ModelChoice(None, (None,) * len(experts))
         names = names or ("the base", *(f"expert {number + 1}" for number in range(len(experts))))
-        pairs = ModelPairs(self._models, members, choice, names)
+        pairs = ModelPairs(self._models, members, choice, names, only, skip)
         self.without = pairs.without
         self.base: Names = pairs.base
         self._takes_adapters = not is_adapter(self.base)
@@ -191,6 +198,8 @@ class Inputs:
             choice=choice,
             fill=plan.allow_missing,
             fishers=len(plan.companions),
+            only=plan.criteria.only,
+            skip=plan.criteria.skip,
         )
 
     @property
@@ -305,14 +314,16 @@ def _require_pairs(
     """Raise Incompatible for an expert that has no model of the base."""
     if not found and base.named:
         raise Incompatible(
-            f"has no model of {called}: it holds {_told(own)}, and the base {_told(base)}",
+            f"has no model of {called}: it holds {_told(own)}, and {called} {_told(base)}",
             where=where,
-            hint="name the model of each side: REF:MODEL",
+            hint=f"name the model that it is a fine-tune of: {called}:MODEL",
         )
 
 
 def _told(models: Models) -> str:
-    return few([name or "that of its top directory" for name in models.named]) or "none"
+    if list(models.named) == [""]:
+        return "one model without components"
+    return few([name or "that of the top directory" for name in models.named]) or "none"
 
 
 def _other_forms(

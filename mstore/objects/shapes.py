@@ -106,9 +106,10 @@ def require_matches(names: Collection[str], only: Sequence[str], skip: Sequence[
     for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
         require_patterns(patterns, option)
         if (pattern := unmatched(names, patterns)) is not None:
-            raise BadRequest(
-                f"no tensor's name matches {pattern!r}", where=option, hint=call("tensors", "REF")
-            )
+            hint: Text = call("tensors", "REF")
+            if any(name.startswith(f"{pattern}:") for name in names):
+                hint = Option(option.name, (f"{pattern}:*",))
+            raise BadRequest(f"no tensor's name matches {pattern!r}", where=option, hint=hint)
 
 
 def told_difference(base: str, other: str) -> Phrase:

@@ -86,7 +86,9 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
                 hint=call("reset", revision.name, back),
             )
         hint: Text | None
-        if _ODD_SUFFIX.search(revision.name):
+        if ":" in revision.name:
+            hint = "REF:MODEL names one model, and this takes a whole snapshot: REF"
+        elif _ODD_SUFFIX.search(revision.name):
             hint = "REF~N and REF@{N} take a whole number"
         else:
             hint = did_you_mean(revision.name, refs_in(index, transaction).names(), _HINT)

@@ -63,7 +63,7 @@ def note(
     """
     if bool(values) + bool(remove) + every > 1:
         raise UsageError(
-            "KEY=VALUE, --remove and --all are for different calls", hint="mstore note --help"
+            "values, --remove and --all are for different calls", hint="mstore note --help"
         )
     if values:
         settings = _settings(values)

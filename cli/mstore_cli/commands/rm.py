@@ -33,7 +33,8 @@ def rm(
     """Remove refs, all of them or none.
 
     Snapshots stay until `mstore gc` drops them: when no ref reaches them and the reflog is older
-    than reflog_days (see `mstore config`). Until then `mstore reset` restores a ref.
+    than reflog_days (see `mstore config`). Until then `mstore reset` restores a ref. What only a
+    removed candidate named is dropped the next time.
     """
     with session.open() as store:
         report = store.remove(*names, dry_run=dry_run)

@@ -183,7 +183,7 @@ def blame(
     total = nothing
     for first, one in measured.items():
         name = tensor or first
-        tied = tuple(n for n in names if run.tasks.first[n] == first and n != name)
+        tied = tuple(n for n in names if run.tasks.first.get(n, n) == first and n != name)
         tensors.append(_tensor(name, layers[name], tied, one, run.who(first, who)))
         sums[layers[name]] = sums.get(layers[name], nothing) + one
         counts[layers[name]] += 1
@@ -297,7 +297,7 @@ class _Run:
         """Measure each planned tensor, or the one that `tensor` was merged as."""
         wanted = [planned.name for planned in self._plan.tensors]
         if tensor is not None:
-            first = self.tasks.first[tensor]
+            first = self.tasks.first.get(tensor, tensor)
             if first not in wanted:
                 base = tensors_of(self._catalog, self._catalog.manifest(self._plan.base_id()))[
                     first

@@ -128,14 +128,16 @@ def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> C
     called = [one.name for one in (request.base, *experts)]
     members = [models_in(catalog, one) for one in manifests]
     choice = ModelChoice(request.base.model, tuple(one.model for one in experts))
-    pairs = ModelPairs(members[0], members[1:], choice, called)
+    pairs = ModelPairs(
+        *(members[0], members[1:], choice, called), only=request.only, skip=request.skip
+    )
     tensors = (pairs.base, *(pairs.own(k) for k in range(len(experts))))
     stands = ({name: name for name in members[0].named}, *pairs.pairs)
     base, *others = models = [
         _model(catalog, name, one, own, {members[0].named[k].directory: v for k, v in pair.items()})
         for name, one, own, pair in zip(called, members, tensors, stands, strict=True)
     ]
-    every = {tensor for one in models for tensor in one.tensors}
+    every = {tensor for one in members for tensor in one.tensors}
     require_matches(every, request.only, request.skip)
     names = chosen(dict.fromkeys(base.tensors, ()), request.only, request.skip).keys()
     found = list(_head(catalog, base, base.name, base.tensors, request))

@@ -189,7 +189,7 @@ def resolve(
     counted = weights[:1] if asked.layers else weights
     operation = registry.operation(asked.method, asked.parameters, counted)
     rules = Rules([_rule(asked, rule, weights) for rule in asked.rules])
-    _check_companions(operation, rules, len(weights), [*found])
+    _check_companions(operation, rules, [name for name, _ in asked.weighted()], [*found])
     error, share = asked.max_error, asked.top_p
     if share is not None:
         for one in (operation, *(rule.operation for rule in rules)):
@@ -248,6 +248,7 @@ def _companions(
                 f"{of[:_SHOWN]!r} is neither {BASE} nor one of the experts as they were named: "
                 f"{few([*numbers])}",
                 where=Option("companions"),
+                hint=did_you_mean(of, numbers),
             )
         for each in belongs:
             found[role, each] = one
@@ -263,7 +264,7 @@ def _companions(
 def _check_companions(
     operation: Operation,
     rules: Rules,
-    experts: int,
+    experts: Sequence[object],
     given: Sequence[tuple[str, int | None]],
 ) -> None:
     """Raise BadRequest unless there is a Fisher for each expert, or the method takes none."""
@@ -277,14 +278,17 @@ def _check_companions(
                 "or of none",
                 where=f"the rule for {rule}",
             )
-    wanted = [(FISHER, number) for number in range(1, 1 + experts)] if method.fishers else []
+    wanted = [(FISHER, n) for n in range(1, 1 + len(experts))] if method.fishers else []
     if given and not wanted:
         raise BadRequest(f"{method.name} takes no companions", where=Option("companions"))
     if [*given] != wanted:
+        lacking = [str(one) for n, one in enumerate(experts, 1) if (FISHER, n) not in given]
+        has = "has" if len(lacking) == 1 else "have"
+        told = f"{few(lacking)} {has} none" if lacking else "and nothing else has one"
         raise BadRequest(
-            f"{method.name} takes a Fisher for each expert: {experts}, not {len(given)}",
+            f"{method.name} takes a Fisher for each expert: {told}",
             where=Option("companions"),
-            hint=Option("companions", {"fisher:EXPERT": "REF"}),
+            hint=Option("companions", {f"fisher:{next(iter(lacking), 'EXPERT')}": "REF"}),
         )
 
 

@@ -180,6 +180,8 @@ class Surveyor:
             choice=request.choice,
             fill=request.allow_missing,
             fishers=request.fishers,
+            only=request.only,
+            skip=request.skip,
         )
         self._inputs = inputs
         records = _tensors(inputs, inputs.base)
@@ -219,6 +221,7 @@ class Surveyor:
         tied = ties_embeddings(catalog, base)
         first = first_names(inputs.base, inputs.models, tied=tied)
         others = {name for found in experts for name in found}
+        others |= models_in(catalog, base).tensors.keys()
         left_out = left_out_names(first, request.only, request.skip, others=others)
         merged = [name for name in records if first[name] == name and name not in left_out]
         for expert, found in zip(request.experts, experts[: len(inputs.models)], strict=False):

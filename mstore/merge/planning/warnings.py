@@ -206,9 +206,18 @@ def other_models(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeW
     found = []
     if plan.without:
         text = (
-            f"the result has no {few(_told_models(plan.without))}: not every expert has it, and "
-            "that of the base would be the unmerged model"
+            f"{few(_told_models(plan.without))} is left out of the result: not every expert has "
+            "it, and the base's would be the unmerged model"
         )
+        found.append(MergeWarning(OTHER_MODELS, None, text))
+    chosen = base.named.get(plan.model) if plan.model is not None else None
+    forms = [
+        one.name
+        for one in base.named.values()
+        if chosen is not None and one.directory == chosen.directory and one.name != chosen.name
+    ]
+    if forms:
+        text = f"{few(_told_models(forms))} stays the base's, beside {plan.model or 'its model'}"
         found.append(MergeWarning(OTHER_MODELS, None, text))
     for expert, source in _models(plan, sources):
         own = models_in(catalog, catalog.manifest(expert.manifest_id()))
