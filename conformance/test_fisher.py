@@ -75,7 +75,10 @@ class Place:
         return load_file(self.root / name / "model.safetensors")
 
     def merged(self, **options: object) -> Tensors:
-        given = {"experts": list(zip(("e0", "e1"), WEIGHTS, strict=True)), "fishers": ["f0", "f1"]}
+        given = {
+            "experts": list(zip(("e0", "e1"), WEIGHTS, strict=True)),
+            "companions": {"fisher:e0": "f0", "fisher:e1": "f1"},
+        }
         request = MergeRequest(base="base", method="fisher", **(given | options))
         self.store.merge(self.store.plan(request), name="merged")
         return self.checked_out("merged")

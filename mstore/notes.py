@@ -112,7 +112,9 @@ def named(notes: Found, name: str) -> NoteId:
         raise BadName("names no single note; give more digits of its id", where=quoted(name))
     if not chosen:
         raise NotFound(
-            "the snapshot has no such note", where=quoted(name), hint=call("notes_of", "REF")
+            "the snapshot has no note with this id",
+            where=quoted(name),
+            hint=call("notes_of", "REF"),
         )
     return chosen[0]
 

@@ -332,7 +332,7 @@ class SnapshotView:
                 self.models.meant(where) if model is None else self.models.model(model, where).name
             )
         except Incompatible as error:
-            error.advise(call("load", model=next(iter(self.models.named))))
+            error.advise(f"load(model={next(iter(self.models.named))!r})")
             raise
         view = copy(self)
         view._tensors = self.models.in_model(name)
