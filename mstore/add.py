@@ -729,11 +729,12 @@ def add(
         )
         # Report progress before the first read, which may block for ever.
         tick(0)
+        models_by_file = checkpoint.models_by_file()
         with ThreadPoolExecutor(threads, "add") as pool:
             ahead = 2 * threads + 1
             sources = checkpoint.files if differences is None else differences.own_files()
             files = [
-                adder.add_file(file, checkpoint.name_of(file.path), pool, ahead, tick)
+                adder.add_file(file, models_by_file.get(file.path), pool, ahead, tick)
                 for file in sources
             ]
             texts: dict[str, bytes] = {}

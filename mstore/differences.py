@@ -92,8 +92,9 @@ class Differences:
         self._where = where
         tensors = self._models.counterparts(checkpoint.named)
         found: dict[str, list[tuple[SourceFile, TensorSlot]]] = {}
+        models_by_file = checkpoint.models_by_file()
         for file in checkpoint.files:
-            model = checkpoint.name_of(file.path)
+            model = models_by_file.get(file.path)
             if file.header is not None and model is not None:
                 for own in file.header.tensors:
                     found.setdefault(full_name(model, own.name), []).append((file, own))

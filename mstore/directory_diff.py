@@ -87,7 +87,7 @@ def diff_directory(
     Raises NotFound, BadCheckpoint if the directory cannot be a checkpoint at all or changes while
     it is read, Corrupt, StorageFailed.
     """
-    manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
+    manifest = catalog.manifest_of(snapshot)
     tree = walk(
         directory,
         max_files=limits.max_files,

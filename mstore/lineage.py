@@ -15,13 +15,12 @@ from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.notes import NoteReport
-from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import listing
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
-from mstore.store.models import models_in, tensors_of
+from mstore.store.models import Models, models_in
 from mstore.store.not_finite import NotFiniteTensor, of_snapshot
 from mstore.store.ref_store import refs_in
 from mstore.store.signature_report import SignatureReport
@@ -183,7 +182,7 @@ def describe(
 ) -> SnapshotReport:
     """Report one snapshot. Raises NotFound if it is missing."""
     # A requested snapshot must be readable; only ancestors may be missing.
-    catalog.manifest(catalog.snapshot(id).manifest_id())
+    catalog.manifest_of(id)
     return _described(catalog, id, names, _pruned(catalog, names), _pinned(catalog))
 
 
@@ -211,6 +210,7 @@ def _described(
     if record is None or manifest is None:
         return _missing(id, record, names)
     plan_id = record.plan_id()
+    models = models_in(catalog, manifest)
     return SnapshotReport(
         snapshot=id,
         manifest=record.manifest_id(),
@@ -226,11 +226,11 @@ def _described(
         refs=tuple(names.get(id, ())),
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
-        tensors=len(tensors_of(catalog, manifest)),
-        models=tuple(models_in(catalog, manifest).named),
+        tensors=len(models.tensors),
+        models=tuple(models.named),
         pruned=id in pruned,
         pinned=id in pinned,
-        not_finite=_not_finite(catalog, record, manifest),
+        not_finite=_not_finite(catalog, record, models),
     )
 
 
@@ -263,10 +263,10 @@ def _origin(record: SnapshotRecord) -> OriginReport | None:
 
 
 def _not_finite(
-    catalog: Catalog, record: SnapshotRecord, manifest: Manifest
+    catalog: Catalog, record: SnapshotRecord, models: Models
 ) -> tuple[NotFiniteTensor, ...]:
     with suppress(NotFound, Corrupt):
-        return of_snapshot(catalog, record, tensors_of(catalog, manifest))
+        return of_snapshot(catalog, record, models.tensors)
     return ()
 
 
@@ -360,7 +360,7 @@ def _is_gone(catalog: Catalog, transaction: IndexTransaction, id: bytes) -> bool
 
 def files(catalog: Catalog, id: SnapshotId) -> list[FileReport]:
     """Report the files of a snapshot, by path."""
-    manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+    manifest = catalog.manifest_of(id)
     return [
         FileReport(file.path, file.size, sum(1 for _ in file.tensors())) for file in manifest.files
     ]

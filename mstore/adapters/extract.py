@@ -124,7 +124,7 @@ def extract(
         where=expert[0],
         hint=told_difference(base[0], expert[0]),
     )
-    model = catalog.manifest(catalog.snapshot(base[1]).manifest_id())
+    model = catalog.manifest_of(base[1])
     models = models_in(catalog, model)
     main = models.meant(base[0])
     config = config_of(catalog, model, models.config(main))
@@ -202,7 +202,7 @@ _Tensors = Mapping[str, tuple[TensorId, Tensor]]
 def _tensors(
     catalog: Catalog, one: tuple[str, SnapshotId], only: Sequence[str], skip: Sequence[str]
 ) -> _Tensors:
-    models = models_in(catalog, catalog.manifest(catalog.snapshot(one[1]).manifest_id()))
+    models = models_in(catalog, catalog.manifest_of(one[1]))
     tensors = models.in_model(models.meant(one[0]))
     if is_adapter(tensors):
         raise Incompatible("is an adapter already", where=one[0])

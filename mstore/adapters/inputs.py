@@ -85,7 +85,10 @@ class ModelPairs:
             _require_pairs(base, own, pair, names[0], where)
         taken = set(base.named) if choice.base is None else {choice.base}
         # What patterns leave to the base is the base's, in all its forms.
-        taken &= {split_name(one)[0] for one in chosen(dict.fromkeys(base.tensors, ()), only, skip)}
+        merged: Collection[str] = base.tensors
+        if only or skip:
+            merged = chosen(dict.fromkeys(base.tensors, ()), only, skip)
+        taken &= {split_name(one)[0] for one in merged}
         self.without = _other_forms(base, taken, found)
         self.base: Names = {
             name: id

@@ -348,7 +348,7 @@ class OpenStore:
         from mstore.store.models import models_in
 
         id = self._real(revision)
-        manifest = self._catalog.manifest(self._catalog.snapshot(id).manifest_id())
+        manifest = self._catalog.manifest_of(id)
         models_in(self._catalog, manifest).require_one_each(str(revision))
         return id
 

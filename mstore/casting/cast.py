@@ -113,7 +113,7 @@ def cast(
     branch = (
         branch_below(BRANCHES, f"{model[0].replace(':', '-')}-{told}") if name is None else name
     )
-    manifest = catalog.manifest(catalog.snapshot(model[1]).manifest_id())
+    manifest = catalog.manifest_of(model[1])
     plan = _Plan(catalog, manifest, of, dtype, only, skip, model[0])
     with Transaction(catalog, f"cast {branch}") as transaction:
         current = branch_to_move(catalog, branch)

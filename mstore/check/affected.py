@@ -68,7 +68,7 @@ class AffectedTensors:
 
     def _snapshot(self, id: SnapshotId, names: tuple[str, ...]) -> list[Affected]:
         try:
-            manifest = self._catalog.manifest(self._catalog.snapshot(id).manifest_id())
+            manifest = self._catalog.manifest_of(id)
         except (NotFound, Corrupt):
             return [Affected(id, names, None, None, 0)]
         found = []

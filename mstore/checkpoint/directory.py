@@ -134,9 +134,9 @@ class Checkpoint:
         """The names of its models."""
         return tuple(one.name for one in self.models)
 
-    def name_of(self, path: str) -> str | None:
-        """Return the name of the model that a file is of; None if no loader reads it."""
-        return next((one.name for one in self.models if path in one.files), None)
+    def models_by_file(self) -> dict[str, str]:
+        """Return the name of the model that each file is of, without files that no loader reads."""
+        return {path: one.name for one in self.models for path in one.files}
 
 
 @frozen

@@ -207,7 +207,7 @@ def _require_one_name(catalog: Catalog, base: Sequence[Parent], members: Sequenc
     Each alone changes all its names; their combination would have a product for each.
     """
     for parent in base:
-        model = catalog.manifest(catalog.snapshot(parent.snapshot_id()).manifest_id())
+        model = catalog.manifest_of(parent.snapshot_id())
         main = models_in(catalog, model).meant(parent.snapshot_id().short)
         modules = [module for member in members for module in member.products]
         for group in Tied.of(catalog, model, main, (f"{module}." for module in modules)).groups:

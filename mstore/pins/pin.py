@@ -93,7 +93,7 @@ def pin(
     then nothing is changed, unless the error says that it is pinned: then reading it back failed.
     """
     began = time.monotonic()
-    manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
+    manifest = catalog.manifest_of(snapshot)
     with (
         contents.held(catalog, [snapshot]),
         Rewriting.begin(catalog, f"pin {snapshot.short}", max_pack=max_pack) as rewriting,

@@ -93,7 +93,7 @@ def of_others(catalog: Catalog, id: SnapshotId) -> set[BlockId]:
         # A version that knows nothing of pins leaves their marks when it collects a snapshot.
         # And the contents of a pruned one may be gone.
         with suppress(*_UNREADABLE):
-            manifest = catalog.manifest(catalog.snapshot(other).manifest_id())
+            manifest = catalog.manifest_of(other)
             for file in manifest.files:
                 found.update(_readable(catalog, file))
     return found

@@ -34,7 +34,7 @@ def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
     with catalog.index.env.read() as transaction:
         if catalog.index.get(transaction, PRUNED, id) is None:
             return
-    manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+    manifest = catalog.manifest_of(id)
     with catalog.index.env.read() as transaction:
         if not _is_whole(catalog.index, transaction, manifest):
             raise _gone(called)
@@ -50,7 +50,7 @@ def keep(catalog: Catalog, transaction: IndexTransaction, id: SnapshotId, name: 
     if not listing.is_listed(index, transaction, id):
         raise _collected(id, name)
     if index.get(transaction, PRUNED, id) is not None:
-        manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+        manifest = catalog.manifest_of(id)
         if not _is_whole(index, transaction, manifest):
             raise _gone(id.short)
         index.delete(transaction, PRUNED, id)
@@ -120,7 +120,7 @@ def _is_gone(catalog: Catalog, id: SnapshotId) -> bool:
         if catalog.index.get(transaction, PRUNED, id) is None:
             return False
     # A snapshot's tensor records are removed in the same transaction as its blocks.
-    manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+    manifest = catalog.manifest_of(id)
     with catalog.index.env.read() as transaction:
         return not _is_whole(catalog.index, transaction, manifest)
 

@@ -59,7 +59,7 @@ def _users(
 ) -> Iterator[tuple[SnapshotId, str, str | None]]:
     """Yield snapshot, path and tensor wherever one of the blocks is used."""
     for id in snapshots:
-        for file in catalog.manifest(catalog.snapshot(id).manifest_id()).files:
+        for file in catalog.manifest_of(id).files:
             for part in file.parts:
                 content = catalog.content(part.tensor_id())
                 if isinstance(content, Tensor) and not blocks.isdisjoint(content.block_ids()):

@@ -133,7 +133,7 @@ def align(
     found: dict[SnapshotId, Member] = {}
     adapters: dict[SnapshotId, str] = {}
     for name, id in models:
-        if is_adapter(tensors_of(catalog, catalog.manifest(catalog.snapshot(id).manifest_id()))):
+        if is_adapter(tensors_of(catalog, catalog.manifest_of(id))):
             adapters[id] = str(name)
         elif id not in found:
             found[id] = member(catalog, str(name), id)

@@ -49,7 +49,7 @@ def member(catalog: Catalog, name: str, snapshot: SnapshotId) -> Member:
     Raises Incompatible for one with tokens and without embeddings, or with an unusable tokenizer,
     Corrupt, StorageFailed.
     """
-    manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
+    manifest = catalog.manifest_of(snapshot)
     tensors = tensors_of(catalog, manifest)
     config = config_of(catalog, manifest)
     named = {

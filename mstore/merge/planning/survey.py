@@ -155,7 +155,7 @@ class Surveyor:
     def _layouts(self) -> dict[str, Layout]:
         """The layers of each model of the base."""
         catalog, found = self._catalog, {}
-        base = catalog.manifest(catalog.snapshot(self._request.base.snapshot).manifest_id())
+        base = catalog.manifest_of(self._request.base.snapshot)
         models = models_in(catalog, base)
         for model in models.named:
             config = config_of(catalog, base, models.config(model))

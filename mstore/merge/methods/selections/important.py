@@ -22,11 +22,9 @@ from mstore.merge.arithmetic.importance import divergences, importances
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.measures.grid import Bools, Floats, Grid
-from mstore.merge.methods.selections.selection import Masks, Measured, Selection, alike
-from mstore.merge.methods.selections.varied import place_of
+from mstore.merge.methods.selections.selection import CutTogether, Masks, Measured, alike
 from mstore.numeric import halves
 from mstore.numeric.halves import Counts
-from mstore.objects.plan import Threshold
 from mstore.stats.chunks import row_length as length_of
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ _KEYS: Final = tuple(
 )
 
 
-class Important(Selection, frozen=True):
+class Important(CutTogether, frozen=True):
     """The elements of the only expert that are of unusual importance."""
 
     facts = "quartiles of the importance of elements"
@@ -79,22 +77,9 @@ class Important(Selection, frozen=True):
         return np.minimum(grid.whole, grid.band)
 
     @property
-    def planned(self) -> int:
-        """One."""
-        return 1
-
-    @property
     def masked(self) -> int:
         """By masks."""
         return 4
-
-    def cut(self, planned: Sequence[Threshold]) -> Cut:
-        """Return the least importance."""
-        return Cut(planned[0].value, planned[0].quota)
-
-    def mask_bytes(self, read: int) -> int:
-        """Return a byte for each expert."""
-        return self.experts
 
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
@@ -108,10 +93,6 @@ class Important(Selection, frozen=True):
                 divergence = divergences(base, expert, row_length)
                 found[start:end] = importances(base, expert, divergence) >= np.float32(cut.value)
         return alike(found, len(chunk.row_of))
-
-    def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
-        """Return the threshold."""
-        return place_of(cut, first_index, length, self.experts)
 
 
 class _Look(NamedTuple):

@@ -7,6 +7,7 @@ expert what a combination then makes one number of.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -282,6 +283,29 @@ class Selection(msgspec.Struct, frozen=True):
         cut: as `cut` returns it.
         """
         return b""
+
+
+class CutTogether(Selection, frozen=True):
+    """A selection that one threshold of a tensor, the same for all experts, ends."""
+
+    @property
+    def planned(self) -> int:
+        """One."""
+        return 1
+
+    def cut(self, planned: Sequence[Threshold]) -> Cut:
+        """Return the threshold."""
+        return Cut(planned[0].value, planned[0].quota)
+
+    def mask_bytes(self, read: int) -> int:
+        """Return a byte for each expert."""
+        return self.experts
+
+    def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
+        """Return the threshold, the number of experts, and how many ties of the chunk count."""
+        assert cut is not None
+        before = cut.before - first_index if cut.before >= 0 else length
+        return struct.pack("<fIQ", cut.value, self.experts, min(length, max(0, before)))
 
 
 def alike(mask: Bools, experts: int) -> Masks:

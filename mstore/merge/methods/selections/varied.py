@@ -26,7 +26,14 @@ from mstore.merge.arithmetic.spread import Cut, selected, spreads
 from mstore.merge.measures.deltas import Chunks
 from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.parameters import Parameter, Range, Value, single
-from mstore.merge.methods.selections.selection import Masks, Measured, Selection, alike, common
+from mstore.merge.methods.selections.selection import (
+    CutTogether,
+    Masks,
+    Measured,
+    Selection,
+    alike,
+    common,
+)
 from mstore.numeric import halves
 from mstore.numeric.halves import Bits, Counts
 from mstore.objects.plan import Threshold
@@ -40,7 +47,7 @@ _MOST_KEPT: Final = 1 << 25
 """Spreads of a tensor of up to so many elements are kept: 128 MiB."""
 
 
-class Varied(Selection, frozen=True):
+class Varied(CutTogether, frozen=True):
     """The elements that experts move most differently; share: of all, select_topk."""
 
     share: float
@@ -89,11 +96,6 @@ class Varied(Selection, frozen=True):
         """Return the share of what moves."""
         return grid.moved * self.share
 
-    @property
-    def planned(self) -> int:
-        """One."""
-        return 1
-
     def fits(self, thresholds: Sequence[Threshold], listed: int) -> bool:
         """Return whether there is one for each expert, the same for all."""
         return super().fits(thresholds, listed) and len(set(thresholds)) == 1
@@ -102,14 +104,6 @@ class Varied(Selection, frozen=True):
     def masked(self) -> int:
         """By masks."""
         return 1
-
-    def cut(self, planned: Sequence[Threshold]) -> Cut:
-        """Return the threshold of the spreads."""
-        return Cut(planned[0].value, planned[0].quota)
-
-    def mask_bytes(self, read: int) -> int:
-        """Return a byte for each expert."""
-        return self.experts
 
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
@@ -122,22 +116,11 @@ class Varied(Selection, frozen=True):
             found[start:end] = selected(spreads(sides, end - start), cut, at)
         return alike(found, len(chunk.row_of))
 
-    def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
-        """Return the threshold, the number of experts, and how many ties of the chunk count."""
-        return place_of(cut, first_index, length, self.experts)
-
 
 class _All(Selection, frozen=True):
     """All deltas, of which a combination may need squares."""
 
     by_norms = False
-
-
-def place_of(cut: Cut | None, first_index: int, length: int, experts: int) -> bytes:
-    """Return what selects elements of a chunk: a threshold, experts, ties here that count."""
-    assert cut is not None
-    before = cut.before - first_index if cut.before >= 0 else length
-    return struct.pack("<fIQ", cut.value, experts, min(length, max(0, before)))
 
 
 class _Spreads:
