@@ -32,7 +32,7 @@ class Reason:
 
     def explains(self, case: str, outcome: Mapping[str, Any]) -> bool:
         """Whether it is why this became of the case."""
-        text = "\n".join((outcome["said"], *outcome["notes"]))
+        text = "\n".join((outcome["said"], *outcome["remarks"]))
         return (
             self.names(case)
             and self.kind in _kinds(outcome)

@@ -80,7 +80,7 @@ _ITERATIONS = 5
 class Seams:
     """mergekit's functions, by mstore, and what became of each case.
 
-    outcomes: by case: outcome and said (pytest's), merges (how often mstore was asked), notes (of
+    outcomes: by case: outcome and said (pytest's), merges (how often mstore was asked), remarks (of
     its plans). expecting: how many `pytest.raises` the case is in. case: the one that runs.
     """
 
@@ -227,14 +227,17 @@ class Seams:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.case, self.expecting = item.name, 0
-        self.here.notes.clear()
+        self.here.remarks.clear()
         if hasattr(item.cls, "NUM_ITERATIONS"):
             item.cls.NUM_ITERATIONS = _ITERATIONS
         before = self.here.merges
         name = _name(item.nodeid)
         self.outcomes[name] = {"outcome": "passed", "said": ""}
         result = yield
-        self.outcomes[name] |= {"merges": self.here.merges - before, "notes": self.here.notes[:]}
+        self.outcomes[name] |= {
+            "merges": self.here.merges - before,
+            "remarks": self.here.remarks[:],
+        }
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -61,7 +61,7 @@ class StandIn:
         self._added: dict[str, str] = {}
         self.merges = 0
         """How often it was asked to merge, or what a recipe means."""
-        self.notes: list[str] = []
+        self.remarks: list[str] = []
         """What plans said of merges since this was last emptied."""
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class StandIn:
             if found.vocabulary is not None:
                 request = self._store.align(request, found.vocabulary).applied(request)
             plan = self._store.plan(request, allow_noop=True, threads=1)
-            self.notes += plan.notes
+            self.remarks += plan.remarks
             self._store.merge(plan, name="merged", allow_nonfinite=True, threads=1)
             self._store.checkout("merged", out, threads=1)
         except MstoreError as error:

@@ -395,12 +395,12 @@ class Pair:
         for name, path in self.paths.items():
             make(path)
             self.store.add(path, name=name)
-        self.notes: tuple[str, ...] = ()
+        self.remarks: tuple[str, ...] = ()
 
     def ours(self, recipe: str) -> Tensors:
         models = {str(path): name for name, path in self.paths.items()}
         found = self.store.read_recipe(recipe.format(**self.paths), models=models)
-        self.notes = found.notes
+        self.remarks = found.remarks
         self.store.merge(self.store.plan(found.request), name="merged")
         self.store.checkout("merged", self.root / "ours")
         return tensors_of(self.root / "ours")
@@ -417,8 +417,8 @@ def test_a_gradient_runs_over_each_stack(make: Callable[[Path], None], tmp_path:
     """In a model with several stacks both count the layers of each from 0 to 1."""
     pair = Pair(tmp_path, make)
     assert_same(pair.ours(GRADIENT), pair.theirs(GRADIENT))
-    (note,) = pair.notes
-    assert "a gradient runs over each of" in note
+    (remark,) = pair.remarks
+    assert "a gradient runs over each of" in remark
 
 
 SLICES = """\

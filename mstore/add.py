@@ -109,7 +109,7 @@ class AddReport:
     """number of excluded files"""
     excluded_bytes: int
     """size of the excluded files"""
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """what was not done, as text"""
     warnings: tuple[str, ...]
     """what is probably a mistake, as text"""
@@ -767,9 +767,9 @@ def add(
         warnings = _warnings(checkpoint, files)
         statistics.flush()
         publication.commit()
-    notes = (*checkpoint.notes, *_notes(adder, base, told, message, is_new=is_new))
+    remarks = (*checkpoint.remarks, *_remarks(adder, base, told, message, is_new=is_new))
     if differences is not None:
-        notes = (*notes, *_told_differences(catalog, differences, manifest, told_size))
+        remarks = (*remarks, *_told_differences(catalog, differences, manifest, told_size))
     is_told = told is not None and told.snapshot == base.snapshot
     return AddReport(
         name=name,
@@ -789,7 +789,7 @@ def add(
         excluded=tuple(one.path for one in checkpoint.excluded),
         excluded_files=sum(one.files for one in checkpoint.excluded),
         excluded_bytes=sum(one.size for one in checkpoint.excluded),
-        notes=notes,
+        remarks=remarks,
         warnings=warnings,
         seconds=time.monotonic() - began,
     )
@@ -847,21 +847,23 @@ def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path)
         )
 
 
-def _notes(
+def _remarks(
     adder: _Adder, base: Base, told: ParentReport | None, message: str, *, is_new: bool
 ) -> tuple[str, ...]:
-    notes: list[str] = []
+    remarks: list[str] = []
     if message and not is_new:
-        notes.append("the message was not kept: a snapshot is not made again for its words")
+        remarks.append("the message was not kept: a snapshot is not made again for its words")
     if told is not None and not is_new and base.given and base.snapshot is None:
-        notes.append("the snapshot is kept as it is, with its base; another name makes one without")
+        remarks.append(
+            "the snapshot is kept as it is, with its base; another name makes one without"
+        )
     if adder.not_finite:
-        notes.append(
+        remarks.append(
             f"infinite or NaN elements, or differences from the base, in {few(adder.not_finite)}"
         )
     if adder.lost or adder.lost_tensors:
         blocks, tensors = len(adder.lost), adder.lost_tensors
-        notes.append(
+        remarks.append(
             phrase(
                 "the base is damaged ({blocks} blocks and {tensors} tensor records cannot be "
                 "read): no differences to them were taken; {fsck} tells more",
@@ -870,7 +872,7 @@ def _notes(
                 fsck=call("fsck"),
             )
         )
-    return tuple(notes)
+    return tuple(remarks)
 
 
 def _warnings(checkpoint: Checkpoint, stored: Sequence[File]) -> tuple[str, ...]:

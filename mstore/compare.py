@@ -124,7 +124,7 @@ class CompareReport:
     """whole models"""
     parts: tuple[ComparedPart, ...]
     """each tensor or layer, as asked; empty for models"""
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """what was left out, as text"""
     bytes_read: int
     """bytes of models read for what statistics did not know"""
@@ -479,9 +479,9 @@ def compare(
         finally:
             statistics.flush()
     parts = found if by == "tensor" else by_layer(found)
-    notes = []
+    remarks = []
     if cannot:
-        notes.append(
+        remarks.append(
             f"not compared: {few(cannot, 1)}, which not all have, or not in one shape and with "
             "floating-point elements"
         )
@@ -491,7 +491,7 @@ def compare(
         tensors=len(can),
         whole=Sums.total(list(found.values())).part(None, names),
         parts=() if by == "model" else tuple(own.part(name, names) for name, own in parts.items()),
-        notes=tuple(notes),
+        remarks=tuple(remarks),
         bytes_read=measure.meter.total,
         seconds=time.monotonic() - began,
     )

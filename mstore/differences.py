@@ -173,7 +173,7 @@ class Differences:
     # -- what it looks like ------------------------------------------------------------------
 
     def require_differences(self) -> str | None:
-        """Raise Incompatible if a sample looks like whole weights; return a note if it is large.
+        """Raise Incompatible if a sample looks like whole weights; return a remark if it is large.
 
         Reads the first block of up to 16 tensors, and of those of the base.
         """

@@ -3,7 +3,7 @@
 Reads the directory as `add` does, by the same rules for links, special files and excluded files,
 and hashes it.  Reads stored blocks only if they have no ids yet (virtual tensors).  Writes nothing,
 neither to the store nor to the directory.  A file whose safetensors header cannot be read is not an
-error here: it counts as different, and a note says why.
+error here: it counts as different, and a remark says why.
 
 Patterns never exclude a file that the snapshot holds.
 """
@@ -66,7 +66,7 @@ class DirectoryDiffReport:
     """blocks that differ"""
     excluded: tuple[str, ...]
     """files and directories (ending with a slash) that are not part of a model"""
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """files whose headers cannot be read, and why"""
 
 
@@ -114,7 +114,7 @@ class _Directory:
         self.files = {found.path: found for found in tree.files}
         self.headers: dict[str, Header] = {}
         self.slots: dict[str, dict[str, TensorSlot]] = {}
-        self.notes: list[str] = []
+        self.remarks: list[str] = []
         self._block_size = block_size
         self._limits = limits
         self._pool = pool
@@ -131,7 +131,7 @@ class _Directory:
                     self.headers[found.path] = header
                     self.slots[found.path] = {slot.name: slot for slot in header.tensors}
                 except BadCheckpoint as error:
-                    self.notes.append(str(error))
+                    self.remarks.append(str(error))
 
     def ids(self, path: str, begin: int, nbytes: int) -> list[BlockId]:
         """Return a part's block ids, hashed once.  Raises BadCheckpoint if the file changes."""
@@ -215,7 +215,7 @@ class _Comparison:
             blocks_total=total,
             blocks_changed=changed_blocks,
             excluded=tuple(one.path for one in side.tree.excluded),
-            notes=tuple(side.notes),
+            remarks=tuple(side.remarks),
         )
 
     def _files(self) -> tuple[tuple[FileDiff, ...], int]:

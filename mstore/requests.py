@@ -182,14 +182,14 @@ class RecipeRequest:
     """The merge that a recipe asks for.
 
     request: to plan as it is, or changed (a budget). warnings: what of the recipe is ignored, as
-    mergekit does, each with its line. notes: what else has no effect, alike. vocabulary: what to
+    mergekit does, each with its line. remarks: what else has no effect, alike. vocabulary: what to
     align the models with before the merge is planned (`Store.align`); None if the recipe does not
     say.
     """
 
     request: MergeRequest
     warnings: tuple[str, ...]
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     vocabulary: Vocabulary | None = None
 
 

@@ -99,7 +99,7 @@ def tried(doing: str, path: Path, other: Path, more: int | None) -> dict[str, An
     try:
         if doing == "reindex":
             with with_files(more):
-                said = list(map(str, Store.reindex(path).notes))
+                said = list(map(str, Store.reindex(path).remarks))
         else:
             with Store.open(path) as store, with_files(more):
                 said = DOINGS[doing](store, path, other)

@@ -556,7 +556,10 @@ def test_the_only_weight_of_an_average(store: Store, tmp_path: Path) -> None:
     store.add(_adapter(1, 4, [Q0]).write(tmp_path / "lora"), name="lora")
     half = {"base": "base", "experts": [("lora", 0.5)]}
     told = [
-        any("has no effect" in note for note in store.plan(MergeRequest(**half, method=m)).notes)
+        any(
+            "has no effect" in remark
+            for remark in store.plan(MergeRequest(**half, method=m)).remarks
+        )
         for m in ("linear", "task_arithmetic")
     ]
     assert told == [True, False]

@@ -148,7 +148,7 @@ def test_a_plan_says_it(root: Path, store: Store) -> None:
     runs in another store and from its recipe."""
     plan = store.plan(TASK)
     allowed = "tensors may be missing: the base's count for what an expert lacks"
-    assert any(note.startswith(allowed) for note in plan.notes)
+    assert any(remark.startswith(allowed) for remark in plan.remarks)
     told = (
         "part lacks b.w, c.w: the base's count for them; "
         "has b.extra, z.extra, not in the base and left out"
@@ -244,7 +244,7 @@ def test_the_command_line(store: Store) -> None:
     plan = mstore.succeed("plan", *line, "--allow-missing", "-q").out.strip()
     out = mstore.succeed("merge", *line, "--allow-missing", "--name", "m").out
     assert "warning: part lacks b.w, c.w: the base's count for them" in out
-    assert "note: tensors may be missing: the base's count" in " ".join(out.split())
+    assert "remark: tensors may be missing: the base's count" in " ".join(out.split())
     assert "--allow-missing --name REF" in mstore.succeed("cat", "m:README.md").out
     assert mstore("merge", "--plan", plan, "--allow-missing", "--name", "n").status == 2
     mstore.succeed("merge", "--plan", plan, "--name", "n")

@@ -212,4 +212,4 @@ def test_a_recipe_of_mergekit(place: Place) -> None:
     found = place.store.read_recipe(text)
     plain = dataclasses.replace(ASKED, dtype=None)
     assert place.store.plan(found.request).plan == place.store.plan(plain).plan
-    assert not found.notes
+    assert not found.remarks

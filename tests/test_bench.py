@@ -35,7 +35,7 @@ def test_simulated_store_opens_and_is_read(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_estimates_are_told_as_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of docs/merge-methods.md, and the note of plans, are those of the results."""
+    """The table of docs/merge-methods.md, and the remark of plans, are those of the results."""
     monkeypatch.syspath_prepend(str(BENCH))
     import page_estimates
 
@@ -43,8 +43,8 @@ def test_estimates_are_told_as_they_were_measured(monkeypatch: pytest.MonkeyPatc
     page = (BENCH.parent / "docs" / "merge-methods.md").read_text()
     assert page_estimates.placed(page, told) == page
     low, high = page_estimates.extremes(told)
-    note = inspect.getsource(plan_report)
-    assert f"{low:.1f} to {high:.1f} times" in note
+    remark = inspect.getsource(plan_report)
+    assert f"{low:.1f} to {high:.1f} times" in remark
     methods = {method for (method, _, _), _ in page_estimates.ratios_of(told, lambda _: True)}
     assert methods == {f"`{method}`" for method in METHODS}
 

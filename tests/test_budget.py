@@ -368,7 +368,7 @@ def test_a_budget_changes_only_what_is_left_out(
     ask: dict[str, Any] = {"base": "base", "experts": experts, "method": method}
     for budget in (0.3, 0.97, 0.999):
         plan = place.store.plan(MergeRequest(**ask, parameters=parameters, budget=budget))
-        assert not any("bin edges" in note for note in plan.notes)
+        assert not any("bin edges" in remark for remark in plan.remarks)
         _, merged = place.merge(plan)
         gone = absent(place, plan)
         assert any(mask.any() for masks in gone.values() for mask in masks)
@@ -446,7 +446,7 @@ def test_two_thresholds_must_be_exact(tied: Place) -> None:
         assert plan.analyze_bytes_read > 0
         again = tied.store.plan(forbidden)
         assert (again.plan, again.analyze_bytes_read) == (plan.plan, 0)
-        assert not any("bin edges" in note for note in again.notes)
+        assert not any("bin edges" in remark for remark in again.remarks)
     alone = tied.store.plan(MergeRequest(**ask, only=["a"], analyze=False))
     assert alone.analyze_bytes_read == 0
 
@@ -465,7 +465,7 @@ def test_the_estimate_knows_the_edges(tied: Place) -> None:
     _, full = tied.merge(exact[0])
     for plan, better in zip(edges, exact, strict=True):
         assert plan.analyze_bytes_read == 0
-        assert any("bin edges" in note and "analyze=False" in note for note in plan.notes)
+        assert any("bin edges" in remark and "analyze=False" in remark for remark in plan.remarks)
         _, merged = tied.merge(plan)
         measured = tied.relative_error(merged, full)
         assert plan.error_estimate == pytest.approx(measured, rel=0.2)
@@ -482,11 +482,11 @@ def test_what_is_known_of_an_estimate_is_told(method: str, place: Place) -> None
     not tell what is selected it says why it is rough.
     """
     _, full = place.merge(place.plan(method, dtype="F32"))
-    assert not any("no bound" in note for note in place.plan(method).notes)
+    assert not any("no bound" in remark for remark in place.plan(method).remarks)
     for budget in (0.3, 0.9):
         plan = place.plan(method, dtype="F32", budget=budget)
         told = ROUGH.get(method, "0.1 to 4.3 times")
-        assert any(told in note for note in plan.notes)
+        assert any(told in remark for remark in plan.remarks)
         _, merged = place.merge(plan)
         measured = place.relative_error(merged, full)
         assert 0.1 <= measured / (plan.error_estimate or 0) <= 1.7
@@ -729,11 +729,11 @@ def test_without_analysis_whole_tensors_are_chosen(bare: Place, place: Place) ->
     """--no-analyze reads nothing for statistics, takes whole tensors or none, and says so."""
     plan = bare.plan("linear", budget=0.5, analyze=False)
     assert plan.analyze_bytes_read == 0
-    assert any("no statistics, chosen by whole tensors: e0: model." in n for n in plan.notes)
+    assert any("no statistics, chosen by whole tensors: e0: model." in n for n in plan.remarks)
     assert (plan.error_bound, plan.error_estimate) == (None, None)
     report, _ = bare.merge(plan)
     assert report.expert_bytes_read == plan.planned_expert_bytes <= (plan.budget_bytes or 0)
-    assert report.notes == plan.notes
+    assert report.remarks == plan.remarks
     for tensor in bare.store._catalog.record(Plan, plan.plan).tensors:
         for states in tensor.states:
             assert not {OMITTED, READ} <= set(states)
@@ -761,7 +761,7 @@ def test_trimming_without_a_second_look(mixed: Place) -> None:
     ask: dict[str, Any] = {"parameters": {"density": 0.123}, "method": "ties", "base": "base"}
     plan = mixed.store.plan(MergeRequest(**ask, experts=experts, analyze=False))
     assert plan.analyze_bytes_read == 0
-    assert any("bin edges" in note and "analyze=False" in note for note in plan.notes)
+    assert any("bin edges" in remark and "analyze=False" in remark for remark in plan.remarks)
     assert (plan.error_estimate or 0) > 0
     exact = mixed.store.plan(MergeRequest(**ask, experts=experts))
     again = mixed.store.plan(MergeRequest(**ask, experts=experts, analyze=False))

@@ -868,7 +868,7 @@ def test_numbers_are_counts() -> None:
 def test_limits_can_be_raised() -> None:
     """Who trusts a record passes larger limits; the bytes are bounded before they are read."""
     record = _plan(remarks=("",) * 10_001)
-    assert decode(Plan, record.encode(), "here", RecordLimits(notes=20_000)) == record
+    assert decode(Plan, record.encode(), "here", RecordLimits(remarks=20_000)) == record
     with pytest.raises(Corrupt, match="the limit is 10"):
         decode(Plan, record.encode(), "here", RecordLimits(record_bytes=10))
 

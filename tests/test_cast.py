@@ -286,7 +286,7 @@ def test_a_scaled_weight_becomes_what_it_stands_for(
     cast = 1 if target == "BF16" else 2
     assert (report.cast, report.scaled, report.shared) == (cast, 1, 2 - cast)
     assert report.scales_dropped == 3
-    assert report.notes == ()
+    assert report.remarks == ()
 
 
 def test_a_long_weight_is_cast_in_pieces(
@@ -468,8 +468,8 @@ def test_what_modelopt_says_beside_the_config_goes(store: Store, tmp_path: Path)
     path = save(tmp_path / "m", tensors)
     (path / "hf_quant_config.json").write_text("{}")
     store.add(path, name="m")
-    (note,) = store.cast("m", dtype="bfloat16", name="out").notes
-    assert note == "hf_quant_config.json is left out: it states the quantization"
+    (remark,) = store.cast("m", dtype="bfloat16", name="out").remarks
+    assert remark == "hf_quant_config.json is left out: it states the quantization"
     assert "hf_quant_config.json" not in store.view("out").files
 
 
@@ -520,7 +520,7 @@ def test_a_model_of_the_type_gets_the_name(store: Store, tmp_path: Path) -> None
     """A cast that changes nothing says so, writes no tensor, and the name exists."""
     store.add(save(tmp_path / "m", {"a": normal(300, 300)}, {"torch_dtype": "float32"}), name="m")
     report = store.cast("m", dtype="float32")
-    assert report.notes == ("every tensor that could be cast is of float32 already",)
+    assert report.remarks == ("every tensor that could be cast is of float32 already",)
     assert store.log(report.name)[0].manifest == store.log("m")[0].manifest
 
 
@@ -536,7 +536,7 @@ def test_patterns_leave_tensors(store: Store, tmp_path: Path) -> None:
     }
 
 
-# -- notes and errors --------------------------------------------------------------------------
+# -- remarks and errors --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -571,7 +571,7 @@ def test_what_overflows_is_counted(
     (warning,) = report.warnings
     assert told in warning
     assert warning.endswith(f": large {count}")
-    assert report.notes == ()
+    assert report.remarks == ()
     assert report.overflowed == count
 
 
@@ -1039,15 +1039,15 @@ def fp8_tune(source: Path, path: Path) -> None:
 
 
 def test_an_adapter_of_a_part_says_what_is_not_in_it(store: Store, tmp_path: Path) -> None:
-    """Where only some differences have a type that an adapter can state, a note says how to cast
+    """Where only some differences have a type that an adapter can state, a remark says how to cast
     the others."""
     own = {"a.weight": normal(6, 4), "b.weight": normal(6, 4).astype(np.float64)}
     store.add(save(tmp_path / "base", own), name="base")
     store.add(save(tmp_path / "tuned", {name: one + 1 for name, one in own.items()}), name="tuned")
     report = store.extract_lora("tuned", "base", name="lora", rank=4)
     assert report.left_out == ("b.weight",)
-    assert report.notes[0].startswith("no difference of F64 is in it: store.cast('base', dtype=")
-    assert "store.cast('tuned', dtype='bfloat16')" in report.notes[0]
+    assert report.remarks[0].startswith("no difference of F64 is in it: store.cast('base', dtype=")
+    assert "store.cast('tuned', dtype='bfloat16')" in report.remarks[0]
 
 
 def test_fine_tunes_in_fp64_and_fp8_are_merged_and_loaded(store: Store, tmp_path: Path) -> None:

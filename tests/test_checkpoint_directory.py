@@ -326,38 +326,38 @@ def test_an_index_that_is_no_index_is_refused(model: Path, text: bytes, problem:
     ],
 )
 def test_an_index_may_name_tensors_that_are_not_there(
-    model: Path, weight_map: dict[str, str], note: str
+    model: Path, weight_map: dict[str, str], remark: str
 ) -> None:
-    """No loader needs them: the files are kept, with a note that names the first one."""
+    """No loader needs them: the files are kept, with a remark that names the first one."""
     write_index(model / "model.safetensors.index.json", weight_map)
-    assert scan(model).notes == (f"'model.safetensors.index.json': {note}",)
+    assert scan(model).remarks == (f"'model.safetensors.index.json': {remark}",)
 
 
 def test_one_tensor_in_two_shards_of_an_index(model: Path) -> None:
-    """The files are kept; a note says which shard counts, and what transformers does."""
+    """The files are kept; a remark says which shard counts, and what transformers does."""
     write_safetensors(model / "two.safetensors", [B, A])
-    (note,) = scan(model).notes
-    assert "'a' is in 'one.safetensors' and in 'two.safetensors', of which 'one.s" in note
-    assert "transformers reads 'two.safetensors'" in note
+    (remark,) = scan(model).remarks
+    assert "'a' is in 'one.safetensors' and in 'two.safetensors', of which 'one.s" in remark
+    assert "transformers reads 'two.safetensors'" in remark
     write_index(
         model / "model.safetensors.index.json", {"a": "two.safetensors", "b": "two.safetensors"}
     )
-    assert scan(model).notes == ()
+    assert scan(model).remarks == ()
     index = {"a": "two.safetensors", "b": "two.safetensors", "c": "one.safetensors"}
     write_safetensors(model / "one.safetensors", [A, ("c", "U8", (1,), b"c")])
     write_index(model / "model.safetensors.index.json", index)
-    (note,) = scan(model).notes
-    assert "of which 'two.safetensors' counts; the model" in note
+    (remark,) = scan(model).remarks
+    assert "of which 'two.safetensors' counts; the model" in remark
 
 
 def test_an_old_index_beside_the_whole_model(model: Path) -> None:
     """Beside model.safetensors an index may name shards that are gone, or that repeat it."""
     write_safetensors(model / "model.safetensors", [A, B])
-    (note,) = scan(model).notes
-    assert "'model.safetensors' is not in 'model.safetensors.index.json': they are two" in note
+    (remark,) = scan(model).remarks
+    assert "'model.safetensors' is not in 'model.safetensors.index.json': they are two" in remark
     (model / "two.safetensors").unlink()
-    (note,) = scan(model).notes
-    assert "the index names a missing shard: 'two.safetensors'; loaders read 'model.s" in note
+    (remark,) = scan(model).remarks
+    assert "the index names a missing shard: 'two.safetensors'; loaders read 'model.s" in remark
 
 
 SHARD = "model-00002-of-00003.safetensors"
@@ -375,27 +375,27 @@ def test_some_of_several_shards_are_refused(tmp_path: Path) -> None:
             assert SHARD in refusal.what
             assert refusal.where == str(path)
     write_safetensors(tmp_path / "m" / "model.safetensors", [A])
-    (note,) = scan(tmp_path / "m").notes
-    assert "1 of 3 shards" in note
+    (remark,) = scan(tmp_path / "m").remarks
+    assert "1 of 3 shards" in remark
     (tmp_path / "m" / "model.safetensors").unlink()
     write_safetensors(tmp_path / "m" / "x.safetensors", [A])
     write_index(tmp_path / "m" / "model.safetensors.index.json", {"a": "x.safetensors"})
-    assert scan(tmp_path / "m").notes == ()
+    assert scan(tmp_path / "m").remarks == ()
     (tmp_path / "m" / "model.safetensors.index.json").unlink()
     for number in (1, 3):
         write_safetensors(tmp_path / "m" / SHARD.replace("2", str(number), 1), [A])
-    assert scan(tmp_path / "m").notes == ()
+    assert scan(tmp_path / "m").remarks == ()
 
 
 def test_pointers_of_git_lfs_are_noted(model: Path) -> None:
-    """A file that Git LFS has not downloaded is kept, with a note; others have none."""
+    """A file that Git LFS has not downloaded is kept, with a remark; others have none."""
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
     (model / "tokenizer.json").write_text(pointer)
     (model / "notes.txt").write_text("version 1")
     (model / "long.txt").write_text(pointer + 1024 * " ")
-    (note,) = scan(model).notes
-    assert note.startswith("'tokenizer.json' is a Git LFS pointer")
-    assert note.endswith("git lfs pull")
+    (remark,) = scan(model).remarks
+    assert remark.startswith("'tokenizer.json' is a Git LFS pointer")
+    assert remark.endswith("git lfs pull")
 
 
 def test_files_outside_an_index_may_repeat_its_tensors(model: Path) -> None:

@@ -210,7 +210,7 @@ def test_exclude_and_the_file(store: Store, model: Path) -> None:
     assert {"optimizer.pt", "sub/optimizer.pt", "README.md", "training_args.bin"} <= found
     assert not {"voices/af.pt", "pytorch_model.bin", "optimizer.md", ".mstoreignore"} & found
     assert "voices/" in report.excluded
-    assert [str(note) for note in report.notes] == ["exclude=['nosuch'] left nothing out"]
+    assert [str(remark) for remark in report.remarks] == ["exclude=['nosuch'] left nothing out"]
 
 
 def test_the_files_patterns_hold_without_defaults(store: Store, model: Path) -> None:

@@ -76,16 +76,16 @@ def test_no_base_is_looked_for_with_none(mstore: Program, family: Path) -> None:
     assert named.document["base"]["refs"] == ["alone"]
     assert mstore("add", family / "e1", "--name", "x", "--base", "nothing").status == 1
     again = mstore.succeed("add", family / "e1", "--name", "e1", "--base", "none")
-    assert "note: the snapshot is kept as it is, with its base; another name" in again.out
+    assert "remark: the snapshot is kept as it is, with its base; another name" in again.out
     assert mstore.succeed("show", "e1", "--json").document["snapshot"] == named.document["snapshot"]
 
 
 def test_a_message_that_is_not_kept_is_told(mstore: Program, family: Path) -> None:
-    """Where nothing is new, a note says that the message went nowhere."""
+    """Where nothing is new, a remark says that the message went nowhere."""
     line = ("add", family / "base", "--name", "base")
-    assert "note:" not in mstore.succeed(*line, "-m", "first").out
-    assert "note: the message was not kept" in mstore.succeed(*line, "-m", "second").out
-    assert "note:" not in mstore.succeed(*line).out
+    assert "remark:" not in mstore.succeed(*line, "-m", "first").out
+    assert "remark: the message was not kept" in mstore.succeed(*line, "-m", "second").out
+    assert "remark:" not in mstore.succeed(*line).out
     assert mstore.succeed("show", "base", "--json").document["message"] == "first"
 
 
@@ -222,7 +222,7 @@ def test_pickles_are_converted_only_when_asked(mstore: Program, tmp_path: Path) 
     assert refused.status == 1
     assert f"add {model} --name {model.name} --convert" in refused.err
     done = mstore.succeed(*line, "--convert")
-    assert "note: converted pytorch_model.bin to model.safetensors: 1 tensor" in done.out
+    assert "remark: converted pytorch_model.bin to model.safetensors: 1 tensor" in done.out
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     mstore = Program(tmp_path / "store")
     mstore.succeed("init", "--block-size", "64KiB")
     done = mstore.succeed("add", model, "--name", "x", "--exclude", "*.txt", "--exclude", "a b")
-    assert "note: --exclude 'a b' left nothing out" in done.lines
+    assert "remark: --exclude 'a b' left nothing out" in done.lines
     assert "5 files, 20 B: notes.txt, optimizer.pt" in done.out
     assert "and 1 more" in done.out
     assert mstore.succeed("ls", "x", "-q").lines == ["config.json", "model.safetensors"]
@@ -344,12 +344,12 @@ def test_what_the_cache_lacks_says_how_to_get_it(mstore: Program, cache: Path) -
 
 
 def test_a_directory_before_the_cache(mstore: Program, cache: Path, family: Path) -> None:
-    """A path of the same name is added, and a note names the other."""
+    """A path of the same name is added, and a remark names the other."""
     (cache.parent / "here" / "org").mkdir()
     (cache.parent / "here" / "org" / "tiny-model").symlink_to(family / "base")
     done = mstore("add", "org/tiny-model", "--name", "m")
     assert done.status == 0
-    assert f"note: org/tiny-model is a path here, and a model of the Hub's cache: {cache}" in (
+    assert f"remark: org/tiny-model is a path here, and a model of the Hub's cache: {cache}" in (
         done.err
     )
     mstore.succeed("checkout", "m", "out")

@@ -64,7 +64,9 @@ def test_vocab_of_a_merge(mstore: Program) -> None:
     assert refused.status
     assert "align --base org/base --expert org/chat gives them one vocabulary" in refused.err
     told = mstore.succeed("merge", *ask, "density=0.5", "--name", "m", "--vocab", "union")
-    assert "note: stored org/base as aligned/org/base, with 5 tokens, 1 that it lacked" in told.err
+    assert (
+        "remark: stored org/base as aligned/org/base, with 5 tokens, 1 that it lacked" in told.err
+    )
     assert tokens_of(mstore, "m") == [*TOKENS, "<chat>"]
     planned = mstore.succeed("plan", *ask, "density=0.5", "--vocab", "base", "--json").document
     assert planned["base"] == "org/base"

@@ -104,10 +104,10 @@ def test_what_gc_does_not_give_back_is_explained(mstore: Program, tmp_path: Path
 
 
 def test_what_gc_leaves_is_told_with_commands(mstore: Program) -> None:
-    """A note of the library names an operation, and gc prints the command for this store."""
-    note = phrase("pack x: damaged; next: {repair}", repair=call("repair"))
+    """A remark of the library names an operation, and gc prints the command for this store."""
+    remark = phrase("pack x: damaged; next: {repair}", repair=call("repair"))
     with Store.open(mstore.store) as store:
-        report = replace(store.gc(dry_run=True), left=(note,))
+        report = replace(store.gc(dry_run=True), left=(remark,))
     told = io.StringIO()
     _print(Screen(told, lambda text: as_phrase(text).spelled(Typed(mstore.store))), report)
     command = f"mstore --store {mstore.store} fsck --repair"

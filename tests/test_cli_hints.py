@@ -160,14 +160,14 @@ def test_every_command_of_every_message_can_name_the_store() -> None:
             seen += 1
             left = COMMAND.findall(with_store(text, Path("S")))
             assert [one for one in left if one.split()[1] not in OF_NO_STORE] == [], (source, text)
-            printed = {"line", "fields", "table", "notes", "warn"} & set(calls)
+            printed = {"line", "fields", "table", "remarks", "warn"} & set(calls)
             through = {"typed", "advice", "command"} & set(calls)
             assert through or not printed, (source, text)
     assert seen > 100
 
 
 def test_words_about_commands_name_the_store(mstore: Program, tmp_path: Path) -> None:
-    """Notes in the middle of which a command stands name the store, as hints do."""
+    """Remarks in the middle of which a command stands name the store, as hints do."""
     named = f"mstore --store {shlex.quote(str(mstore.store))}"
     for name, data in (("base", bytes(4000)), ("tuned", b"1" * 4000)):
         write_safetensors(tmp_path / name / "m.safetensors", [("t", "F32", (1000,), data)])
@@ -381,10 +381,10 @@ def test_a_directory_comes_second(
     ],
     ids=["tag", "rm", "gc"],
 )
-def test_notes_name_the_store(line: list[str], note: str, mstore: Program) -> None:
-    """A note that ends in a command names the store that --store named, as hints do."""
+def test_remarks_name_the_store(line: list[str], remark: str, mstore: Program) -> None:
+    """A remark that ends in a command names the store that --store named, as hints do."""
     told = mstore.succeed(*line).out
-    assert f": mstore --store {shlex.quote(str(mstore.store))} {note}\n" in told
+    assert f": mstore --store {shlex.quote(str(mstore.store))} {remark}\n" in told
 
 
 def test_a_store_without_its_format(mstore: Program, tmp_path: Path) -> None:

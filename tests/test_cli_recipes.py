@@ -74,10 +74,10 @@ def test_plan_and_merge(filled: Program, tmp_path: Path) -> None:
 
 
 def test_notes_are_told(filled: Program, tmp_path: Path) -> None:
-    """Notes on the recipe name its file and line."""
+    """Remarks on the recipe name its file and line."""
     recipe = write(tmp_path, TIES.replace("true}}", "true, t: 1}}"))
     told = filled.succeed("plan", "--recipe", recipe).err
-    assert f"note: {recipe}, line 9: t has no effect with ties" in told
+    assert f"remark: {recipe}, line 9: t has no effect with ties" in told
 
 
 def test_revisions_of_the_hub(filled: Program, checkpoints: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_revisions_of_the_hub(filled: Program, checkpoints: Path, tmp_path: Path
     told = "is not looked up: the model is that of this store"
     assert f"warning: {recipe}, line 3: the revision of org/math@main {told}" in done.err
     assert f"the revision of ./code@v1 {told}" in done.err
-    assert f"note: {tmp_path}/code is org/code" in done.err or "as code" in done.err
+    assert f"remark: {tmp_path}/code is org/code" in done.err or "as code" in done.err
 
 
 def test_ids_of_models_elsewhere(filled: Program, tmp_path: Path) -> None:
@@ -118,16 +118,16 @@ def test_directories_are_added_once(mstore: Program, checkpoints: Path, tmp_path
     places = {name: f"./models/{name}" for name in ("base", "math")}
     recipe = write(tmp_path, TIES, code="models/code", **places)
     done = mstore.succeed("merge", "--recipe", recipe, "--name", "merged")
-    assert f"note: added {tmp_path}/models/base as base" in done.err
+    assert f"remark: added {tmp_path}/models/base as base" in done.err
     names = ["base", "code", "math", "merged"]
     assert sorted(mstore.succeed("refs", "-q").lines) == names
     done = mstore.succeed("merge", "--recipe", recipe, "--name", "merged")
-    assert f"note: {tmp_path}/models/code is code of this store" in done.err
+    assert f"remark: {tmp_path}/models/code is code of this store" in done.err
     assert "nothing new" in done.out
     assert sorted(mstore.succeed("refs", "-q").lines) == names
     shutil.copytree(checkpoints / "math", tmp_path / "models" / "code", dirs_exist_ok=True)
     done = mstore.succeed("merge", "--recipe", recipe, "--name", "other")
-    assert f"note: added {tmp_path}/models/code as code-2" in done.err
+    assert f"remark: added {tmp_path}/models/code as code-2" in done.err
 
 
 def test_nothing_is_added_for_a_bad_recipe(
@@ -243,7 +243,7 @@ def test_recipes_of_one_file_run_in_order(
     the result is that of two files; from standard input, too; `plan` refuses them."""
     recipe = write(tmp_path, STEPS)
     told = filled.succeed("merge", "--recipe", recipe, "--name", "org/all")
-    assert "note: merged first as org/all.first" in told.err
+    assert "remark: merged first as org/all.first" in told.err
     text = recipe.read_text()
     for name, part in zip(("one", "two"), text.split("---\n"), strict=True):
         (tmp_path / "part.yml").write_text(part.replace("model: first", "model: one"))

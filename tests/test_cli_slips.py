@@ -338,7 +338,7 @@ def test_weights_that_cancel(mstore: Program) -> None:
     assert "their weights cancel: this merge would be the base itself" in done.err
     assert "--allow-noop" in done.err
     told = mstore.succeed(*line, "task_arithmetic", "--allow-noop").out
-    assert "note: every tensor of the result equals the base's" in told
+    assert "remark: every tensor of the result equals the base's" in told
     assert "cancel" not in mstore(*line, "ties").err
     assert "cancel" not in mstore(*line, "dare_linear", "--param", "density=50%").err
 

@@ -67,5 +67,5 @@ def test_errors_and_reports_are_spelled() -> None:
     report(error, told, store=Path("s"), document=document)
     assert told.getvalue() == "error: no --budget\nhint: mstore --store s reindex\n"
     assert json.loads(document.getvalue())["error"]["hint"] == "mstore --store s reindex"
-    typed = plain({"hint": as_phrase(call("gc")), "notes": ["x"]}, lambda text: f"<{text}>")
-    assert typed == {"hint": "<store.gc()>", "notes": ["x"]}
+    typed = plain({"hint": as_phrase(call("gc")), "remarks": ["x"]}, lambda text: f"<{text}>")
+    assert typed == {"hint": "<store.gc()>", "remarks": ["x"]}

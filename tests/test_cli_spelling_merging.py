@@ -103,8 +103,8 @@ def test_a_phrase_is_text() -> None:
     for again in (told, copy.deepcopy(told), pickle.loads(pickle.dumps(told))):
         assert isinstance(again, Phrase)
         assert again.spelled(Typed(Path("s"))) == "use --top-p: mstore --store s gc"
-    assert plain({"notes": (told, "{x}")}, lambda text: as_phrase(text).spelled(Typed())) == {
-        "notes": ["use --top-p: mstore gc", "{x}"]
+    assert plain({"remarks": (told, "{x}")}, lambda text: as_phrase(text).spelled(Typed())) == {
+        "remarks": ["use --top-p: mstore gc", "{x}"]
     }
 
 

@@ -270,11 +270,11 @@ def test_cat_of_other_ranks_scales_and_modules(family: Family) -> None:
 
 def test_a_rank_is_no_larger_than_a_matrix(family: Family) -> None:
     """A rank that no matrix of the adapters can have becomes the largest that one can, with a
-    note."""
+    remark."""
     most = max(min(shape) for shape in SHAPES.values())
     report = family.store.combine_adapters(WEIGHTS, "svd", name="mixed", rank=most + 5)
     assert report.rank == most
-    assert report.notes == (
+    assert report.remarks == (
         f"the rank is {most}: no matrix of the adapters can have the rank {most + 5}",
     )
 
@@ -415,15 +415,15 @@ def test_lineage(family: Family, tmp_path: Path) -> None:
     assert shown.message == "cat, rank 8: mine=1, yours=0.5"
     named = family.store.combine_adapters(["mine"], "svd", name="one", rank=2, message="a try")
     assert family.store.show("one").message == "a try (svd, rank 2: mine=1)"
-    assert not named.notes
+    assert not named.remarks
     again = family.store.combine_adapters({"mine": 1, "yours": 0.5}, "cat", name="both")
-    assert (again.new_snapshot, again.snapshot, first.notes) == (False, first.snapshot, ())
+    assert (again.new_snapshot, again.snapshot, first.remarks) == (False, first.snapshot, ())
     odd = [("mine", 1), ("mine", 0), ("yours", 1)]
-    assert family.store.combine_adapters(odd, "cat", name="odd").notes == (
+    assert family.store.combine_adapters(odd, "cat", name="odd").remarks == (
         "mine has weight 0, so nothing of it is in the result",
     )
-    (note,) = family.store.combine_adapters(["mine", "mine"], "cat", name="odd").notes
-    assert note == "mine is given more than once"
+    (remark,) = family.store.combine_adapters(["mine", "mine"], "cat", name="odd").remarks
+    assert remark == "mine is given more than once"
     for make in (
         lambda: family.store.combine_adapters(["mine"], "cat", name="base"),
         lambda: family.store.extract_lora("other", "base", name="a/model"),
@@ -431,8 +431,8 @@ def test_lineage(family: Family, tmp_path: Path) -> None:
         family.store.add(tmp_path / "base", name="a/model")
         with pytest.raises(BadRequest, match="branch of a model"):
             make()
-    (note,) = family.store.combine_adapters(["mine", "theirs"], "cat", name="all").notes
-    assert "mine of base, theirs of other" in note
+    (remark,) = family.store.combine_adapters(["mine", "theirs"], "cat", name="all").remarks
+    assert "mine of base, theirs of other" in remark
     assert [one.role for one in family.store.show("all").parents] == ["expert", "expert"]
 
 

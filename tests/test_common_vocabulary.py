@@ -211,7 +211,7 @@ def test_the_result_is_a_tokenizer(place: Place, kind: str) -> None:
         assert config["vocab_size"] == len(new)
         for key, token in (("bos", "<s>"), ("eos", "</s>"), ("pad", "<pad>")):
             assert config[f"{key}_token_id"] == new[token]
-    assert any("of its tokens are not in the vocabulary" in note for note in report.notes)
+    assert any("of its tokens are not in the vocabulary" in remark for remark in report.remarks)
 
 
 def test_it_is_the_base_where_experts_have_its_tokens(place: Place) -> None:
@@ -230,7 +230,7 @@ def test_it_is_the_base_where_experts_have_its_tokens(place: Place) -> None:
 
 
 def test_what_others_are_merged_from_stays(place: Place) -> None:
-    """A token of a BPE that a token which stays is merged from stays, too, and a note names it;
+    """A token of a BPE that a token which stays is merged from stays, too, and a remark names it;
     where nothing is left to drop, it is the base's vocabulary."""
     vocabulary = {token: number for number, token in enumerate(["t", "h", "e", "x", "th", "the"])}
     model = {"type": "BPE", "vocab": {**vocabulary, "ex": 6}, "merges": ["t h", "th e", "e x"]}
@@ -241,8 +241,8 @@ def test_what_others_are_merged_from_stays(place: Place) -> None:
     document = json.loads(place.store[report.base.ref].read("tokenizer.json"))
     assert document["model"]["vocab"] == vocabulary
     assert document["model"]["merges"] == ["t h", "th e"]
-    (note,) = [one for one in report.notes if one.startswith("2 tokens that not all")]
-    assert note.endswith(": x, th")
+    (remark,) = [one for one in report.remarks if one.startswith("2 tokens that not all")]
+    assert remark.endswith(": x, th")
     place.add("other", lacking(text, {"th", "x"}), tokenizer_config="{}")
     assert place.align("base", "other").base.ref is None
 

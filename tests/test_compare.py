@@ -179,7 +179,7 @@ def test_the_base_that_lineage_knows(tmp_path: Path) -> None:
 
 
 def test_tensors_that_not_all_have(tmp_path: Path) -> None:
-    """Tensors of other shapes, or missing ones, are left out, and a note says so; models without a
+    """Tensors of other shapes, or missing ones, are left out, with a remark; models without a
     common tensor are refused."""
     one = {"w": np.ones((8, 8), "f4"), "v": np.ones(8, "f4"), "n": np.ones(4, "i8")}
     other = {"w": 2 * np.ones((8, 8), "f4"), "v": np.ones(9, "f4")}
@@ -196,7 +196,7 @@ def test_tensors_that_not_all_have(tmp_path: Path) -> None:
             store.compare(base="one")
     assert report.tensors == 1
     assert report.whole.models[0].change == 1
-    assert "not compared: v and 1 more" in report.notes[0]
+    assert "not compared: v and 1 more" in report.remarks[0]
 
 
 def test_patterns(place: Place) -> None:

@@ -56,7 +56,7 @@ def test_what_is_left_out_is_not_judged(
     store.add(root / "expert", name="expert", **given)
     plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear", **patterns))
     assert (plan.analyze_bytes_read > 0) == (not with_base)
-    assert any("model.embed_tokens.weight is the base's own" in note for note in plan.notes)
+    assert any("model.embed_tokens.weight is the base's own" in remark for remark in plan.remarks)
     store.merge(plan, name="m")
     assert [one.name for one in store.tensors("m")] == [one.name for one in store.tensors("base")]
     found, base, expert = (store[name] for name in ("m", "base", "expert"))

@@ -83,7 +83,9 @@ class Family:
         return {path: file for path, file in replaced if path.startswith(f"{folder}/")}
 
     def notes(self, folder: str) -> list[str]:
-        return [note.replace(f"{folder}/", "") for note in self.done.notes if folder in note]
+        return [
+            remark.replace(f"{folder}/", "") for remark in self.done.remarks if folder in remark
+        ]
 
     def scanned(self, folder: str) -> list[str]:
         """The files of a folder, as they are added."""
@@ -146,7 +148,7 @@ def test_the_file_is_what_safetensors_would_write(family: Family, archive: bool)
     assert (path, rest) == (f"{folder}/model.safetensors", [])
     plain = {name: t.detach().clone().resolve_conj().contiguous() for name, t in tensors.items()}
     assert made.read_bytes() == safetensors_torch.save(plain, metadata={"format": "pt"})
-    assert family.notes(folder) == [
+    assert family.remarks(folder) == [
         f"converted pytorch_model.bin to model.safetensors: {len(tensors)} tensors"
     ]
     others = [f"{folder}/config.json"] if archive else []
@@ -174,7 +176,7 @@ def test_what_is_left_out_and_what_stays(family: Family) -> None:
         "trained/sub/adapter_model.safetensors",
         "trained/vocab.bin",
     ]
-    assert family.notes("trained") == [
+    assert family.remarks("trained") == [
         "left out optimizer.pt: it is of training, not weights",
         "left out pytorch_model.bin: model.safetensors is there",
         "left out rng_state_0.pth: it is of training, not weights",
@@ -185,7 +187,7 @@ def test_what_is_left_out_and_what_stays(family: Family) -> None:
 def test_a_state_dict_within(family: Family) -> None:
     """Of a training checkpoint the state_dict is taken; what stood beside it is told."""
     assert set(family.made("within")) == {"within/last.safetensors"}
-    assert family.notes("within") == [
+    assert family.remarks("within") == [
         "converted last.ckpt to last.safetensors: 1 tensor",
         "left out of last.ckpt: 'epoch', 'optimizer'",
     ]
@@ -399,7 +401,7 @@ def test_what_is_added_is_what_was_converted(tmp_path: Path) -> None:
         report = store.add(model, name="m", convert=ConversionLimits())
         assert store["m"].tensor("a").tolist() == [0, 1, 2, 3, 4]
         assert [file.path for file in store.files("m")] == ["config.json", "model.safetensors"]
-        assert report.notes == ("converted pytorch_model.bin to model.safetensors: 1 tensor",)
+        assert report.remarks == ("converted pytorch_model.bin to model.safetensors: 1 tensor",)
         again = store.add(model, name="m", convert=ConversionLimits())
         assert not again.new_snapshot
         assert leftovers(store.path) == []

@@ -93,7 +93,7 @@ def test_the_sum_is_stored(
     steps = moved(base, difference, share=share)
     store.add(write(tmp_path / "base", base, shards=3), name="base")
     report = add(store, write(tmp_path / "steps", steps, shards=1))
-    assert report.notes == ("2 of 5 tensors are the base's: there is no difference of them",)
+    assert report.remarks == ("2 of 5 tensors are the base's: there is no difference of them",)
     wanted = summed(base, steps)
     for name, value in wanted.items():
         found = np.asarray(store["tuned"].tensor(name))
@@ -303,7 +303,7 @@ def test_whole_weights_are_refused(store: Store, tmp_path: Path, tuned: bool) ->
 
 
 def test_large_differences_are_told(store: Store, tmp_path: Path) -> None:
-    """Differences that are larger than the base are added, with a note."""
+    """Differences that are larger than the base are added, with a remark."""
     base = families.layered(3, rows=100).base
     rng = np.random.default_rng(3)
     steps = {
@@ -313,7 +313,7 @@ def test_large_differences_are_told(store: Store, tmp_path: Path) -> None:
     }
     store.add(write(tmp_path / "base", base), name="base")
     report = add(store, write(tmp_path / "steps", steps))
-    assert any("times as large as the base" in note for note in report.notes)
+    assert any("times as large as the base" in remark for remark in report.remarks)
 
 
 def test_adapters_are_no_differences(store: Store, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_the_same(store: Store, base: Path) -> None:
         assert statuses(report) == ({}, {})
         assert report.files_equal == len(files_of(directory))
         assert report.tensors_equal == len(FAMILY.base)
-        assert (report.blocks_changed, report.notes, report.excluded) == (0, (), ())
+        assert (report.blocks_changed, report.remarks, report.excluded) == (0, (), ())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -147,13 +147,13 @@ def test_other_forms(store: Store, base: Path) -> None:
 
 
 def test_a_broken_file_differs(store: Store, base: Path) -> None:
-    """A file that was cut off is no error: it differs, and a note names it and says why."""
+    """A file that was cut off is no error: it differs, and a remark names it and says why."""
     data = (base / WEIGHTS).read_bytes()
     (base / WEIGHTS).write_bytes(data[: len(data) // 2])
     report = store.diff_directory("base", base)
     assert statuses(report)[0] == {WEIGHTS: "changed"}
-    [note] = report.notes
-    assert WEIGHTS in note
+    [remark] = report.remarks
+    assert WEIGHTS in remark
 
 
 def test_virtual_merges_are_computed(store: Store, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_nothing_is_written(store: Store, base: Path, monkeypatch: pytest.Monkey
 def test_which_is_taken(
     store: Store, family: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ref comes before a directory of its name, with a note; ./NAME is the directory."""
+    """A ref comes before a directory of its name, with a remark; ./NAME is the directory."""
     mstore = Program(store.path)
     monkeypatch.chdir(base.parent)
     done = mstore.succeed("diff", "base", "base", "--json")

@@ -174,15 +174,15 @@ def test_a_rank_is_no_larger_than_its_matrix(store: Store, tmp_path: Path) -> No
 def test_notes_on_peft(store: Store, tmp_path: Path) -> None:
     """What PEFT does otherwise is told: no product at all, and tied embeddings."""
     add(store, tmp_path, {f"{NORM}.weight": np.full(60, 0.5)})
-    (note,) = store.extract_lora("expert", "base", name="lora").notes
-    assert "PEFT does not load" in note
+    (remark,) = store.extract_lora("expert", "base", name="lora").remarks
+    assert "PEFT does not load" in remark
     tied = CONFIG | {"tie_word_embeddings": True}
     tensors = {name: one for name, one in base_tensors().items() if name != "lm_head.weight"}
     store.add(save(tmp_path / "b2", tensors, tied), name="b2")
     tensors[f"{EMBED}.weight"] = tensors[f"{EMBED}.weight"] + low_rank(2, SHAPES[EMBED], 1)
     store.add(save(tmp_path / "e2", tensors, tied), name="e2")
-    (note,) = store.extract_lora("e2", "b2", name="lora").notes
-    assert "merge_and_unload" in note
+    (remark,) = store.extract_lora("e2", "b2", name="lora").remarks
+    assert "merge_and_unload" in remark
 
 
 @pytest.mark.parametrize("own_head", [False, True])
@@ -199,7 +199,7 @@ def test_tied_embeddings_come_back(store: Store, tmp_path: Path, own_head: bool)
     store.add(save(tmp_path / "tuned", tensors, tied), name="expert")
     report = store.extract_lora("expert", "base", name="lora", rank=4, dtype="float32")
     assert (report.products, report.whole) == ((0, 2) if own_head else (1, 0))
-    assert any("stored whole" in note for note in report.notes) == own_head
+    assert any("stored whole" in remark for remark in report.remarks) == own_head
     found = applied(store)
     for name in (head, embedding):
         np.testing.assert_allclose(found[name], tensors[name], atol=2e-6)

@@ -393,7 +393,7 @@ def test_the_weight_of_the_only_expert_has_no_effect(place: Place) -> None:
     told = "the weight of e1 has no effect: it is the only one, and the method divides"
     for weight, wanted in ((0.5, 1), (1.0, 0)):
         plan = place.store.plan(asked(experts=[("e1", weight)], fishers=["f1"]))
-        assert sum(note.startswith(told) for note in plan.notes) == wanted
+        assert sum(remark.startswith(told) for remark in plan.remarks) == wanted
 
 
 def test_recipes_name_companions(place: Place) -> None:

@@ -177,5 +177,5 @@ def test_a_command_that_waits(name: str, quiet: bool, tmp_path: Path) -> None:
     assert process.returncode == 0
     assert rest == ""
     about = f"process {holder.pid} (mstore add model)"
-    assert said == ("" if quiet else f"note: waiting for {store / name}, held by {about}\n")
+    assert said == ("" if quiet else f"remark: waiting for {store / name}, held by {about}\n")
     Program(store).succeed("refs")

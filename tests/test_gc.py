@@ -490,7 +490,7 @@ def test_without_room_the_wholly_dead_goes_first(store: Store, tmp_path: Path) -
     report = collector.run(store._memo, lambda: store._statistics)
     assert len(report.packs_removed) == 1
     assert report.packs_rewritten == ()
-    assert any("no room" in note for note in report.left)
+    assert any("no room" in remark for remark in report.left)
     assert kept.snapshot in report.snapshots_dropped
     sound(store)
     assert len(store.gc().packs_rewritten) == 1
@@ -571,7 +571,7 @@ def test_a_damaged_block_is_kept_where_it_is(store: Store, tmp_path: Path) -> No
         file.write(bytes([byte[0] ^ 1]))
     report = store.gc()
     assert pack.exists()
-    assert any(needed.hex() in note for note in report.left)
+    assert any(needed.hex() in remark for remark in report.left)
     with pytest.raises(MstoreError):
         contents(store, store["c"].id)
     with pack.open("r+b") as file:

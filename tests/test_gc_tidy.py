@@ -86,7 +86,7 @@ def test_nothing_is_tidied_while_others_work(store: Store) -> None:
     before = rows(store)
     lease = leases.Lease(store._catalog.layout, store._catalog.index, "add")
     report = store.gc()
-    assert any("others are at work" in note for note in report.left)
+    assert any("others are at work" in remark for remark in report.left)
     assert rows(store) == before
     lease.release()
     store.gc()

@@ -135,12 +135,12 @@ def test_a_budget_keeps_the_choice_and_its_bound(family: Family) -> None:
 def test_a_plan_tells_who_has_a_part(family: Family) -> None:
     """A plan names the tensors that the other model has, warns if the reference is the base, and
     says under a budget that what is left out is not the reference's."""
-    notes = [str(one) for one in family.store.plan(asked(0.5)).notes]
-    assert "tuned has no part in 3 of 5 tensors: across, against, left" in notes
-    assert "reference has no part in 2 of 5 tensors: along, lone" in notes
-    assert not any("left out" in one for one in notes)
+    remarks = [str(one) for one in family.store.plan(asked(0.5)).remarks]
+    assert "tuned has no part in 3 of 5 tensors: across, against, left" in remarks
+    assert "reference has no part in 2 of 5 tensors: along, lone" in remarks
+    assert not any("left out" in one for one in remarks)
     part = family.store.plan(asked(0.5, budget="50%"))
-    assert any("the base's, which is not the reference's" in str(one) for one in part.notes)
+    assert any("the base's, which is not the reference's" in str(one) for one in part.remarks)
     based = dataclasses.replace(asked(0.5), experts=["tuned", "base"])
     texts = [one.text for one in family.store.plan(based).warnings]
     assert any(text.startswith("base is the base itself") for text in texts)

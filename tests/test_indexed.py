@@ -125,4 +125,4 @@ def test_a_file_that_the_index_does_not_name_is_a_model_of_its_own(store: Store)
 def test_the_note_of_an_add(store: Store) -> None:
     """`add` tells which of two counts."""
     report = store.add(store.path.parent / "second", name="second")
-    assert any("tensor 'k' is in" in note for note in report.notes)
+    assert any("tensor 'k' is in" in remark for remark in report.remarks)

@@ -36,7 +36,7 @@ with Store.open(store) as opened:
     opened.checkout("expert" + round, sys.argv[5], threads=1)
     opened.gc(dead_share=0)
     assert opened.fsck(read_data=True).problems == ()
-    assert opened.notes == ()
+    assert opened.remarks == ()
 """
 REINDEX = """
 with Store.open(store) as opened:

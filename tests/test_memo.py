@@ -82,12 +82,12 @@ def test_a_damaged_table_is_set_aside(tmp_path: Path) -> None:
     path.mkdir()
     damaged = b"damaged" * 2000
     (path / "data.mdb").write_bytes(damaged)
-    notes: list[str] = []
-    memo = Memo(path, notes.append)
+    remarks: list[str] = []
+    memo = Memo(path, remarks.append)
     assert memo.outputs([key(1)]) == [None]
     (aside,) = tmp_path.glob("memo.damaged-*")
     assert (aside / "data.mdb").read_bytes() == damaged
-    assert [str(aside) in note for note in notes] == [True]
+    assert [str(aside) in remark for remark in remarks] == [True]
     memo.put_outputs([(key(1), b"row")])
     memo.flush()
     assert memo.outputs([key(1)]) == [b"row"]

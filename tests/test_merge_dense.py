@@ -314,17 +314,17 @@ def test_a_merge_may_be_stored_unlike_its_store(places: Callable[[str], Place]) 
 
 
 def test_a_raw_merge_says_what_stays_coded(places: Callable[[str], Place]) -> None:
-    """With codec="raw", a result that was stored before stays coded, and a note says so and names
-    the call that stores it raw; after that call there is no note."""
+    """With codec="raw", a result that was stored before stays coded, and a remark says so and names
+    the call that stores it raw; after that call there is no remark."""
     store = places("bf16").store("chain")
     plan = planned(store, "linear")
-    assert store.merge(plan, name="first", memo=False).notes == ()
+    assert store.merge(plan, name="first", memo=False).remarks == ()
     again = store.merge(plan, name="second", codec="raw", memo=False)
-    (note,) = again.notes
-    assert "stored before and stay coded" in note
-    assert note.endswith("store.pin('second', raw=True)")
+    (remark,) = again.remarks
+    assert "stored before and stay coded" in remark
+    assert remark.endswith("store.pin('second', raw=True)")
     store.pin("second", raw=True)
-    assert store.merge(plan, name="third", codec="raw", memo=False).notes == ()
+    assert store.merge(plan, name="third", codec="raw", memo=False).remarks == ()
 
 
 def test_a_wrong_codec_merges_nothing(places: Callable[[str], Place]) -> None:
@@ -504,7 +504,7 @@ def test_a_plan_of_another_store(places: Callable[[str], Place], tmp_path: Path)
             assert taken.planned_expert_bytes != plans[other].planned_expert_bytes
             over = report.expert_bytes_read > (report.budget_bytes or 0)
             assert over == (one is raw)
-            assert over == any("more than its budget" in note for note in report.notes)
+            assert over == any("more than its budget" in remark for remark in report.remarks)
             assert one.replay("m").same
             assert one.blame("m").experts
             assert one.explain("m").plan is not None

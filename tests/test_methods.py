@@ -472,7 +472,7 @@ def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
         }
         told = f"plan {plan.plan.short} uses the method halves, of a package that is not installed"
         [listed] = [one for one in store.plans() if one.method == "halves"]
-        assert listed.notes == (f"it cannot be run here: {told}",)
+        assert listed.remarks == (f"it cannot be run here: {told}",)
         for call in (
             *(store.explain, store.recipe, store.blame, store.replay),
             lambda _: store.merge(plan.plan, name="again"),

@@ -208,8 +208,8 @@ def test_the_same_again_stays_nothing_new(store: Store, models: Models) -> None:
     assert again.snapshot == first.snapshot
     assert again.base is None
     assert again.base_reason is None
-    assert len(again.notes) == 1
-    assert "message was not kept" in again.notes[0]
+    assert len(again.remarks) == 1
+    assert "message was not kept" in again.remarks[0]
 
 
 def test_detection_is_asked_for(store: Store, models: Models) -> None:

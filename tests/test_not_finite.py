@@ -163,7 +163,7 @@ def test_no_certificate_stands_beside_a_nan(store: Store) -> None:
     [warning] = [one for one in known.warnings if one.kind == NOT_FINITE]
     assert (warning.expert, warning.text[:5]) == ("sick", "sick:")
     assert "in calm; the result may have them" in warning.text
-    assert not [note for note in known.notes if "calm" in note]
+    assert not [remark for remark in known.remarks if "calm" in remark]
     assert known.not_finite == (NotFiniteTensor("calm", None, SIZE),)
     errors = ("error_bound", "error_estimate", "error_share_estimate")
     assert [getattr(known, one) for one in errors] == [None, None, None]
@@ -341,9 +341,9 @@ def test_who_looks_at_an_expert_is_told(store: Store, root: Path) -> None:
         for one in store.check_merge(asked("sick", skip=["calm"])).findings
         if one.aspect == "values"
     ]
-    (note,) = store.add(root / "sick", name="again", base="base").notes
-    assert note == "infinite or NaN elements, or differences from the base, in calm"
-    assert store.add(root / "sound", name="other", base="base").notes == ()
+    (remark,) = store.add(root / "sick", name="again", base="base").remarks
+    assert remark == "infinite or NaN elements, or differences from the base, in calm"
+    assert store.add(root / "sound", name="other", base="base").remarks == ()
 
 
 def test_a_difference_that_is_not_finite_is_named(store: Store) -> None:
@@ -353,7 +353,8 @@ def test_a_difference_that_is_not_finite_is_named(store: Store) -> None:
     assert found["calm"].relative_l2 is None
     mstore = Program(Path(store.path))
     assert (
-        "note: infinite or NaN elements in calm, odd" in mstore.succeed("diff", "base", "sick").out
+        "remark: infinite or NaN elements in calm, odd"
+        in mstore.succeed("diff", "base", "sick").out
     )
     assert "NaN" not in mstore.succeed("diff", "base", "wide", "--json").out
 

@@ -110,7 +110,7 @@ def test_what_is_not_merged_is_the_bases_own(store: Store) -> None:
     merged, base = store.view("merged").tensors, store.view("base").tensors
     assert merged["model.steps"] == base["model.steps"]
     assert merged["model.inv_freq"] == base["model.inv_freq"]
-    assert not [note for note in report.notes if "model." in note]
+    assert not [remark for remark in report.remarks if "model." in remark]
     explained = store.explain("merged")
     told = {item.name: item.treatment for item in explained.tensors}
     assert told["model.steps"] == told["model.inv_freq"] == "unchanged"
@@ -197,7 +197,7 @@ def test_elements_without_arithmetic_must_be_equal(tmp_path: Path, kind: str) ->
         skipping = dataclasses.replace(asked, skip=["b.steps"])
         assert store.check_merge(skipping).mergeable
         report = store.merge(store.plan(skipping), name="merged")
-        assert any("b.steps" in note for note in report.notes)
+        assert any("b.steps" in remark for remark in report.remarks)
         assert (store["merged"].tensor("b.steps") == steps).all()
         assert (store["merged"].tensor("a.weight") == weight + 1).all()
 

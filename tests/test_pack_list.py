@@ -191,7 +191,7 @@ def test_a_pack_without_a_line_is_unknown(root: Path, tmp_path: Path) -> None:
             store.add(small_model(tmp_path / "three", "three"), name="three", threads=1)
     assert packs(root) == there
     report = Store.reindex(root)
-    assert any(pack.stem in note and "no line" in note for note in report.notes)
+    assert any(pack.stem in remark and "no line" in remark for remark in report.remarks)
     assert len(report.recovered) == 1
     with Store.open(root) as store:
         assert store.fsck(read_data=True).problems == ()

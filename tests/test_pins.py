@@ -505,7 +505,7 @@ def test_reindex_keeps_pins(path: Path, collected: bool) -> None:
         if collected:
             store.gc(dead_share=0.0)
     report = Store.reindex(path)
-    assert report.notes == ()
+    assert report.remarks == ()
     with Store.open(path) as store:
         assert [ref.name for ref in store.refs() if ref.pinned] == ["base", "t2"]
         assert store.pin("base", raw=True).blocks_copied == 0

@@ -52,14 +52,14 @@ def test_only_and_skip(place: Place) -> None:
     assert np.array_equal(merged[chosen], full[chosen])
     for name in names[1:]:
         assert merged[name].tobytes() == place.family.base[name].tobytes()
-    assert len(plan.notes) <= 8
+    assert len(plan.remarks) <= 8
 
 
 def test_all_of_it_skipped(place: Place) -> None:
     """A merge of nothing is the base, and the plan says so."""
     plan = place.plan("linear", skip=["*"])
     assert plan.full_expert_bytes == 0
-    assert any("the merge is the base" in note for note in plan.notes)
+    assert any("the merge is the base" in remark for remark in plan.remarks)
     report, _ = place.merge(plan)
     assert report.manifest == place.store["base"].manifest
 
@@ -164,8 +164,8 @@ def test_top_p_needs_blocks_of_the_base(place: Place) -> None:
     given: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "linear", "top_p": 0.5}
     with pytest.raises(BadRequest, match="no block of linear"):
         place.store.plan(MergeRequest(**given, parameters={"normalize": False}))
-    notes = place.store.plan(MergeRequest(**given, dtype="F32")).notes
-    assert any("every block is written" in note for note in notes)
+    remarks = place.store.plan(MergeRequest(**given, dtype="F32")).remarks
+    assert any("every block is written" in remark for remark in remarks)
 
 
 def test_a_shared_block_is_paid_by_who_reads_it(tmp_path: Any) -> None:
@@ -220,8 +220,8 @@ def test_inputs_that_are_not_finite_are_named(odd: float, method: str, tmp_path:
     expert["c"][7] = odd
     place = make(tmp_path, Family(base, (expert,)))
     plan = place.store.plan(MergeRequest(base="base", experts=["e0"], method=method))
-    (note,) = [note for note in plan.notes if "infinite or NaN" in note]
-    assert note.endswith(": b")
+    (remark,) = [remark for remark in plan.remarks if "infinite or NaN" in remark]
+    assert remark.endswith(": b")
     (warning,) = [one for one in plan.warnings if one.kind == NOT_FINITE]
     assert (warning.expert, "in c; " in warning.text) == ("e0", True)
     place.store.close()

@@ -76,7 +76,7 @@ def test_round_trip(
         "budget": budget,
     }
     analyzing = store.plan(MergeRequest(**asked))
-    told = any("apart from the budget" in note for note in analyzing.notes)
+    told = any("apart from the budget" in remark for remark in analyzing.remarks)
     assert told == (analyzing.analyze_bytes_read > 0)
     plan = store.plan(MergeRequest(**asked))
     assert plan.plan == analyzing.plan

@@ -624,6 +624,6 @@ def test_notes_say_the_cause() -> None:
         missing=tuple((f"e0: t{k}", "no statistics") for k in range(5)),
         base_not_finite=("t",),
     )
-    notes = select(bad, budget=10).notes
-    assert "no statistics, chosen by whole tensors: e0: t0, e0: t1, e0: t2 and 2 more" in notes
-    assert any("infinite or NaN" in note and note.endswith(": t") for note in notes)
+    remarks = select(bad, budget=10).remarks
+    assert "no statistics, chosen by whole tensors: e0: t0, e0: t1, e0: t2 and 2 more" in remarks
+    assert any("infinite or NaN" in remark and remark.endswith(": t") for remark in remarks)

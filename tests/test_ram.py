@@ -178,7 +178,7 @@ def test_a_budget_keeps_the_factors(place: Place) -> None:
     assert plan.error_bound is None
     assert plan.error_estimate is not None
     assert 0.7 * error < plan.error_estimate < 1.4 * error
-    assert any("the estimate is no bound" in str(note) for note in plan.notes)
+    assert any("the estimate is no bound" in str(remark) for remark in plan.remarks)
 
 
 @pytest.mark.parametrize("sizes", [(1.0, 1.0, 1.0), (1.0, 0.2, 3.0)])
@@ -241,4 +241,4 @@ def test_a_recipe_of_mergekit(place: Place) -> None:
         found = place.store.read_recipe(f"{head}parameters:\n{told}")
         assert place.store.plan(found.request).plan == place.store.plan(asked).plan
     own = "merge_method: ram\nbase_model: base\nmodels:\n- model: e0\n  parameters: {epsilon: 3}\n"
-    assert "epsilon has no effect" in str(place.store.read_recipe(own).notes)
+    assert "epsilon has no effect" in str(place.store.read_recipe(own).remarks)

@@ -181,11 +181,11 @@ def test_what_is_no_adapter(store: Store, text: str, line: int, what: str) -> No
 
 
 def test_filters_without_tensors_are_told(store: Store) -> None:
-    """A filter that names no tensor, mostly a typing error, has a note with its line."""
+    """A filter that names no tensor, mostly a typing error, has a remark with its line."""
     text = EXPANDED.replace("q_proj", "q_prj")
     store.prepare_recipe(text)
-    (note,) = store.read_recipe(text, where="r.yml").notes
-    assert note == "r.yml, line 9: no tensor has q_prj in its name"
+    (remark,) = store.read_recipe(text, where="r.yml").remarks
+    assert remark == "r.yml, line 9: no tensor has q_prj in its name"
 
 
 def test_the_card_and_the_recipe_tell_of_stacks(store: Store) -> None:

@@ -44,7 +44,7 @@ def store(root: Path) -> Iterator[Store]:
 def test_the_scale_of_a_model(store: Store) -> None:
     """passthrough takes its scale from the model, as published recipes give it, with filters."""
     found = store.read_recipe(ALONE)
-    assert found.notes == ()
+    assert found.remarks == ()
     store.merge(store.plan(found.request), name="scaled")
     for name in small_layers.NAMES:
         tensor = np.asarray(store["scaled"].tensor(name), dtype=np.float32)
@@ -151,7 +151,7 @@ def test_a_mean_of_models_warns_of_no_base(store: Store) -> None:
 def test_the_seed_has_its_place(store: Store) -> None:
     """random_seed at the top of a recipe is told, or refused, with its place."""
     text = ALONE + "random_seed: 0\n"
-    assert any("parameters, then seed" in note for note in store.read_recipe(text).warnings)
+    assert any("parameters, then seed" in remark for remark in store.read_recipe(text).warnings)
     with pytest.raises(BadRequest, match="random_seed") as caught:
         store.read_recipe(text, strict=True)
     assert "parameters, then seed" in (caught.value.hint or "")

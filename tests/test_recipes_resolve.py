@@ -242,7 +242,7 @@ def test_published_slerp(store: Store) -> None:
         out_dtype: float16
         """
     )
-    assert found.notes == ()
+    assert found.remarks == ()
     assert (found.request.base, found.request.experts) == ("base", (("math", 1.0),))
     assert (found.request.method, found.request.dtype) == ("slerp", "float16")
     t = {name: parameters["t"] for name, (parameters, _) in values(found.request).items()}
@@ -308,7 +308,7 @@ def test_ties_as_published(store: Store) -> None:
     assert rule.weights == (0.5, 0.5)
     assert set(rule.patterns()) == {layer(n, UP) for n in range(LAYERS)}
     assert found.request.dtype == "float16"
-    assert found.notes == ()
+    assert found.remarks == ()
 
 
 def test_each_model_its_own_density(store: Store) -> None:
@@ -324,7 +324,7 @@ def test_each_model_its_own_density(store: Store) -> None:
         """
     )
     assert found.request.parameters["density"] == (0.5, 0.53)
-    assert found.notes == ("the recipe, line 4: density of the base model has no effect",)
+    assert found.remarks == ("the recipe, line 4: density of the base model has no effect",)
 
 
 def test_each_model_its_own_density_is_planned(store: Store) -> None:
@@ -380,7 +380,7 @@ def test_what_has_no_effect_is_told(store: Store) -> None:
         "  parameters:\n    weight: 0.3\n    t: 0.9\nparameters:\n  t: 0.5\n  density: 0.5\n"
     )
     assert found.request.parameters == {"t": 0.5}
-    assert found.notes == (
+    assert found.remarks == (
         "the recipe, line 11: density has no effect with slerp",
         "the recipe, line 7: weight has no effect with slerp",
         "the recipe, line 8: t has no effect as a parameter of one model",

@@ -98,7 +98,7 @@ def test_everything_is_as_before(path: Path) -> None:
     before = told(path)
     report = Store.reindex(path)
     assert report.old_index
-    assert report.notes == ()
+    assert report.remarks == ()
     assert report.reflog_moves
     assert told(path) == before
 
@@ -164,7 +164,7 @@ def test_a_mirror_that_is_behind_or_damaged_is_no_loss(path: Path) -> None:
     (path / "refs" / "mirror").write_bytes(b"\xff\n")
     report = Store.reindex(path)
     # That the mirror is damaged, and that an earlier one was heard.
-    assert len(report.notes) == 2
+    assert len(report.remarks) == 2
     assert told(path) == before
 
 
@@ -211,7 +211,7 @@ def test_a_damaged_pack_is_left_out_and_told(path: Path) -> None:
     lost.chmod(0o600)
     lost.write_bytes(lost.read_bytes()[:-1])
     report = Store.reindex(path)
-    assert any(lost.stem in note for note in report.notes)
+    assert any(lost.stem in remark for remark in report.remarks)
     with Store.open(path) as store:
         assert {affected.path for affected in store.fsck().affected} >= {"model.safetensors"}
 
@@ -249,7 +249,7 @@ def test_a_delta_without_its_base_is_left_out(path: Path) -> None:
         (path / "packs" / pack.hex()[:2] / f"{pack.hex()}.pack").unlink()
     shutil.rmtree(path / "index")
     report = Store.reindex(path)
-    assert any("deltas are left out" in note for note in report.notes)
+    assert any("deltas are left out" in remark for remark in report.remarks)
     with Store.open(path) as store, store._catalog.index.env.read() as rows:
         left = {bytes(id) for id, _ in store._catalog.index.blocks(rows)}
     assert not left & deltas.keys()
@@ -383,7 +383,7 @@ def test_a_snapshot_that_is_in_no_pack_is_told(path: Path) -> None:
     assert where is not None
     flip(path / "packs" / where.pack.hex()[:2] / f"{where.pack.hex()}.pack", where.offset)
     report = Store.reindex(path)
-    assert any(str(id) in note for note in report.notes)
+    assert any(str(id) in remark for remark in report.remarks)
     with Store.open(path) as store:
         assert any(p.where == "v1" for p in store.fsck().problems)
 
@@ -412,7 +412,7 @@ def test_names_are_made_where_all_are_lost(path: Path) -> None:
     assert report.recovered
     assert report.refs == len(report.recovered)
     assert all(name.startswith("recovered/") for name in report.recovered)
-    assert any("store.reset(NAME, 'recovered/" in str(note) for note in report.notes)
+    assert any("store.reset(NAME, 'recovered/" in str(remark) for remark in report.remarks)
     with Store.open(path) as store:
         assert [ref.name for ref in store.refs()] == sorted(report.recovered)
         assert store.fsck().problems == ()

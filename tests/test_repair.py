@@ -481,12 +481,12 @@ def test_adding_again_heals(root: Path, given: bool) -> None:
 
 
 def test_a_damaged_base_is_told(root: Path, tmp_path: Path) -> None:
-    """A fine-tune of a base that lost blocks is stored whole, and a note tells."""
+    """A fine-tune of a base that lost blocks is stored whole, and a remark tells."""
     drop_blocks(root)
     new = fine_tune(tmp_path / "new", root / "base", 7)
     with Store.open(root / "store") as store:
         report = store.add(new, name="new", base="base", threads=2)
-        assert any("the base is damaged" in note for note in report.notes)
+        assert any("the base is damaged" in remark for remark in report.remarks)
         store.checkout("new", tmp_path / "copy")
         assert files_of(tmp_path / "copy") == files_of(new)
 

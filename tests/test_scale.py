@@ -305,16 +305,16 @@ parameters:
 
 
 def test_a_recipe_has_it(place: Place) -> None:
-    """A recipe states it like any other parameter, for all tensors or some; a note says that
+    """A recipe states it like any other parameter, for all tensors or some; a remark says that
     mergekit has it not.  Written from the plan, the recipe gives the plan again."""
     text = RECIPE.format(method="ties", scale="[{filter: norm, value: 0.5}, {value: 0.7}]")
     found = place.store.read_recipe(text)
     assert found.request.parameters["scale"] == 0.7
     assert [rule.parameters["scale"] for rule in found.request.rules] == [0.5]
-    assert any("mergekit ignores it" in str(note) for note in found.notes)
+    assert any("mergekit ignores it" in str(remark) for remark in found.remarks)
     for method, more in (("consensus", ""), ("pcb", ""), ("lines", "  alpha: 1\n  beta: 1\n")):
         own = place.store.read_recipe(text.replace("ties", method) + more)
-        assert not any("mergekit" in str(note) for note in own.notes), method
+        assert not any("mergekit" in str(remark) for remark in own.remarks), method
     plan = place.store.plan(found.request)
     place.store.merge(plan, name="of-a-recipe")
     again = place.store.read_recipe(place.store.recipe("of-a-recipe"))

@@ -271,4 +271,4 @@ def test_a_recipe_of_mergekit(place: Place) -> None:
     text = f"merge_method: sce\nbase_model: base\nmodels:\n{models}parameters:\n"
     found = place.store.read_recipe(f"{text}  select_topk: 0.2\n  int8_mask: true\n")
     assert place.store.plan(found.request).plan == place.store.plan(asked(0.2)).plan
-    assert not found.notes
+    assert not found.remarks

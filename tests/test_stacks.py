@@ -281,8 +281,8 @@ def test_the_layers_of_a_text_model(store: Store, tmp_path: Path) -> None:
     )
     found = store.read_recipe(text, where="r.yml")
     assert tuple(found.request.layers) == tuple(layers)
-    (note,) = found.notes
-    assert "r.yml, line 3: 1 of language_model.model.layers are more than config.json" in note
+    (remark,) = found.remarks
+    assert "r.yml, line 3: 1 of language_model.model.layers are more than config.json" in remark
     store.merge(store.plan(found.request), name="seen")
     assert len(store.tensors("seen")) == len(SEEING) + 2
     taken = {

@@ -335,11 +335,11 @@ def test_an_error_in_a_rule_names_the_rule(family: Family) -> None:
 
 
 def test_reports_and_the_card_tell_of_rules(family: Family) -> None:
-    """The plan's notes count what rules merge; the card's command makes this merge, not another."""
+    """A plan's remarks count what rules merge; the card's command makes this one, not another."""
     store = family.store
     plan = store.plan(ASKED)
-    assert "tensors that a rule merges otherwise: 1 by ties, 2 by breadcrumbs" in plan.notes
-    assert "tensors that the base does not have: new" in plan.notes
+    assert "tensors that a rule merges otherwise: 1 by ties, 2 by breadcrumbs" in plan.remarks
+    assert "tensors that the base does not have: new" in plan.remarks
     store.merge(plan, name="card")
     card = store["card"].read("README.md").decode()
     assert "mstore merge --plan REF --name NEW" in card
@@ -350,9 +350,9 @@ def test_reports_and_the_card_tell_of_rules(family: Family) -> None:
 def test_a_rule_that_no_tensor_follows_is_noted(family: Family) -> None:
     """The first rule that names a tensor counts; a later one that is left with none is told."""
     rules = [*ASKED.rules, TensorRule(tensors=["b", "c"], method="linear")]
-    notes = family.store.plan(dataclasses.replace(ASKED, rules=rules)).notes
-    assert any(note.startswith("no tensor follows the rule for b, c") for note in notes)
-    assert not any("no tensor follows" in note for note in family.store.plan(ASKED).notes)
+    remarks = family.store.plan(dataclasses.replace(ASKED, rules=rules)).remarks
+    assert any(remark.startswith("no tensor follows the rule for b, c") for remark in remarks)
+    assert not any("no tensor follows" in remark for remark in family.store.plan(ASKED).remarks)
 
 
 def test_slerp_of_nothing_is_the_base(family: Family) -> None:

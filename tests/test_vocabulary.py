@@ -207,9 +207,9 @@ def test_dropped_tokens_are_told(place: Place) -> None:
         "chat: 2 of its tokens are not in the vocabulary, and their rows are dropped: "
         "<|im_start|>, <|im_end|>"
     )
-    assert dropped in place.align("base", "chat", source="base").notes
-    assert dropped in place.align("base", "chat", source="base", chat_template="{{ a }}").notes
-    assert not any("dropped" in one for one in place.align("base", "chat", source="union").notes)
+    assert dropped in place.align("base", "chat", source="base").remarks
+    assert dropped in place.align("base", "chat", source="base", chat_template="{{ a }}").remarks
+    assert not any("dropped" in one for one in place.align("base", "chat", source="union").remarks)
 
 
 def test_padding_is_kept_or_dropped(place: Place) -> None:
@@ -310,7 +310,7 @@ def test_new_tokens(source: str, first: list[str], place: Place) -> None:
         special = {one["content"]: one["special"] for one in document["added_tokens"]}
         assert (special["<x>"], special["<new>"]) == (True, False)
         assert json.loads(place.store[name].read("config.json"))["vocab_size"] == len(wanted)
-    (told,) = [note for note in report.notes if "now has" in note]
+    (told,) = [remark for remark in report.remarks if "now has" in remark]
     assert ("<x>" in told) == (source == "base")
     assert "<new>, <zero>" in told
 
@@ -443,7 +443,7 @@ def test_models_without_a_tokenizer(place: Place) -> None:
     place.add("two", ["a", "b", "c"], tokenizer=False)
     report = place.align("base", "one")
     assert report.experts[0].ref is None
-    assert "one: no tokenizer.json" in report.notes[0]
+    assert "one: no tokenizer.json" in report.remarks[0]
     with pytest.raises(Incompatible, match="which tokens they are is not known"):
         place.align("base", "two")
     with pytest.raises(Incompatible, match="its tokens are not known"):

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from mstore_cli.declared import Option, Parameter, parameters_of
-from mstore_cli.errors import notes
+from mstore_cli.errors import remarks
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
 
 
@@ -125,7 +125,7 @@ def command(
             try:
                 function(session, **given)
             finally:
-                notes(map(session.typed, session.notes()))
+                remarks(map(session.typed, session.remarks()))
 
         text = inspect.getdoc(function) or ""
         return Verb(

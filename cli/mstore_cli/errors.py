@@ -187,11 +187,11 @@ def warn(text: str, hint: str | None = None) -> None:
         sys.stderr.flush()
 
 
-def notes(lines: Iterable[str], stream: TextIO | None = None) -> None:
+def remarks(lines: Iterable[str], stream: TextIO | None = None) -> None:
     """Report on standard error what succeeded only after a correction, and the correction."""
     with suppress(OSError):
         for line in lines:
-            _say(sys.stderr if stream is None else stream, "note", "33", line)
+            _say(sys.stderr if stream is None else stream, "remark", "33", line)
 
 
 def _told(error: BaseException, rule: Rule, store: Path | None) -> Told:

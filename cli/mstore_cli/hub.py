@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore_cli.errors import notes
+from mstore_cli.errors import remarks
 
 if TYPE_CHECKING:
     from mstore.errors import NotFound
@@ -41,7 +41,7 @@ def _expanded(text: str) -> Path:
 def checkpoint(path: Path) -> Path:
     """Return a path that exists, or that of the cached model whose id it is.
 
-    A path is taken before a model of the same id, with a note.  Raises NotFound, BadCheckpoint.
+    A path is taken before a model of the same id, with a remark.  Raises NotFound, BadCheckpoint.
     """
     from mstore.checkpoint.hub import cached_model, is_id
     from mstore.errors import MstoreError
@@ -58,7 +58,7 @@ def checkpoint(path: Path) -> Path:
         other = cached_model(id, cache())
     except MstoreError:
         return path
-    notes([f"{id} is a path here, and a model of the Hub's cache: {shlex.quote(str(other))}"])
+    remarks([f"{id} is a path here, and a model of the Hub's cache: {shlex.quote(str(other))}"])
     return path
 
 

@@ -611,7 +611,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("time", format_seconds(report.seconds) if report.seconds else None),
         ]
     )
-    draw_notes(screen, report.notes, report.warnings)
+    draw_remarks(screen, report.remarks, report.warnings)
 
 
 def _chunks(report: PlanReport) -> Iterable[tuple[str, int | None]]:
@@ -676,12 +676,14 @@ def draw_sweep(screen: Screen, report: SweepReport) -> None:
         screen.line(f"measuring read {format_size(report.measure_bytes_read)} from experts")
 
 
-def draw_notes(screen: Screen, notes: Iterable[str], warnings: Iterable[MergeWarning] = ()) -> None:
-    """Print warnings of likely mistakes, and the planner's notes."""
+def draw_remarks(
+    screen: Screen, remarks: Iterable[str], warnings: Iterable[MergeWarning] = ()
+) -> None:
+    """Print warnings of likely mistakes, and the planner's remarks."""
     for warning in warnings:
         screen.line(f"warning: {screen.typed(warning.text)}", style="yellow")
-    for note in notes:
-        screen.line(f"note: {screen.typed(note)}")
+    for remark in remarks:
+        screen.line(f"remark: {screen.typed(remark)}")
 
 
 def error_fields(report: PlanReport | MergeReport) -> Iterable[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore.frozen import frozen
 from mstore_cli.declared import WHAT, Option
-from mstore_cli.errors import notes, warn
+from mstore_cli.errors import remarks, warn
 from mstore_cli.session import Session
 from mstore_cli.vocabularies import aligned
 
@@ -132,7 +132,7 @@ def request_of_recipe(
             allow_nonfinite=allow_nonfinite,
             progress=tick,
         )
-    notes([f"stored {one.ref}: {one.name}" for one in made if one.new_snapshot])
+    remarks([f"stored {one.ref}: {one.name}" for one in made if one.new_snapshot])
     found = store.read_recipe(
         recipe.text,
         where=recipe.where,
@@ -142,7 +142,7 @@ def request_of_recipe(
     )
     for text in found.warnings:
         warn(text)
-    notes(found.notes)
+    remarks(found.remarks)
     if found.vocabulary is None:
         return found.request
     try:
@@ -241,7 +241,7 @@ class _Models:
         number = 1
         while name in self._store:
             if self._holds(name, directory):
-                notes([f"{directory} is {name} of this store"])
+                remarks([f"{directory} is {name} of this store"])
                 return name
             number += 1
             name = f"{_name_of(directory)}-{number}"
@@ -250,7 +250,7 @@ class _Models:
             self._store.add(
                 directory, name=name, base=base, detect_base=base is None, progress=tick
             )
-        notes([f"added {directory} as {name}"])
+        remarks([f"added {directory} as {name}"])
         return name
 
     def _holds(self, name: str, directory: Path) -> bool:

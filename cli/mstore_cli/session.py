@@ -160,9 +160,9 @@ class Session:
             for text in texts:
                 warn(self.typed(text))
 
-    def notes(self) -> list[str]:
+    def remarks(self) -> list[str]:
         """Return what this run's stores found damaged and replaced."""
-        return [note for store in self._stores for note in store.notes]
+        return [remark for store in self._stores for remark in store.remarks]
 
     def typed(self, hint: Text) -> str:
         """Format a hint for this user to type: with `--store`, if that named the store."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.declared import WHAT, Option
-from mstore_cli.errors import notes
+from mstore_cli.errors import remarks
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def aligned(
     """Return the request with aligned models, and print which those are."""
     with session.progress() as tick:
         report = store.align(request, vocabulary, progress=tick)
-    notes([*report.notes, *_told(report)])
+    remarks([*report.remarks, *_told(report)])
     return report.applied(request)
 
 

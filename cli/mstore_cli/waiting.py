@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 from mstore.fs.waiting import LOGGER
-from mstore_cli.errors import notes
+from mstore_cli.errors import remarks
 
 
 class _OnStandardError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == LOGGER:
-            notes([record.getMessage()])
+            remarks([record.getMessage()])
 
 
 _HANDLER = _OnStandardError()

@@ -78,7 +78,7 @@ class ExtractReport:
     all"""
     tensors: tuple[TruncatedTensor, ...]
     """matrices, those with the largest errors first"""
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """what PEFT does not do with it, as text"""
     plain_bytes: int
     """size of the adapter"""
@@ -168,14 +168,14 @@ def extract(
         left_out=work.left_out,
         relative_error=run.errors.relative(),
         tensors=run.errors.tensors(),
-        notes=_notes(work, base[0], expert[0]),
+        remarks=_remarks(work, base[0], expert[0]),
         plain_bytes=manifest.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
     )
 
 
-def _notes(work: _Work, base: str, expert: str) -> tuple[str, ...]:
+def _remarks(work: _Work, base: str, expert: str) -> tuple[str, ...]:
     found: list[str] = []
     hint = work.cast_hint(base, expert)
     if hint is not None:

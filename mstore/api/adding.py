@@ -143,7 +143,7 @@ class Adding(OpenStore):
         for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
             require_patterns(patterns, option)
         exclusion = Exclusion.chosen(exclude, defaults=default_excludes)
-        with self._scanned(Path(path), convert, limits, exclusion) as (checkpoint, notes):
+        with self._scanned(Path(path), convert, limits, exclusion) as (checkpoint, remarks):
             chosen = self._base(checkpoint, base, detect=detect_base)._replace(
                 only=tuple(only), skip=tuple(skip)
             )
@@ -167,7 +167,7 @@ class Adding(OpenStore):
                 report = unless_overtaken(self._catalog, name, one_add)
         return replace(
             report,
-            notes=notes + report.notes + _idle(exclusion, checkpoint),
+            remarks=remarks + report.remarks + _idle(exclusion, checkpoint),
             # With the scan, and the search for a base.
             seconds=time.monotonic() - began,
         )
@@ -180,7 +180,7 @@ class Adding(OpenStore):
         limits: CheckpointLimits | None,
         exclusion: Exclusion,
     ) -> Iterator[tuple[Checkpoint, tuple[str, ...]]]:
-        """Yield a checkpoint, converted if the caller asked for it, and notes about the conversion.
+        """Yield a checkpoint, converted if the caller asked for it, with remarks.
 
         Converted files lie in the store's tmp/ until the block ends, under a lease: after a kill
         the next writer removes them.
@@ -207,7 +207,7 @@ class Adding(OpenStore):
                 exclusion=exclusion,
             )
             found = scan(path, limits=allowed, replacement=made.replacement, exclusion=exclusion)
-            yield found, made.notes
+            yield found, made.remarks
         finally:
             lease.release()
 
@@ -429,7 +429,7 @@ class Adding(OpenStore):
 
 
 def _idle(exclusion: Exclusion, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return notes about requested patterns that excluded nothing."""
+    """Return remarks about requested patterns that excluded nothing."""
     decided = {one.pattern for one in checkpoint.excluded}
     return tuple(
         phrase("{exclude} left nothing out", exclude=Option("exclude", (pattern.text,)))

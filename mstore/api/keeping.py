@@ -213,7 +213,7 @@ class Keeping(OpenStore):
     ) -> RepairReport:
         """Check the store, replace what is broken by good copies, and drop the rest.
 
-        Damaged statistics and a damaged memo table are set aside; `notes` says so.
+        Damaged statistics and a damaged memo table are set aside; `remarks` says so.
 
         sources: other stores, or checkpoints, that may have copies.
         read_data: look for broken payloads everywhere, not only where the structure is damaged.

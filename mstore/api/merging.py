@@ -116,7 +116,7 @@ class Merging(OpenStore):
         document: which one, from 0, where there are several in the text.  A later one may name the
         merge of an earlier one: give its revision in `models`.
         strict: whether to refuse keys and parameters that mergekit ignores, such as misspelt ones;
-        else a note names each with its line.
+        else a remark names each with its line.
 
         The request may be changed before it is planned: `dataclasses.replace(found.request,
         budget="30%")`.
@@ -582,10 +582,10 @@ class Merging(OpenStore):
             warnings=told,
         )
         if tensors_of(self._catalog, made) == tensors_of(self._catalog, base):
-            planned = replace(planned, notes=planned.notes + equal)
+            planned = replace(planned, remarks=planned.remarks + equal)
         if codec == "raw":
             coded = self._still_coded(made, outcome.blocks_total, called)
-            planned = replace(planned, notes=planned.notes + coded)
+            planned = replace(planned, remarks=planned.remarks + coded)
         return merge_report(
             planned,
             outcome,
@@ -603,7 +603,7 @@ class Merging(OpenStore):
         )
 
     def _still_coded(self, made: Manifest, total: int, name: str) -> tuple[Phrase, ...]:
-        """Return a note if a result is not raw because the store had some of its blocks."""
+        """Return a remark if a result is not raw because the store had some of its blocks."""
         from mstore.pins.spots import coded
 
         count = len(coded(self._catalog, made.files))

@@ -75,7 +75,7 @@ class OpenStore:
         self._closing = Lock()
         self._is_closed = False
         self._pid = os.getpid()
-        self._notes: list[str] = []
+        self._remarks: list[str] = []
         self._stats: StatsStore | None = None
         self._remembered: Memo | None = None
         # Plans that could not be stored because the store is read-only for this user.
@@ -227,9 +227,9 @@ class OpenStore:
         self.close()
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def remarks(self) -> tuple[str, ...]:
         """Return which tables were found damaged and recreated since the store was opened."""
-        return tuple(self._notes)
+        return tuple(self._remarks)
 
     @property
     def _catalog(self) -> Catalog:
@@ -290,7 +290,7 @@ class OpenStore:
         with self._lock:
             layout = self._catalog.layout
             if self._stats is None:
-                self._stats = StatsStore(layout.stats, self._notes.append)
+                self._stats = StatsStore(layout.stats, self._remarks.append)
             return self._stats
 
     def _computing(self) -> VirtualBlocks:
@@ -309,7 +309,7 @@ class OpenStore:
         with self._lock:
             layout = self._catalog.layout
             if self._remembered is None:
-                self._remembered = Memo(layout.memo, self._notes.append)
+                self._remembered = Memo(layout.memo, self._remarks.append)
             return self._remembered
 
     def _real(self, revision: Revision) -> SnapshotId:

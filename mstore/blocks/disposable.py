@@ -28,8 +28,8 @@ COPIED_BYTES = 1 << 28
 """A larger environment is not copied: its content is not worth so much memory."""
 
 
-def silent(note: str) -> None:
-    """Ignore a note."""
+def silent(remark: str) -> None:
+    """Ignore a remark."""
 
 
 def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> Environment | None:

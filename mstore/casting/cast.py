@@ -75,7 +75,7 @@ class CastReport:
     """elements that were too large for the type, or for float32 when multiplied by their scales"""
     warnings: tuple[str, ...]
     """what the type could not hold, as text"""
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """what changed beside tensors, as text"""
     plain_bytes: int
     """size of the model"""
@@ -151,7 +151,7 @@ def cast(
         scales_dropped=plan.dropped,
         overflowed=sum(run.overflowed.values()) + sum(run.products.values()),
         warnings=warnings,
-        notes=(*_idle(plan, told), *run.notes),
+        remarks=(*_idle(plan, told), *run.remarks),
         plain_bytes=made.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
@@ -380,7 +380,7 @@ class _Run:
         self._done = 0
         self.overflowed: dict[str, int] = {}
         self.products: dict[str, int] = {}
-        self.notes: list[str] = []
+        self.remarks: list[str] = []
 
     def manifest(self) -> Manifest:
         """Store the output's files and return what it consists of; the manifest is not stored."""
@@ -390,7 +390,7 @@ class _Run:
         texts = texts_of(self._catalog, plan.before, weights, without=[HEADER_KEY]) | plan.configs
         self._tick(0)
         for path in sorted(plan.removed):
-            self.notes.append(f"{path} is left out: it states the quantization")
+            self.remarks.append(f"{path} is left out: it states the quantization")
 
         def tensors(path: str) -> Sequence[Part]:
             return self._tensors(path, plan.files[path], begin=len(texts[path]))

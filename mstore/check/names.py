@@ -40,31 +40,31 @@ class Names:
     """The refs to restore.
 
     removed: names that have a reflog and no ref. generation: the latest that any witness states.
-    notes: where witnesses differ, and which one won.
+    remarks: where witnesses differ, and which one won.
     """
 
     refs: dict[str, Ref]
     removed: set[str]
     generation: int
-    notes: list[str]
+    remarks: list[str]
 
 
 def settle(layout: Layout, old: OldIndex) -> Names:
     """Choose the refs from all witnesses."""
-    notes = []
+    remarks = []
     mirrors: list[tuple[str, Mirror]] = []
     newest = -1
     try:
         mirrors.append((_MIRROR, mirror.read(layout)))
         newest = mirrors[0][1].generation
     except Corrupt as error:
-        notes.append(f"ref mirror: {error.what}")
+        remarks.append(f"ref mirror: {error.what}")
     # If the mirror is lost or outdated, a replaced mirror knows more.
     for path, found in mirror.earlier(layout)[:1]:
         if found.generation > newest:
             mirrors.append((path.name, found))
             what = "in its place" if newest < 0 else f"too: the mirror is of generation {newest}"
-            notes.append(
+            remarks.append(
                 f"{path.name} (generation {found.generation}) was read {what}; a ref that moved "
                 "since may be where it was then, and one that was removed since may be back"
             )
@@ -90,7 +90,7 @@ def settle(layout: Layout, old: OldIndex) -> Names:
             and not _is_explained(word, chosen, old.moves.get(name))
         ]
         if others:
-            notes.append(f"{name}: taken from {_told(chosen)}; {'; '.join(map(_told, others))}")
+            remarks.append(f"{name}: taken from {_told(chosen)}; {'; '.join(map(_told, others))}")
     told = [found.generation for _, found in mirrors]
     # Whoever wrote a list for the next commit saw the one before it.
     told += [mirror.replaced_by(layout), pack_list.newest(layout) - 1]
@@ -98,7 +98,7 @@ def settle(layout: Layout, old: OldIndex) -> Names:
         refs=settled,
         removed=removed,
         generation=max([*told, index_generation], default=0),
-        notes=notes,
+        remarks=remarks,
     )
 
 

@@ -39,7 +39,7 @@ _V = TypeVar("_V")
 
 @dataclass(slots=True)
 class OldIndex:
-    """The rows that packs cannot provide. notes: what was unreadable.
+    """The rows that packs cannot provide. remarks: what was unreadable.
 
     generation: None if unreadable. are_refs_whole: every ref is here, so a missing ref was removed;
     is_reflog_whole: every move is here. snapshots, pruned: None if some of them are unreadable.
@@ -59,28 +59,28 @@ class OldIndex:
     pinned: dict[SnapshotId, int] = field(default_factory=dict)
     packs: set[PackId] = field(default_factory=set)
     condemned: set[PackId] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, layout: Layout) -> OldIndex:
-        """Read all that is readable; return an empty one with a note if nothing is.
+        """Read all that is readable; return an empty one with a remark if nothing is.
 
         Raises StorageFailed.
         """
         if not (layout.index / "data.mdb").exists():
-            return cls(notes=["there was none"])
+            return cls(remarks=["there was none"])
         old = cls()
         try:
             with LmdbFile(layout.index / "data.mdb") as file:
                 old._take_everything(file)
         except Corrupt as error:
-            return cls(notes=[error.what])
+            return cls(remarks=[error.what])
         return old
 
     def _take_everything(self, file: LmdbFile) -> None:
-        databases = file.databases(self.notes.append)
+        databases = file.databases(self.remarks.append)
         if not databases:
-            self.notes.append("nothing of it can be read")
+            self.remarks.append("nothing of it can be read")
             return
         self.generation = self._rows(file, databases, COUNTERS)[0].get(GENERATION)
         self.plans, _ = self._rows(file, databases, PLANS)
@@ -104,7 +104,7 @@ class OldIndex:
         """Return the rows of a table that can be read, and whether these are all."""
         name = table.name.encode()
         if name not in databases:
-            self.notes.append(f"{table.name}: missing")
+            self.remarks.append(f"{table.name}: missing")
             return {}, False
         told: list[str] = []
         found: dict[_K, _V] = {}
@@ -119,7 +119,7 @@ class OldIndex:
                 told.append(f"{table.name}: a row cannot be read")
         if count != databases[name].entries and not told:
             told.append(f"{table.name}: {databases[name].entries - count} rows are lost")
-        self.notes += told
+        self.remarks += told
         return found, not told
 
 

@@ -34,7 +34,7 @@ from mstore.store.layout import Layout
 class PackRows:
     """Fills `blocks`, `records` and `packs` of a new index, and reads through these rows.
 
-    homes: which packs have a snapshot's record. notes: what was left out, and what is doubtful.
+    homes: which packs have a snapshot's record. remarks: what was left out, and what is doubtful.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PackRows:
         self._whole: dict[TensorId, bool] = {}
         self._manifests: dict[ManifestId, bool] = {}
         self.homes: dict[bytes, set[PackId]] = {}
-        self.notes: list[str] = []
+        self.remarks: list[str] = []
 
     def fill(self) -> int:
         """Take every pack of this store; return how many there are."""
@@ -79,7 +79,7 @@ class PackRows:
             try:
                 footer = self._kept.table(id)
             except Corrupt as error:
-                self.notes.append(f"pack {id.hex()} is left out: {error.what}")
+                self.remarks.append(f"pack {id.hex()} is left out: {error.what}")
                 continue
             entries = footer.entries
             if id in self._old.condemned or not self._is_ours(footer):
@@ -94,14 +94,14 @@ class PackRows:
         return count
 
     def _is_ours(self, footer: Footer) -> bool:
-        """Return whether to take a pack, and note it where that is a guess.
+        """Return whether to take a pack, with a remark where that is a guess.
 
         One without a line may be the latest of the store; one of another block size cannot be.
         """
         if footer.id in self._old.packs:
             return True
         if not fits(self._layout, self._kept, footer):
-            self.notes.append(
+            self.remarks.append(
                 phrase(
                     "pack {pack} is left out: it is of a store with another block size ({gc} moves "
                     "it to lost+found; {repair} takes copies from the store itself)",
@@ -112,7 +112,9 @@ class PackRows:
             )
             return False
         if footer.id not in self._since:
-            self.notes.append(f"pack {footer.id.hex()} is taken, and had no line in the pack list")
+            self.remarks.append(
+                f"pack {footer.id.hex()} is taken, and had no line in the pack list"
+            )
         return True
 
     def _pack(self, pack: Footer) -> None:
@@ -195,7 +197,7 @@ class PackRows:
                     for id in orphans:
                         index.delete_row(transaction, (Kind.BLOCK, id))
         if left_out:
-            self.notes.append(f"{left_out} deltas are left out: their bases are in no pack")
+            self.remarks.append(f"{left_out} deltas are left out: their bases are in no pack")
 
     # -- reading by the rows -----------------------------------------------------------------
 

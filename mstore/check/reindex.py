@@ -4,7 +4,7 @@ The new LMDB environment is built in tmp/ and exchanged with the old one in one 
 the old index or the new one. A process that has the old one open can still read it, but can commit
 nothing. What packs do not contain (refs, reflogs, names of plans' inputs, what was pruned or
 pinned) comes from the mirror and the old index (`mstore.check.names`). Where they differ, or
-something was unreadable, the notes say so, and the old index stays in lost+found/. Statistics and
+something was unreadable, the remarks say so, and the old index stays in lost+found/. Statistics and
 the memo table are functions of contents and stay; remembered requests are dropped.
 
 A snapshot in the packs that no ref leads to is one of three cases. If the old index named its packs
@@ -87,7 +87,7 @@ class ReindexReport:
     """size of the new index"""
     recovered: tuple[str, ...]
     """branches created for snapshots that nothing led to"""
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """what could not be read, and which source was used on disagreement, as text"""
     kept_index: str | None
     """path of the old index; None if it did not disagree"""
@@ -127,7 +127,7 @@ def reindex(
             finally:
                 index.close()
                 packs.close()
-            kept = _put_in_place(layout, workplace, keep=bool(built.notes))
+            kept = _put_in_place(layout, workplace, keep=bool(built.remarks))
         finally:
             fs.remove_tree(workplace)
         _forget_requests(layout)
@@ -148,7 +148,7 @@ def reindex(
         old_index=old is not None and bool(old.refs or old.reflog),
         reflog_moves=built.reflog_moves,
         index_bytes=size,
-        notes=tuple(built.notes),
+        remarks=tuple(built.remarks),
         kept_index=None if kept is None else str(kept),
         seconds=time.monotonic() - began,
     )
@@ -281,7 +281,7 @@ class _Built:
     pruned: int
     reflog_moves: int
     recovered: list[str]
-    notes: list[str]
+    remarks: list[str]
 
 
 class _Building:
@@ -301,16 +301,16 @@ class _Building:
         self._old = old or OldIndex()
         self._returned = frozenset(returned)
         self._packs = PackRows(layout, index, packs, self._old, progress)
-        self._notes: list[str] = [f"old index: {note}" for note in self._old.notes]
+        self._remarks: list[str] = [f"old index: {remark}" for remark in self._old.remarks]
         if returned:
-            self._notes.append(f"packs taken back from lost+found: {len(returned)}")
+            self._remarks.append(f"packs taken back from lost+found: {len(returned)}")
 
     def run(self) -> _Built:
         """Fill the index."""
         packs = self._packs.fill()
-        self._notes += self._packs.notes
+        self._remarks += self._packs.remarks
         settled = witnesses.settle(self._layout, self._old)
-        self._notes += settled.notes
+        self._remarks += settled.remarks
         self._tell_lost_moves(settled)
         self._begin_generation(settled)
         snapshots = self._snapshots(self._collected(settled))
@@ -332,7 +332,7 @@ class _Building:
             pruned,
             moves,
             list(recovered),
-            self._notes,
+            self._remarks,
         )
 
     def _begin_generation(self, settled: Names) -> None:
@@ -343,7 +343,7 @@ class _Building:
     def _tell_lost_moves(self, settled: Names) -> None:
         known = self._old.generation
         if known is not None and known < settled.generation:
-            self._notes.append(
+            self._remarks.append(
                 f"reflogs end at generation {known} of {settled.generation}: later moves are lost, "
                 "and what was removed since may be a branch recovered/... now"
             )
@@ -393,7 +393,7 @@ class _Building:
     def _record(self, kind: Kind, id: bytes) -> Buffer | None:
         data = self._packs.record(kind, id)
         if data is None:
-            self._notes.append(f"{kind.name.lower()} {id.hex()} is unreadable")
+            self._remarks.append(f"{kind.name.lower()} {id.hex()} is unreadable")
         return data
 
     def _refs(self, settled: Names, known: set[SnapshotId]) -> tuple[dict[str, refs.Ref], int]:
@@ -407,7 +407,9 @@ class _Building:
             for name, ref in sorted(settled.refs.items()):
                 if ref.snapshot_id() not in known:
                     what = f"{name} is at {ref.snapshot_id()}, which is in no pack"
-                    self._notes.append(phrase("{what}; next: {fsck}", what=what, fsck=call("fsck")))
+                    self._remarks.append(
+                        phrase("{what}; next: {fsck}", what=what, fsck=call("fsck"))
+                    )
                 last = old.moves[name].new if name in old.moves else None
                 self._restore(transaction, name, ref, last)
         return dict(settled.refs), len(old.reflog)
@@ -454,7 +456,7 @@ class _Building:
                 self._restore(transaction, name, found[name], None, "reindex: recovered")
         if found:
             first = next(iter(found))
-            self._notes.append(
+            self._remarks.append(
                 phrase(
                     "no ref leads to {count} of the snapshots: each is a branch {directory}/... "
                     "now. {log} shows them, and older ones that they came from; to name one: "

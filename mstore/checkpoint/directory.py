@@ -105,7 +105,7 @@ class Checkpoint:
     """The files below `root`, sorted by path; at least one has a header.
 
     models: which files loaders load together. shown: the checkpoint as the user named it. excluded:
-    what the directory holds and the patterns left out. notes: what loaders may stumble over.
+    what the directory holds and the patterns left out. remarks: what loaders may stumble over.
     """
 
     root: Path
@@ -113,7 +113,7 @@ class Checkpoint:
     files: tuple[SourceFile, ...]
     models: tuple[Model, ...]
     excluded: tuple[Excluded, ...] = ()
-    notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def tensors(self) -> dict[str, tuple[SourceFile, TensorSlot]]:
         """Return the tensors of all models by what they are called, each with its file.
@@ -183,7 +183,7 @@ def scan(
     files = _sources(tree, replacement, limits)
     _refuse_several(tree, files)
     by_path = {file.path: file for file in files}
-    notes: list[str] = []
+    remarks: list[str] = []
     maps: dict[str, dict[str, str]] = {}
     with _excluded_told(tree):
         for file in files:
@@ -192,11 +192,11 @@ def scan(
                 maps[file.path] = read_weight_map(
                     file.absolute, where=where, limits=limits, stamp=file.stamp
                 )
-                notes += _index_notes(file, maps[file.path], by_path, where)
-        notes += _require_all_shards(by_path, str(path))
-    notes += filter(None, map(_pointer_note, files))
+                remarks += _index_remarks(file, maps[file.path], by_path, where)
+        remarks += _require_all_shards(by_path, str(path))
+    remarks += filter(None, map(_pointer_remark, files))
     models = models_of(by_path, lambda index: maps[index])
-    return Checkpoint(tree.root, path, files, models, tree.excluded, tuple(notes))
+    return Checkpoint(tree.root, path, files, models, tree.excluded, tuple(remarks))
 
 
 @contextmanager
@@ -388,7 +388,7 @@ def _leaving_out(directories: list[str]) -> list[str]:
     return [f"{escaped(each)}/" for each in directories]
 
 
-def _index_notes(
+def _index_remarks(
     index: SourceFile, weight_map: dict[str, str], by_path: dict[str, SourceFile], where: str
 ) -> Iterator[str]:
     """Yield what is odd about an index.  Raises BadCheckpoint for one that is of no use."""
@@ -438,7 +438,7 @@ def _and_more(names: Collection[str]) -> str:
 def _require_all_shards(by_path: Mapping[str, SourceFile], where: str) -> Iterator[str]:
     """Raise BadCheckpoint for some of several numbered shards, if nothing else says what to load.
 
-    Yield a note where something does.
+    Yield a remark where something does.
     """
     parts: dict[tuple[str, int], list[str]] = {}
     for path in by_path:
@@ -462,8 +462,8 @@ def _require_all_shards(by_path: Mapping[str, SourceFile], where: str) -> Iterat
         yield f"{what}; loaders read {quoted(single)}"
 
 
-def _pointer_note(file: SourceFile) -> str | None:
-    """Return a note about a file that Git LFS has not downloaded."""
+def _pointer_remark(file: SourceFile) -> str | None:
+    """Return a remark about a file that Git LFS has not downloaded."""
     if file.header is not None or file.size > _MAX_POINTER:
         return None
     with open_regular(file.absolute, file.stamp) as (descriptor, _):

@@ -68,7 +68,7 @@ class CombineReport:
     for methods that do not truncate"""
     tensors: tuple[TruncatedTensor, ...]
     """matrices that were truncated, those with the largest errors first"""
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """what is odd about the adapters, as text"""
     plain_bytes: int
     """size of the adapter"""
@@ -108,7 +108,7 @@ def combine(
     current = branch_for_adapter(catalog, name)
     every = members_of(catalog, adapters)
     members = _with_weight(every)
-    base, notes = _base_of(catalog, members)
+    base, remarks = _base_of(catalog, members)
     _require_one_name(catalog, base, members)
     work = _Work.of(members, setting, rank, dtype)
     card = card_of(catalog, members, setting, rank=work.rank, asked=rank, dtype=dtype)
@@ -116,7 +116,7 @@ def combine(
     with Transaction(catalog, f"combine {name}") as transaction:
         run = _Run(catalog, transaction, members, setting, work, progress)
         manifest = run.manifest(card)
-        notes += (*_odd(every), *work.notes(rank))
+        remarks += (*_odd(every), *work.remarks(rank))
         publication = Publication(catalog, transaction)
         record, is_new = publication.put(
             name,
@@ -140,7 +140,7 @@ def combine(
         of_some=sum(len(of) < len(members) for of in work.modules.values()),
         relative_error=run.errors.relative() if setting.method.of_products else None,
         tensors=run.errors.tensors(),
-        notes=notes,
+        remarks=remarks,
         plain_bytes=manifest.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
@@ -189,7 +189,7 @@ def _odd(members: Sequence[Member]) -> Iterator[str]:
 def _base_of(
     catalog: Catalog, members: Sequence[Member]
 ) -> tuple[tuple[Parent, ...], tuple[str, ...]]:
-    """Return the base that the adapters were added as those of, if it is one, and a note if not."""
+    """Return the base that the adapters were added as those of, if they are, else a remark."""
     stated = [(member, id) for member in members for id in member.bases]
     contents = {catalog.snapshot(id).manifest for _, id in stated}
     if len(contents) == 1:
@@ -261,8 +261,8 @@ class _Work:
         }
         return cls(modules, found, dtype or (dtypes.pop() if len(dtypes) == 1 else "F32"))
 
-    def notes(self, rank: int | None) -> tuple[str, ...]:
-        """Return a note if the rank is not the one that was asked for."""
+    def remarks(self, rank: int | None) -> tuple[str, ...]:
+        """Return a remark if the rank is not the one that was asked for."""
         if rank is None or rank == self.rank:
             return ()
         return (f"the rank is {self.rank}: no matrix of the adapters can have the rank {rank}",)

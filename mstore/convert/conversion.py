@@ -71,7 +71,7 @@ class Conversion(NamedTuple):
     """What replaces the pickles, and a description of what was done."""
 
     replacement: Replacement
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 class _Task(NamedTuple):
@@ -117,24 +117,24 @@ def convert(
     pickles = [found for found in tree.files if _is_pickle(found)]
     own = {found.path for found in tree.files}
     tasks: list[_Task] = []
-    notes: list[str] = []
+    remarks: list[str] = []
     for found in pickles:
         target = safetensors_path(found.path)
         if is_of_training(found.path):
-            notes.append(f"left out {found.path}: it is of training, not weights")
+            remarks.append(f"left out {found.path}: it is of training, not weights")
         elif target in own:
-            notes.append(f"left out {found.path}: {target} is there")
+            remarks.append(f"left out {found.path}: {target} is there")
         else:
             tasks.append(_Task(found, target, scratch / f"{len(tasks)}{SAFETENSORS_SUFFIX}"))
     _check_tasks(tasks, own, tree)
     made = {task.path: task.target for task in tasks}
     if tasks:
         files = _run(tasks, scratch, tree, limits)
-        notes += _notes(tasks, files)
+        remarks += _remarks(tasks, files)
     indexes = [found for found in tree.files if found.path.endswith(PICKLE_INDEX_SUFFIX)]
     made |= _indexes(indexes, made, own, scratch, tree, checkpoint_limits)
     gone = frozenset(found.path for found in (*pickles, *indexes))
-    return Conversion(Replacement(gone, made), tuple(notes))
+    return Conversion(Replacement(gone, made), tuple(remarks))
 
 
 def safetensors_path(path: str) -> str:
@@ -173,7 +173,7 @@ def _check_tasks(tasks: list[_Task], own: set[str], tree: Tree) -> None:
             )
 
 
-def _notes(tasks: Iterable[_Task], files: Iterable[_File]) -> Iterable[str]:
+def _remarks(tasks: Iterable[_Task], files: Iterable[_File]) -> Iterable[str]:
     for task, file in zip(tasks, files, strict=True):
         noun = "tensor" if file.tensors == 1 else "tensors"
         yield f"converted {task.pickle.path} to {task.path}: {file.tensors} {noun}"

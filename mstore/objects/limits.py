@@ -21,7 +21,7 @@ class RecordLimits(msgspec.Struct, frozen=True):
     """Limits on one record; counts are of items, the rest is in bytes.  Raise them if trusted.
 
     `tensors` are those that a manifest, plan or coverage names; `name_bytes` is for the names of
-    tensors, methods, parameters, patterns, authors and origins; `text_bytes` for messages, notes
+    tensors, methods, parameters, patterns, authors and origins; `text_bytes` for messages, remarks
     and reasons.
     """
 
@@ -40,7 +40,7 @@ class RecordLimits(msgspec.Struct, frozen=True):
     parameters: int = 256
     operations: int = 100_000
     patterns: int = 10_000
-    notes: int = 10_000
+    remarks: int = 10_000
     name_bytes: int = 4096
     text_bytes: int = MIB
 

@@ -218,7 +218,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
     dtype: of the output, None for that of the base. budget: bytes, None for no limit. criteria: the
     other constraints. allow_missing: a tensor that an expert lacks stands for the base's, and what
     the base lacks is left out. tensors: those that are merged, in the order of the base; all others
-    are the base's own, and `copied` lists the remarkable ones with the reason.
+    are the base's own, and `copied` lists the notable ones with the reason.
     error_bound, error_estimate: relative to the norm of the base's floating-point tensors.
     layers: of a stack: where each layer of the output is from, as (member, layer). taken: its
     tensors that are not the base's of their name, sorted by name. dropped: tensors of the base that
@@ -292,7 +292,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
         asked = self.criteria
         yield self._problem_of_inputs(limits)
         yield too_many("patterns", len(asked.only) + len(asked.skip), limits.patterns)
-        yield too_many("remarks", len(self.remarks), limits.notes)
+        yield too_many("remarks", len(self.remarks), limits.remarks)
         yield too_many("tensors", len(self.tensors) + len(self.copied), limits.tensors)
         for name in (asked.score, self.dtype or "", *asked.only, *asked.skip, *self.without):
             yield too_long("a name", name, limits.name_bytes)

@@ -151,7 +151,7 @@ class _Combined:
         assert first is not None
         requests = [part.found for part in self._parts if part.found is not None]
         warnings = dict.fromkeys(text for one in requests for text in one.warnings)
-        notes = dict.fromkeys(text for one in requests for text in one.notes)
+        remarks = dict.fromkeys(text for one in requests for text in one.remarks)
         found: dict[str, Values] = {}
         places: dict[str, int] = {}
         for number, part in enumerate(self._parts):
@@ -160,7 +160,9 @@ class _Combined:
         for name, other in tied.items():
             if found.pop(name) != found[other] and places[name] != places[other]:
                 where = at(self._recipe.where, self._recipe.line)
-                notes.setdefault(f"{where}: {name} is one tensor with {other}, and merged as that")
+                remarks.setdefault(
+                    f"{where}: {name} is one tensor with {other}, and merged as that"
+                )
         main = self._values(first.request, None)
         groups: dict[Values, list[str]] = {}
         for name, values in found.items():
@@ -184,7 +186,7 @@ class _Combined:
                 for (own, own_weights), names in groups.items()
             ),
         )
-        return RecipeRequest(request, tuple(warnings), tuple(notes), self._vocabulary())
+        return RecipeRequest(request, tuple(warnings), tuple(remarks), self._vocabulary())
 
     def _of(self, part: _Part) -> dict[str, Values]:
         """Return the values of a module's tensors."""

@@ -387,7 +387,7 @@ class _Document:
             self._ignore(f"{key} {why}", node.line)
 
     def _ignore(self, what: str, line: int, meant: str | None = None, more: str = "") -> None:
-        """Note what is ignored.  Raises BadRequest if it is refused; `more` is told then."""
+        """Remark on what is ignored.  Raises BadRequest if it is refused; `more` is told."""
         if self._strict:
             raise BadRequest(what + more, where=at(self._where, line), hint=meant)
         self._ignored.append(Ignored(what, line, meant))

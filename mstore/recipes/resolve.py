@@ -200,7 +200,7 @@ class _Resolver:
         self._known = known_parameters | {WEIGHT, _WITHOUT_EFFECT}
         self._layout = layout
         self._warnings: dict[str, None] = {}
-        self._notes: dict[str, None] = {}
+        self._remarks: dict[str, None] = {}
         self._meant: list[str] = []
         for one in recipe.ignored:
             self._ignore(one)
@@ -228,7 +228,7 @@ class _Resolver:
 
     def resolve(self, tensors: Sequence[str], tied: Mapping[str, str]) -> RecipeRequest:
         self.check()
-        self._note_layers()
+        self._remark_layers()
         if self._stacked:
             return self._stack()
         found = {name: self._values(self._place(name)) for name in tensors}
@@ -237,7 +237,7 @@ class _Resolver:
             if name not in tied:
                 groups.setdefault(values, []).append(name)
             elif values != found[tied[name]]:
-                self._note(
+                self._remark(
                     f"{name} is one tensor with {tied[name]}, and merged as that", self._recipe.line
                 )
         main = self._main(groups)
@@ -386,7 +386,7 @@ class _Resolver:
                 if str(source.model) == str(self._base):
                     for name, setting in source.settings.items():
                         if name in PER_MODEL:
-                            self._note(f"{name} of the base model has no effect", setting.line)
+                            self._remark(f"{name} of the base model has no effect", setting.line)
         experts = tuple(s.model for s in sources if str(s.model) != str(self._base))
         if not experts:
             self._refuse("no model but the base takes part", self._recipe.line)
@@ -397,7 +397,7 @@ class _Resolver:
     def _parameters(self) -> tuple[str, ...]:
         """Return the method's parameters that the recipe sets somewhere, or must set.
 
-        Notes unknown ones and those without effect, or refuses unknown ones.
+        Remarks on unknown ones and those without effect, or refuses unknown ones.
         """
         used: dict[str, None] = {}
         scopes: list[tuple[Settings, bool]] = [(self._recipe.settings, False)]
@@ -415,13 +415,13 @@ class _Resolver:
                     of_base = self._method.parameters[name].of_base
                     if of_base and not self._method.is_ours:
                         told = f"{name} with {self._method.name} is mstore's: mergekit ignores it"
-                        self._note(told, setting.line)
+                        self._remark(told, setting.line)
                 elif name in self._method.parameters:
-                    self._note(f"{name} has no effect as a parameter of one model", setting.line)
+                    self._remark(f"{name} has no effect as a parameter of one model", setting.line)
                 elif name in self._known:
                     # Known to change nothing, so it is not worth a word.
                     if name != _WITHOUT_EFFECT:
-                        self._note(f"{name} has no effect with {self._method.name}", setting.line)
+                        self._remark(f"{name} has no effect with {self._method.name}", setting.line)
                     self._refuse_effect(name, settings)
                 else:
                     self._refuse_or_ignore(name, setting.line)
@@ -433,7 +433,9 @@ class _Resolver:
         return tuple(sorted({*used, *needed}))
 
     def _told(self, request: MergeRequest) -> RecipeRequest:
-        return RecipeRequest(request, tuple(self._warnings), tuple(self._notes), self._vocabulary())
+        return RecipeRequest(
+            request, tuple(self._warnings), tuple(self._remarks), self._vocabulary()
+        )
 
     def _refuse_or_ignore(self, name: str, line: int) -> None:
         known = {*self._method.parameters, *((WEIGHT,) if self._method.weighted else ())}
@@ -637,7 +639,7 @@ class _Resolver:
             chat_template=told,
         )
 
-    def _note_layers(self) -> None:
+    def _remark_layers(self) -> None:
         """Say how layers are counted, if that is no matter of course and the recipe counts them."""
         scopes = [self._recipe.settings]
         for part in self._slices:
@@ -652,10 +654,10 @@ class _Resolver:
         has_gradients = bool(gradients)
         told = None if self._layout is None else self._layout.told(has_gradients=has_gradients)
         if told is not None and (gradients or self._recipe.slices):
-            self._note(told, (gradients or [self._slices[0].line])[0])
+            self._remark(told, (gradients or [self._slices[0].line])[0])
 
-    def _note(self, what: str, line: int) -> None:
-        self._notes.setdefault(f"{at(self._recipe.where, line)}: {what}")
+    def _remark(self, what: str, line: int) -> None:
+        self._remarks.setdefault(f"{at(self._recipe.where, line)}: {what}")
 
     def _refuse(self, what: str, line: int) -> NoReturn:
         raise BadRequest(what, where=at(self._recipe.where, line))

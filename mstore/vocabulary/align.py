@@ -88,7 +88,7 @@ class AlignReport:
     """rows of embeddings"""
     bytes_written: int
     """bytes added to the store"""
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """what was taken for granted, as text"""
     seconds: float
     """how long it took"""
@@ -180,7 +180,7 @@ def align(
         tokens=len(target.ids),
         rows=target.rows,
         bytes_written=written,
-        notes=target.notes,
+        remarks=target.remarks,
         seconds=time.monotonic() - began,
     )
 

@@ -21,7 +21,7 @@ Wishes = Mapping[str, tuple[SnapshotId | None, str | int | None, bool]]
 """By token: the model it is from (None: zeros), the token or row there, whether it is forced."""
 _MOST_PADDING = 1 << 16
 _SHOWN = 10
-"""New tokens that a note names."""
+"""New tokens that a remark names."""
 _SAVE = f"save its tokenizer with transformers once, which writes {TOKENIZER}, and add it again"
 
 
@@ -33,7 +33,7 @@ class Target:
     is in the same row. ids: of its tokens. length: rows for these. rows: with padding. is_new:
     whether the tokenizer has more tokens than its source. template: the chat template that the base
     gets, None if it stays. is_reduced: whether tokens of the source were dropped, so that others
-    have other ids than there. told: whose tokens they are, as text. notes: what was taken for
+    have other ids than there. told: whose tokens they are, as text. remarks: what was taken for
     granted.
     """
 
@@ -46,7 +46,7 @@ class Target:
     template: str | None
     is_reduced: bool
     told: str
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
 
     @classmethod
     def of(
@@ -75,7 +75,7 @@ class Target:
                 )
         without = [one.name for one in unknown]
         told = f"{', '.join(without)}: no {TOKENIZER}; the tokens are taken to be the base's"
-        notes: tuple[str, ...] = (told,) if without else ()
+        remarks: tuple[str, ...] = (told,) if without else ()
         own = base if source is None else source
         tokenizer = own.tokenizer if own.tokenizer is not None else base.tokenizer
         is_new = is_reduced = False
@@ -92,7 +92,7 @@ class Target:
             ids = tokenizer.ids
             is_new = len(ids) > len(before.ids)
             new = ids.keys() - before.ids.keys()
-            notes += _told_of_plain([tokenizer.added[token] for token in new])
+            remarks += _told_of_plain([tokenizer.added[token] for token in new])
         else:
             ids = own.tokens(tokenizer.ids)
             if asked.source == COMMON:
@@ -105,12 +105,12 @@ class Target:
                 if common is not None:
                     tokenizer, is_reduced = common.tokenizer, True
                     ids = tokenizer.ids
-                    notes += _told_of_needed(common.needed)
+                    remarks += _told_of_needed(common.needed)
         if tokenizer is not None:
             tokenizer, ids, told_of_new = _with_asked(asked, tokenizer, ids, members)
             is_new = is_new or bool(told_of_new)
-            notes += told_of_new
-        notes += _told_of_dropped(members, ids)
+            remarks += told_of_new
+        remarks += _told_of_dropped(members, ids)
         length = max(ids.values(), default=-1) + 1
         rows = max(length, own.rows) if asked.keep_padding and not is_reduced else length
         if asked.pad_to is not None:
@@ -127,45 +127,45 @@ class Target:
         template = _template(asked.chat_template, members)
         if is_reduced:
             told = f"common to {', '.join(one.name for one in members)}"
-        return cls(own, tokenizer, ids, length, rows, is_new, template, is_reduced, told, notes)
+        return cls(own, tokenizer, ids, length, rows, is_new, template, is_reduced, told, remarks)
 
 
 def _with_asked(
     asked: Vocabulary, tokenizer: Tokenizer, ids: Mapping[str, int], members: Sequence[Member]
 ) -> tuple[Tokenizer, Mapping[str, int], tuple[str, ...]]:
-    """Return tokenizer and ids with those of the single tokens that they lack, and notes."""
+    """Return tokenizer and ids with those of the single tokens that they lack, and remarks."""
     new = [token for token in asked.tokens if token not in tokenizer.ids]
     if not new:
         return tokenizer, ids, ()
     known = [one.tokenizer for one in members if one.tokenizer is not None]
     tokenizer = with_tokens(tokenizer, new, known)
-    note = f"tokens that the vocabulary did not have, and now has: {_few(new)}"
+    remark = f"tokens that the vocabulary did not have, and now has: {_few(new)}"
     more = {token: tokenizer.ids[token] for token in new}
-    return tokenizer, {**ids, **more}, (note, *_told_of_plain([tokenizer.added[t] for t in new]))
+    return tokenizer, {**ids, **more}, (remark, *_told_of_plain([tokenizer.added[t] for t in new]))
 
 
 def _told_of_dropped(members: Sequence[Member], ids: Mapping[str, int]) -> tuple[str, ...]:
-    """Return a note for each model with tokens that the vocabulary has not."""
-    notes = []
+    """Return a remark for each model with tokens that the vocabulary has not."""
+    remarks = []
     for one in members:
         tokens = [] if one.tokenizer is None else [t for t in one.tokens({}) if t not in ids]
         if tokens:
-            notes.append(
+            remarks.append(
                 f"{one.name}: {len(tokens)} of its tokens are not in the vocabulary, and their "
                 f"rows are dropped: {_few(tokens)}"
             )
-    return tuple(notes)
+    return tuple(remarks)
 
 
 def _told_of_needed(needed: Sequence[str]) -> tuple[str, ...]:
-    """Return a note about tokens that stay although not all models have them."""
+    """Return a remark about tokens that stay although not all models have them."""
     if not needed:
         return ()
-    note = (
+    remark = (
         f"{len(needed)} tokens that not all models have stay: others are merged from them, or a "
         f"tokenizer, a config or a chat template names them: {_few(needed)}"
     )
-    return (note,)
+    return (remark,)
 
 
 def _few(tokens: Sequence[str]) -> str:
@@ -173,15 +173,15 @@ def _few(tokens: Sequence[str]) -> str:
 
 
 def _told_of_plain(new: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
-    """Return a note about new tokens that are not special."""
+    """Return a remark about new tokens that are not special."""
     count = sum(not entry.get("special") for entry in new)
     if not count:
         return ()
-    note = (
+    remark = (
         f"{count} of the new tokens are not special: text is cut at them before anything else, so "
         "it may be encoded otherwise than by the base"
     )
-    return (note,)
+    return (remark,)
 
 
 def _template(asked: str | None, members: Sequence[Member]) -> str | None:

@@ -121,7 +121,7 @@ def test_a_closed_store_says_so(store: Path) -> None:
     opened = Store.open(store)
     view = opened.view("merged")
     statistics, memo = opened._statistics, opened._memo
-    assert opened.notes == ()
+    assert opened.remarks == ()
     opened.close()
     opened.close()
     for call in (

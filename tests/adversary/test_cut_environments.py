@@ -83,7 +83,7 @@ def test_what_can_be_thrown_away_is_set_aside(area: str, pages: int, store: Path
     assert checked.status == 1
     assert "mstore fsck --repair" in " ".join(checked.out.split()).replace(f"--store {store} ", "")
     assert [done.status for done in ran] == [0] * len(ran), ran
-    told = [line for done in ran for line in done.err.splitlines() if line.startswith("note: ")]
+    told = [line for done in ran for line in done.err.splitlines() if line.startswith("remark: ")]
     aside = [path for path in store.iterdir() if path.name.startswith(f"{area}.damaged-")]
     assert len(told) == len(aside) == 1
     assert str(aside[0]) in told[0]
@@ -155,12 +155,12 @@ children = []
 for number in range(4):
     pid = os.fork()
     if pid == 0:
-        notes = []
-        stats = StatsStore(path, notes.append)
+        remarks = []
+        stats = StatsStore(path, remarks.append)
         stats.put_squares(bytes([number]) * 32, 1.0)
         stats.flush()
         stats.close()
-        os._exit(10 + len(notes))
+        os._exit(10 + len(remarks))
     children.append(pid)
 print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 stats = StatsStore(path)
@@ -186,13 +186,13 @@ def test_what_is_moved_away_before_it_is_opened_is_made_again(
         return found
 
     monkeypatch.setattr(fs, "make_directory", moved)
-    notes: list[str] = []
-    stats = StatsStore(store / "stats", notes.append)
+    remarks: list[str] = []
+    stats = StatsStore(store / "stats", remarks.append)
     stats.put_squares(TensorId(bytes(32)), 2.0)
     stats.flush()
     stats.close()
     assert made
-    assert not notes
+    assert not remarks
     with contextlib.closing(StatsStore(store / "stats")) as stats:
         assert stats.squares(TensorId(bytes(32))) == 2.0
 

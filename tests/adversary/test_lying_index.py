@@ -108,7 +108,7 @@ def test_an_older_index_is_read_and_not_written_by(life: Life, older: Path, extr
         assert found.hint == "mstore.Store.reindex(PATH)"
     refused(life, extra)
     report = Store.reindex(life.root)
-    assert report.notes
+    assert report.remarks
     assert report.kept_index is not None
     kept = Path(report.kept_index, "data.mdb")
     with Store.open(life.root) as store:
@@ -163,13 +163,13 @@ def test_an_older_backup_over_the_store(life: Life, older: Path, tmp_path: Path)
     # As `cp -a` does it: what the backup has not, stays.
     shutil.copy(mirrors[0], life.root / "refs" / "mirror")
     report = Store.reindex(life.root)
-    assert any(mirrors[-1].name in note for note in report.notes)
+    assert any(mirrors[-1].name in remark for remark in report.remarks)
     # That mirror was replaced by the last move, the removal of `two`.
     with Store.open(life.root) as store:
         found = {ref.name: ref.snapshot for ref in store.refs()}
     assert {name: found.get(name) for name in expected} == expected
     assert found.keys() - expected.keys() == {"two"}
-    assert any("two" in note or "may be back" in note for note in report.notes)
+    assert any("two" in remark or "may be back" in remark for remark in report.remarks)
     life.promises.require_kept(life.root)
 
 
@@ -369,7 +369,7 @@ def test_names_that_nobody_tells(life: Life, database: str) -> None:
     shutil.rmtree(life.root / "refs")
     (life.root / "refs").mkdir()
     report = Store.reindex(life.root)
-    assert report.notes
+    assert report.remarks
     with Store.open(life.root) as store:
         recovered = {r.snapshot for r in store.refs() if r.name.startswith("recovered/")}
     assert recovered == {life.promises.refs["two"]}
@@ -529,7 +529,7 @@ def test_what_was_collected_does_not_come_back(life: Life) -> None:
         before = store.snapshot_ids()
     for _ in range(2):
         report = Store.reindex(life.root)
-        assert report.notes == ()
+        assert report.remarks == ()
         assert report.recovered == ()
         with Store.open(life.root) as store:
             assert store.snapshot_ids() == before

@@ -117,8 +117,8 @@ def trial(past: Past, seed: int, scratch: Path) -> Iterator[str]:
         if draw.random() < 0.1:
             yield draw.choice(damage.ALL)(root, past.older, draw)
     yield "reindex"
-    for note in Store.reindex(root).notes:
-        yield f"  {note}"
+    for remark in Store.reindex(root).remarks:
+        yield f"  {remark}"
     with Store.open(root) as store:
         # An older mirror may name what was removed and collected since: its hint is `mstore rm`.
         for ref in store.refs():

@@ -291,7 +291,7 @@ def _show(screen: Screen, reports: list[AddReport]) -> None:
 
 
 def _show_rows(screen: Screen, reports: list[AddReport]) -> None:
-    """Print one line for each model, then all notes."""
+    """Print one line for each model, then all remarks."""
     screen.table(
         COLUMNS,
         (
@@ -307,8 +307,8 @@ def _show_rows(screen: Screen, reports: list[AddReport]) -> None:
         ),
     )
     for one in reports:
-        for note in one.notes:
-            screen.line(f"note: {one.name}: {screen.typed(note)}")
+        for remark in one.remarks:
+            screen.line(f"remark: {one.name}: {screen.typed(remark)}")
 
 
 def _share(report: AddReport) -> str:
@@ -350,8 +350,8 @@ def _show_one(screen: Screen, report: AddReport) -> None:
     )
     for warning in report.warnings:
         screen.line(f"warning: {warning}", style="yellow")
-    for note in report.notes:
-        screen.line(f"note: {screen.typed(note)}")
+    for remark in report.remarks:
+        screen.line(f"remark: {screen.typed(remark)}")
 
 
 def _left_out(report: AddReport) -> str | None:

@@ -84,8 +84,8 @@ def align(
             f"{report.tokens} tokens, {report.rows} rows; written "
             f"{format_size(report.bytes_written)}"
         )
-        for note in report.notes:
-            screen.line(f"note: {note}")
+        for remark in report.remarks:
+            screen.line(f"remark: {remark}")
         told = "".join(
             f" --expert {one.ref or one.name}" + ("" if weight == 1 else f"={weight:g}")
             for one, (_, weight) in zip(report.experts, experts, strict=True)

@@ -88,15 +88,15 @@ def _draw(screen: Screen, report: BlameReport, by: By) -> None:
         ones = report.tensors
     elif by is By.LAYER:
         ones = report.layers
-    groups = [Group(one.name, _note(one), _rows(one.experts, one.base_share)) for one in ones]
+    groups = [Group(one.name, _aside(one), _rows(one.experts, one.base_share)) for one in ones]
     # With a single tensor, the total repeats it.
     if len(report.tensors) != 1 or by is By.EXPERT:
         whole = _rows(report.experts, report.base_share)
-        groups.append(Group("all", _note(report), whole))
+        groups.append(Group("all", _aside(report), whole))
     draw_groups(screen, "" if by is By.EXPERT else by.name, COLUMNS, groups)
 
 
-def _note(one: TensorBlame | LayerBlame | BlameReport) -> str:
+def _aside(one: TensorBlame | LayerBlame | BlameReport) -> str:
     odd = f", {one.not_finite} not finite" if one.not_finite else ""
     return f"norm {one.norm:.3g}, {one.changed} of {one.elements} elements changed{odd}"
 

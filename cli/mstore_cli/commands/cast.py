@@ -92,8 +92,8 @@ def cast(
         )
         for text in report.warnings:
             screen.line(f"warning: {text}", style="yellow")
-        for note in report.notes:
-            screen.line(f"note: {screen.typed(note)}")
+        for remark in report.remarks:
+            screen.line(f"remark: {screen.typed(remark)}")
 
     session.output.emit(report, ids=[report.snapshot], human=human)
     session.warn_if_quiet(report.warnings)

@@ -129,8 +129,8 @@ def combine_adapters(
                 ("time", format_seconds(report.seconds)),
             ]
         )
-        for note in report.notes:
-            screen.line(f"note: {note}")
+        for remark in report.remarks:
+            screen.line(f"remark: {remark}")
         show_worst(screen, report.tensors)
         screen.line()
         screen.command(

@@ -99,8 +99,8 @@ def compare(
         draw_parts(screen, (*report.parts, report.whole), "" if by is By.MODEL else by.name)
         if report.bytes_read:
             screen.line(f"read {format_size(report.bytes_read)} of models without statistics")
-        for note in report.notes:
-            screen.line(f"note: {screen.typed(note)}")
+        for remark in report.remarks:
+            screen.line(f"remark: {screen.typed(remark)}")
         for path in drawn.values():
             screen.line(f"drawn in {path}")
 

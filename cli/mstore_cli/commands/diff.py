@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from mstore.phrases import few
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
-from mstore_cli.errors import UsageError, notes
+from mstore_cli.errors import UsageError, remarks
 from mstore_cli.options import Exclude, NoDefaultExcludes, Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
@@ -124,7 +124,7 @@ def diff(
         odd = [one.name for one in report.tensors if one.not_finite]
         if odd:
             screen.line()
-            screen.line(f"note: infinite or NaN elements in {few(odd)}")
+            screen.line(f"remark: infinite or NaN elements in {few(odd)}")
         if any(one.relative_l2_bounds is not None for one in report.tensors):
             screen.line()
             again = shlex.join(["mstore", "diff", a, b, "--values"])
@@ -169,7 +169,7 @@ def _snapshot(name: str) -> str:
 def _directory(store: Store, name: str) -> Path | None:
     """Return the directory that a name means; None if it means a snapshot.
 
-    A name that can only be a path is one.  Otherwise a snapshot takes precedence, and a note
+    A name that can only be a path is one.  Otherwise a snapshot takes precedence, and a remark
     mentions a directory of the same name.
     """
     from mstore.errors import BadName, NotFound
@@ -185,7 +185,7 @@ def _directory(store: Store, name: str) -> Path | None:
             return path
         raise
     if there:
-        notes([f"{name} is taken as the snapshot; the directory is ./{name}"])
+        remarks([f"{name} is taken as the snapshot; the directory is ./{name}"])
     return None
 
 
@@ -204,8 +204,8 @@ def _draw_directory(screen: Screen, report: DirectoryDiffReport, *, blocks: bool
         ]
     )
     _tables(screen, report.files, report.tensors, blocks=blocks, moved=False)
-    for note in report.notes:
-        screen.line(f"note: {screen.typed(note)}")
+    for remark in report.remarks:
+        screen.line(f"remark: {screen.typed(remark)}")
 
 
 def _draw(screen: Screen, report: DiffReport, *, blocks: bool) -> None:

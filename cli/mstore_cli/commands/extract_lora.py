@@ -83,8 +83,8 @@ def extract_lora(
                 ("time", format_seconds(report.seconds)),
             ]
         )
-        for note in report.notes:
-            screen.line(f"note: {screen.typed(note)}")
+        for remark in report.remarks:
+            screen.line(f"remark: {screen.typed(remark)}")
         show_worst(screen, report.tensors)
         for one in report.left_out:
             screen.line(f"not in the adapter: {one}")

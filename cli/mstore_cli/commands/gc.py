@@ -103,8 +103,8 @@ def _print(screen: Screen, report: GcReport) -> None:
             f"of it {format_size(report.waiting_bytes)} when these have ended: "
             + ", ".join(report.waiting_for)
         )
-    for note in report.left:
-        screen.line(f"left: {screen.typed(note)}")
+    for one in report.left:
+        screen.line(f"left: {screen.typed(one)}")
     if report.emptied_bytes:
         was = "would be" if report.dry_run else "was"
         screen.line(f"lost+found {was} emptied: {format_size(report.emptied_bytes)}", style="green")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
 from mstore_cli.declared import RESULT, WHAT, Option
-from mstore_cli.errors import Interrupted, UsageError, notes
+from mstore_cli.errors import Interrupted, UsageError, remarks
 from mstore_cli.merging import (
     MISTAKEN,
     RECIPE_HINT,
@@ -33,7 +33,7 @@ from mstore_cli.merging import (
     Wanted,
     as_options,
     directories_told,
-    draw_notes,
+    draw_remarks,
     error_fields,
     format_bound,
     make_request,
@@ -205,7 +205,7 @@ def merge(
                         progress=tick,
                     )
                     earlier[str(step)] = part.name
-                notes([f"merged {step} as {earlier[str(step)]}"])
+                remarks([f"merged {step} as {earlier[str(step)]}"])
             # What it adds has a progress bar of its own.
             request = wanted.request(
                 *(session, store, request),
@@ -251,7 +251,7 @@ def merge(
         else:
             screen.line(f"nothing new: {report.name} holds this merge already")
             if message:
-                screen.line("note: the message was not kept, as there is no new snapshot")
+                screen.line("remark: the message was not kept, as there is no new snapshot")
         share = format_share(report.expert_bytes_read, report.full_expert_bytes)
         full = format_size(report.full_expert_bytes)
         screen.fields(
@@ -276,7 +276,7 @@ def merge(
                 ("time", format_seconds(report.seconds)),
             ]
         )
-        draw_notes(screen, report.notes, report.warnings)
+        draw_remarks(screen, report.remarks, report.warnings)
         if candidate is not None:
             was = short(report.was) if report.was else "''"
             move = f"mstore reset {name} {report.name} --expect {was}"

@@ -59,7 +59,7 @@ def reindex(
 
     session.output.emit(report, ids=[], human=human)
     # Printed even with --quiet: users must see conflicts and unreadable sources.
-    for note in report.notes:
-        warn(session.typed(note))
+    for remark in report.remarks:
+        warn(session.typed(remark))
     if report.kept_index is not None:
         warn(f"the index that was replaced is kept: {report.kept_index}")

@@ -69,7 +69,7 @@ class Selection(msgspec.Struct, frozen=True):
     plain_bytes: tuple[int, int]
     error_bound: float | None
     error_estimate: float | None
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -200,7 +200,7 @@ class Planner:
             plain_bytes=(self._full_plain, int(self._plain[states == READ].sum())),
             error_bound=bound,
             error_estimate=estimate,
-            notes=self._notes(left_out, chosen),
+            remarks=self._remarks(left_out, chosen),
         )
 
     def _listed(self, states: States) -> States:
@@ -518,35 +518,35 @@ class Planner:
             for start, end in itertools.pairwise(starts.tolist())
         )
 
-    # -- notes -------------------------------------------------------------------------------
+    # -- remarks -------------------------------------------------------------------------------
 
-    def _notes(self, left_out: Bools, chosen: Bools) -> tuple[str, ...]:
+    def _remarks(self, left_out: Bools, chosen: Bools) -> tuple[str, ...]:
         survey, request = self._survey, self._request
-        notes = []
+        remarks = []
         if len(chosen) and not chosen.any():
-            notes.append("no block of an expert fits the budget: the merge is the base")
+            remarks.append("no block of an expert fits the budget: the merge is the base")
         if not survey.tensors and (request.only or request.skip):
-            notes.append("no tensor that an expert changed is left: the merge is the base")
+            remarks.append("no tensor that an expert changed is left: the merge is the base")
         causes: dict[str, list[str]] = {}
         for name, cause in survey.missing:
             causes.setdefault(cause, []).append(name)
         for cause, names in causes.items():
-            notes.append(f"{cause}, chosen by whole tensors: {few(names)}")
-        notes += [
+            remarks.append(f"{cause}, chosen by whole tensors: {few(names)}")
+        remarks += [
             f"no tensor follows the rule for {one}: earlier rules or patterns take all it names"
             for one in survey.idle_rules
         ]
         if survey.base_not_finite:
-            notes.append(
+            remarks.append(
                 "infinite or NaN elements in the base, so errors have nothing to be relative to: "
                 + few(survey.base_not_finite, _NAMED)
             )
         if request.top_p is not None and request.dtype is not None:
-            notes.append(
+            remarks.append(
                 "with an output dtype of its own every block is written; those outside the top-p "
                 "share are the base's, converted"
             )
-        return tuple(notes)
+        return tuple(remarks)
 
 
 def _norm(squares: Floats) -> float:

@@ -110,7 +110,7 @@ def request_of(
         for one in filtering
         if one.filter not in used
     )
-    return replace(found, notes=(*found.notes, *idle))
+    return replace(found, remarks=(*found.remarks, *idle))
 
 
 def _revisions(recipe: Recipe, models: Mapping[str, str]) -> dict[str, str]:

@@ -91,8 +91,8 @@ class PlanReport:
     warnings: tuple[MergeWarning, ...]
     """likely mistakes: idle experts, elements that are not finite, licences that differ or forbid
     merging"""
-    notes: tuple[str, ...]
-    """notes of the planner, as text"""
+    remarks: tuple[str, ...]
+    """remarks of the planner, as text"""
     kept: bool
     """whether the plan is stored and can be found by its id; false if the store is read-only"""
     seconds: float
@@ -123,46 +123,46 @@ def plan_report(
     for tensor in plan.tensors:
         for states in tensor.states:
             counts.update(states)
-    notes = list(map(phrased, plan.remarks))
+    remarks = list(map(phrased, plan.remarks))
     if factors:
-        notes.append(
+        remarks.append(
             f"{format_size(factors)} of adapters were read for the norms of their products, apart "
             "from the budget"
         )
     if analyzed > factors:
-        # Not a note of the plan: the next run of the same plan does not incur this cost.
+        # Not a remark of the plan: the next run of the same plan does not incur this cost.
         again = "and are not read for them again" if kept else "and what they told is not kept"
         size = format_size(analyzed - factors)
-        notes.append(
+        remarks.append(
             f"{size} of experts were read for statistics or exact thresholds that "
             f"were missing, apart from the budget, {again}"
         )
     if plan.allow_missing:
-        notes.append(
+        remarks.append(
             "tensors may be missing: the base's count for what an expert lacks, and what the base "
             "lacks is left out"
         )
     if not kept:
-        notes.append("this store can be read and not written: the plan is not kept in it")
+        remarks.append("this store can be read and not written: the plan is not kept in it")
     if plan.budget is not None and costs.planned > plan.budget:
-        notes.append(
+        remarks.append(
             "the plan was made where its blocks lie otherwise: here they take "
             f"{exact_size(costs.planned)}, more than its budget of {exact_size(plan.budget)}"
         )
     try:
         leaves_out = counts[OMITTED] + counts[DROPPED] > 0
-        notes += _method_notes(plan, sources, leaves_out=leaves_out)
+        remarks += _method_remarks(plan, sources, leaves_out=leaves_out)
         likely = (
             *idle_experts(plan, sources),
             *not_finite_warnings(plan, sources, not_finite),
         )
     except (Unavailable, BadRequest) as error:
         # A method of another package that is not installed, or is another version.
-        notes.append(f"it cannot be run here: {error}")
+        remarks.append(f"it cannot be run here: {error}")
         likely = ()
-    notes += _without_part(plan, sources)
-    notes += _rule_notes(plan)
-    notes += _copied_notes(plan)
+    remarks += _without_part(plan, sources)
+    remarks += _rule_remarks(plan)
+    remarks += _copied_remarks(plan)
     experts = len(plan.experts)
     estimate = None if not_finite else plan.error_estimate
     return PlanReport(
@@ -202,7 +202,7 @@ def plan_report(
         error_share_estimate=share_of(estimate, sources.change),
         not_finite=may_be(sources.risks) if not_finite is None else not_finite,
         warnings=(*likely, *warnings),
-        notes=tuple(notes),
+        remarks=tuple(remarks),
         kept=kept,
         seconds=seconds,
     )
@@ -215,9 +215,9 @@ def told_companion(one: PlanInput, sources: Sources) -> str:
     return f"{one.role}:{BASE if one.of == 0 else sources.experts[one.of - 1].name}"
 
 
-def _method_notes(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[str]:
+def _method_remarks(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[str]:
     """Return what the methods of a plan say of its errors and weights."""
-    notes: list[str] = []
+    remarks: list[str] = []
     used = Operations(plan).used(plan)
     estimated = any(not operation.is_additive for operation in used)
     if estimated and plan.error_estimate and leaves_out:
@@ -229,16 +229,16 @@ def _method_notes(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[str
         own = (operation.selection.estimated for operation in used)
         why = next((told for told in own if told is not None), why)
         sweep = call("sweep", measure=True)
-        notes.append(phrase(f"the estimate is no bound: {why}; {{sweep}} tells", sweep=sweep))
+        remarks.append(phrase(f"the estimate is no bound: {why}; {{sweep}} tells", sweep=sweep))
     divider = _divides_by_only_weight(plan)
     if divider is not None:
-        notes.append(
+        remarks.append(
             f"the weight of {sources.experts[0].name} has no effect: it is the only one, and "
             f"{divider} divides by the sum of all"
         )
     if leaves_out:
-        notes += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
-    return notes
+        remarks += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
+    return remarks
 
 
 def _divides_by_only_weight(plan: Plan) -> str | None:
@@ -281,34 +281,36 @@ def _without_part(plan: Plan, sources: Sources) -> Iterator[str]:
             yield f"{told}: {few(names)}"
 
 
-def _rule_notes(plan: Plan) -> list[str]:
+def _rule_remarks(plan: Plan) -> list[str]:
     """Return a line about the tensors that are merged by other operations, and about new ones."""
     counts = Counter(plan.operation_of(one).method for one in plan.tensors if one.operation)
-    notes = []
+    remarks = []
     if counts.keys() == {plan.method}:
-        notes.append(f"tensors with parameters or weights of their own: {counts.total()}")
+        remarks.append(f"tensors with parameters or weights of their own: {counts.total()}")
     elif counts:
         named = ", ".join(f"{count} by {method}" for method, count in counts.items())
-        notes.append(f"tensors that a rule merges otherwise: {named}")
+        remarks.append(f"tensors that a rule merges otherwise: {named}")
     new = [one.name for one in plan.tensors if one.sources]
     if new:
-        notes.append(f"tensors that the base does not have: {few(new)}")
-    return notes
+        remarks.append(f"tensors that the base does not have: {few(new)}")
+    return remarks
 
 
-def _copied_notes(plan: Plan) -> list[str]:
+def _copied_remarks(plan: Plan) -> list[str]:
     """Return one line per tensor, but not hundreds of lines for hundreds of skipped tensors."""
     causes: dict[str, list[str]] = {}
     for name, why in plan.copied:
         causes.setdefault(why, []).append(name)
-    notes: list[str] = []
+    remarks: list[str] = []
     for why, names in causes.items():
         shown = names if len(names) <= 3 else names[:2]
         said = phrased(why)
-        notes += [phrase("{name} is the base's own: {why}", name=name, why=said) for name in shown]
+        remarks += [
+            phrase("{name} is the base's own: {why}", name=name, why=said) for name in shown
+        ]
         if len(names) > len(shown):
             more = len(names) - len(shown)
-            notes.append(
+            remarks.append(
                 phrase("{more} more tensors are the base's own: {why}", more=more, why=said)
             )
-    return notes
+    return remarks

@@ -185,7 +185,7 @@ class Planning:
         return self._survey.base_squares
 
     def _finished(self, selection: Selection, request: Request) -> Planned:
-        remarks = list(selection.notes)
+        remarks = list(selection.remarks)
         thresholds = [one.thresholds for one in self._survey.tensors]
         if any(tensor.operation.selection.trims for tensor in self._survey.tensors):
             with ThreadPoolExecutor(self._threads, "second look") as pool:

@@ -16,7 +16,7 @@ AT_EDGES: Final = (
     "some trim thresholds are bin edges of the magnitude histograms, which keep more than k "
     "elements (--no-analyze); the estimate counts them"
 )
-"""The note of a plan that was made without reading what exact thresholds need."""
+"""The remark of a plan that was made without reading what exact thresholds need."""
 _SKIP: Final = "--skip "
 _TOLD: Final = {
     NOT_AMONG_ONLY: phrase("not among {only}", only=Option("only")),
@@ -34,7 +34,7 @@ def skipped(pattern: str) -> str:
 
 
 def phrased(stored: str) -> str:
-    """Return a note or cause for a report: a phrase where it names an option."""
+    """Return a remark or cause for a report: a phrase where it names an option."""
     if stored.startswith(_SKIP):
         return phrase("{skip}", skip=Option("skip", (stored.removeprefix(_SKIP),)))
     return _TOLD.get(stored, stored)

@@ -245,7 +245,7 @@ class Surveyor:
                         self._copied.append((name, left_out[name]))
                 elif first[name] == name:
                     # In the order of the base, which is also the order of the plan and of its
-                    # notes.
+                    # remarks.
                     surveyed = self._tensor(*candidates[name], pool)
                     if surveyed is not None:
                         tensors.append(surveyed)

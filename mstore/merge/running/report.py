@@ -72,8 +72,8 @@ class MergeReport:
     warnings: tuple[MergeWarning, ...]
     """likely mistakes: idle experts, elements that are not finite, licences that differ or forbid
     merging"""
-    notes: tuple[str, ...]
-    """notes of the planner, as text"""
+    remarks: tuple[str, ...]
+    """remarks of the planner, as text"""
     seconds: float
     """how long it took"""
 
@@ -124,6 +124,6 @@ def merge_report(
         error_share_estimate=planned.error_share_estimate,
         not_finite=planned.not_finite,
         warnings=planned.warnings,
-        notes=planned.notes,
+        remarks=planned.remarks,
         seconds=seconds,
     )
