@@ -373,7 +373,7 @@ def test_a_directory_comes_second(
 
 
 @pytest.mark.parametrize(
-    ("line", "note"),
+    ("line", "remark"),
     [
         (["tag"], "tag v1 REF"),
         (["rm", "tiny"], "reset tiny 'tiny@{1}'"),
