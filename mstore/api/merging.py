@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mstore.merge.analysis.sweep import SweepReport
     from mstore.merge.methods.report import MethodReport
     from mstore.merge.planning.costs import Costs
-    from mstore.merge.planning.prepared import PreparedModel
+    from mstore.merge.planning.recipes import PreparedModel
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Input, Request
     from mstore.merge.planning.warnings import MergeWarning
@@ -68,7 +68,7 @@ class Merging(OpenStore):
         Raises BadRequest, NotFound, Incompatible, StorageFailed; then no plan is stored.
         """
         from mstore.merge.planning.report import plan_report
-        from mstore.merge.planning.stored import plan_of_request
+        from mstore.merge.planning.session import plan_of_request
 
         began = time.monotonic()
         if keep:
@@ -337,7 +337,7 @@ class Merging(OpenStore):
 
     def plans(self) -> list[PlanReport]:
         """Return every stored plan, sorted by base, method and cost."""
-        from mstore.merge.planning.stored import plan_reports
+        from mstore.merge.planning.report import plan_reports
 
         return plan_reports(self._catalog)
 
