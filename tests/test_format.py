@@ -566,7 +566,9 @@ def test_index_table(made: Made, indexed: IndependentStore) -> None:
     index = indexed.index
     assert index.keys() == {name for name, *_ in table}
     packs = {path.stem: path.stat().st_size for path in pack_paths(made)}
-    sizes = {row[:32].hex(): int.from_bytes(row[32:], "big") for row in index["packs"].values()}
+    # Size, and place 0.
+    sizes = {row[:32].hex(): int.from_bytes(row[32:40], "big") for row in index["packs"].values()}
+    assert {row[40:] for row in index["packs"].values()} == {bytes(4)}
     assert sizes == packs
     assert index["pack_ids"] == {row[:32]: number for number, row in index["packs"].items()}
     contents, children = {}, {}
