@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, RLock
@@ -14,7 +14,7 @@ from mstore.api.arguments import checked
 from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import Revision, SnapshotId
-from mstore.phrases import Option
+from mstore.phrases import Option, Phrase, call, phrase
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.running.ready import Ready
     from mstore.merge.virtual.blocks import VirtualBlocks
+    from mstore.objects.manifest import File
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
     from mstore.store.memo import Memo
@@ -171,6 +172,17 @@ class OpenStore:
         """
         config = self._catalog.config
         return (config if codec is None else config.changed({"codec": codec})).codec
+
+    def _still_coded(self, files: Iterable[File], total: int, name: str) -> tuple[Phrase, ...]:
+        """Return a remark if a result is not raw because the store had some of its blocks."""
+        from mstore.pins.spots import coded
+
+        count = len(coded(self._catalog, files))
+        told = (
+            "{count} of {total} blocks were stored before and stay coded; to store all raw: {pin}"
+        )
+        pin = call("pin", name, raw=True)
+        return (phrase(told, count=count, total=total, pin=pin),) if count else ()
 
     @classmethod
     def open_checked(cls, path: str | Path, *, author: str | Callable[[], str] = "") -> Self:

@@ -56,8 +56,6 @@ def log(
     """List snapshots and what each was made from, newest first."""
     if every and revision is not None:
         raise UsageError("--all goes without REF", hint="mstore log --all")
-    if graph and notes:
-        raise UsageError("a graph has no room for notes", hint="mstore log --notes")
     with session.open_to_look() as store:
         snapshots = store.log(revision, limit, every=every)
         # Most stores hold no signature, and it takes longer to find the user's list of signers.
@@ -72,7 +70,7 @@ def log(
         elif not snapshots:
             screen.command("no snapshots yet; next", "mstore add PATH --name REF")
         elif graph:
-            for line in draw(snapshots, screen.width):
+            for line in draw(snapshots, screen.width, notes=notes):
                 screen.line(line)
         else:
             # Of one author's snapshots, all say the same.

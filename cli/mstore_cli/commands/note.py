@@ -65,6 +65,7 @@ def note(
         raise UsageError(
             "values, --remove and --all are for different calls", hint="mstore note --help"
         )
+    counting: list[NoteReport] = []
     if values:
         settings = _settings(values)
         with session.open() as store:
@@ -74,6 +75,8 @@ def note(
         with session.open() as store:
             notes = store.remove_notes(revision, remove)
             session.settled()
+            keys = {one.key for one in notes}
+            counting = [one for one in store.notes_of(revision) if one.key in keys]
     else:
         with session.open_to_look() as store:
             notes = store.notes_of(revision, every=every)
@@ -86,6 +89,8 @@ def note(
             for one in notes:
                 verb = "noted" if values else "removed"
                 screen.line(f"{verb} {short(one.note)}: {noted(one)}", style="green")
+            for one in counting:
+                screen.line(f"counts now, {short(one.note)}: {noted(one)}")
         elif not notes:
             screen.command("no notes; next", f"mstore note {revision} KEY=VALUE")
         else:
