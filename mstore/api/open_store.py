@@ -67,7 +67,7 @@ class OpenStore:
         """Set the fields.  catalog: None opens it when it is first used."""
         self._author = author
         if catalog is not None:
-            catalog.author = self._told_author
+            catalog.author = lambda: self.author
         self._path = path
         self._place = os.path.realpath(path)
         self._opened = catalog
@@ -105,7 +105,7 @@ class OpenStore:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel as path and settings: another process opens the store when it first uses it."""
-        settings = (self._path, None, self._cache_bytes, self._verify, self._told_author())
+        settings = (self._path, None, self._cache_bytes, self._verify, self.author)
         return _store_later, (type(self), settings)
 
     @classmethod
@@ -117,18 +117,21 @@ class OpenStore:
         codec: str | None = None,
         shared: str | None = None,
         filesystem: str | None = None,
+        author: str | Callable[[], str] = "",
     ) -> Self:
         """Create a store in a new or empty directory.
 
         block_size: bytes, a power of two from 64 KiB to 16 MiB, fixed for the store's life.
-        codec, shared: as in `configure`. filesystem: as in `vouch`.
+        codec, shared: as in `configure`. filesystem: as in `vouch`. author: as in `open`.
 
         Raises Conflict (the directory is not empty), BadRequest (an invalid setting), Incompatible
         (a filesystem that is not known to be local), StorageFailed.
         """
         settings = {"codec": codec, "shared": shared, "filesystem": filesystem}
         given = {key: value for key, value in settings.items() if value is not None}
-        return cls(Catalog.create(Path(path), block_size, Config().changed(given)))
+        store = cls(Catalog.create(Path(path), block_size, Config().changed(given)))
+        store._author = author
+        return store
 
     @classmethod
     def open(
@@ -161,9 +164,6 @@ class OpenStore:
         catalog = Catalog.open(Path(path))
         store._begin(catalog.layout.root, catalog, cache_bytes, verify, author)
         return store
-
-    def _told_author(self) -> str:
-        return self._author if isinstance(self._author, str) else self._author()
 
     def _policy(self, codec: str | None) -> Policy:
         """Return the codecs that new blocks may use: `codec`, or the store's setting if None.
@@ -258,7 +258,7 @@ class OpenStore:
                 raise closed(self._path)
             if self._opened is None:
                 self._opened, self._pid = Catalog.open(self._path), os.getpid()
-                self._opened.author = self._told_author
+                self._opened.author = lambda: self.author
             return self._opened
 
     @property
@@ -270,6 +270,11 @@ class OpenStore:
     def block_size(self) -> int:
         """The size of a full block in bytes."""
         return (self._opened or self._catalog).block_size
+
+    @property
+    def author(self) -> str:
+        """Who makes its snapshots and notes, as its opening told; empty if it did not."""
+        return self._author if isinstance(self._author, str) else self._author()
 
     def doubt(self) -> str | None:
         """Why this store is readable but not writable; None if it is writable.
