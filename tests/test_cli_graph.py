@@ -92,14 +92,14 @@ def test_notes() -> None:
     ]
     assert draw(family, notes=True) == [
         "*    030303030303 merge ties number 3",
-        "|    mmlu = 0.6",
-        "|    by = ada",
+        "|    note     mmlu = 0.6",
+        "|    note     by = ada",
         "|    base     010101010101",
         "+-.  expert   020202020202",
         "| *  020202020202 add number 2",
         "+-'  base     010101010101",
         "*    010101010101 add number 1",
-        "     seen = true",
+        "     note     seen = true",
     ]
     assert draw(family) == [line for line in draw(family, notes=True) if " = " not in line]
 

@@ -517,6 +517,8 @@ def test_what_counts_after_a_removal_is_told(mstore: Program, store: Store) -> N
         ("a", "--all", "k=1"),
         ("a", "--remove", "abcd"),
         ("a", "k=1", "--kind", "opinion"),
+        ("a", "--kind", "verdict"),
+        ("a", "--all", "--kind", "verdict"),
         ("a", "k=1e999"),
         ("a", "k=" + "9" * 30),
         ("nothing", "k=1"),

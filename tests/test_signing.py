@@ -481,6 +481,27 @@ def test_verify_shows_signed_notes(
     assert "note evaluation mmlu = 0.62 (replaced): signed by alice@x" in again.out
 
 
+def test_signed_notes_are_checked_wherever_they_are_listed(
+    mstore: Program, store: Store, keys: Path, tmp_path: Path
+) -> None:
+    """Also of a snapshot that is not signed itself, a note's signature is checked with the user's
+    own list: in show, log and note; unknown keys are explained where notes are listed."""
+    (note,) = store.note("a", {"mmlu": 0.62})
+    signed = mstore.succeed("sign", "a", "--key", keys / "alice", "--note", note.note)
+    assert signed.out.startswith(f"signed note {note.note.hex()[:12]} of ")
+    for verb in (["show", "a"], ["note", "a"]):
+        assert "signed by an unknown key" in mstore.succeed(*verb).out
+        assert "to trust a key" in mstore.succeed(*verb).out
+    own = tmp_path / "config" / "mstore" / "allowed_signers"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(allowed(keys, "alice"))
+    assert "mmlu = 0.62 (signed by alice@x)" in mstore.succeed("show", "a").out
+    shown = mstore.succeed("show", "a", "--json").document
+    (logged,) = mstore.succeed("log", "--json").document["snapshots"]
+    for report in (shown, logged):
+        assert report["notes"][0]["signatures"][0]["state"] == GOOD_SIGNATURE
+
+
 def test_a_signature_of_a_snapshot_is_none_of_a_note(store: Store, keys: Path) -> None:
     """The same id as a snapshot's and as a note's is signed as another line."""
     key = load_key(keys / "alice")

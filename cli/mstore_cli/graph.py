@@ -38,7 +38,7 @@ def draw(
         rows.append((_bars(lanes, {column: "*"}), _title(snapshot)))
         if notes:
             passing = _bars(lanes, {column: "|" if snapshot.parents else " "})
-            rows.extend((passing, noted(note)) for note in snapshot.notes)
+            rows.extend((passing, f"{'note':<8} {noted(note)}") for note in snapshot.notes)
         rows.extend(_edges(lanes, column, snapshot.parents, shown))
     # Imported here because `mstore --help` must not pay for it.
     from mstore_cli.tables import wrapped

@@ -11,7 +11,7 @@ from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
 from mstore_cli.output import Column, Screen, noted, short, when
 from mstore_cli.session import Session
-from mstore_cli.signers import states_of, told_unknown, trusted_signers
+from mstore_cli.signers import signatures_of, states_of, told_unknown, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def log(
     with session.open_to_look() as store:
         snapshots = store.log(revision, limit, every=every)
         # Most stores hold no signature, and it takes longer to find the user's list of signers.
-        if any(one.signatures for one in snapshots):
+        if any(any(signatures_of(one)) for one in snapshots):
             snapshots = store.log(revision, limit, every=every, signers=trusted_signers(None))
         stored = 0 if snapshots else len(store.snapshot_ids())
 

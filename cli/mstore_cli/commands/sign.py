@@ -80,7 +80,7 @@ def sign(
         session.settled()
 
     def human(screen: Screen) -> None:
-        what = "" if note is None else f"note {note} of "
+        what = "" if note is None else f"note {note[:12]} of "
         screen.line(f"signed {what}{short(report.snapshot)} with {report.key}", style="green")
 
     session.output.emit(report, ids=[report.signature], human=human)

@@ -10,11 +10,11 @@ from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import FAILURE, Ended
 from mstore_cli.output import Column, Screen, noted, short
 from mstore_cli.session import Session
-from mstore_cli.signers import SignersOption, how_to_trust, state_of, trusted_signers
+from mstore_cli.signers import SignersOption, how_to_trust, signatures_of, state_of, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import SignatureReport, VerifyReport
+    from mstore.reports import VerifyReport
 
 COLUMNS = (
     Column("SNAPSHOT", style="yellow"),
@@ -66,7 +66,7 @@ def verify(
             screen.command("no snapshots yet; next", "mstore add PATH --name REF")
         rows = zip(named, reports, strict=True)
         screen.table(COLUMNS, (row for name, one in rows for row in _rows(name, one)))
-        made = [one for report in reports for one in _signatures(report)]
+        made = [one for report in reports for one in signatures_of(report)]
         if any(one.state == UNKNOWN_KEY for one in made):
             for line in how_to_trust(signers):
                 screen.line(line)
@@ -93,9 +93,3 @@ def _rows(name: str, report: VerifyReport) -> Iterator[Sequence[str]]:
         for one in note.signatures:
             told = f"note {noted(note)}{state}: {state_of(one)}"
             yield short(report.snapshot), name, told, one.key, "-"
-
-
-def _signatures(report: VerifyReport) -> Iterator[SignatureReport]:
-    yield from report.signatures
-    for note in report.notes:
-        yield from note.signatures
