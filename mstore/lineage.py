@@ -216,7 +216,7 @@ def _described(
         manifest=record.manifest_id(),
         parents=parents(record, names),
         made=record.made,
-        origin=_origin(record),
+        origin=origin(record),
         author=record.author,
         plan=plan_id,
         method=None if plan_id is None else _method(catalog, plan_id),
@@ -243,7 +243,7 @@ def _missing(
         manifest=None if record is None else record.manifest_id(),
         parents=() if record is None else parents(record, names),
         made="" if record is None else record.made,
-        origin=None if record is None else _origin(record),
+        origin=None if record is None else origin(record),
         author="" if record is None else record.author,
         plan=None if record is None else record.plan_id(),
         method=None,
@@ -258,7 +258,8 @@ def _missing(
     )
 
 
-def _origin(record: SnapshotRecord) -> OriginReport | None:
+def origin(record: SnapshotRecord) -> OriginReport | None:
+    """Report where a snapshot came from."""
     return None if record.origin is None else OriginReport(*astuple(record.origin))
 
 
