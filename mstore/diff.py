@@ -20,7 +20,7 @@ import numpy as np
 
 from mstore.block_cache import BlockCache, Computing
 from mstore.checkpoint.dtypes import DTYPES
-from mstore.checkpoint.models import full_name, split_name
+from mstore.checkpoint.models import renamed
 from mstore.distances import Distance, Distances
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
@@ -282,16 +282,11 @@ def _sides(
     a: Models, b: Models, chosen: tuple[str | None, str | None]
 ) -> tuple[Mapping[str, TensorId], Mapping[str, TensorId]]:
     """Return the tensors to compare, those of b by what a calls what they are compared with."""
-    pairs = {theirs: ours for ours, theirs in paired(a.named, b.named, chosen).items()}
-    renamed = {}
-    for full, id in b.tensors.items():
-        model, name = split_name(full)
-        if model in pairs or chosen == (None, None):
-            renamed[full_name(pairs.get(model, model), name)] = id
+    pairs = paired(a.named, b.named, chosen)
+    names = {theirs: ours for ours, theirs in pairs.items()}
     if chosen == (None, None):
-        return a.tensors, renamed
-    kept = set(pairs.values())
-    return {one: id for one, id in a.tensors.items() if split_name(one)[0] in kept}, renamed
+        return a.tensors, renamed(b.tensors, {one: one for one in b.named} | names)
+    return renamed(a.tensors, {one: one for one in pairs}), renamed(b.tensors, names)
 
 
 def _files(

@@ -127,18 +127,6 @@ class Models:
         files = self.files(model)
         return {str(part.name): part.tensor_id() for file in files for part, _ in self.parts(file)}
 
-    def counterparts(self, own: Collection[str], model: str | None = None) -> dict[str, TensorId]:
-        """Return the tensors that a fine-tune's are compared with, by what it calls them.
-
-        own: its models. model: the one of these that is meant, None for all.
-        """
-        pairs = paired(self.named, own, (model, None))
-        return {
-            full_name(theirs, name): id
-            for ours, theirs in pairs.items()
-            for name, id in self.in_model(ours).items()
-        }
-
     def config(self, model: str) -> str:
         """Return the path of a model's config."""
         from mstore.checkpoint.declared import CONFIG  # late: what lists tensors needs no config
