@@ -101,6 +101,11 @@ def is_index(path: str) -> bool:
     return _INDEX.fullmatch(posixpath.basename(path)) is not None
 
 
+def is_weights(path: str) -> bool:
+    """Return whether a file may be one of a model: weights, or a shard index."""
+    return path.endswith(SAFETENSORS_SUFFIX) or is_index(path)
+
+
 def single_of(index: str) -> str:
     """Return the path of the single file that holds, alone, what an index at this path shards."""
     found = _INDEX.fullmatch(posixpath.basename(index))
@@ -117,7 +122,7 @@ def models_of(paths: Iterable[str], weight_map: Callable[[str], WeightMap]) -> t
     """
     directories: dict[str, set[str]] = {}
     for path in paths:
-        if path.endswith(SAFETENSORS_SUFFIX) or is_index(path):
+        if is_weights(path):
             directories.setdefault(posixpath.dirname(path), set()).add(path)
     every = {path for found in directories.values() for path in found}
     groups = {
