@@ -316,7 +316,7 @@ def test_an_index_that_is_no_index_is_refused(model: Path, text: bytes, problem:
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "note"),
+    ("weight_map", "remark"),
     [
         ({"a": "two.safetensors"}, "tensor 'a' is not in the shard 'two.safetensors'"),
         ({"zz": "one.safetensors"}, "tensor 'zz' is not in the shard 'one.safetensors'"),
