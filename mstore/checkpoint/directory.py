@@ -334,9 +334,10 @@ def _remark_of_several(checkpoint: Checkpoint) -> Iterator[Phrase]:
     Forms of one model may have the same tensors, and so may those that a file at the top names.
     """
     top = {file.path for file in checkpoint.files if "/" not in file.path}
-    if top & _TOP_OF_ONE or any(path.endswith(PICKLE_SUFFIXES) for path in top):
-        return
     places = {one.name.partition("@")[0]: one for one in reversed(checkpoint.models)}
+    is_one = "" in places or any(path.endswith(PICKLE_SUFFIXES) for path in top)
+    if is_one or top & _TOP_OF_ONE:
+        return
     seen: dict[str, str] = {}
     for full in checkpoint.tensors():
         model, name = split_name(full)
@@ -344,7 +345,7 @@ def _remark_of_several(checkpoint: Checkpoint) -> Iterator[Phrase]:
         other = seen.setdefault(name, place)
         if other != place:
             paths = [
-                one.directory if one.directory and own_name(one.directory) == own else one.files[0]
+                one.directory if own_name(one.directory) == own else one.files[0]
                 for own, one in sorted(places.items())
             ]
             yield phrase(
