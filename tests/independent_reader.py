@@ -426,7 +426,6 @@ def parameter(value: Any, what: str) -> Any:
     if type(value) is list:
         return [real(item, what) for item in value]
     need(type(value) in (bool, int, float, str), f"{what} is no parameter")
-    need(type(value) is not int or -1 << 63 <= value < 1 << 63, f"{what} is too large")
     return text(value, what) if type(value) is str else value
 
 
@@ -625,34 +624,36 @@ def plan_rules(record: Record) -> None:
     need(ascends(criteria.only) and ascends(criteria.skip), "the order of patterns")
     need(len(criteria.only) + len(criteria.skip) <= 10_000, "too many patterns")
 
+    others = len(record.inputs) - 1  # "experts" of lists: companions, too
     need(len({one.name for one in record.tensors}) == len(record.tensors), "a tensor twice")
     for tensor in record.tensors:
         what = f"of {tensor.name}"
-        need(len(tensor.states) == len(tensor.omitted) == experts, f"the number of experts {what}")
+        need(len(tensor.states) == len(tensor.omitted) == others, f"the number of experts {what}")
         need(len({len(states) for states in tensor.states}) <= 1, f"the number of chunks {what}")
         need(all(max(states, default=0) <= 5 for states in tensor.states), f"a state {what}")
         need(1 not in b"".join(tensor.states[:1]), f"an expert before the first {what}")
         need(tensor.chunk_elements > 0, f"chunks without elements {what}")
         several = len(tensor.thresholds)
-        need(several % experts == 0 if experts else several == 0, f"thresholds {what}")
+        need(several % max(others, 1) == 0, f"thresholds {what}")
         for _, quota in tensor.thresholds:
             need(-1 <= quota < 1 << 63, f"a quota {what}")
-        need(all(norm >= 0 or norm == -1 for norm in tensor.omitted), f"an omitted norm {what}")
         if tensor.sources:
-            need(len(tensor.sources) == experts + 1, f"the number of sources {what}")
+            need(len(tensor.sources) == others + 1, f"the number of sources {what}")
             need(set(tensor.sources) != {tensor.name}, f"sources that are its own name {what}")
         need(tensor.dtype is None or tensor.dtype in BITS, f"the dtype {what}")
-        need(tensor.mixture is None or len(tensor.mixture[1]) == experts, f"factors {what}")
+        need(tensor.mixture is None or len(tensor.mixture[1]) == others, f"factors {what}")
 
     if record.layers:
         need(not record.tensors and len(record.operations) == 1, "a stack with tensors")
     else:
         need(not record.taken and not record.dropped, "no stack, and yet tensors of one")
     members = [member for member, _ in record.layers] + [member for _, member, _ in record.taken]
-    need(all(member <= experts for member in members), "a member that is none")
+    need(all(member <= others for member in members), "a member that is none")
     need(ascends([name for name, _, _ in record.taken]), "the order of tensors taken")
     need(all(member or name != source for name, member, source in record.taken), "its own tensor")
     need(ascends(record.dropped) and ascends(record.without), "the order of what is left out")
+    taken = {name for name, _, _ in record.taken}
+    need(taken.isdisjoint(record.dropped), "a tensor that is taken and dropped")
 
 
 def bitmap(data: bytes, size: int, what: str) -> list[bool]:
@@ -667,6 +668,7 @@ def coverage_rules(record: Record) -> None:
     for one in record.tensors:
         one.reused = bitmap(one.reused, one.blocks, one.name)
         one.contributed = [bitmap(bits, one.blocks, one.name) for bits in one.contributed]
+    need(len({len(one.contributed) for one in record.tensors}) <= 1, "the number of experts")
     order = {name: number for number, name in enumerate(names)}
     need(all(name in order for name, _ in record.not_finite), "elements of another tensor")
     need(ascends([order[name] for name, _ in record.not_finite]), "the order of tensors")
@@ -1172,13 +1174,22 @@ class IndependentStore:
 
     def is_behind(self) -> bool:
         """Whether the index is older than the store."""
+        texts = self.path / "refs"
+        replaced = [int(p.suffix[1:]) for p in texts.glob("mirror.*") if p.suffix != ".damaged"]
+        mirrors = []
+        for path in (texts / "mirror", *(texts / f"mirror.{number}" for number in replaced)):
+            try:
+                mirrors.append(read_mirror(path.read_bytes())[0])
+            except (FormatError, FileNotFoundError):
+                continue
         generation, lines = self.pack_list()
         known = {id.hex() for id in self.index["pack_ids"]}
-        unlisted = [path.stem for path in self.pack_paths() if path.stem not in known]
+        unnamed = [path.stem for path in self.pack_paths() if path.stem not in known]
+        latest = self.generation + bool(mirrors)
         return (
-            self.mirror()[0] > self.generation
+            max([*mirrors, *(number + 1 for number in replaced)], default=0) > self.generation
             or generation > self.generation + 1
-            or any(lines.get(id, 1 << 64) > self.generation + 1 for id in unlisted)
+            or any(id not in lines or lines[id] > latest for id in unnamed)
         )
 
     # --- all of it ---
