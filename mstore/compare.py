@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from mstore.adapters.inputs import Inputs
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
 from mstore.distances import equal_chunks
 from mstore.errors import BadRequest, Incompatible

@@ -14,7 +14,7 @@ from mstore.blocks.schema import PINNED, PRUNED
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
-from mstore.notes import NoteReport
+from mstore.notes import NoteReport, SignatureReport
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import listing
@@ -23,7 +23,6 @@ from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in
 from mstore.store.not_finite import NotFiniteTensor, of_snapshot
 from mstore.store.ref_store import refs_in
-from mstore.store.signature_report import SignatureReport
 
 
 @frozen

@@ -18,15 +18,14 @@ MODULES = {
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "
-        "lmdb_types location meter pack_files pack_store packs reader room schema tables"
+        "lmdb_types location meter pack_files pack_store packs reader schema tables"
     ),
     "mstore.checkpoint": "dtypes models paths",
-    "mstore.fs": "disks files locks maps rights roots trees",
+    "mstore.fs": "disks files locks rights roots trees",
     "mstore.objects": "canonical coverage limits manifest note plan snapshot tensor virtual",
     "mstore.store": (
-        "catalog config contents damage generation layout leases listing mirror models "
-        "not_finite pack_list record_cache ref_store refs revisions sealed_text signature_report "
-        "stored_lengths unseen"
+        "caches catalog config contents generation layout leases listing mirror models not_finite "
+        "pack_list ref_store refs revisions sealed_text"
     ),
     "mstore_cli": (
         "command commands declared errors found graph lines main options output session signers "

@@ -140,7 +140,7 @@ def _split(command: str) -> list[str]:
 @cache
 def _help() -> dict[str, str]:
     """What the program says of each of its commands."""
-    sections = reference.reference().split("\n## mstore ")[1:]
+    sections = reference.of_commands().split("\n## mstore ")[1:]
     return {section.split("\n")[0]: section.split("\n## ")[0] for section in sections}
 
 

@@ -41,7 +41,7 @@ EXEMPT = {
 DOCUMENTS = {
     # A model card tells people which commands made the model.
     "mstore/merge/running/papers.py",
-    "mstore/combination/card.py",
+    "mstore/combination/combine.py",
     # A plan's id covers the bytes that versions without phrases wrote.
     "mstore/merge/planning/stored_texts.py",
 }

@@ -27,11 +27,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import destination, lacking, packs, source
+from mstore.backup import destination, packs, source
 from mstore.backup.destination import Destination
-from mstore.backup.packs import Proof
-from mstore.backup.ticks import Ticks
-from mstore.blocks import index_copy
+from mstore.backup.packs import Proof, Ticks
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
 from mstore.blocks.pack_files import PackFiles
@@ -46,7 +44,7 @@ from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
 from mstore.sharing import Sharing
-from mstore.store import condemned, generation, leases, lost_found, mirror, pack_list, refs
+from mstore.store import generation, leases, mirror, pack_list, refs, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
 from mstore.store.ref_store import refs_in
@@ -148,7 +146,7 @@ class _Backup:
         fs.remove_tree(fresh)
         fs.make_directory(fresh)
         with closing(Index(fresh, create=True)) as index:
-            named = index_copy.copy(self._catalog.index, index)
+            named = source.copy_rows(self._catalog.index, index)
             with index.env.write() as transaction:
                 index.name_packs(transaction, named)
             self._require_later(index)
@@ -276,7 +274,7 @@ class _Backup:
         if not self._findings.problems:
             with index.env.write() as transaction:
                 for pack in kept:
-                    condemned.condemn(index, transaction, pack.id)
+                    unnamed.condemn(index, transaction, pack.id)
 
     def _name_older(self, index: Index, named: Sequence[NamedPack]) -> list[NamedPack]:
         """Name the packs too that the backup has and the source has no more."""
@@ -302,10 +300,10 @@ class _Backup:
         try:
             new = Catalog.over(self._layout, self._catalog.config, index, files)
             if self._into.before is None:
-                self._findings.take(lacking.found(new))
+                self._findings.take(source.missing_in(new))
                 return
             with closing(Index(self._layout.index)) as old:
-                if lacking.kept(new, old, self._findings):
+                if source.kept_rows(new, old, self._findings):
                     self._helps = True
         finally:
             files.close()
@@ -339,10 +337,10 @@ class _Backup:
                 mirror.write(layout, index)
                 into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
                 leases.sweep(layout, index)
-                waiting = condemned.listed(index)
-                removed = [] if into.is_read() else condemned.sweep(layout, index, self._packs)
+                waiting = unnamed.listed(index)
+                removed = [] if into.is_read() else unnamed.sweep(layout, index, self._packs)
                 unknown = generation.unknown_packs(self._packs, index)
-            aside = lost_found.put_aside(layout, self._packs, unknown)
+            aside = unnamed.put_aside(layout, self._packs, unknown)
         with suppress(StorageFailed):
             fs.remove_tree(layout.incoming)
         left = sum(pack.size for pack in waiting) - sum(pack.size for pack in removed)

@@ -17,11 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import lacking, packs, source
+from mstore.backup import packs, source
 from mstore.backup.backup import Moved
-from mstore.backup.packs import Proof
-from mstore.backup.ticks import Ticks
-from mstore.blocks import index_copy
+from mstore.backup.packs import Proof, Ticks
 from mstore.blocks.index import Index
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import is_whole
@@ -120,7 +118,7 @@ class _Clone:
         fs.make_directory(layout.index)
         fs.make_directory(layout.incoming, private=True)
         with closing(Index(layout.index, create=True)) as index:
-            theirs = index_copy.copy(self._catalog.index, index)
+            theirs = source.copy_rows(self._catalog.index, index)
             staged = {pack.id: self._copy(pack, theirs) for pack in theirs}
             with index.env.write() as transaction:
                 index.name_packs(transaction, theirs)
@@ -176,7 +174,9 @@ class _Clone:
                 self._ticks.of("verify", sum(pack.size for pack in own)),
                 threads=self._threads,
             )
-            findings.take(lacking.found(Catalog.over(layout, self._catalog.config, index, files)))
+            findings.take(
+                source.missing_in(Catalog.over(layout, self._catalog.config, index, files))
+            )
         finally:
             files.close()
         if findings.problems:

@@ -8,14 +8,14 @@ garbage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
 from mstore import fs
 from mstore.ahead import in_order
-from mstore.backup.ticks import Tick
 from mstore.blocks.index import Index
 from mstore.blocks.location import Location, Row, pack_number
 from mstore.blocks.pack_store import Packs
@@ -25,6 +25,30 @@ from mstore.blocks.schema import NamedPack
 from mstore.check.findings import Findings, typed
 from mstore.errors import Corrupt, Unreadable
 from mstore.ids import BlockId, Buffer, PackId
+from mstore.progress import Progress, ProgressCallback
+
+Tick = Callable[[int], None]
+"""Called with the number of bytes just done."""
+
+
+class Ticks:
+    """Adds up the bytes done, over several files of a phase, and reports them."""
+
+    def __init__(self, report: ProgressCallback | None) -> None:
+        self._report = report
+        self._done = Counter[str]()
+
+    def of(self, phase: str, total: int) -> Tick:
+        """Return the counter of a phase that expects `total` bytes in all."""
+
+        def tick(more: int) -> None:
+            self._done[phase] += more
+            if self._report is not None:
+                done = self._done[phase]
+                self._report(Progress(phase, done, max(total, done)))
+
+        return tick
+
 
 PART = ".part"
 _READ_BYTES = 8 << 20

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from mstore.adapters.config import CONFIG, MAX_CONFIG, LoraConfig, parse_config
 from mstore.adapters.targets import is_adapter, is_unchanged, pairs_of
-from mstore.checkpoint.small_files import json_object
+from mstore.checkpoint.strict_json import json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId

@@ -422,7 +422,7 @@ def replace_file(path: Path, content: str | bytes, *, staging: Path | None = Non
 def create_whole(path: Path, data: Buffer) -> bool:
     """Create a file that only ever appears complete; return False if the name exists.
 
-    For small files that are written through maps later (`fs.maps`).
+    For small files that are written through maps later (`fs.disks`).
     """
     file = NewFile(temporary(path, None), private=False)
     try:

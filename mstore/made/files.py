@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.models import is_index
 from mstore.checkpoint.partition import block_count
-from mstore.checkpoint.small_files import (
+from mstore.checkpoint.strict_json import (
     LENGTH_BYTES,
     METADATA_KEY,
     header_bytes,

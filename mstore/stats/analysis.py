@@ -15,7 +15,7 @@ from itertools import chain
 import msgspec
 
 from mstore.adapters.inputs import Inputs, ModelChoice, Names
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import ITEMSIZES

@@ -225,7 +225,7 @@ class StatsStore:
         return [readable(value) for value in self.encoded_pairs(keys)]
 
     def encoded_pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[bytes | None]:
-        """Return encoded statistics, for callers that decode many at once (`mstore.stats.many`)."""
+        """Return encoded statistics, for callers that decode many at once."""
         wanted = list(map(PAIRS.key.encode, keys))
         with self._lock:
             found = {key: self._pending.get((PAIRS, key)) for key in wanted}

@@ -13,13 +13,15 @@ from contextlib import suppress
 from typing import Final
 
 from mstore.checkpoint.models import Model, full_name, models_of
-from mstore.errors import Incompatible, NotFound, did_you_mean
+from mstore.errors import BadCheckpoint, Incompatible, NotFound, did_you_mean
 from mstore.ids import TensorId
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.phrases import call, few
 from mstore.store.catalog import Catalog
 
 _MAX_INDEX: Final = 32 << 20
+_MAX_CONFIG: Final = 1 << 20
+_MAX_CONTAINERS: Final = 65_536
 _NAMED: Final = 12
 """Models that an error lists: a pipeline has some five, each with a variant."""
 
@@ -243,3 +245,23 @@ def _weight_map(catalog: Catalog, index: File | None) -> Mapping[str, str]:
         if isinstance(entries, dict):
             return {name: file for name, file in entries.items() if isinstance(file, str)}
     return {}
+
+
+def config_of(catalog: Catalog, model: Manifest, path: str | None = None) -> dict[str, object]:
+    """Return the config of a model, empty if it has none of a usual size that can be parsed.
+
+    path: of the file, that of a model in the top directory if not given.
+
+    Raises Corrupt, StorageFailed.
+    """
+    # Late: what lists tensors needs no config.
+    from mstore.checkpoint.declared import CONFIG
+    from mstore.checkpoint.strict_json import parse_object
+
+    raw = catalog.read_small(model.file(path or CONFIG), _MAX_CONFIG)
+    if raw is None:
+        return {}
+    try:
+        return parse_object(raw, what=CONFIG, where=CONFIG, max_containers=_MAX_CONTAINERS)
+    except BadCheckpoint:
+        return {}

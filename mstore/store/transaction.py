@@ -37,7 +37,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.phrases import Option, phrase
-from mstore.store import condemned, contents, leases, listing, refs
+from mstore.store import contents, leases, listing, refs, unnamed
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.store.ref_store import refs_in
@@ -81,7 +81,7 @@ class Transaction:
         # Before any write: garbage of a killed writer may occupy the space that is needed.
         with catalog.publishing(packs=True):
             leases.sweep(catalog.layout, catalog.index)
-            condemned.sweep(catalog.layout, catalog.index, catalog.packs)
+            unnamed.sweep(catalog.layout, catalog.index, catalog.packs)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
         catalog.lengths.outlive(self._lease.number)
         self._packs = NewPacks(

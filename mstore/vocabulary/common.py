@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.phrases import Option

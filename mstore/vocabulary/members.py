@@ -11,8 +11,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import tensors_of
+from mstore.store.models import config_of, tensors_of
 from mstore.vocabulary.papers import PARTS, VOCAB_SIZE, template_of
 from mstore.vocabulary.tokenizer import Tokenizer, tokenizer_of
 

@@ -51,7 +51,7 @@ def verify(
     FILE has the form of OpenSSH's allowed_signers: a name, ssh-ed25519 and the public key, one a
     line; a namespaces option has to include mstore.
     """
-    from mstore.store.signature_report import UNKNOWN_KEY
+    from mstore.notes import UNKNOWN_KEY
 
     trusted = trusted_signers(signers)
     with session.open() as store, session.progress() as tick:

@@ -17,7 +17,7 @@ from contextlib import closing
 import numpy as np
 
 from mstore.ahead import in_order
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.frozen import frozen
 from mstore.ids import PlanId, SnapshotId

@@ -20,7 +20,7 @@ from mstore.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.models import split_name
-from mstore.checkpoint.small_files import json_object
+from mstore.checkpoint.strict_json import json_object
 from mstore.compare import ComparedPart, Sums
 from mstore.errors import Incompatible
 from mstore.frozen import frozen

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.informed import sums_of, unsound_fisher

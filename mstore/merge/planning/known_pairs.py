@@ -3,7 +3,7 @@
 A table takes some 100 us to unpack, and a survey of 20 experts looks at thousands; of most it needs
 the rows and one cut.  So these are kept beside the tables (`mstore.stats.digests`), found for all
 tensors together, and made from the table where they are missing.  Tables of one chunk have no
-digests: they are opened together (`mstore.stats.many`).  A survey gives the same with digests and
+digests: they are opened together (`mstore.stats.known`).  A survey gives the same with digests and
 without.  Belongs to one survey; not thread-safe.
 """
 
@@ -18,7 +18,7 @@ from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import KEEPS_NONE
 from mstore.stats.digests import Digest
 from mstore.stats.histogram import Threshold
-from mstore.stats.many import SingleTables
+from mstore.stats.known import SingleTables
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 

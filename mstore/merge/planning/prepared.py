@@ -25,8 +25,7 @@ from mstore.recipes.recipe import Recipe, Text
 from mstore.recipes.resolve import DTYPES, KnownMethod
 from mstore.requests import PREPARED, MergeRequest
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import snapshot_of, tensors_of
+from mstore.store.models import config_of, snapshot_of, tensors_of
 
 STACK: Final = "passthrough"
 """The method of stacks."""

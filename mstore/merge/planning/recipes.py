@@ -27,8 +27,7 @@ from mstore.recipes.resolve import KnownMethod, base_of
 from mstore.recipes.setting import Parts
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import model_of, tensors_of
+from mstore.store.models import config_of, model_of, tensors_of
 from mstore.store.tied import ties_embeddings
 
 

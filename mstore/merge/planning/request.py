@@ -366,7 +366,7 @@ def _output(
 
     companions: the numbers of what they belong to, whose tensors have the same names.
     """
-    from mstore.checkpoint.small_files import METADATA_KEY
+    from mstore.checkpoint.strict_json import METADATA_KEY
 
     # A lone surrogate is not printable, either.
     sound = name.isprintable() and 0 < len(name.encode()) <= DEFAULT_LIMITS.name_bytes

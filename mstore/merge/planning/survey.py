@@ -18,7 +18,7 @@ import numpy as np
 
 from mstore.adapters import low_rank
 from mstore.adapters.inputs import Inputs, Names
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
@@ -71,8 +71,7 @@ from mstore.stats.products import product_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in
+from mstore.store.models import config_of, models_in
 from mstore.store.tied import ties_embeddings
 
 # Late: most methods need no facts, and most surveys find statistics.
