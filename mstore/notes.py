@@ -20,7 +20,7 @@ from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.errors import BadName, BadRequest, Conflict, Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import NoteId, SnapshotId
-from mstore.objects.limits import MAX_COUNT
+from mstore.objects.canonical import MAX_COUNT
 from mstore.objects.note import COUNTS, REMOVAL, STATING, Note, packed, states
 from mstore.phrases import call
 from mstore.store.catalog import Catalog, now_ns

@@ -17,8 +17,7 @@ from mstore.api.naming import RemoveReport
 from mstore.backup.backup import BackupReport
 from mstore.backup.clone import CloneReport
 from mstore.casting.cast import CastReport
-from mstore.check.affected import Affected
-from mstore.check.findings import Problem
+from mstore.check.findings import Affected, Problem
 from mstore.check.fsck import CheckReport
 from mstore.check.reindex import ReindexReport
 from mstore.check.repair import RepairReport

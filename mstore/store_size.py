@@ -12,12 +12,12 @@ from contextlib import suppress
 import numpy as np
 
 from mstore import lineage
-from mstore.ancestry import ancestry
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
 from mstore.disk_usage import CodecUsage, Sums, Usage
 from mstore.errors import Corrupt
 from mstore.frozen import frozen
+from mstore.lineage import ancestry
 from mstore.reachability import Inventory
 from mstore.store import leases, unnamed
 from mstore.store.catalog import Catalog

@@ -17,7 +17,7 @@ from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import CODES, cast_hint
-from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.canonical import DEFAULT_LIMITS
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, few, phrase

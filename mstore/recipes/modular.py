@@ -31,9 +31,8 @@ from mstore.objects.shapes import literal_name, literal_pattern
 from mstore.recipes import resolve as single
 from mstore.recipes.layout import AHEAD, BEHIND, Layout
 from mstore.recipes.nodes import at
-from mstore.recipes.recipe import Module, Recipe, Settings
+from mstore.recipes.recipe import Module, Recipe, Setting, Settings
 from mstore.recipes.resolve import KnownMethod, base_of
-from mstore.recipes.setting import Setting
 from mstore.requests import MergeRequest, RecipeRequest, TensorRule, Vocabulary
 
 DEFAULT: Final = "default"

@@ -20,22 +20,20 @@ from mstore.recipes.nodes import (
     at,
 )
 from mstore.recipes.recipe import (
+    ANY,
+    Condition,
+    Given,
     Ignored,
     Module,
+    NotThatKind,
     Recipe,
+    Setting,
     Settings,
     Slice,
     Source,
     Text,
     TokenizerSource,
     TokenSource,
-)
-from mstore.recipes.setting import (
-    ANY,
-    Condition,
-    Given,
-    NotThatKind,
-    Setting,
     converted,
 )
 from mstore.requests import AUTO, UNION
@@ -313,7 +311,7 @@ class _Document:
     def _token(self, key: Scalar, node: Node) -> TokenSource:
         token = Text(str(key.value), key.line)
         own = self._fields(node, f"the token {token.text[:_SHOWN]!r}", ("source", "force"))
-        force = self._flag(own.get("force"), "force")
+        force = self._flag(own.get("force"))
         source = own.get("source")
         if source is None or _is_null(source):
             raise self._refused(f"the token {token.text[:_SHOWN]!r} needs a source", node)
@@ -343,12 +341,12 @@ class _Document:
             raise self._refused(f"a kind of source is {_ZERO} or {_ANOTHER}", kind)
         return str(kind.value)
 
-    def _flag(self, node: Node | None, name: str) -> bool:
+    def _flag(self, node: Node | None) -> bool:
         if node is None or _is_null(node):
             return False
         if isinstance(node, Scalar) and isinstance(node.value, bool):
             return node.value
-        raise self._refused(f"{name} is true or false", node)
+        raise self._refused("force is true or false", node)
 
     # -- nodes ---------------------------------------------------------------------------------
 

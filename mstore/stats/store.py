@@ -289,12 +289,8 @@ class StatsStore:
         """Add a sum of squares."""
         self._put(SQUARES, tensor, (value,))
 
-    def fact(self, base: TensorId, expert: TensorId, what: bytes) -> float | None:
-        """Return a fact about a difference, or None.  what: 16 bytes that stand for it."""
-        return self.facts([(base, expert, what)])[0]
-
     def facts(self, keys: Sequence[tuple[TensorId, TensorId, bytes]]) -> list[float | None]:
-        """Return `fact` of each key, with one lookup for all of them."""
+        """Return a fact about each difference, or None.  A key ends in 16 bytes that name it."""
         return [None if value is None else value[0] for value in self._many(FACTS, keys)]
 
     def put_fact(self, base: TensorId, expert: TensorId, what: bytes, value: float) -> None:

@@ -41,8 +41,7 @@ from mstore.ids import (
     TensorId,
     VirtualId,
 )
-from mstore.objects.canonical import Record, decode
-from mstore.objects.limits import MAX_COUNT
+from mstore.objects.canonical import MAX_COUNT, Record, decode
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor

@@ -22,7 +22,7 @@ from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.phrases import Option
-from mstore.vocabulary.papers import CONFIGS, TOKENIZER_CONFIG, template_of
+from mstore.vocabulary.members import CONFIGS, TOKENIZER_CONFIG, template_of
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer
 
 Read = Callable[[str], bytes | None]

@@ -41,8 +41,7 @@ from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
-from mstore.vocabulary.members import chat_template, rows_of
-from mstore.vocabulary.papers import PARTS
+from mstore.vocabulary.members import PARTS, chat_template, rows_of
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of
 
 ERROR: Final = "error"

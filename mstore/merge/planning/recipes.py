@@ -22,9 +22,8 @@ from mstore.recipes.modular import check, resolve
 from mstore.recipes.nodes import at
 from mstore.recipes.parse import parse
 from mstore.recipes.prepared import prepare
-from mstore.recipes.recipe import Recipe
+from mstore.recipes.recipe import Parts, Recipe
 from mstore.recipes.resolve import KnownMethod, base_of
-from mstore.recipes.setting import Parts
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, model_of, tensors_of

@@ -15,7 +15,7 @@ from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import output_dtype
-from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.canonical import DEFAULT_LIMITS
 from mstore.objects.plan import BASE, COMPANIONS, EXPERT, FISHER, PlanInput
 from mstore.objects.shapes import Globs, require_patterns, unmatched
 from mstore.phrases import Option, few, phrase
