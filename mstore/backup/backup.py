@@ -32,7 +32,7 @@ from mstore.backup.destination import Destination
 from mstore.backup.packs import Attempt, attempted
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
-from mstore.blocks.pack_store import is_whole
+from mstore.blocks.pack_store import HERE, Places, is_whole
 from mstore.blocks.packs import PackGone
 from mstore.blocks.schema import PRUNED, Condemned, NamedPack
 from mstore.check.findings import Affected, AffectedTensors, Problem
@@ -274,7 +274,11 @@ class _Backup(Attempt):
                 into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
                 leases.sweep(layout, index)
                 waiting = unnamed.listed(index)
-                removed = [] if into.is_read() else unnamed.sweep(layout, index, self._packs)
+                removed = (
+                    []
+                    if into.is_read()
+                    else unnamed.sweep(layout, index, Places({HERE: self._packs}))
+                )
                 unknown = generation.unknown_packs(self._packs, index)
             aside = unnamed.put_aside(layout, self._packs, unknown)
         with suppress(StorageFailed):

@@ -267,7 +267,7 @@ class Attempt:
                 found[pack.id] = path
                 continue
             try:
-                copy(self._catalog.packs, pack.id, path, tick)
+                copy(self._catalog.places[pack.place], pack.id, path, tick)
             except Corrupt as error:
                 if not source.names(self._catalog.index, pack.id):
                     raise Moved from error

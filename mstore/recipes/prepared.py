@@ -27,6 +27,8 @@ from mstore.recipes.resolve import PREFIX, WEIGHT, KnownMethod, base_of
 
 APPLY: Final = "task_arithmetic"
 """The method that applies an adapter."""
+STACK: Final = "passthrough"
+"""The method of stacks."""
 
 _UNCHANGED: Final = 1
 

@@ -24,7 +24,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, stored_lengths
 from mstore.blocks.pack_files import PackFiles
-from mstore.blocks.pack_store import Packs
+from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import Kind, Outdated, PackGone
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader, Meter, Room
 from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
@@ -89,6 +89,9 @@ class Catalog:
         self.config = config
         self.index = index
         self.packs = packs
+        """The packs of this directory: the only place to which packs are written."""
+        self.places = Places({HERE: packs})
+        index.places = self.places
         self._reader = BlockReader(packs, layout.block_size)
         self._records = RecordCache()
         self._room = Room(layout.block_size)
