@@ -30,8 +30,7 @@ from mstore.notes import NoteReport, SignatureReport
 from mstore.objects.manifest import File
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.store import listing
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog

@@ -20,8 +20,7 @@ from typing import Any, Final, Protocol, Self
 import numpy as np
 
 from mstore.errors import BadRequest, Unavailable
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.view import SnapshotView, array_form
 
 _NUMPY: Final = ("np", "numpy")

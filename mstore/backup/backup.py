@@ -38,10 +38,10 @@ from mstore.blocks.schema import PRUNED, Condemned, NamedPack
 from mstore.check.findings import Affected, AffectedTensors, Problem
 from mstore.errors import Conflict, StorageFailed
 from mstore.frozen import frozen
+from mstore.fs.rights import Sharing
 from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
-from mstore.sharing import Sharing
 from mstore.store import generation, leases, mirror, pack_list, refs, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList

@@ -19,8 +19,7 @@ from mstore.ids import Id, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.phrases import few
 from mstore.store import listing, mirror, pack_list, refs
 from mstore.store.catalog import Catalog

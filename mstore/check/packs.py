@@ -26,8 +26,7 @@ from mstore.check.findings import RECORDS, Findings
 from mstore.errors import Corrupt, Unreadable
 from mstore.ids import BlockId, PackId
 from mstore.objects.canonical import decode
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.store.catalog import Catalog
 
 

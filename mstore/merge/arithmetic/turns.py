@@ -22,9 +22,9 @@ from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.angles import Doubles
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.tiles import LANES, address, rows_together
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.passes import Pass
-from mstore.numeric.singles import singles
 
 if TYPE_CHECKING:
     from mstore.merge.arithmetic.arguments import Chunk

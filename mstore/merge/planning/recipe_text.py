@@ -19,7 +19,7 @@ from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, P
 from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import PREPARE
-from mstore.recipes.nodes import DEFAULT_LIMITS
+from mstore.recipes.recipe import DEFAULT_LIMITS
 from mstore.recipes.resolve import KnownMethod, KnownParameter
 from mstore.recipes.write import named, recipe_of
 from mstore.store.catalog import Catalog

@@ -23,8 +23,7 @@ from mstore.numeric.codes import CASTS, CODES
 from mstore.objects.canonical import Record
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import PlanTensor
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in
 from mstore.store.tied import untied

@@ -37,8 +37,7 @@ from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import grant_of
 from mstore.merge.virtual.tie_prefix import TiePrefix
 from mstore.objects.plan import READ, Plan
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.phrases import call
 from mstore.store.catalog import LOOKS, Catalog
 from mstore.store.memo import Memo
