@@ -627,7 +627,7 @@ def test_notes(made: Made, read: IndependentStore) -> None:
     assert (ours.form, ours.notes, ours.author) == ("signature", [], "me")
     assert (of_a_note.form, of_a_note.notes) == ("signature", [str(made.notes[0])])
     assert [one.notes for one in found.values() if one.form == "removal"] == [[str(made.notes[1])]]
-    assert read.noted(made.snapshots["merged"]) == {("evaluation", "mmlu"): NOTED["mmlu"]}
+    assert read.noted(made.snapshots["merged"]) == {"mmlu": ("evaluation", NOTED["mmlu"])}
 
 
 def test_reflog(made: Made, indexed: IndependentStore) -> None:
