@@ -2,7 +2,7 @@
 
 Records may come from untrusted sources.  A decoded record takes time and memory linear in its bytes
 (at most about 25 bytes of memory per byte), so bounding the bytes bounds the cost; the counts bound
-later work on a record. docs/security.md has the table.
+later work on a record. docs/format.md has the table.
 """
 
 from __future__ import annotations
