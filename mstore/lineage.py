@@ -68,6 +68,8 @@ class ParentReport:
     """the snapshot's id"""
     refs: tuple[str, ...] = ()
     """refs that point at it"""
+    model: str | None = None
+    """the one of its models that a merge took; None if it named none"""
 
 
 @frozen
@@ -213,17 +215,17 @@ def _described(
     manifest = None if record is None else catalog.manifest_if_there(record.manifest_id())
     if record is None or manifest is None:
         return _missing(id, record, names)
-    plan_id = record.plan_id()
+    plan = plan_of(catalog, record)
     models = models_in(catalog, manifest)
     return SnapshotReport(
         snapshot=id,
         manifest=record.manifest_id(),
-        parents=parents(record, names),
+        parents=parents(record, names, plan),
         made=record.made,
         origin=_origin(record),
         author=record.author,
-        plan=plan_id,
-        method=None if plan_id is None else _method(catalog, plan_id),
+        plan=record.plan_id(),
+        method=None if plan is None else plan.method,
         virtual=record.is_virtual,
         message=record.message,
         time_ns=record.time_ns,
@@ -274,9 +276,11 @@ def _not_finite(
     return ()
 
 
-def _method(catalog: Catalog, plan: PlanId) -> str | None:
+def plan_of(catalog: Catalog, record: SnapshotRecord) -> Plan | None:
+    """Return the plan of a merge; None without one, or if it is lost."""
+    id = record.plan_id()
     with suppress(NotFound, Corrupt):
-        return catalog.record(Plan, plan).method
+        return None if id is None else catalog.record(Plan, id)
     return None
 
 
@@ -287,11 +291,16 @@ def plain_bytes(catalog: Catalog, id: SnapshotId) -> int:
     return 0 if manifest is None else manifest.plain_bytes()
 
 
-def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple[ParentReport, ...]:
-    """Report a snapshot's parents, in the order of its record."""
+def parents(
+    record: SnapshotRecord, names: dict[SnapshotId, list[str]], plan: Plan | None = None
+) -> tuple[ParentReport, ...]:
+    """Report a snapshot's parents, in the order of its record; plan: that of a merge."""
+    # The previous snapshot comes first, the others are the inputs of the plan.
+    inputs = () if plan is None else plan.inputs
+    models = [None] * (len(record.parents) - len(inputs)) + [one.model for one in inputs]
     return tuple(
-        ParentReport(p.role, p.snapshot_id(), tuple(names.get(p.snapshot_id(), ())))
-        for p in record.parents
+        ParentReport(p.role, p.snapshot_id(), tuple(names.get(p.snapshot_id(), ())), model)
+        for p, model in zip(record.parents, models, strict=False)
     )
 
 
