@@ -222,7 +222,7 @@ def _described(
         manifest=record.manifest_id(),
         parents=parents(record, names, plan),
         made=record.made,
-        origin=_origin(record),
+        origin=origin(record),
         author=record.author,
         plan=record.plan_id(),
         method=None if plan is None else plan.method,
@@ -249,7 +249,7 @@ def _missing(
         manifest=None if record is None else record.manifest_id(),
         parents=() if record is None else parents(record, names),
         made="" if record is None else record.made,
-        origin=None if record is None else _origin(record),
+        origin=None if record is None else origin(record),
         author="" if record is None else record.author,
         plan=None if record is None else record.plan_id(),
         method=None,
@@ -264,7 +264,8 @@ def _missing(
     )
 
 
-def _origin(record: SnapshotRecord) -> OriginReport | None:
+def origin(record: SnapshotRecord) -> OriginReport | None:
+    """Report where a snapshot came from."""
     return None if record.origin is None else OriginReport(*astuple(record.origin))
 
 

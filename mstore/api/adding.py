@@ -166,6 +166,9 @@ class Adding(OpenStore):
                     progress=progress,
                 )
                 report = unless_overtaken(self._catalog, name, one_add)
+        if codec == "raw":
+            files = self._catalog.manifest(report.manifest).files
+            remarks += self._still_coded(files, report.blocks_total, name)
         return replace(
             report,
             remarks=remarks + report.remarks + _idle(exclusion, checkpoint),

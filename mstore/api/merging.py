@@ -14,7 +14,7 @@ from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, Revision, SnapshotId
-from mstore.phrases import Option, Phrase, call, phrase
+from mstore.phrases import Option, call, phrase
 from mstore.store import damage, refs
 from mstore.store import layout as layouts
 from mstore.store.models import Input, tensors_of, with_model
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mstore.merge.analysis.sweep import SweepReport
     from mstore.merge.methods.report import MethodReport
     from mstore.merge.planning.costs import Costs
-    from mstore.merge.planning.prepared import PreparedModel
+    from mstore.merge.planning.recipes import PreparedModel
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from mstore.merge.running.replay import ReplayReport
     from mstore.merge.running.report import MergeReport
     from mstore.merge.virtual.deferred import MaterializeReport
-    from mstore.objects.manifest import Manifest
     from mstore.objects.plan import Plan
     from mstore.progress import ProgressCallback
     from mstore.requests import MergeRequest, RecipeRequest, Vocabulary
@@ -68,7 +67,7 @@ class Merging(OpenStore):
         Raises BadRequest, NotFound, Incompatible, StorageFailed; then no plan is stored.
         """
         from mstore.merge.planning.report import plan_report
-        from mstore.merge.planning.stored import plan_of_request
+        from mstore.merge.planning.session import plan_of_request
 
         began = time.monotonic()
         if keep:
@@ -338,7 +337,7 @@ class Merging(OpenStore):
 
     def plans(self) -> list[PlanReport]:
         """Return every stored plan, sorted by base, method and cost."""
-        from mstore.merge.planning.stored import plan_reports
+        from mstore.merge.planning.report import plan_reports
 
         return plan_reports(self._catalog)
 
@@ -562,7 +561,7 @@ class Merging(OpenStore):
         if tensors_of(self._catalog, made) == tensors_of(self._catalog, base):
             planned = replace(planned, remarks=planned.remarks + equal)
         if codec == "raw":
-            coded = self._still_coded(made, outcome.blocks_total, called)
+            coded = self._still_coded(made.files, outcome.blocks_total, called)
             planned = replace(planned, remarks=planned.remarks + coded)
         return merge_report(
             planned,
@@ -579,17 +578,6 @@ class Merging(OpenStore):
             blocks_reused=outcome.blocks_reused,
             seconds=time.monotonic() - began,
         )
-
-    def _still_coded(self, made: Manifest, total: int, name: str) -> tuple[Phrase, ...]:
-        """Return a remark if a result is not raw because the store had some of its blocks."""
-        from mstore.pins.spots import coded
-
-        count = len(coded(self._catalog, made.files))
-        told = (
-            "{count} of {total} blocks were stored before and stay coded; to store all raw: {pin}"
-        )
-        pin = call("pin", name, raw=True)
-        return (phrase(told, count=count, total=total, pin=pin),) if count else ()
 
     def _taken(self, plan: PlanId) -> Ready | None:
         """Return what the last report of a plan made ready, if it is this plan: for one run."""

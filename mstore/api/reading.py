@@ -119,7 +119,7 @@ class Reading(OpenStore):
         every: bool = False,
         signers: Mapping[bytes, str] | None = None,
     ) -> tuple[NoteReport, ...]:
-        """Return what was noted about a snapshot, by kind and key: the values that count.
+        """Return what was noted about a snapshot, by key: the values that count.
 
         every: also values that newer ones replaced, and those that were removed.
         signers: as for `log`.

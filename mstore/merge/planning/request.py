@@ -13,7 +13,7 @@ from mstore.errors import BadRequest, did_you_mean
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
-from mstore.merge.planning.scores import Score, score_of
+from mstore.merge.planning.ranking import Score, score_of
 from mstore.numeric.codes import output_dtype
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.plan import BASE, COMPANIONS, EXPERT, FISHER, PlanInput
