@@ -117,7 +117,7 @@ class SnapshotReport:
     files: int
     """number of files"""
     tensors: int
-    """number of tensors"""
+    """number of tensors in its files"""
     models: tuple[str, ...] = ()
     """its models; that of the top directory is empty"""
     notes: tuple[NoteReport, ...] = ()
@@ -216,7 +216,6 @@ def _described(
     if record is None or manifest is None:
         return _missing(id, record, names)
     plan = plan_of(catalog, record)
-    models = models_in(catalog, manifest)
     return SnapshotReport(
         snapshot=id,
         manifest=record.manifest_id(),
@@ -232,11 +231,11 @@ def _described(
         refs=tuple(names.get(id, ())),
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
-        tensors=len(models.tensors),
-        models=tuple(models.named),
+        tensors=sum(sum(1 for _ in file.tensors()) for file in manifest.files),
+        models=tuple(models_in(catalog, manifest).named),
         pruned=id in pruned,
         pinned=id in pinned,
-        not_finite=_not_finite(catalog, record, models),
+        not_finite=_not_finite(catalog, record),
     )
 
 
@@ -269,11 +268,9 @@ def origin(record: SnapshotRecord) -> OriginReport | None:
     return None if record.origin is None else OriginReport(*astuple(record.origin))
 
 
-def _not_finite(
-    catalog: Catalog, record: SnapshotRecord, models: Models
-) -> tuple[NotFiniteTensor, ...]:
+def _not_finite(catalog: Catalog, record: SnapshotRecord) -> tuple[NotFiniteTensor, ...]:
     with suppress(NotFound, Corrupt):
-        return of_snapshot(catalog, record, models.tensors)
+        return of_snapshot(catalog, record)
     return ()
 
 

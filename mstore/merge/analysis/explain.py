@@ -387,7 +387,7 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
         snapshot=snapshot,
         plan=plan_report(
             *(plan, plan_id, sources, told_costs(catalog, plan)),
-            not_finite=of_merge(catalog, record, names),
+            not_finite=of_merge(catalog, record),
         ),
         tensors=tuple(tensors),
         layers=layers,
