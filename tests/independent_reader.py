@@ -1193,7 +1193,8 @@ class IndependentStore:
         for number, row in self.index["packs"].items():
             name = row[:32].hex()
             packs[number] = self.path / "packs" / name[:2] / f"{name}.pack"
-            require(packs[number].stat().st_size == int.from_bytes(row[32:], "big"), "pack size")
+            require(packs[number].stat().st_size == int.from_bytes(row[32:40], "big"), "pack size")
+            require(row[40:] == bytes(4), "the place of a pack")
         rows = [(BLOCK, key, value) for key, value in self.index["blocks"].items()]
         rows += [(key[0], key[1:], value) for key, value in self.index["records"].items()]
         places = {}

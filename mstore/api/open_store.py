@@ -19,6 +19,7 @@ from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
+from mstore.store.models import Input, models_in, resolved
 
 ONCE = "once"
 ALWAYS = "always"
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from mstore.blocks.codecs import Policy
     from mstore.blocks.schema import Sources
     from mstore.ids import PlanId
-    from mstore.merge.planning.request import Input
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.running.ready import Ready
     from mstore.merge.virtual.blocks import VirtualBlocks
@@ -89,7 +89,7 @@ class OpenStore:
         self._cache: BlockCache | None = None
         self._cache_bytes = cache_bytes
         self._verify = verify
-        self._views: dict[SnapshotId, SnapshotView] = {}
+        self._views: dict[tuple[SnapshotId, str | None], SnapshotView] = {}
         self._views_lock = Lock()
         self._virtual: VirtualBlocks | None = None
         self._virtual_lock = Lock()
@@ -329,51 +329,33 @@ class OpenStore:
                 self._remembered = Memo(layout.memo, self._remarks.append)
             return self._remembered
 
-    def _real(self, revision: Revision) -> SnapshotId:
-        """Resolve to a snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
-        id = self._whole(revision)
-        self._catalog.require_real(id, str(revision))
-        return id
-
     def _input(self, revision: Revision) -> Input:
-        """Return a snapshot to compute with, or one model of it: REF:MODEL.  Raises as `_clear`."""
-        from mstore.merge.planning.request import Input
+        """Resolve to what can be computed with: stored, and no tensor in two files of one model.
 
-        name, model = self._split(revision)
-        return Input(self._clear(name), str(revision), model)
-
-    def _split(self, revision: Revision) -> tuple[Revision, str | None]:
-        """Return the revision and the model of REF:MODEL; None: no model is named.
-
-        Raises NotFound for a model that the snapshot does not have.
+        Raises as `_stored`, and Incompatible.
         """
-        from mstore.store.models import model_of, models_in, snapshot_of
+        found = self._stored(revision)
+        manifest = self._catalog.manifest_of(found.snapshot)
+        models_in(self._catalog, manifest).require_one_each(found.name)
+        return found
 
-        model = model_of(revision) if isinstance(revision, str) else None
-        if model is None:
-            return revision, None
-        name = snapshot_of(str(revision))
-        id = self._catalog.resolve(name)
-        models_in(self._catalog, self._catalog.manifest_of(id)).model(model, name)
-        return name, model
+    def _stored(self, revision: Revision) -> Input:
+        """Resolve to what has its bytes stored.  Raises as `_whole`, BadRequest (virtual)."""
+        found = self._whole(revision)
+        self._catalog.require_real(found.snapshot, found.name)
+        return found
 
-    def _clear(self, revision: Revision) -> SnapshotId:
-        """Resolve to a snapshot to compute with: stored, and no tensor in two files of one model.
+    def _real(self, revision: Revision) -> SnapshotId:
+        """Resolve to a whole snapshot whose bytes are stored.  Raises as `_stored`."""
+        # REF:MODEL is none.
+        self._catalog.resolve(revision)
+        return self._stored(revision).snapshot
 
-        Raises as `_real`, and Incompatible.
-        """
-        from mstore.store.models import models_in
-
-        id = self._real(revision)
-        manifest = self._catalog.manifest_of(id)
-        models_in(self._catalog, manifest).require_one_each(str(revision))
-        return id
-
-    def _whole(self, revision: Revision) -> SnapshotId:
-        """Resolve to a snapshot whose contents were not pruned.  Raises NotFound, BadName."""
-        id = self._catalog.resolve(revision)
+    def _whole(self, revision: Revision) -> Input:
+        """Resolve REF or REF:MODEL, whose contents were not pruned.  Raises NotFound, BadName."""
+        id, model = resolved(self._catalog, revision)
         contents.require(self._catalog, id, str(revision))
-        return id
+        return Input(id, str(revision), model)
 
     def _reflog_days(self, days: int | None) -> int:
         if days is None:

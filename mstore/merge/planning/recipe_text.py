@@ -124,8 +124,8 @@ def _stack_told(catalog: Catalog, member: ManifestId) -> str:
     if not raw:
         return ""
     # Few merges have a parent with a recipe, and only these read one.
-    from mstore.merge.planning.prepared import STACK
     from mstore.recipes.parse import parse
+    from mstore.recipes.prepared import STACK
 
     try:
         text = raw.decode()
