@@ -112,11 +112,16 @@ def test_no_other_page_lists_the_layers() -> None:
 
 
 def test_every_page_is_found() -> None:
-    """The README links to every page of docs/, but for designs, to which one link leads."""
+    """The README links to every page of docs/, and the list of designs to every design."""
     linked = set(re.findall(r"\]\((docs/[^)#]+)", (ROOT / "README.md").read_text()))
     pages = {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")}
     assert {page for page in pages if not page.startswith("docs/design/")} <= linked
-    assert any(page.startswith("docs/design/") for page in linked)
+    assert "docs/design/README.md" in linked
+    listed = re.findall(
+        r"^\| \[(\d+)\]\((.+?)\)", (DOCS / "design" / "README.md").read_text(), re.M
+    )
+    assert {name for _, name in listed} == {page.name for page in (DOCS / "design").glob("0*.md")}
+    assert all(name.startswith(f"{number}-") for number, name in listed)
 
 
 def _commands(page: Path) -> Iterator[list[str]]:

@@ -19,7 +19,7 @@ from mstore.api import Store
 from mstore.blocks.location import Location
 from mstore.errors import Corrupt, StorageFailed
 from mstore.ids import BlockId, Id, ManifestId
-from mstore.merge.planning.known_pairs import KnownPairs
+from mstore.merge.planning.pairs import KnownPairs
 from mstore.merge.running import batches, computer
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks

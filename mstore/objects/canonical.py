@@ -10,7 +10,7 @@ Each record class names its `kind` (where it is stored) and its `id_type` (its h
 
 All limits on records are here.  A decoded record takes time and memory linear in its bytes (at most
 about 25 bytes of memory per byte), so bounding the bytes bounds the cost; the counts bound later
-work on a record. docs/security.md has the table.
+work on a record. docs/format.md has the table.
 """
 
 from __future__ import annotations

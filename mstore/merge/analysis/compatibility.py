@@ -26,10 +26,9 @@ from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.ids import TensorId
 from mstore.made.cards import conflicts, stated_licence
-from mstore.merge.planning.castable import hint_for_scales, hint_for_types
+from mstore.merge.planning.fitting import hint_for_scales, hint_for_types, odd_types
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.sense import far_experts, known_sums, swapped
-from mstore.merge.planning.survey import odd_types
 from mstore.merge.planning.tied import first_names, told_of_head
 from mstore.merge.planning.warnings import told_of_moved
 from mstore.objects.manifest import Manifest
