@@ -14,7 +14,6 @@ import math
 import operator
 from collections.abc import Iterator
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 import numpy as np
@@ -76,12 +75,7 @@ class SafeOpen:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing to close: the store that it reads from stays open."""
 
     def keys(self) -> list[str]:

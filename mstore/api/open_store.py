@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, RLock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from mstore.api.arguments import checked
@@ -230,12 +229,7 @@ class OpenStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -291,9 +291,7 @@ class _Backup(Attempt):
         if not self._findings.problems:
             return ()
         with closing(Catalog(self._layout)) as catalog:
-            with catalog.index.env.read() as transaction:
-                pruned = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
-            return AffectedTensors(catalog, self._findings).all(names, pruned)
+            return AffectedTensors(catalog, self._findings).all(names, catalog.index.marked(PRUNED))
 
     def _hint(self) -> Phrase | None:
         if not self._findings.problems:

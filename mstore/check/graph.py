@@ -70,8 +70,7 @@ class Graph:
 
     def _pruned(self) -> set[SnapshotId]:
         """Return the snapshots that need no contents; one that a ref names directly needs them."""
-        with self._index.env.read() as transaction:
-            marked = {id for id, _ in self._index.walk(transaction, PRUNED)}
+        marked = self._index.marked(PRUNED)
         return marked - {ref.snapshot_id() for ref in self.names.values()}
 
     def _unlisted(self, known: set[SnapshotId]) -> None:

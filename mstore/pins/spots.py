@@ -88,10 +88,8 @@ def of_others(catalog: Catalog, id: SnapshotId) -> set[BlockId]:
 
     What is damaged there must neither stop work on this one nor bare what is whole there.
     """
-    with catalog.index.env.read() as transaction:
-        pinned = {id for id, _ in catalog.index.walk(transaction, PINNED)}
     found: set[BlockId] = set()
-    for other in pinned - {id}:
+    for other in catalog.index.marked(PINNED) - {id}:
         # A version that knows nothing of pins leaves their marks when it collects a snapshot.
         # And the contents of a pruned one may be gone.
         with suppress(*_UNREADABLE):
