@@ -130,7 +130,7 @@ def share_tree(root: Path, sharing: Sharing, *, private: Sequence[Path] = ()) ->
             wanted = now | _shared_bits(status, sharing, is_private=is_private)
             if wanted != now and os.geteuid() not in (0, status.st_uid):
                 raise StorageFailed(
-                    f"this is user {_user(status.st_uid)}'s, who has to share it, or root",
+                    f"this is user {user_name(status.st_uid)}'s, who has to share it, or root",
                     where=str(path),
                     hint=phrase(
                         "sudo {share}",
@@ -238,13 +238,12 @@ def require_writable(root: Path, paths: Sequence[Path]) -> None:
     with translated(path):
         owner = os.stat(path).st_uid
     me = os.geteuid()
-    what = (
-        f"this store can be read and not written by user {_user(me)}: it is user {_user(owner)}'s"
-    )
+    names = user_name(me), user_name(owner)
+    what = "this store can be read and not written by user {}: it is user {}'s".format(*names)
     advice: Text = phrase(
         "sudo -u {owner} ...    (the same command as the store's owner)\n"
         "or its owner shares it: chgrp -R GROUP {store} && {share}",
-        owner=shlex.quote(_user(owner)),
+        owner=shlex.quote(user_name(owner)),
         store=shlex.quote(str(root)),
         share=call("configure", "shared", "group"),
     )
@@ -254,7 +253,7 @@ def require_writable(root: Path, paths: Sequence[Path]) -> None:
     raise StorageFailed(what, where=str(path), hint=advice, errno=code)
 
 
-def _user(number: int) -> str:
+def user_name(number: int) -> str:
     """Return a user's name, as sudo accepts it."""
     import pwd
 

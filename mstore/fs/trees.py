@@ -33,7 +33,7 @@ class NewTree:
     a directory beside `target` that only its owner may enter. Files and directories are created
     exclusively, with the modes that the umask leaves of 0644 and 0755. Removal is by device and
     inode, of what was created here, wherever it was moved; files that others put there stay. Unless
-    `shared`, others must not be able to rename in the directory above (`neighbours`).
+    `shared`, others must not be able to rename in the directory above (`require_alone`).
 
     `create` may be called from any thread. `publish` or `abandon` ends it.
     """
