@@ -19,9 +19,9 @@ from mstore.merge.planning.session import Planning
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Plan
 from mstore.stats.store import StatsStore
+from mstore.store.caches import StoredLengths
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
-from mstore.store.stored_lengths import StoredLengths
 from mstore.store.transaction import Transaction
 
 REQUESTS: dict[str, dict[str, Any]] = {

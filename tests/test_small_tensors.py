@@ -27,7 +27,7 @@ from mstore.objects.canonical import Record
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress
-from mstore.stats.many import SingleTables
+from mstore.stats.known import SingleTables
 from mstore.store.models import tensors_of
 from mstore.store.transaction import Transaction
 

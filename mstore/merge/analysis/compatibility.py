@@ -20,7 +20,7 @@ from mstore.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.models import split_name
-from mstore.checkpoint.small_files import json_object
+from mstore.checkpoint.strict_json import json_object
 from mstore.compare import ComparedPart, Sums
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
@@ -40,8 +40,7 @@ from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
-from mstore.vocabulary.members import chat_template, rows_of
-from mstore.vocabulary.papers import PARTS
+from mstore.vocabulary.members import PARTS, chat_template, rows_of
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of
 
 ERROR: Final = "error"

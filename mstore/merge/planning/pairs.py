@@ -5,7 +5,7 @@ Missing statistics are measured, unless the request forbids it.
 **Many at a time.** A table takes some 100 us to unpack, and a survey of 20 experts looks at
 thousands; of most it needs the rows and one cut.  So these are kept beside the tables
 (`mstore.stats.digests`), found for all tensors together, and made from the table where they are
-missing.  Tables of one chunk have no digests: they are opened together (`mstore.stats.many`).  A
+missing.  Tables of one chunk have no digests: they are opened together (`mstore.stats.known`).  A
 survey gives the same with digests and without.  Belongs to one survey; not thread-safe.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from mstore.adapters import low_rank
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.measures.unknown import NEEDS_ANALYSIS
@@ -34,8 +34,7 @@ from mstore.stats.chunk import CHUNK, Rows
 from mstore.stats.chunks import chunk_elements
 from mstore.stats.digests import Digest
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
-from mstore.stats.known import keep_products
-from mstore.stats.many import SingleTables
+from mstore.stats.known import SingleTables, keep_products
 from mstore.stats.products import product_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable

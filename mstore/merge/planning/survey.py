@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mstore.adapters.inputs import Inputs, Names
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import TensorId
@@ -49,8 +49,7 @@ from mstore.stats.chunk import CHUNK, finite
 from mstore.stats.chunks import tensor_chunk
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in
+from mstore.store.models import config_of, models_in
 from mstore.store.tied import ties_embeddings
 
 # Late: most methods need no facts, and most surveys find statistics.

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from mstore.blocks.codecs import Policy
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_store import HERE
+from mstore.blocks.reader import Meter
 from mstore.errors import BudgetExceeded
 from mstore.ids import BlockId
 from mstore.made.files import blocks_of

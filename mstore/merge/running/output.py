@@ -16,7 +16,7 @@ from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import name_in_model
 from mstore.checkpoint.partition import partition
-from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.ids import BlockId, Id
 from mstore.made.files import Slot, assembled, slots_of, texts_of, with_dtype
 from mstore.merge.planning.noop import is_base
@@ -31,8 +31,7 @@ from mstore.objects.plan import Plan, PlanTensor
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in
+from mstore.store.models import config_of, models_in
 from mstore.store.tied import untied
 from mstore.store.transaction import Transaction
 

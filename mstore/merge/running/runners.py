@@ -18,8 +18,8 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from contextlib import suppress
 from typing import Final
 
-from mstore.blocks.meter import Meter
 from mstore.blocks.packs import SealedPack
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest, Interrupted, MstoreError
 from mstore.ids import BlockId
 from mstore.merge.running.computer import Computer

@@ -16,9 +16,9 @@ from contextlib import closing
 from msgspec.structs import replace
 
 from mstore import fs
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_files import places_of
 from mstore.blocks.packs import PackWriter, SealedPack
+from mstore.blocks.reader import Meter
 from mstore.ids import BlockId
 from mstore.merge.running.computer import Computed, Computer
 from mstore.merge.running.slices import Receipt, Result, Slice
