@@ -16,9 +16,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from mstore.errors import BadRequest
-from mstore.merge.running.batches import BATCH_BYTES, batch_chunks
 from mstore.merge.running.loading import SPARE_SIDES
-from mstore.merge.running.slices import Bounds
+from mstore.merge.running.slices import BATCH_BYTES, Bounds, batch_chunks
 from mstore.merge.running.task import Tasks, item_size
 from mstore.phrases import Option, phrase
 from mstore.sizes import format_size
