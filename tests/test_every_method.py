@@ -175,7 +175,7 @@ def test_a_budget_is_kept_and_its_bound(name: str, seed: int, place: Place) -> N
         assert done.expert_bytes_read == plan.planned_expert_bytes
         if plan.planned_expert_bytes == whole.full_expert_bytes:
             continue
-        assert (plan.error_bound is not None) == operation(request).is_additive
+        assert (plan.error_bound is not None) == operation(request).has_bound
         assert plan.error_estimate is not None
         if plan.error_bound is not None:
             assert place.error(place.tensors("part"), full) <= plan.error_bound

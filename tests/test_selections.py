@@ -20,7 +20,7 @@ from mstore.merge.methods.registry import METHODS
 
 LIBRARY = Path(mstore.__file__).parent
 FOLDERS = ("mstore.merge.methods.selections.", "mstore.merge.methods.combinations.")
-BASES = ("selection", "combination")
+BASES = ("selection",)
 
 
 def applied(name: str) -> Operation:
@@ -47,7 +47,7 @@ def test_a_selection_travels(name: str) -> None:
 def test_what_is_declared_is_what_holds(name: str) -> None:
     """A method has a bound if neither part says why not; what has none says what it does."""
     method, operation = METHODS[name], applied(name)
-    assert method.is_additive == (operation.unbounded is None)
+    assert method.has_bound == (operation.unbounded is None)
     assert operation.needs_facts <= (method.facts is not None)
     assert len(operation.weightless) == len(operation.rescales) == operation.selection.experts
     assert operation.unscored("norm") is None
@@ -70,8 +70,7 @@ def test_nothing_else_names_a_selection_or_a_combination() -> None:
 EVERY_OTHER = '''
 import numpy as np
 
-from mstore.merge.arithmetic.tiles import ADDITIVE
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selections.selection import Selection, alike
 
@@ -93,10 +92,8 @@ class EveryOther(Selection, frozen=True):
         return bytes([first_index % 2])
 
 
-class Halved(Combination):
+class Halved(Sum):
     """Half of the sum."""
-
-    kind = ADDITIVE
 
     def normalizes(self, operation):
         return True
@@ -144,4 +141,4 @@ def test_a_package_brings_a_selection_and_a_combination(
         assert part.error_bound is not None
         error = np.linalg.norm(store["part"].tensor("w") - whole)
         assert 0 < error <= part.error_bound * np.linalg.norm(base)
-    assert registry.find("every_other").is_additive
+    assert registry.find("every_other").has_bound

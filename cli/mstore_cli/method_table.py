@@ -36,7 +36,7 @@ def renewed(text: str) -> str:
 
 def _row(method: Method) -> str:
     parameters = ", ".join(_parameter(p) for p in method.parameters)
-    bound = "certified" if method.is_additive else "estimate"
+    bound = "certified" if method.has_bound else "estimate"
     formula = method.formula.replace("|", "\\|")
     return f"| `{method.name}` | {formula} | {parameters} | {bound} | {method.source} |\n"
 

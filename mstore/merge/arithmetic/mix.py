@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from mstore.merge.arithmetic.tiles import DIRECT
-
-# The arguments of a pass, which turns have chunks of, are made of a mix.
-if TYPE_CHECKING:
-    from mstore.merge.arithmetic.turns import Turn
 
 
 class Mix(msgspec.Struct, frozen=True, eq=False):
@@ -28,8 +21,7 @@ class Mix(msgspec.Struct, frozen=True, eq=False):
     weights are those of a turn).
     One per weight:
     `rescales` is float32, the factor of a drawn delta; `mask_limits` are as in `Selection`.
-    `chances` are bytes of each expert that say what else its mask follows from.  With a turn each
-    row has weights of its own, which follow from these.
+    `chances` are bytes of each expert that say what else its mask follows from.
     """
 
     weights: npt.NDArray[np.float32]
@@ -39,12 +31,6 @@ class Mix(msgspec.Struct, frozen=True, eq=False):
     mask_limits: tuple[int, ...]
     has_base: bool = False
     chances: tuple[bytes, ...] = ()
-    turn: Turn | None = None
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether whole experts are summed, not their deltas."""
-        return bool(self.flags[0] == DIRECT)
 
     @property
     def experts(self) -> int:

@@ -31,7 +31,7 @@ BY_SKETCH: Final = "conflict"
 
 def has_digest(operation: Operation) -> bool:
     """Return whether a digest tells all of a pair: not between two thresholds."""
-    return not operation.selection.trims or operation.selection.planned == 1
+    return operation.selection.cuts <= 1
 
 
 class KnownPairs:

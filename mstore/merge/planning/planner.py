@@ -152,9 +152,9 @@ class Planner:
         self._ranking = Ranking(self._units, score=self._scores(), nested=request.score == "random")
 
     @property
-    def _is_additive(self) -> bool:
+    def _has_bound(self) -> bool:
         """Whether every operation is, so that there is a bound."""
-        return all(part.model.is_additive for part in self._parts)
+        return all(part.model.has_bound for part in self._parts)
 
     def _joined(self, dtype: Any, own: Callable[[_Part], np.ndarray[Any, Any]]) -> Any:
         """Return [K, C] from the [K, columns] of each part."""
@@ -345,7 +345,7 @@ class Planner:
                 [[seed(*e.pair) for e in t.experts] for t in self._survey.tensors], dtype=np.uint64
             ).reshape(-1, grid.shape[0])
             return lottery(seeds[units.tensor, units.expert], units.chunk)
-        if self._is_additive:
+        if self._has_bound:
             return None
         score = self._request.score
         roots = self._joined(np.float64, lambda part: part.model.ranked(score))
@@ -368,7 +368,7 @@ class Planner:
             chosen = np.zeros(len(self._units), dtype=bool)
             chosen[taken[:count]] = True
             bound, estimate = self._errors(self._apply(chosen))
-            number = bound if self._is_additive else estimate
+            number = bound if self._has_bound else estimate
             return math.inf if number is None else number
 
         kept = error(len(taken))
@@ -416,7 +416,7 @@ class Planner:
             ]
         )
         if not left_out.any() and not surplus.any():
-            return (0.0 if self._is_additive else None), 0.0
+            return (0.0 if self._has_bound else None), 0.0
         base, known = self._survey.base_squares, self._grid.known
         # Where nothing is left out, norms do not matter, known or not.
         if not base or (left_out & ~known).any():
@@ -434,7 +434,7 @@ class Planner:
         estimate = math.sqrt(typical) / norm
         # For chunks read without statistics, the rounding error is unknown.
         in_dark = ((states == READ) | (states == SHARED)) & ~known & left_out.any(axis=0)
-        is_sure = self._is_additive and not in_dark.any() and not surplus.any()
+        is_sure = self._has_bound and not in_dark.any() and not surplus.any()
         if not is_sure or not math.isfinite(self._rounding):
             return None, estimate
         bound = (math.sqrt(worst) + self._rounding) / norm * (1 + _FLOAT64_ERROR)
@@ -447,7 +447,7 @@ class Planner:
 
         A sum of NaN is NaN; where signs are elected, a NaN takes no part.
         """
-        if self._survey.base_not_finite or (self._survey.unreliable and self._is_additive):
+        if self._survey.base_not_finite or (self._survey.unreliable and self._has_bound):
             return None, None
         return bound, estimate
 

@@ -187,7 +187,7 @@ class Planning:
     def _finished(self, selection: Selection, request: Request) -> Planned:
         remarks = list(selection.remarks)
         thresholds = [one.thresholds for one in self._survey.tensors]
-        if any(tensor.operation.selection.trims for tensor in self._survey.tensors):
+        if any(tensor.cuts for tensor in self._survey.tensors):
             with ThreadPoolExecutor(self._threads, "second look") as pool:
                 cut = Thresholds(
                     self.catalog,

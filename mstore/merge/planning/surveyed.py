@@ -93,6 +93,11 @@ class SurveyedTensor(msgspec.Struct, frozen=True):
         """Number of chunks."""
         return -(-self.elements // self.chunk_elements)
 
+    @property
+    def cuts(self) -> int:
+        """At how many ranks each expert's delta is cut; 0 if nothing is trimmed."""
+        return len(self.experts[0].thresholds)
+
 
 class Survey(msgspec.Struct, frozen=True):
     """The planner's whole input, besides the request.

@@ -28,8 +28,8 @@ from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.spread import Cut
-from mstore.merge.methods.combinations.combination import Kernel
-from mstore.merge.methods.method import Operation
+from mstore.merge.arithmetic.turns import Turn
+from mstore.merge.methods.method import Kernel, Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.methods.selections.selection import Selection
 from mstore.merge.planning.tied import names_of_plan
@@ -81,6 +81,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     limited     whether any of the quotas is less than all
     keys        uint32[K, 2], zeros if nothing is random
     selection   what is taken of each expert
+    turn        how factors follow from what is read
     kernel      what computes a chunk
     cut         where a selection of all experts together ends; None for others
     file        the output file of the tensor, and `offset`, its position there; they only say
@@ -101,6 +102,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     file: str
     offset: int
     selection: Selection
+    turn: Turn
     kernel: Kernel
     cut: Cut | None = None
 
@@ -311,6 +313,7 @@ class Tasks:
             file=file,
             offset=offset,
             selection=selection,
+            turn=operation.turn,
             kernel=operation.method.combine.kernel,
             cut=selection.cut(planned.thresholds),
         )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mstore.merge.arithmetic.tiles import ALONE
 from mstore.merge.methods.combinations.sum import Sum
-
-if TYPE_CHECKING:
-    from mstore.merge.methods.method import Operation
+from mstore.merge.methods.method import Operation
 
 
 class Alone(Sum):

@@ -15,7 +15,7 @@ from mstore.merge.arithmetic.agreement import shared_counts
 from mstore.merge.arithmetic.tiles import AVERAGED
 from mstore.merge.measures.estimates import averaged
 from mstore.merge.measures.grid import Bools, Floats
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.method import Combination, Operation
 from mstore.merge.methods.model import Model
 from mstore.merge.methods.parameters import Scalar
 from mstore.merge.methods.selections.above import Above
@@ -24,7 +24,6 @@ from mstore.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 
 class AveragedModel(Model):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from mstore.merge.arithmetic.tiles import FUSED
 from mstore.merge.measures.grid import Grid
 from mstore.merge.methods.combinations.elected import Elected, ElectedModel
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.selections.selection import Measured
 from mstore.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 
 class FusedModel(ElectedModel):

@@ -29,7 +29,7 @@ An estimate, no bound: shares of single elements may be anything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -37,14 +37,11 @@ from mstore.merge.arithmetic import informed
 from mstore.merge.arithmetic.tiles import INFORMED
 from mstore.merge.measures.fishers import FisherGrid
 from mstore.merge.measures.grid import Bools, Floats, Grid, added
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.method import Combination, Operation
 from mstore.merge.methods.model import Model, States
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, single
 from mstore.merge.methods.selections.selection import Selection, common
 from mstore.objects.plan import BELOW, EQUAL, READ
-
-if TYPE_CHECKING:
-    from mstore.merge.methods.method import Operation
 
 FLOOR: Final = Parameter("floor", "float", 0.0, Range(0.0, MAX_SINGLE))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from mstore.merge.arithmetic.tiles import ADDITIVE
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.method import Combination
+from mstore.merge.methods.model import Model
 
 
 class Sum(Combination):
     """A sum with fixed factors."""
 
     kind = ADDITIVE
+    model = Model

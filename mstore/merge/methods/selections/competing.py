@@ -30,7 +30,6 @@ from mstore.objects.plan import Threshold
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 RATIO: Final = Parameter("ratio", "float", 0.1, Range(0.0, 1.0, above_low=True))
 _SIGN: Final = np.uint32(1 << 31)
@@ -59,7 +58,7 @@ class Competing(Selection, frozen=True):
         """Return False for all: whoever competes is read, whatever its weight."""
         return (False,) * len(weights)
 
-    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
+    def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
         """Return the largest delta of each, and the least and largest scores that count."""
         ids = [id for id, _ in facts.sides[1:]]
         what = struct.pack("<d", self.ratio) + b"".join(ids)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
@@ -26,7 +25,6 @@ from mstore.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 Sides = tuple[npt.NDArray[np.uint8], str, npt.NDArray[np.uint8], str, int]
 """Stored bytes of base and expert, each with its element type, and the number of elements."""
@@ -49,6 +47,7 @@ class Drawn(Selection, frozen=True):
     by_norm: bool
 
     facts = f"L1 norms of deltas before and after the mask, with rescale={NORM}"
+    weighs = False
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -68,18 +67,18 @@ class Drawn(Selection, frozen=True):
         """Drawn elements differ between experts, unless all are kept."""
         return min(self.densities) >= 1
 
-    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
+    def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
         """Return the factors that restore the L1 norm of each expert's delta.
 
         The norms are those of the whole delta before and after the mask; the factor is 1 where one
         of them is below 1e-7.
         """
-        if not self.needs_facts or operation.mixture is not None:
+        if not self.needs_facts:
             return Measured()
         keys = mask_keys(self.seed, self.experts, facts.name)
         factors = []
         for k, side in enumerate(facts.experts):
-            if facts.is_base(side) or operation.weightless[k] or self.densities[k] >= 1:
+            if facts.is_base(side) or weightless[k] or self.densities[k] >= 1:
                 factors.append(1.0)
                 continue
             what = _NORMS + struct.pack("<2d", *self._chances(k)) + keys[k].tobytes()
@@ -161,10 +160,6 @@ class Drawn(Selection, frozen=True):
         if not self.rescale:
             return (1.0,) * self.experts
         return tuple([single(1.0 / density) for density in self.densities])
-
-    def settled(self, operation: Operation, mixture: Mixture) -> Operation:
-        """Return it with the factors of each expert's kept delta; its weights stay."""
-        return msgspec.structs.replace(operation, mixture=mixture)
 
     def keys(self, name: str) -> npt.NDArray[np.uint32]:
         """Return those of the seed."""
