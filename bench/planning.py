@@ -159,10 +159,11 @@ def plan_once(path: Path, what: str) -> None:
     """Plan in this process, after everything is imported; prints seconds as JSON."""
     from mstore import MergeRequest
     from mstore.merge.planning import session
-    from mstore.merge.planning.request import Input, resolve
+    from mstore.merge.planning.request import resolve
     from mstore.objects.plan import OMITTED, READ
     from mstore.stats.store import StatsStore
     from mstore.store.catalog import Catalog
+    from mstore.store.models import Input
 
     catalog = Catalog.open(path)
     statistics = StatsStore(catalog.layout.stats)

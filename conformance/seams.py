@@ -43,7 +43,7 @@ from torch import Tensor
 
 _SHAPES = "has shape"
 _NAMES = "is missing.* is not in the base"
-_ODD = "cannot be merged, and differ from those of .*:"
+_ODD = "cannot be merged, and have other values than in .*:"
 _SAID = {
     "Missing required parameter weight for b.w": "linear needs the weight of b",
     "Missing tensors": _NAMES,

@@ -38,7 +38,7 @@ from mstore.blocks.location import Location
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.hub import origin_of
-from mstore.checkpoint.models import full_name, name_in_model, split_name
+from mstore.checkpoint.models import full_name, name_in_model, renamed, split_name
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
 from mstore.checkpoint.small_files import json_object
@@ -56,7 +56,7 @@ from mstore.phrases import Call, Option, call, few, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.models import models_in, tensors_of
+from mstore.store.models import models_in, paired, tensors_of
 from mstore.store.tied import KEY, Tied, own_head, ties
 from mstore.store.transaction import Transaction, branch_to_move
 
@@ -695,7 +695,8 @@ def add(
     if base.snapshot is not None:
         base_manifest = catalog.manifest_of(base.snapshot)
         models = models_in(catalog, base_manifest)
-        of_base = models.counterparts(checkpoint.named, base.model)
+        pairs = paired(models.named, checkpoint.named, (base.model, None))
+        of_base = renamed(models.tensors, pairs)
     differences, told_size = None, None
     if kind == "delta":
         from mstore.differences import Differences

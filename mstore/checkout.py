@@ -38,6 +38,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.reflinks import Reflink, Reflinks
 from mstore.store import contents
 from mstore.store.catalog import Catalog
+from mstore.store.models import Input
 from mstore.view import SnapshotView
 
 PIECE_BYTES = 2 << 20
@@ -64,7 +65,7 @@ class CheckoutReport:
 
 def checkout(
     catalog: Catalog,
-    snapshot: SnapshotId,
+    asked: Input,
     directory: Path,
     *,
     threads: int,
@@ -74,7 +75,7 @@ def checkout(
     progress: ProgressCallback | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> CheckoutReport:
-    """Write every file of a snapshot below `directory`, which must be missing or empty.
+    """Write every file of a snapshot or model below `directory`, which must be missing or empty.
 
     Holds the snapshot meanwhile. `computing` returns what computes blocks of a virtual snapshot.
     shared: allow a parent directory in which others can rename. only: write the files whose paths
@@ -84,7 +85,8 @@ def checkout(
     StorageFailed; an error leaves nothing behind.
     """
     began = time.monotonic()
-    view = SnapshotView(catalog, snapshot, BlockCache(catalog, computing=computing))
+    cache = BlockCache(catalog, computing=computing)
+    view = SnapshotView(catalog, asked.snapshot, cache, model=asked.model)
     _check_paths(view)
     directory = directory.absolute()
     fs.require_empty(directory)
@@ -97,17 +99,17 @@ def checkout(
     files = _chosen(view, only)
     total = sum(files.values())
     reflinks = Reflinks(catalog, reflink, directory)
-    reflinks.require_any(view, list(files), snapshot.short)
+    reflinks.require_any(view, list(files), view.id.short)
     tree = fs.NewTree(directory, shared=shared)
     try:
-        with contents.held(catalog, [snapshot]):
+        with contents.held(catalog, [view.id]):
             _Checkout(catalog, view, files, tree, reflinks).run(threads, total, progress)
         tree.publish()
     except BaseException:
         tree.abandon()
         raise
     return CheckoutReport(
-        snapshot=snapshot,
+        snapshot=view.id,
         directory=str(directory),
         files=len(files),
         bytes_written=total,

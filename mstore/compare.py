@@ -23,12 +23,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from mstore.adapters.inputs import Inputs
+from mstore.adapters.inputs import Inputs, ModelChoice
 from mstore.blocks.meter import Meter
 from mstore.checkpoint.models import split_name
 from mstore.distances import equal_chunks
@@ -47,10 +47,7 @@ from mstore.stats.digests import Digest
 from mstore.stats.known import Pair, known_apart, known_products, known_rows, sum_of_squares
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-
-# Late: what has statistics is not read.
-if TYPE_CHECKING:
-    from mstore.stats.analysis import Side
+from mstore.store.models import Input
 
 BY: Final = ("tensor", "layer", "model")
 _TOGETHER: Final = 64
@@ -445,8 +442,8 @@ def _line(catalog: Catalog, id: SnapshotId) -> list[tuple[SnapshotId, ManifestId
 def compare(
     catalog: Catalog,
     statistics: StatsStore,
-    base: Side,
-    models: Sequence[Side],
+    base: Input,
+    models: Sequence[Input],
     *,
     by: str,
     only: Sequence[str],
@@ -461,7 +458,8 @@ def compare(
     began = time.monotonic()
     names = [model.name for model in models]
     base_id, *others = (catalog.snapshot(one.snapshot).manifest_id() for one in (base, *models))
-    inputs = Inputs(catalog, base_id, others, (base.name, *names))
+    choice = ModelChoice(base.model, tuple(model.model for model in models))
+    inputs = Inputs(catalog, base_id, others, (base.name, *names), choice=choice)
     require_matches({name for names in inputs.members for name in names}, only, skip)
     can, cannot = comparable(inputs, only, skip)
     if not can:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mstore.block_cache import BlockCache, Computing
 from mstore.checkpoint.dtypes import DTYPES
-from mstore.checkpoint.models import full_name, split_name
+from mstore.checkpoint.models import renamed
 from mstore.distances import Distance, Distances
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
@@ -30,7 +30,7 @@ from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.models import Models, models_in, paired
+from mstore.store.models import Input, Models, models_in, paired
 from mstore.view import array_dtype, tensor_blocks
 
 _AHEAD = 4
@@ -226,27 +226,29 @@ class _Differ:
 
 def diff(
     catalog: Catalog,
-    a: SnapshotId,
-    b: SnapshotId,
+    a: Input,
+    b: Input,
     *,
     blocks: bool,
     threads: int,
-    models: tuple[str | None, str | None] = (None, None),
     statistics: StatsStore | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> DiffReport:
     """Report differences from snapshot a to b.  `blocks` lists the numbers of the changed blocks.
 
-    models: of a and of b, to compare alone; None: each with its namesake.
+    A model of either is compared alone; without, each with its namesake.
     statistics: what distances come from where they are known; None: from blocks, which are read.
     `computing` returns what computes the blocks of virtual snapshots.
     """
-    left, right = catalog.manifest_of(a), catalog.manifest_of(b)
+    left, right = (catalog.manifest_of(one.snapshot) for one in (a, b))
+    models = (a.model, b.model)
     ours, theirs = _sides(models_in(catalog, left), models_in(catalog, right), models)
     found: list[TensorDiff] = []
     same: set[tuple[bytes, bytes]] = set()
     equal = total = changed = 0
-    distances = None if statistics is None else Distances(catalog, statistics, a, b)
+    distances = None
+    if statistics is not None:
+        distances = Distances(catalog, statistics, a.snapshot, b.snapshot)
     with ThreadPoolExecutor(threads, "diff") as pool:
         differ = _Differ(catalog, computing, pool, distances)
         names = list(ours) + [name for name in theirs if name not in ours]
@@ -275,23 +277,20 @@ def diff(
             changed += item.blocks_changed
             found.append(item)
     files, files_equal = _files(left, right, same) if models == (None, None) else ((), 0)
-    return DiffReport(a, b, files, tuple(found), files_equal, equal, total, changed)
+    return DiffReport(
+        a.snapshot, b.snapshot, files, tuple(found), files_equal, equal, total, changed
+    )
 
 
 def _sides(
     a: Models, b: Models, chosen: tuple[str | None, str | None]
 ) -> tuple[Mapping[str, TensorId], Mapping[str, TensorId]]:
     """Return the tensors to compare, those of b by what a calls what they are compared with."""
-    pairs = {theirs: ours for ours, theirs in paired(a.named, b.named, chosen).items()}
-    renamed = {}
-    for full, id in b.tensors.items():
-        model, name = split_name(full)
-        if model in pairs or chosen == (None, None):
-            renamed[full_name(pairs.get(model, model), name)] = id
+    pairs = paired(a.named, b.named, chosen)
+    names = {theirs: ours for ours, theirs in pairs.items()}
     if chosen == (None, None):
-        return a.tensors, renamed
-    kept = set(pairs.values())
-    return {one: id for one, id in a.tensors.items() if split_name(one)[0] in kept}, renamed
+        return a.tensors, renamed(b.tensors, {one: one for one in b.named} | names)
+    return renamed(a.tensors, {one: one for one in pairs}), renamed(b.tensors, names)
 
 
 def _files(

@@ -26,7 +26,7 @@ from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.header import TensorSlot
-from mstore.checkpoint.models import full_name, is_index, split_name
+from mstore.checkpoint.models import full_name, is_index, renamed, split_name
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
@@ -90,7 +90,7 @@ class Differences:
         self._models = models_in(catalog, base)
         self._pairs = paired(self._models.named, checkpoint.named)
         self._where = where
-        tensors = self._models.counterparts(checkpoint.named)
+        tensors = renamed(self._models.tensors, self._pairs)
         found: dict[str, list[tuple[SourceFile, TensorSlot]]] = {}
         models_by_file = checkpoint.models_by_file()
         for file in checkpoint.files:

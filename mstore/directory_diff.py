@@ -37,7 +37,7 @@ from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
-from mstore.store.models import models_in
+from mstore.store.models import Input, models_in, paired
 from mstore.view import tensor_blocks
 
 _Place = tuple[str, int, int]
@@ -72,7 +72,7 @@ class DirectoryDiffReport:
 
 def diff_directory(
     catalog: Catalog,
-    snapshot: SnapshotId,
+    asked: Input,
     directory: Path,
     *,
     exclusion: Exclusion,
@@ -82,12 +82,16 @@ def diff_directory(
     computing: Callable[[], Computing] | None = None,
     progress: ProgressCallback | None = None,
 ) -> DirectoryDiffReport:
-    """Report differences from a snapshot to a directory.  `blocks` lists the changed block numbers.
+    """Report differences from a snapshot, or a model, to a directory.
+
+    blocks: also list the numbers of changed blocks.
 
     Raises NotFound, BadCheckpoint if the directory cannot be a checkpoint at all or changes while
     it is read, Corrupt, StorageFailed.
     """
-    manifest = catalog.manifest_of(snapshot)
+    manifest = catalog.manifest_of(asked.snapshot)
+    if asked.model is not None:
+        manifest = models_in(catalog, manifest).alone(asked.model)
     tree = walk(
         directory,
         max_files=limits.max_files,
@@ -96,7 +100,7 @@ def diff_directory(
     )
     with ThreadPoolExecutor(threads, "compare") as pool:
         side = _Directory(tree, catalog.block_size, limits, pool, progress)
-        return _Comparison(catalog, manifest, side, computing).report(snapshot, blocks=blocks)
+        return _Comparison(catalog, manifest, side, computing).report(asked, blocks=blocks)
 
 
 class _Directory:
@@ -201,12 +205,12 @@ class _Comparison:
         self._block_size = catalog.block_size
         self._found: dict[tuple[TensorId, str, str], TensorDiff] = {}
 
-    def report(self, snapshot: SnapshotId, *, blocks: bool) -> DirectoryDiffReport:
+    def report(self, asked: Input, *, blocks: bool) -> DirectoryDiffReport:
         files, files_equal = self._files()
-        tensors, tensors_equal, total, changed_blocks = self._tensors()
+        tensors, tensors_equal, total, changed_blocks = self._tensors(asked.model)
         side = self._side
         return DirectoryDiffReport(
-            snapshot=snapshot,
+            snapshot=asked.snapshot,
             directory=str(side.tree.shown),
             files=files,
             tensors=tuple(one if blocks else _unlisted(one) for one in tensors),
@@ -304,15 +308,22 @@ class _Comparison:
     def _count(self, nbytes: int) -> int:
         return -(-nbytes // self._block_size)
 
-    def _tensors(self) -> tuple[Sequence[TensorDiff], int, int, int]:
-        """Return the differing tensors, and counts: equal tensors, all blocks, differing blocks."""
+    def _tensors(self, asked: str | None) -> tuple[Sequence[TensorDiff], int, int, int]:
+        """Return the differing tensors, and counts: equal tensors, all blocks, differing blocks.
+
+        asked: the model that they are of; then other models of the directory do not count.
+        """
         models = models_in(self._catalog, self._manifest)
         ours = models.tensors
+        theirs = {one.name: one for one in models_of(self._side.files, self._side.weight_map)}
+        pairs = paired(models.named, theirs)
+        names = {} if asked is not None else {one: one for one in theirs}
+        names |= {own: model for model, own in pairs.items()}
         homes: dict[str, str] = {}
-        for model in models_of(self._side.files, self._side.weight_map):
-            for path in model.files:
+        for model in names:
+            for path in theirs[model].files:
                 for own in self._side.slots.get(path, ()):
-                    name = full_name(model.name, own)
+                    name = full_name(names[model], own)
                     # Of two, take the one in the file where it is stored.
                     if name not in ours or homes.get(name) != models.home(name):
                         homes[name] = path
@@ -329,8 +340,10 @@ class _Comparison:
             differing += one.blocks_changed
             if one.status == "equal":
                 equal += 1
-            else:
+            elif asked is None:
                 found.append(one)
+            else:
+                found.append(replace(one, name=full_name(asked, name_in_model(one.name))))
         return found, equal, total, differing
 
     def _alone(

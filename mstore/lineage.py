@@ -11,12 +11,16 @@ from msgspec.structs import astuple
 from mstore.ancestry import ancestry, is_led_to, parents_of
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.schema import PINNED, PRUNED
+from mstore.checkpoint.models import split_name
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.notes import NoteReport
+from mstore.objects.manifest import File
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
 from mstore.store import listing
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
@@ -216,7 +220,7 @@ def _described(
         manifest=record.manifest_id(),
         parents=parents(record, names),
         made=record.made,
-        origin=_origin(record),
+        origin=origin(record),
         author=record.author,
         plan=plan_id,
         method=None if plan_id is None else _method(catalog, plan_id),
@@ -243,7 +247,7 @@ def _missing(
         manifest=None if record is None else record.manifest_id(),
         parents=() if record is None else parents(record, names),
         made="" if record is None else record.made,
-        origin=None if record is None else _origin(record),
+        origin=None if record is None else origin(record),
         author="" if record is None else record.author,
         plan=None if record is None else record.plan_id(),
         method=None,
@@ -258,7 +262,8 @@ def _missing(
     )
 
 
-def _origin(record: SnapshotRecord) -> OriginReport | None:
+def origin(record: SnapshotRecord) -> OriginReport | None:
+    """Report where a snapshot came from."""
     return None if record.origin is None else OriginReport(*astuple(record.origin))
 
 
@@ -358,12 +363,15 @@ def _is_gone(catalog: Catalog, transaction: IndexTransaction, id: bytes) -> bool
         return False
 
 
-def files(catalog: Catalog, id: SnapshotId) -> list[FileReport]:
-    """Report the files of a snapshot, by path."""
+def files(catalog: Catalog, id: SnapshotId, model: str | None = None) -> list[FileReport]:
+    """Report the files of a snapshot, or of one of its models, by path."""
     manifest = catalog.manifest_of(id)
-    return [
-        FileReport(file.path, file.size, sum(1 for _ in file.tensors())) for file in manifest.files
-    ]
+    return reported(manifest.files if model is None else models_in(catalog, manifest).files(model))
+
+
+def reported(files: Iterable[File]) -> list[FileReport]:
+    """Report some files."""
+    return [FileReport(one.path, one.size, sum(1 for _ in one.tensors())) for one in files]
 
 
 def refs(catalog: Catalog) -> list[RefReport]:
@@ -402,13 +410,16 @@ def _named(
     )
 
 
-def tensors(catalog: Catalog, id: SnapshotId) -> list[TensorReport]:
-    """Report the tensors of a snapshot, in file and data order."""
+def tensors(catalog: Catalog, id: SnapshotId, model: str | None = None) -> list[TensorReport]:
+    """Report the tensors of a snapshot, or of one of its models, in file and data order."""
     models = models_in(catalog, catalog.manifest_of(id))
-    found = []
-    for name, tensor_id in models.tensors.items():
-        tensor = catalog.content(tensor_id)
-        found.append(
-            TensorReport(name, tensor.dtype, tensor.shape, tensor.nbytes, models.home(name))
-        )
-    return found
+    return [
+        tensor(models, name, catalog.content(id))
+        for name, id in models.tensors.items()
+        if model is None or split_name(name)[0] == model
+    ]
+
+
+def tensor(models: Models, name: str, of: Tensor | VirtualTensor) -> TensorReport:
+    """Report a tensor of some models, with its record."""
+    return TensorReport(name, of.dtype, of.shape, of.nbytes, models.home(name))

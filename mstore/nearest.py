@@ -35,7 +35,7 @@ from mstore.checkpoint.declared import Declared, declared_bases
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.checkpoint.header import TensorSlot
-from mstore.checkpoint.models import full_name, split_name
+from mstore.checkpoint.models import renamed
 from mstore.checkpoint.partition import block_count
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
@@ -325,18 +325,8 @@ class _Search:
         """
         models = self._models(candidate)
         pairs = paired(models.named, self._named_models)
-        sizes = sizes_of(self._catalog, models.manifest)
-        theirs = {
-            full_name(pairs[model], name): size
-            for full, size in sizes.items()
-            for model, name in (split_name(full),)
-            if model in pairs
-        }
-        own = {
-            full: size
-            for full, size in self._sizes.items()
-            if split_name(full)[0] in pairs.values()
-        }
+        theirs = renamed(sizes_of(self._catalog, models.manifest), pairs)
+        own = renamed(self._sizes, {one: one for one in pairs.values()})
         return bool(own) and own == theirs and 2 * sum(own.values()) >= sum(self._sizes.values())
 
     # -- which is nearest --------------------------------------------------------------------
@@ -422,7 +412,8 @@ class _Search:
 
     def _tensors(self, candidate: _Candidate) -> Mapping[str, TensorId]:
         """Return a candidate's tensors by what the checkpoint calls those to compare with."""
-        return self._models(candidate).counterparts(self._named_models)
+        models = self._models(candidate)
+        return renamed(models.tensors, paired(models.named, self._named_models))
 
     def _models(self, candidate: _Candidate) -> Models:
         catalog = self._catalog

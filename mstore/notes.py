@@ -9,7 +9,7 @@ snapshot's record does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mstore.blocks.index import Index
@@ -22,7 +22,7 @@ from mstore.frozen import frozen
 from mstore.ids import NoteId, SnapshotId
 from mstore.objects.limits import MAX_COUNT
 from mstore.objects.note import COUNTS, REMOVAL, STATING, Note, packed, states
-from mstore.phrases import call
+from mstore.phrases import Call, call, few
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.signature_report import SignatureReport
 
@@ -50,7 +50,7 @@ class NoteReport:
     time_ns: int
     """when, as the author tells"""
     state: str
-    """counts, replaced (a newer note has this kind and key), or removed"""
+    """counts, replaced (a newer note has this key), or removed"""
     signatures: tuple[SignatureReport, ...] = ()
     """signatures of this note"""
 
@@ -79,7 +79,7 @@ def reports(
     *,
     every: bool = False,
 ) -> tuple[NoteReport, ...]:
-    """Report the values of a snapshot by kind and key, oldest first.
+    """Report the values of a snapshot by key, oldest first.
 
     signatures: by the note that they sign. every: also those that were replaced or removed.
     """
@@ -99,24 +99,30 @@ def reports(
         for id, one in notes.items()
         if one.form in STATING and (every or told[id] == COUNTS)
     ]
-    return tuple(sorted(listed, key=lambda one: (STATING.index(one.kind), one.key)))
+    return tuple(sorted(listed, key=lambda one: one.key))
 
 
-def named(notes: Found, name: str) -> NoteId:
+def named(notes: Found, name: str, snapshot: SnapshotId, again: Callable[[str], Call]) -> NoteId:
     """Return the note of a snapshot that this is the id of, or its beginning.
 
-    Raises BadName, NotFound.
+    again: the same call with another name. Raises BadName, NotFound.
     """
-    chosen = [id for id in notes if id.hex().startswith(name)]
-    if len(name) < MIN_DIGITS or len(chosen) > 1:
-        raise BadName("names no single note; give more digits of its id", where=quoted(name))
-    if not chosen:
-        raise NotFound(
-            "the snapshot has no note with this id",
-            where=quoted(name),
-            hint=call("notes_of", "REF"),
-        )
-    return chosen[0]
+    chosen = [id for id in notes if id.hex().startswith(name)] if len(name) >= MIN_DIGITS else []
+    if len(chosen) == 1:
+        return chosen[0]
+    where, listed = quoted(name), call("notes_of", snapshot.short, every=True)
+    told = states(notes)
+    under = [id for id, one in notes.items() if one.form in STATING and one.key == name][::-1]
+    if not chosen and under:
+        shown = few([f"{id.short} ({told[id]})" for id in under])
+        counting = next((id for id in under if told[id] == COUNTS), None)
+        hint = listed if counting is None else again(counting.short)
+        what = f"a key, and a note is named by its id; under this key are {shown}"
+        raise BadName(what, where=where, hint=hint)
+    if chosen or len(name) < MIN_DIGITS:
+        what = "names no single note; give more digits of its id"
+        raise BadName(what, where=where, hint=listed)
+    raise NotFound("the snapshot has no note with this id", where=where, hint=listed)
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -136,7 +142,9 @@ def write(
     notes = found(catalog, snapshot)
     told = states(notes)
     counting = {
-        one.key: (id, one) for id, one in notes.items() if one.form == kind and told[id] == COUNTS
+        one.key: (id, one)
+        for id, one in notes.items()
+        if one.form in STATING and told[id] == COUNTS
     }
     author, now = catalog.author(), now_ns()
     written, new = [], []
@@ -145,7 +153,8 @@ def write(
             raise BadRequest("a key is a line of text", where=quoted(key))
         data = packed(value, quoted(key))
         id, last = counting.get(key, (None, None))
-        if id is not None and last is not None and (last.data, last.author) == (data, author):
+        same = (kind, data, author)
+        if id is not None and last is not None and (last.form, last.data, last.author) == same:
             written.append(id)
             continue
         time_ns = now if last is None else max(now, last.time_ns + 1)
@@ -167,7 +176,11 @@ def remove(catalog: Catalog, snapshot: SnapshotId, names: Sequence[str]) -> list
     Raises BadName, NotFound, BadRequest (not a value), Conflict, StorageFailed.
     """
     notes = found(catalog, snapshot)
-    chosen = sorted({named(notes, name) for name in names})
+
+    def again(id: str) -> Call:
+        return call("remove_notes", snapshot.short, ids=(id,))
+
+    chosen = sorted({named(notes, name, snapshot, again) for name in names})
     for id in chosen:
         if notes[id].form not in STATING:
             raise BadRequest(f"a {notes[id].form} is not removed", where=f"note {id}")

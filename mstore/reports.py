@@ -49,7 +49,7 @@ from mstore.merge.analysis.explain import (
 )
 from mstore.merge.analysis.sweep import SweepPoint, SweepReport
 from mstore.merge.methods.report import MethodReport, ParameterReport
-from mstore.merge.planning.prepared import PreparedModel
+from mstore.merge.planning.recipes import PreparedModel
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.replay import ReplayReport

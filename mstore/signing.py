@@ -30,11 +30,12 @@ from mstore.checkpoint.reading import open_regular, read_range
 from mstore.errors import BadRequest, Corrupt, Unavailable
 from mstore.frozen import frozen
 from mstore.ids import BlockId, ManifestId, NoteId, SnapshotId
+from mstore.notes import NoteReport
 from mstore.objects.coverage import Coverage
 from mstore.objects.note import ED25519, SIGNATURE, Note, packed
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option
+from mstore.phrases import Call, Option, call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents
 from mstore.store.catalog import Catalog, now_ns
@@ -62,6 +63,8 @@ class VerifyReport:
     """whether a trusted key made a good signature"""
     signatures: tuple[SignatureReport, ...]
     """every signature of the snapshot"""
+    notes: tuple[NoteReport, ...]
+    """its signed notes, also replaced and removed ones, with their signatures"""
     bytes_read: int
     """bytes of blocks read and checked; 0 unless requested"""
     seconds: float
@@ -318,7 +321,11 @@ def sign(
     if signer is not None and (not signer or CONTROL.search(signer)):
         raise BadRequest(f"cannot sign as {quoted(signer)}: not a name")
     known = notes.found(catalog, snapshot)
-    subject = snapshot if note is None else notes.named(known, note)
+
+    def again(id: str) -> Call:
+        return call("sign", snapshot.short, "...", note=id)
+
+    subject = snapshot if note is None else notes.named(known, note, snapshot, again)
     author = catalog.author() if signer is None else signer
     record = signature(subject, snapshot, key, author, now_ns())
     for id, one in known.items():
@@ -352,19 +359,22 @@ def verify(
     read_data: bool,
     progress: ProgressCallback | None = None,
 ) -> VerifyReport:
-    """Check a snapshot's signatures; read_data: also read and check every byte.
+    """Check the signatures of a snapshot and its notes; read_data: also read and check every byte.
 
     Raises Corrupt, NotFound, Unavailable (no library to check with), StorageFailed.
     """
     began = time.monotonic()
     require_library()
-    found = by_subject(notes.found(catalog, snapshot), trusted).get(None, ())
+    known = notes.found(catalog, snapshot)
+    signed = by_subject(known, trusted)
+    found = signed.get(None, ())
     with contents.held(catalog, [snapshot]):
         read = read_everything(catalog, snapshot, progress) if read_data else 0
     return VerifyReport(
         snapshot=snapshot,
         verified=any(one.state == GOOD_SIGNATURE for one in found),
         signatures=found,
+        notes=tuple(one for one in notes.reports(known, signed, every=True) if one.signatures),
         bytes_read=read,
         seconds=time.monotonic() - began,
     )

@@ -129,19 +129,26 @@ class _OpenFile:
 
 
 class SnapshotView:
-    """The files and tensors of one snapshot.
+    """The files and tensors of one snapshot, or of one of its models (`Models.alone`).
 
     `files` maps each relative POSIX path to its size in bytes, in manifest order. Names, headers
     and sizes of a virtual snapshot need no computing.
     """
 
     def __init__(
-        self, catalog: Catalog, snapshot: SnapshotId, cache: BlockCache | None = None
+        self,
+        catalog: Catalog,
+        snapshot: SnapshotId,
+        cache: BlockCache | None = None,
+        *,
+        model: str | None = None,
     ) -> None:
         record = catalog.snapshot(snapshot)
         self.id = snapshot
         self.manifest_id: ManifestId = record.manifest_id()
         self.manifest: Manifest = catalog.manifest(self.manifest_id)
+        if model is not None:
+            self.manifest = models_in(catalog, self.manifest).alone(model)
         self.time_ns = record.time_ns
         self.is_virtual = record.is_virtual
         self._catalog = catalog

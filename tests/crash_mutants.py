@@ -148,7 +148,7 @@ def numbers_given_twice(patch: pytest.MonkeyPatch) -> None:
             number = int.from_bytes(cursor.key(), "big") + 1 if cursor.last() else 0
         key = number.to_bytes(4, "big")
         size = pack.size.to_bytes(8, "big")
-        transaction.put(key, pack.id + size, db=self.db("packs"))
+        transaction.put(key, pack.id + size + bytes(4), db=self.db("packs"))
         transaction.put(pack.id, key, db=self.db("pack_ids"))
         return number
 

@@ -1135,8 +1135,8 @@ class IndependentStore:
     def note(self, name: str) -> Note:
         return _read_note(self._read(NOTE, name))
 
-    def noted(self, snapshot: str) -> dict[tuple[str, str], Any]:
-        """The values that count, by kind and key."""
+    def noted(self, snapshot: str) -> dict[str, tuple[str, Any]]:
+        """Kind and value of the notes that count, by key."""
         notes = {name: self.note(name) for name in self.ids(NOTE)}
         own = {name: one for name, one in notes.items() if one.snapshot == snapshot}
         hidden = {name for one in own.values() if one.form == "removal" for name in one.notes}
@@ -1145,7 +1145,7 @@ class IndependentStore:
             for name, one in own.items()
             if one.form in STATING and name not in hidden
         ]
-        return {(one.form, one.key): one.value for _, _, one in sorted(shown, key=lambda o: o[:2])}
+        return {one.key: (one.form, one.value) for _, _, one in sorted(shown, key=lambda o: o[:2])}
 
     def tensor_bytes(self, name: str) -> bytes:
         tensor = self.tensor(name)
@@ -1193,7 +1193,8 @@ class IndependentStore:
         for number, row in self.index["packs"].items():
             name = row[:32].hex()
             packs[number] = self.path / "packs" / name[:2] / f"{name}.pack"
-            require(packs[number].stat().st_size == int.from_bytes(row[32:], "big"), "pack size")
+            require(packs[number].stat().st_size == int.from_bytes(row[32:40], "big"), "pack size")
+            require(row[40:] == bytes(4), "the place of a pack")
         rows = [(BLOCK, key, value) for key, value in self.index["blocks"].items()]
         rows += [(key[0], key[1:], value) for key, value in self.index["records"].items()]
         places = {}

@@ -81,7 +81,9 @@ def test_a_snapshot_in_python(store: Store, root: Path) -> None:
     assert snapshot.parents[1].snapshot == store["llama/base"].id
     told = snapshot.lineage()
     assert told[0].snapshot == snapshot.id
-    assert (snapshot.message, snapshot.time_ns) == (told[0].message, told[0].time_ns)
+    for name in ("manifest", "parents", "made", "origin", "author", "message", "time_ns"):
+        assert getattr(snapshot, name) == getattr(told[0], name), name
+    assert (snapshot.made, snapshot.origin, snapshot.author) == ("merge", None, "")
     assert snapshot.message == "llama/e1"
     assert snapshot.read("config.json") == (root / "base" / "config.json").read_bytes()
     assert b"".join(store.read_file("llama/merged", "config.json")) == snapshot.read("config.json")
@@ -127,12 +129,27 @@ def test_init_and_open(tmp_path: Path) -> None:
     with Store.open(str(path)) as store:
         assert (store.uuid, store.block_size) == (uuid, BLOCK)
     with Store.init(tmp_path / "default") as store:
-        assert store.block_size == 1 << 20
+        assert (store.block_size, store.author) == (1 << 20, "")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     with pytest.raises(Conflict, match="not empty"):
         Store.init(tmp_path / "full")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+
+
+def test_authors(root: Path, tmp_path: Path) -> None:
+    """A store says who makes its snapshots, as its opening told: a text, or what is asked each
+    time, and they say so, too; also where it has travelled."""
+    names = ["Ada"]
+    with Store.init(tmp_path / "store", block_size=BLOCK, author=lambda: names[-1]) as store:
+        store.add(root / "base", name="base")
+        names.append("Bob")
+        assert (store.author, store["base"].author) == ("Bob", "Ada")
+        with pickle.loads(pickle.dumps(store)) as other:
+            assert (other.author, other["base"].author) == ("Bob", "Ada")
+    with Store.open(tmp_path / "store", author="Eve") as store:
+        store.add(root / "e0", name="e0")
+        assert (store.author, store["e0"].author) == ("Eve", "Eve")
 
 
 @pytest.mark.parametrize("size", [0, -1, 1000, 1 << 15, (1 << 16) + 1, 1 << 25])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import families
 import pytest
+from cli_runs import Program
 from families import BLOCK
 
 from mstore import MergeRequest, Store
@@ -281,3 +282,40 @@ def test_copies_and_rebuilt_indexes_have_them(store: Store, tmp_path: Path) -> N
                 name: (one.kind, one.snapshot) for name, one in expected.items()
             }
             assert not other.fsck().problems
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def test_refs_counts_them(store: Store) -> None:
+    """`refs` says how many candidates there are and what lists them, and does not list them."""
+    mstore = Program(store.path)
+    assert "candidate" not in mstore.succeed("refs").out
+    made = merge(store)
+    listing = f"mstore --store {store.path} refs 'candidates/*'"
+    assert mstore.succeed("refs").lines[-1] == f"1 candidate: {listing}"
+    store.merge(store.show(made).plan, name="m", candidate="two")
+    assert mstore.succeed("refs").lines[-1] == f"2 candidates: {listing}"
+    for pattern in ("e*", "candidates/*"):
+        assert "2 candidates" not in mstore.succeed("refs", pattern).out
+    assert NAME not in mstore.succeed("refs", "-q").out
+    store.remove("base", "e*")
+    assert mstore.succeed("refs").lines[-1] == f"2 candidates: {listing}"
+
+
+def test_rm_says_how_long_it_can_be_restored(store: Store) -> None:
+    """A removed candidate is restored before the next gc; one whose snapshot a branch has, later,
+    too. A branch that is removed with it stays for the days of its reflog."""
+    mstore = Program(store.path)
+    merge(store)
+    assert f"to restore it before the next gc: mstore --store {store.path} reset {NAME}" in (
+        mstore.succeed("rm", NAME).out
+    )
+    store.reset(NAME, f"{NAME}@{{1}}")
+    told = mstore.succeed("rm", NAME, "e1").out
+    assert f"to restore it before the next gc: mstore --store {store.path} reset {NAME}" in told
+    assert f"to restore it: mstore --store {store.path} reset e1" in told
+    assert "after 30 days, and what only candidates named the next time" in told
+    store.move("m", None, f"{NAME}@{{1}}")
+    store.reset(NAME, "m")
+    assert "before the next gc" not in mstore.succeed("rm", NAME).out

@@ -967,6 +967,8 @@ def test_merges_say_how_to_cast(store: Store, tmp_path: Path) -> None:
     store.add(save(tmp_path / "f8b", other), name="f8b")
     with pytest.raises(Incompatible) as both:
         store.plan(request("f8", "f8b"))
+    told = "elements of F8_E4M3 cannot be merged, and have other values than in f8: a.weight"
+    assert both.value.what == told
     for name in ("f8", "f8b"):
         assert f"store.cast('{name}', dtype='bfloat16')" in str(both.value.hint)
     with pytest.raises(BadRequest) as refused:

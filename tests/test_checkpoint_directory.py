@@ -27,6 +27,7 @@ from mstore.checkpoint.directory import Checkpoint, CheckpointLimits, SourceFile
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.reading import open_regular, open_stamped
 from mstore.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
+from mstore.phrases import Phrase
 from mstore_cli.spelling import Typed
 
 A: Tensor = ("a", "U8", (2,), b"aa")
@@ -315,7 +316,7 @@ def test_an_index_that_is_no_index_is_refused(model: Path, text: bytes, problem:
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "note"),
+    ("weight_map", "remark"),
     [
         ({"a": "two.safetensors"}, "tensor 'a' is not in the shard 'two.safetensors'"),
         ({"zz": "one.safetensors"}, "tensor 'zz' is not in the shard 'one.safetensors'"),
@@ -462,15 +463,27 @@ def beside(root: Path, names: dict[str, str], *, config: bool = True) -> Path:
     return root
 
 
-def test_several_models_are_not_one(tmp_path: Path) -> None:
-    """Models side by side are refused with the line that adds each of them."""
+@pytest.mark.parametrize("bare", [False, True])
+def test_models_side_by_side_are_one_snapshot(tmp_path: Path, bare: bool) -> None:
+    """Directories with models, and files of weights, are taken alike: as models of one snapshot. A
+    remark has the line that adds each as a snapshot of its own."""
     models = beside(tmp_path / "models", {"a": "w", "b b": "w", "c": "v"})
     (models / "README.md").write_text("three models")
-    with pytest.raises(BadCheckpoint, match="holds 3 models, not one") as refused:
-        scan(models)
-    assert refused.value.where == str(models)
-    assert refused.value.told(Typed()).hint == (
-        f"mstore add {models}/a '{models}/b b' {models}/c --name-prefix models/"
+    shutil.copy(models / "a" / "model.safetensors", models / "a" / "model.fp16.safetensors")
+    end = ""
+    if bare:
+        end = ".safetensors"
+        for name in ("a", "b b", "c"):
+            (models / name / "model.safetensors").rename(models / f"{name}{end}")
+            shutil.rmtree(models / name)
+    found = scan(models)
+    assert {name.partition("@")[0] for name in found.named} == {"a", "b b", "c"}
+    (remark,) = found.remarks
+    assert isinstance(remark, Phrase)
+    assert remark.spelled(Typed()) == (
+        "one snapshot of 3 models: 'a' and 'b b' both have the tensor 'w'; "
+        f"mstore add {models}/a{end} '{models}/b b{end}' {models}/c{end} --name-prefix models/ "
+        "stores each as a snapshot of its own"
     )
 
 

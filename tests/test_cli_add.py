@@ -98,6 +98,18 @@ def test_codecs(mstore: Program, family: Path, tmp_path: Path, codec: str) -> No
     assert files_of(tmp_path / "copy") == files_of(family / "e0")
 
 
+def test_raw_leaves_what_is_stored(mstore: Program, family: Path) -> None:
+    """`--codec raw` of bytes that are stored coded says that they stay so, and what recodes them;
+    raw blocks need no word."""
+    line = ("add", family / "base", "--name", "base")
+    mstore.succeed(*line, "--codec", "dense")
+    told = mstore.succeed(*line, "--codec", "raw").out
+    assert "blocks were stored before and stay coded; to store all raw: mstore" in told
+    assert "pin base --raw" in told
+    mstore.succeed("pin", "base", "--raw")
+    assert "stay coded" not in mstore.succeed(*line, "--codec", "raw").out
+
+
 def test_an_unknown_codec_stores_nothing(mstore: Program, family: Path) -> None:
     """Another codec is refused."""
     done = mstore("add", family / "base", "--name", "base", "--codec", "zip")

@@ -58,7 +58,7 @@ def test_some_refs_together(mstore: Program) -> None:
     assert told["freed_bytes"] == tag["stored_bytes"] - base["stored_bytes"]
     shown = mstore.succeed("du", "v1", "m/e0").out
     assert "SHARES WITH" in shown
-    assert "by rm and gc" in shown
+    assert "by rm, and gc 30 days later" in shown
 
 
 def test_many_that_share_are_counted(mstore: Program, tmp_path: Path) -> None:

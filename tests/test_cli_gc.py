@@ -90,7 +90,7 @@ def test_what_gc_does_not_give_back_is_explained(mstore: Program, tmp_path: Path
     assert "left by interrupted commands" in mstore.succeed("stats").out
     would = mstore.succeed("gc", "-n").out
     assert "1 file that interrupted commands left would be removed: 3.0 MiB" in would
-    assert "would free 0 B" in would
+    assert "would free nothing: no pack removed, none rewritten" in would
     assert "dead stay in packs of which less than 30 % is dead" in would
     assert f"mstore --store {mstore.store} gc --all" in mstore.succeed("gc").out
     assert "1 rewritten" in mstore.succeed("gc", "--all").out
@@ -100,7 +100,7 @@ def test_what_gc_does_not_give_back_is_explained(mstore: Program, tmp_path: Path
         mstore.succeed("add", str(path), "--name", f"s{number}", "--base", "none")
     joined = mstore.succeed("gc").out
     assert "small packs put together" in joined
-    assert "freed 0 B: 0 packs removed, 0 rewritten" in joined
+    assert "freed nothing: no pack removed, none rewritten" in joined
 
 
 def test_what_gc_leaves_is_told_with_commands(mstore: Program) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.ids import ManifestId, SnapshotId
-from mstore.reports import ParentReport, SnapshotReport
+from mstore.ids import ManifestId, NoteId, SnapshotId
+from mstore.reports import NoteReport, ParentReport, SnapshotReport
 from mstore_cli.graph import draw
 
 
@@ -22,6 +23,7 @@ def snapshot(
     refs: tuple[str, ...] = (),
     made: str = "add",
     virtual: bool = False,
+    notes: Mapping[str, object] | None = None,
 ) -> SnapshotReport:
     return SnapshotReport(
         snapshot=identity(number),
@@ -39,6 +41,10 @@ def snapshot(
         plain_bytes=0,
         files=0,
         tensors=0,
+        notes=tuple(
+            NoteReport(NoteId(bytes(32)), identity(number), "value", key, value, "", 0, "counts")
+            for key, value in (notes or {}).items()
+        ),
     )
 
 
@@ -75,6 +81,27 @@ def test_parents_outside_the_list() -> None:
         "|  previous 030303030303 (not shown)",
         "'  base     010101010101 (not shown)",
     ]
+
+
+def test_notes() -> None:
+    """Notes stand below their snapshot, beside the lanes that pass it; a root has none below it."""
+    family = [
+        snapshot(1, notes={"seen": True}),
+        snapshot(2, ("base", 1)),
+        snapshot(3, ("base", 1), ("expert", 2), made="merge", notes={"mmlu": 0.6, "by": "ada"}),
+    ]
+    assert draw(family, notes=True) == [
+        "*    030303030303 merge ties number 3",
+        "|    note     mmlu = 0.6",
+        "|    note     by = ada",
+        "|    base     010101010101",
+        "+-.  expert   020202020202",
+        "| *  020202020202 add number 2",
+        "+-'  base     010101010101",
+        "*    010101010101 add number 1",
+        "     note     seen = true",
+    ]
+    assert draw(family) == [line for line in draw(family, notes=True) if " = " not in line]
 
 
 def test_nothing() -> None:

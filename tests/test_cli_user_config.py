@@ -73,6 +73,8 @@ def test_an_author(settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert str(author("one")).endswith(f"@{host}")
     assert "BY" not in mstore.succeed("log").out
     line = ("config", "--user", "author")
+    assert NOWHERE.succeed(*line).lines == [f"author  {author('one')} (the default)"]
+    assert "(the default)" in NOWHERE.succeed("config", "--user").out
     assert NOWHERE.succeed(*line, "Ada L.").lines == ["author  Ada L."]
     assert tomllib.loads(settings.read_text()) == {"author": "Ada L."}
     assert author("two") == "Ada L."
@@ -82,6 +84,7 @@ def test_an_author(settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "not one line" in NOWHERE(*line, "a\nb").err
     monkeypatch.setenv("MSTORE_AUTHOR", "robot")
     assert author("three") == "robot"
+    assert NOWHERE.succeed(*line).lines == ["author  robot ($MSTORE_AUTHOR)"]
     monkeypatch.delenv("MSTORE_AUTHOR")
     assert NOWHERE.succeed("config", "--user", "--unset", "author", "-q").lines == [""]
     assert str(author("four")).endswith(f"@{host}")

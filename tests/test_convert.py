@@ -82,7 +82,7 @@ class Family:
         replaced = self.done.replacement.made.items()
         return {path: file for path, file in replaced if path.startswith(f"{folder}/")}
 
-    def notes(self, folder: str) -> list[str]:
+    def remarks(self, folder: str) -> list[str]:
         return [
             remark.replace(f"{folder}/", "") for remark in self.done.remarks if folder in remark
         ]

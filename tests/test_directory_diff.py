@@ -23,6 +23,7 @@ from mstore.directory_diff import diff_directory
 from mstore.errors import BadCheckpoint, NotFound, StorageFailed
 from mstore.reports import DirectoryDiffReport
 from mstore.store import leases
+from mstore.store.models import Input
 from mstore_cli.keys import DOCUMENTS
 
 FAMILY = families.layered(rows=60)
@@ -229,7 +230,7 @@ def test_the_directory_is_read_as_add_reads_it(store: Store, base: Path) -> None
     with pytest.raises(BadCheckpoint, match="changed while"):
         diff_directory(
             store._catalog,
-            store["base"].id,
+            Input(store["base"].id, "base"),
             base,
             exclusion=Exclusion.chosen(),
             blocks=False,

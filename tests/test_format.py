@@ -566,7 +566,9 @@ def test_index_table(made: Made, indexed: IndependentStore) -> None:
     index = indexed.index
     assert index.keys() == {name for name, *_ in table}
     packs = {path.stem: path.stat().st_size for path in pack_paths(made)}
-    sizes = {row[:32].hex(): int.from_bytes(row[32:], "big") for row in index["packs"].values()}
+    # Size, and place 0.
+    sizes = {row[:32].hex(): int.from_bytes(row[32:40], "big") for row in index["packs"].values()}
+    assert {row[40:] for row in index["packs"].values()} == {bytes(4)}
     assert sizes == packs
     assert index["pack_ids"] == {row[:32]: number for number, row in index["packs"].items()}
     contents, children = {}, {}
@@ -598,7 +600,7 @@ def test_notes(made: Made, read: IndependentStore) -> None:
     assert (ours.form, ours.notes, ours.author) == ("signature", [], "me")
     assert (of_a_note.form, of_a_note.notes) == ("signature", [str(made.notes[0])])
     assert [one.notes for one in found.values() if one.form == "removal"] == [[str(made.notes[1])]]
-    assert read.noted(made.snapshots["merged"]) == {("evaluation", "mmlu"): NOTED["mmlu"]}
+    assert read.noted(made.snapshots["merged"]) == {"mmlu": ("evaluation", NOTED["mmlu"])}
 
 
 def test_reflog(made: Made, indexed: IndependentStore) -> None:
@@ -780,6 +782,49 @@ def draft() -> Draft:
     manifest = made.put("manifest", 2, record, digest(record, "mstore 1 manifest"))
     made.snapshot(manifest, b"\xcf" + struct.pack(">Q", 1 << 60))
     return made
+
+
+def example() -> tuple[Draft, bytes, Path]:
+    """The pack of the page's example: one file `a` with three bytes."""
+    made = Draft(bytearray(struct.pack("<8sII32s4048x", b"MSTOREPK", 3, 0, b"n" * 32)), gap=b"")
+    plain = b"hi\n"
+    block = made.put("block", 0, plain, blake3(plain).digest())
+    record = b"\x95" + text("tensor/1") + text("BYTES") + b"\x91\x03\x03" + bin32(block)
+    tensor = made.put("tensor record", 1, record, digest(record, "mstore 1 tensor record"))
+    file = b"\x94" + text("a") + b"\x00\x03\x91\x93\xc0" + bin32(tensor) + b"\x03"
+    record = b"\x92" + text("manifest/1") + b"\x91" + file
+    manifest = made.put("manifest", 2, record, digest(record, "mstore 1 manifest"))
+    made.snapshot(manifest, b"\xcf" + struct.pack(">Q", 1 << 60))
+    return made, *made.seal()
+
+
+def shown_example() -> str:
+    """The page's example: the pieces of the pack, each under a line that says what it is."""
+    made, data, path = example()
+    start, length = struct.unpack("<QQ", data[-64:-48])
+    pieces = [("header", 0, data[:48])]
+    for what, entry in made.entries.items():
+        pieces.append((f"{what}, id {entry['id'].hex()}", entry["offset"], made.payloads[what]))
+    pieces += [("table", start, data[start : start + length])]
+    pieces += [("the last 64 bytes", len(data) - 64, data[-64:])]
+    lines = []
+    for what, at, piece in pieces:
+        rows = [(at + n, piece[n : n + 32].hex()) for n in range(0, len(piece), 32)]
+        lines += [f"# {what}", *(f"{offset:>5}  {row}" for offset, row in rows)]
+    return "\n".join([*lines, f"# {len(data)} bytes, PackId {path.stem}"])
+
+
+def test_example() -> None:
+    """The page shows every byte of a sound pack that is not zero."""
+    (shown,) = re.findall(r"^## Example\n.*?^```\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert shown == shown_example()
+    _, whole, path = example()
+    data = bytearray(len(whole))
+    for at, piece in re.findall(r"^ *(\d+)  ([0-9a-f]+)$", shown, re.MULTILINE):
+        data[int(at) : int(at) + len(piece) // 2] = bytes.fromhex(piece)
+    assert bytes(data) == whole
+    pack = reader.verify_pack_bytes(whole, path)
+    assert [entry.kind for entry in pack.entries] == [0, 1, 2, 3]
 
 
 def test_golden_pack(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.reachability import Inventory, Reach, Roots
 from mstore.reports import GcReport
 from mstore.store import condemned, leases
+from mstore.store.models import Input
 from mstore.store.transaction import Transaction
 
 BLOCK = 1 << 16
@@ -434,7 +435,7 @@ def test_a_reader_of_what_went_is_told_so(store: Store, tmp_path: Path) -> None:
         with pytest.raises(Conflict, match="was collected while"):
             list(view.stream("config.json"))
         with pytest.raises(Conflict, match="was collected while"):
-            checkout(store._catalog, view.id, tmp_path / "out", threads=1)
+            checkout(store._catalog, Input(view.id, "m"), tmp_path / "out", threads=1)
     with pytest.raises(Corrupt, match="does not have this block"):
         views[2].read("model.safetensors", 0, WIDTH)
 

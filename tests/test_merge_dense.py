@@ -32,7 +32,7 @@ from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import NO_BASE, PackWriter
 from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
 from mstore.ids import BlockId, PackId, SnapshotId
-from mstore.merge.planning.request import Input, resolve
+from mstore.merge.planning.request import resolve
 from mstore.merge.planning.session import request_key
 from mstore.merge.running.batches import batch_chunks
 from mstore.merge.running.engine import Engine, Resources
@@ -45,6 +45,7 @@ from mstore.objects.plan import Plan
 from mstore.reports import PlanReport
 from mstore.sizes import Budget
 from mstore.store import leases
+from mstore.store.models import Input
 
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {},

@@ -411,3 +411,114 @@ def test_patterns_decide_which_forms_are_left_out(tmp_path: Path) -> None:
         with pytest.raises(BadRequest, match="no tensor's name matches 'x'") as refused:
             merge(store, "base", "one", only=["x"])
         assert "x:*" in str(refused.value.hint)
+
+
+# -- one model of a snapshot -------------------------------------------------------------------
+
+
+def dressed(folder: Path, value: float) -> Path:
+    """A pipeline with configs, a scheduler, a variant, and a model in a directory below another."""
+    half = f"{PARTS[1]}/diffusion_pytorch_model.fp16.safetensors"
+    write(pipeline(folder, value, value), {half: value}, half=True)
+    write(folder, {f"{PARTS[0]}/adapter/adapter_model.safetensors": value})
+    for path in ("scheduler/config.json", *(f"{part}/config.json" for part in PARTS)):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(json.dumps({"of": path}))
+    (folder / PARTS[0] / "assets").mkdir()
+    (folder / PARTS[0] / "assets" / "words.txt").write_text("one\n")
+    return folder
+
+
+FIRST_FILES = [f"{PARTS[0]}/{name}" for name in ("assets/words.txt", "config.json", WEIGHTS)]
+
+
+def test_the_files_and_tensors_of_one_model_are_listed(store: Store, tmp_path: Path) -> None:
+    """REF:MODEL names the weights of a model and what lies beside them: no other weights, and
+    nothing of a model below or above."""
+    store.add(dressed(tmp_path / "full", 1.0), name="full", base=None)
+    assert [one.path for one in store.files(f"full:{PARTS[0]}")] == FIRST_FILES
+    half = f"{PARTS[1]}/diffusion_pytorch_model.fp16.safetensors"
+    found = [one.path for one in store.files(f"full:{PARTS[1]}@fp16")]
+    assert found == [f"{PARTS[1]}/config.json", half]
+    (tensor,) = store.tensors(f"full:{PARTS[1]}@fp16")
+    assert (tensor.name, tensor.file) == (f"{PARTS[1]}@fp16:blocks.0.weight", half)
+    mstore = Program(store.path)
+    listed = mstore.succeed("ls", f"full:{PARTS[0]}", "--json").document["files"]
+    assert [one["path"] for one in listed] == FIRST_FILES
+    told = mstore.succeed("ls", f"full:{PARTS[0]}", "--tensors", "--json").document["tensors"]
+    assert [one["name"] for one in told] == [FIRST]
+
+
+def test_one_model_is_a_checkpoint_of_its_own(store: Store, tmp_path: Path) -> None:
+    """A view and a checkout of REF:MODEL have the files of `files`, by the paths in its
+    directory."""
+    folder = dressed(tmp_path / "full", 1.0)
+    store.add(folder, name="full", base=None)
+    view = store.view(f"full:{PARTS[0]}")
+    assert [*view.files] == [path.removeprefix(f"{PARTS[0]}/") for path in FIRST_FILES]
+    assert [*view.tensors] == ["blocks.0.weight"]
+    assert view.read("config.json", 0, 99) == (folder / PARTS[0] / "config.json").read_bytes()
+    assert [*store.view("full").tensors] != [*view.tensors]
+    store.checkout(f"full:{PARTS[0]}", tmp_path / "out")
+    below = sorted(
+        str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")
+    )
+    assert below == [*view.files]
+    with pytest.raises(NotFound, match="no such model"):
+        store.view("full:unet")
+
+
+def test_what_takes_a_whole_snapshot_says_so(store: Store) -> None:
+    """Where a model alone means nothing, REF:MODEL is refused with what to write."""
+    for ask in (store.show, store.replay, store.recipe, lambda one: store.tag("t", one)):
+        with pytest.raises(NotFound) as refused:
+            ask(f"base:{PARTS[0]}")
+        assert "this takes a whole snapshot: REF" in str(refused.value.hint)
+
+
+def test_a_model_is_compared_with_a_directory(store: Store, tmp_path: Path) -> None:
+    """`diff REF:MODEL DIR` compares the files of the model's directory and its tensors."""
+    folder = dressed(tmp_path / "full", 1.0)
+    store.add(folder, name="full", base=None)
+    shutil.rmtree(folder / PARTS[0] / "adapter")
+    found = store.diff_directory(f"full:{PARTS[0]}", folder / PARTS[0])
+    assert (found.files, found.tensors, found.tensors_equal) == ((), (), 1)
+    saved = write(tmp_path / "saved", {WEIGHTS: 2.0, "other.safetensors": 3.0})
+    found = store.diff_directory(f"full:{PARTS[0]}", saved)
+    assert {one.path: one.status for one in found.files} == {
+        WEIGHTS: "changed",
+        "other.safetensors": "added",
+        "assets/words.txt": "removed",
+        "config.json": "removed",
+    }
+    assert [(one.name, one.status) for one in found.tensors] == [(FIRST, "changed")]
+    mstore = Program(store.path)
+    told = mstore.succeed("diff", f"full:{PARTS[0]}", saved, "--json").document
+    assert [one["name"] for one in told["tensors"]] == [FIRST]
+
+
+def test_a_directory_in_another_form_is_compared_with_a_model(store: Store, tmp_path: Path) -> None:
+    """Where each side has one form of a model, a directory is compared as a snapshot is."""
+    half = "model.fp16.safetensors"
+    store.add(write(tmp_path / "half", {half: 1.0}, half=True), name="half", base=None)
+    plain = write(tmp_path / "plain", {"model.safetensors": 1.0})
+    found = store.diff_directory("half", plain)
+    assert [(one.name, one.status) for one in found.tensors] == [
+        ("@fp16:blocks.0.weight", "changed")
+    ]
+    (found_again,) = store.diff_directory("half:@fp16", plain).tensors
+    assert (found_again.name, found_again.status) == ("@fp16:blocks.0.weight", "changed")
+
+
+def test_one_model_is_compared(store: Store) -> None:
+    """`compare REF:MODEL` measures one model against that of the base."""
+    found = store.compare(f"tuned:{PARTS[0]}", base=f"base:{PARTS[0]}", by="tensor")
+    assert [(one.name, one.models[0].change) for one in found.parts] == [(FIRST, 1.0)]
+    whole = store.compare("tuned", base="base", by="tensor")
+    assert [one.name for one in whole.parts] == [FIRST, SECOND]
+    # The base's model is that of the experts; a model alone stands for the one that is named.
+    assert store.compare(f"tuned:{PARTS[1]}", base="base").tensors == 1
+    assert store.compare("alone", base=f"base:{PARTS[1]}").whole.models[0].change == 0.5
+    mstore = Program(store.path)
+    told = mstore.succeed("compare", f"tuned:{PARTS[0]}", "--base", "base", "--json").document
+    assert told["tensors"] == 1

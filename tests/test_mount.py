@@ -267,6 +267,32 @@ def test_the_whole_store(family: tuple[Path, dict[str, Path]], point: Path) -> N
     assert code_of(lambda: os.stat(point / "snapshots" / ("0" * 64))) == "ENOENT"
 
 
+def test_one_model_of_a_snapshot(
+    family: tuple[Path, dict[str, Path]], tmp_path: Path, point: Path
+) -> None:
+    """A mount of REF:MODEL is the model's directory, as a loader of this model wants it."""
+    pipeline = tmp_path / "pipeline"
+    for number, part in enumerate(("unet", "vae")):
+        shutil.copytree(family[1]["b"], pipeline / part)
+        (pipeline / part / "config.json").write_text(f'{{"part": {number}}}')
+    (pipeline / "model_index.json").write_text("{}")
+    with Store.open(family[0]) as store:
+        store.add(pipeline, name="pipeline", base=None)
+    info = mount(family[0], "pipeline:vae", point)
+    assert info.revision == "pipeline:vae"
+    wanted = files_below(pipeline / "vae")
+    assert files_below(point) == wanted
+    assert all(
+        (point / one).read_bytes() == (pipeline / "vae" / one).read_bytes() for one in wanted
+    )
+    told = json.loads((point / ".mstore" / "manifest.json").read_text())
+    assert [one["path"] for one in told["files"]][:2] == ["config.json", "empty"]
+    assert told["tensors"][0]["name"].startswith("layer.1")
+    unmount(point)
+    with pytest.raises(NotFound, match="no such model; it has unet, vae"):
+        mount(family[0], "pipeline:text", point)
+
+
 def test_the_mount_follows_its_refs(family: tuple[Path, dict[str, Path]], point: Path) -> None:
     """A new ref appears, a removed one goes, and a moved one shows the other snapshot: whole, and
     not before the last reader of the first one has closed its files."""

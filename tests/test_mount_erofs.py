@@ -297,6 +297,16 @@ def test_a_model_of_transformers(root: Path) -> None:
         assert torch.equal(weight, loaded.state_dict()[name]), name
 
 
+def test_one_model_of_a_snapshot(root: Path, store: Path) -> None:
+    """A kernel mount of REF:MODEL shows the model's directory alone."""
+    for part in ("unet", "vae"):
+        write_model(root / "pipeline" / part, 3)
+    (root / "pipeline" / "model_index.json").write_text("{}")
+    with Store.open(store) as made:
+        made.add(root / "pipeline", name="pipeline", base=None)
+    assert_same(shown(store, "pipeline:vae"), root / "pipeline" / "vae")
+
+
 # -- life ------------------------------------------------------------------------------------
 
 

@@ -102,14 +102,15 @@ def test_what_counts_depends_on_no_order(notes: dict[NoteId, Note], draw: Any) -
 
 @given(histories())
 def test_the_newest_value_counts(notes: dict[NoteId, Note]) -> None:
-    """Of the values of a kind and key that are not removed, the last by (time, id) counts."""
+    """Of the values of a key that are not removed, whatever their kinds, the last by (time, id)
+    counts."""
     told = states(notes)
     hidden = {id for one in notes.values() if one.form == REMOVAL for id in one.notes}
     for id, one in notes.items():
         rivals = [
             (other.time_ns, key)
             for key, other in notes.items()
-            if (other.form, other.key) == (one.form, one.key) and key not in hidden
+            if other.form in STATING and other.key == one.key and key not in hidden
         ]
         if one.form not in STATING:
             assert told[id] == COUNTS
@@ -153,19 +154,30 @@ def test_a_newer_value_replaces(store: Store) -> None:
     """The newest value counts; removing it lets the one before count, by id and by beginning."""
     (first,) = store.note("a", {"k": 1})
     (second,) = store.note("a", {"k": 2})
-    (other,) = store.note("a", {"k": 3}, kind="verdict")
-    assert [(one.note, one.value) for one in store.notes_of("a")] == [
-        (second.note, 2),
-        (other.note, 3),
-    ]
+    store.note("a", {"l": 3})
+    assert by_key(store, "a") == {"k": 2, "l": 3}
     (gone,) = store.remove_notes("a", [second.note])
     assert (gone.note, gone.state) == (second.note, REMOVED)
-    assert [one.value for one in store.notes_of("a")] == [1, 3]
+    assert by_key(store, "a") == {"k": 1, "l": 3}
     store.remove_notes("a", [first.note.hex()[:10]])
-    assert [one.value for one in store.notes_of("a")] == [3]
+    assert by_key(store, "a") == {"l": 3}
     assert [one.state for one in store.notes_of("a", every=True)] == [REMOVED, REMOVED, COUNTS]
     store.note("a", {"k": 1})
-    assert [one.value for one in store.notes_of("a")] == [1, 3]
+    assert by_key(store, "a") == {"k": 1, "l": 3}
+
+
+def test_a_key_has_one_value_whatever_its_kind(store: Store) -> None:
+    """A value of another kind replaces the one before it, also with the same words."""
+    store.note("a", {"k": 1, "a": 1})
+    (verdict,) = store.note("a", {"k": 1}, kind="verdict")
+    assert [(one.kind, one.key) for one in store.notes_of("a")] == [
+        ("value", "a"),
+        ("verdict", "k"),
+    ]
+    (again,) = store.note("a", {"k": 1}, kind="verdict")
+    assert again == verdict
+    store.remove_notes("a", [verdict.note])
+    assert [(one.kind, one.key) for one in store.notes_of("a")] == [("value", "a"), ("value", "k")]
 
 
 def test_saying_it_again_writes_nothing(store: Store) -> None:
@@ -235,6 +247,26 @@ def test_what_is_not_there_is_not_removed(store: Store) -> None:
     (removal,) = [id for id, one in records(store, "a").items() if one.form == REMOVAL]
     with pytest.raises(BadRequest, match="a removal is not removed"):
         store.remove_notes("a", [removal])
+
+
+def test_a_key_is_no_name_of_a_note(store: Store) -> None:
+    """Who gives the key is told the notes under it, and the call that removes the one that counts;
+    an id comes before a key of the same letters."""
+    (old,) = store.note("a", {"k": 1})
+    (new,) = store.note("a", {"k": 2})
+    id = store["a"].id.short
+    with pytest.raises(BadName) as refused:
+        store.remove_notes("a", ["k"])
+    told = [f"{new.note.short} (counts)", f"{old.note.short} (replaced)"]
+    assert all(one in refused.value.what for one in told)
+    assert refused.value.hint == f"store.remove_notes('{id}', ids=['{new.note.short}'])"
+    store.remove_notes("a", [old.note, new.note])
+    with pytest.raises(BadName) as refused:
+        store.remove_notes("a", ["k"])
+    assert f"{new.note.short} (removed)" in refused.value.what
+    assert refused.value.hint == f"store.notes_of('{id}', every=True)"
+    store.note("a", {old.note.hex()[:8]: 3})
+    assert [one.note for one in store.remove_notes("a", [old.note.hex()[:8]])] == [old.note]
 
 
 def test_signatures_are_not_removed(store: Store) -> None:
@@ -448,7 +480,7 @@ def test_noting_and_listing(mstore: Program, store: Store) -> None:
     assert 'o = {"b": [1]}' in mstore.succeed("show", "a").out
     assert "n = 0.62" in mstore.succeed("log", "--notes").out
     assert "n = 0.62" not in mstore.succeed("log").out
-    assert mstore("log", "--notes", "--graph").status == 2
+    assert "n = 0.62" in mstore.succeed("log", "--notes", "--graph").out
     assert len(mstore.succeed("log", "a", "--json").document["snapshots"][0]["notes"]) == 8
     assert mstore.succeed("note", "a", "-q").lines == [str(n.note) for n in store.notes_of("a")]
 
@@ -462,6 +494,19 @@ def test_removing(mstore: Program, store: Store) -> None:
     assert "removed" in mstore.succeed("note", "a", "--all").out
 
 
+def test_what_counts_after_a_removal_is_told(mstore: Program, store: Store) -> None:
+    """An older value of the key, which counts again, stands below the one that was removed."""
+    (old,) = store.note("a", {"k": 1})
+    (new,) = store.note("a", {"k": 2})
+    refused = mstore("note", "a", "--remove", "k")
+    again = f"note {store['a'].id.short} --remove {new.note.hex()[:12]}"
+    assert f"hint: mstore --store {store.path} {again}" in refused.err
+    assert mstore.succeed("note", "a", "--remove", new.note).lines == [
+        f"removed {new.note.hex()[:12]}: k = 2",
+        f"counts now, {old.note.hex()[:12]}: k = 1",
+    ]
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -472,6 +517,8 @@ def test_removing(mstore: Program, store: Store) -> None:
         ("a", "--all", "k=1"),
         ("a", "--remove", "abcd"),
         ("a", "k=1", "--kind", "opinion"),
+        ("a", "--kind", "verdict"),
+        ("a", "--all", "--kind", "verdict"),
         ("a", "k=1e999"),
         ("a", "k=" + "9" * 30),
         ("nothing", "k=1"),

@@ -9,7 +9,7 @@ import pytest
 from memory_packs import MemoryPacks
 from packs_suite import PacksSuite, sealed
 
-from mstore.blocks.pack_files import PackFiles, ScatteredPacks, packs_at
+from mstore.blocks.pack_files import PackFiles, ScatteredPacks, places_of
 from mstore.blocks.pack_store import HERE, Packs
 from mstore.errors import Corrupt, Incompatible
 from mstore.ids import PackId
@@ -87,10 +87,11 @@ def test_a_pack_under_another_name_is_refused(tmp_path: Path) -> None:
 def test_only_known_places_are_opened(tmp_path: Path) -> None:
     """Packs that lie here are those of the store's directory; another place is refused."""
     (tmp_path / "packs").mkdir()
-    packs = packs_at(HERE, tmp_path)
+    places = places_of(tmp_path)
+    packs = places[HERE]
     pack = sealed(tmp_path, b"1")
     packs.put([pack])
     assert (tmp_path / "packs" / pack.id.hex()[:2] / f"{pack.id.hex()}.pack").exists()
     packs.close()
-    with pytest.raises(Incompatible):
-        packs_at("elsewhere", tmp_path)
+    with pytest.raises(Incompatible, match=r"(?s)place 1.*pip install -U mstore"):
+        places[1]

@@ -248,19 +248,19 @@ def test_a_plan_is_found_again(place: Place, monkeypatch: pytest.MonkeyPatch) ->
     first = place.plan("task_arithmetic", **asked)
     fresh = record(place, first).encode()
 
-    from mstore.merge.planning import stored
+    from mstore.merge.planning import session
 
     def never(*_given: object, **_options: object) -> None:
         raise AssertionError("planned again")
 
     with monkeypatch.context() as patched:
-        patched.setattr(stored, "Planning", never)
+        patched.setattr(session, "Planning", never)
         again = place.plan("task_arithmetic", **asked)
         assert again.plan == first.plan
         for other in ({"budget": 0.38}, {"skip": []}, {"score": "random"}, {"analyze": False}):
             with pytest.raises(AssertionError, match="planned again"):
                 place.plan("task_arithmetic", **(asked | other))
-    monkeypatch.setattr(stored, "request_key", lambda *_given: bytes(32))
+    monkeypatch.setattr(session, "request_key", lambda *_given: bytes(32))
     assert record(place, place.plan("task_arithmetic", **asked)).encode() == fresh
 
 

@@ -17,15 +17,16 @@ from mstore import MergeRequest
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.methods.registry import operation
-from mstore.merge.planning.greedy import Units, take
 from mstore.merge.planning.planner import Planner, Selection
-from mstore.merge.planning.request import Input, Request, resolve
+from mstore.merge.planning.ranking import Units, take
+from mstore.merge.planning.request import Request, resolve
 from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.objects.tensor import Tensor
 from mstore.sizes import Budget
 from mstore.stats.chunk import CHUNK
 from mstore.stats.histogram import Threshold
+from mstore.store.models import Input
 
 CHUNK_ELEMENTS = 1024
 SNAPSHOT = SnapshotId.of(b"s")

@@ -34,6 +34,8 @@ from mstore.blocks.schema import (
     CHILDREN,
     CONTENTS,
     NOTES,
+    PACK_IDS,
+    PACKS,
     PLANS,
     PRUNED,
     REFLOG,
@@ -46,8 +48,8 @@ from mstore.blocks.schema import (
     Sources,
 )
 from mstore.blocks.tables import Table
-from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, ManifestId, NoteId, PackId, PlanId, SnapshotId
+from mstore.errors import Corrupt, Incompatible
+from mstore.ids import ID_BYTES, BlockId, ManifestId, NoteId, PackId, PlanId, SnapshotId
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.stats import store as stats
 from mstore.store import listing, memo
@@ -218,17 +220,42 @@ def test_packs_keep_their_numbers_until_they_are_condemned(index: Index) -> None
     with index.env.write() as rows:
         index.name_packs(rows, [pack])
         number = (7).to_bytes(4, "big")
-        assert raw(index, rows, "packs") == {number: pack.id + (1 << 33).to_bytes(8, "big")}
+        assert raw(index, rows, "packs") == {
+            number: pack.id + (1 << 33).to_bytes(8, "big") + bytes(4)
+        }
         assert raw(index, rows, "pack_ids") == {pack.id: number}
         assert (index.pack_number(rows, pack.id), index.numbered_pack(rows, 7)) == (7, pack)
         assert list(index.named_packs(rows)) == [pack]
         index.condemn(rows, pack.id, leases)
         assert raw(index, rows, "condemned") == {
-            number: pack.id + (1 << 33).to_bytes(8, "big") + "".join(leases).encode()
+            number: pack.id + (1 << 33).to_bytes(8, "big") + bytes(4) + "".join(leases).encode()
         }
         assert index.condemned(rows) == [Condemned(7, pack.id, 1 << 33, leases)]
         assert index.pack_number(rows, pack.id) is None
         assert not index.has_number(rows, 7)
+
+
+def test_a_pack_elsewhere_is_refused(index: Index) -> None:
+    """No row of a pack at a place that is not known is read; a known place is told."""
+    pack, key = PackId(b"p" * 32), BlockId(b"a" * 32)
+    with index.env.write() as rows:
+        index.put(rows, PACKS, 7, (pack, 4096, 1))
+        index.put(rows, PACK_IDS, pack, 7)
+        index.put_row(rows, (Kind.BLOCK, key), encode(7, Entry(key, Kind.BLOCK, 0, 2, 4096, 1, 1)))
+    with index.env.read() as rows:
+        for read in (
+            lambda: index.block(rows, key),
+            lambda: list(index.packs(rows)),
+            lambda: list(index.named_packs(rows)),
+            lambda: index.numbered_pack(rows, 7),
+        ):
+            with pytest.raises(Incompatible, match=r"(?s)place 1.*pip install -U mstore"):
+                read()
+        index.places = (0, 1)
+        assert index.numbered_pack(rows, 7) == NamedPack(7, pack, 4096, 1)
+    with index.env.write() as rows:
+        index.condemn(rows, pack, ())
+        assert index.condemned(rows) == [Condemned(7, pack, 4096, (), 1)]
 
 
 # -- snapshots -------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from mstore import Store
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES
-from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, NotFound
+from mstore.errors import BadName, BadRequest, Conflict, Corrupt, MstoreError, NotFound
 from mstore.ids import NoteId, SnapshotId
 from mstore.notes import found, publish
-from mstore.objects.note import SIGNATURE, Note, packed
+from mstore.objects.note import REPLACED, SIGNATURE, Note, packed
 from mstore.phrases import Option
 from mstore.reports import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
 from mstore.signing import (
@@ -371,6 +371,10 @@ def mstore(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pro
 def test_sign_and_verify(mstore: Program, keys: Path, tmp_path: Path) -> None:
     """verify fails until a trusted key has signed, of --signers or of the user's own file."""
     assert mstore("verify", "a").status == 1
+    refused = mstore("sign", "a")
+    assert (refused.status, "--key" in refused.err) == (2, True)
+    assert f"hint: mstore --store {mstore.store} sign a --key FILE" in refused.err
+    assert "ssh-keygen -t ed25519" in refused.err
     signed = mstore.succeed("sign", "a", "--key", keys / "alice", "--as", "alice", "--json")
     assert signed.document["claimed_signer"] == "alice"
     done = mstore("verify", "--json")
@@ -442,9 +446,60 @@ def test_a_note_is_signed(store: Store, keys: Path) -> None:
     ]
     verified = store.verify("a", trusted)
     assert (verified.verified, verified.signatures) == (False, ())
-    assert store.show("a", signers=trusted).notes == (told,)
+    assert store.show("a", signers=trusted).notes == verified.notes == (told,)
+    store.note("a", {"mmlu": 0.7, "other": 1})
+    assert [one.state for one in store.verify("a", trusted).notes] == [REPLACED]
+    with pytest.raises(BadName) as refused:
+        store.sign("a", key, note="other")
+    (other,) = [one for one in store.notes_of("a") if one.key == "other"]
+    again = f"store.sign('{told.snapshot.short}', ..., note='{other.note.short}')"
+    assert refused.value.hint == again
     with pytest.raises(NotFound):
         store.sign("a", key, note="0" * 64)
+
+
+def test_verify_shows_signed_notes(
+    mstore: Program, store: Store, keys: Path, tmp_path: Path
+) -> None:
+    """A signed note has a line of its own, and unknown keys of notes are explained; only the
+    signatures of the snapshot decide."""
+    store.note("a", {"seen": True})
+    store.sign("a", load_key(keys / "bob"))
+    (note,) = store.note("a", {"mmlu": 0.62}, kind="evaluation")
+    store.sign("a", load_key(keys / "alice"), note=note.note)
+    signers = tmp_path / "signers"
+    signers.write_bytes(allowed(keys, "bob"))
+    told = mstore.succeed("verify", "a", "--signers", signers)
+    assert "note evaluation mmlu = 0.62: signed by an unknown key" in told.out
+    assert "to trust a key" in told.out
+    assert "seen" not in told.out
+    signers.write_bytes(allowed(keys, "alice"))
+    refused = mstore("verify", "a", "--signers", signers)
+    assert (refused.status, "0.62: signed by alice@x" in refused.out) == (1, True)
+    store.note("a", {"mmlu": 0.7})
+    again = mstore("verify", "a", "--signers", signers)
+    assert "note evaluation mmlu = 0.62 (replaced): signed by alice@x" in again.out
+
+
+def test_signed_notes_are_checked_wherever_they_are_listed(
+    mstore: Program, store: Store, keys: Path, tmp_path: Path
+) -> None:
+    """Also of a snapshot that is not signed itself, a note's signature is checked with the user's
+    own list: in show, log and note; unknown keys are explained where notes are listed."""
+    (note,) = store.note("a", {"mmlu": 0.62})
+    signed = mstore.succeed("sign", "a", "--key", keys / "alice", "--note", note.note)
+    assert signed.out.startswith(f"signed note {note.note.hex()[:12]} of ")
+    for verb in (["show", "a"], ["note", "a"]):
+        assert "signed by an unknown key" in mstore.succeed(*verb).out
+        assert "to trust a key" in mstore.succeed(*verb).out
+    own = tmp_path / "config" / "mstore" / "allowed_signers"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(allowed(keys, "alice"))
+    assert "mmlu = 0.62 (signed by alice@x)" in mstore.succeed("show", "a").out
+    shown = mstore.succeed("show", "a", "--json").document
+    (logged,) = mstore.succeed("log", "--json").document["snapshots"]
+    for report in (shown, logged):
+        assert report["notes"][0]["signatures"][0]["state"] == GOOD_SIGNATURE
 
 
 def test_a_signature_of_a_snapshot_is_none_of_a_note(store: Store, keys: Path) -> None:

@@ -496,3 +496,105 @@ def test_rows_that_another_type_cannot_hold_are_refused() -> None:
     odd = np.array([[1.0, np.inf]], dtype=ml_dtypes.bfloat16)
     places = Places(np.array([1]), np.array([0]))
     assert np.isinf(gathered(places, slice(0, 1), [own, odd], given, dtype, None)).any()
+
+
+# -- models of a snapshot ------------------------------------------------------------------------
+
+FORMS = {"": ml_dtypes.bfloat16, ".fp16": np.float16}
+
+
+def encoder(root: Path, number: str, tokens: Sequence[str], seed: int) -> None:
+    """A text encoder of a pipeline in two forms, and its tokenizer beside it."""
+    folder = root / f"text_encoder{number}"
+    for form, dtype in FORMS.items():
+        made = model(root / "made", tokens, dtype=dtype, seed=seed)
+        folder.mkdir(exist_ok=True)
+        (made / "model.safetensors").rename(folder / f"model{form}.safetensors")
+        for path in made.iterdir():
+            home = f"tokenizer{number}" if path.name == "tokenizer.json" else folder.name
+            (root / home).mkdir(exist_ok=True)
+            path.rename(root / home / path.name)
+        made.rmdir()
+
+
+def pipeline(root: Path, tokens: Sequence[str], seed: int) -> Path:
+    """A pipeline whose second text encoder has these tokens, and whose first has others."""
+    root.mkdir()
+    encoder(root, "", ["a", "b", "c"], 50)
+    encoder(root, "_2", tokens, seed)
+    (root / "model_index.json").write_text("{}")
+    return root
+
+
+def test_a_component_of_a_pipeline_is_aligned(place: Place) -> None:
+    """With REF:MODEL, tokens are those of the component's own tokenizer, which lies beside it; all
+    forms of the component get the rows, each in its type, and everything else stays."""
+    place.store.add(pipeline(place.root / "base", ["a", "b"], 1), name="base")
+    place.store.add(pipeline(place.root / "one", ["b", "x"], 2), name="one", base=None)
+    part = "text_encoder_2"
+    report = place.align(f"base:{part}", "one", keep_padding=False)
+    assert (report.tokens, report.rows) == (3, 3)
+    assert report.base.aligned() == f"aligned/base-{part}:{part}"
+    assert report.experts[0].aligned() == "aligned/one"
+    base, one = (place.store[told.ref] for told in (report.base, *report.experts))
+    for form, dtype in (("", ml_dtypes.bfloat16), ("@fp16", np.float16)):
+        for tensor in EMBEDDINGS:
+            name = f"{part}{form}:{tensor}"
+            rows, before = (found.tensor(name) for found in (base, place.store["base"]))
+            assert rows.dtype == dtype
+            assert same(rows[:2], before)
+            assert same(rows[2], place.store["one"].tensor(name)[1])
+    raw = base.read("tokenizer_2/tokenizer.json")
+    assert dict(tokenizers.parse(raw, "base").ids) == {"a": 0, "b": 1, "x": 2}
+    assert json.loads(base.read(f"{part}/config.json"))["vocab_size"] == 3
+    changed = {"tokenizer_2", part}
+    for name, found in (("base", base), ("one", one)):
+        files = {file.path for file in found.files()}
+        assert files == {file.path for file in place.store.files(name)}
+        differ = {file.path.split("/")[0] for file in place.store.diff(name, found).files}
+        assert differ == changed
+    request = MergeRequest(base=f"base:{part}", experts=["one"], method="linear")
+    place.store.merge(place.store.plan(report.applied(request)), name="merged")
+    merged = place.store["merged"].load(model=part)
+    assert same(merged[EMBEDDINGS[1]], one.load(model=part)[EMBEDDINGS[1]])
+
+
+def test_components_of_one_snapshot_are_aligned(place: Place) -> None:
+    """Two models of one snapshot are two members; each is stored with its own rows."""
+    place.store.add(pipeline(place.root / "base", ["b", "x"], 1), name="base")
+    report = place.align("base:text_encoder", "base:text_encoder_2", keep_padding=False)
+    told = [report.base.aligned(), report.experts[0].aligned()]
+    assert told == [
+        "aligned/base-text_encoder:text_encoder",
+        "aligned/base-text_encoder_2:text_encoder_2",
+    ]
+    for revision in told:
+        name, _, part = revision.partition(":")
+        assert len(place.store[name].load(model=part)[EMBEDDINGS[0]]) == report.rows == 4
+
+
+def test_forms_of_a_model_are_aligned_each_in_its_type(place: Place) -> None:
+    """A variant beside a model gets the rows of tokens, too, and keeps its type; an expert with one
+    form stands for the base's."""
+    for name, tokens in (("base", ["a", "b"]), ("one", ["b", "x"])):
+        place.add(name, tokens)
+    half = model(place.root / "half", ["b", "x"], dtype=np.float16, seed=3)
+    both = model(place.root / "both", ["a", "b"], seed=0)
+    (model(place.root / "other", ["a", "b"], dtype=np.float16) / "model.safetensors").rename(
+        both / "model.fp16.safetensors"
+    )
+    place.store.add(both, name="both", base=None)
+    report = place.align("both", "one", keep_padding=False)
+    found = place.store[report.base.ref]
+    for name, dtype in (("", ml_dtypes.bfloat16), ("@fp16:", np.float16)):
+        for tensor in EMBEDDINGS:
+            assert (found.tensor(name + tensor).dtype, len(found.tensor(name + tensor))) == (
+                dtype,
+                3,
+            )
+    (half / "model.safetensors").rename(half / "model.fp16.safetensors")
+    place.store.add(half, name="half", base=None)
+    report = place.align("base", "half", keep_padding=False)
+    rows = place.store[report.base.ref].tensor(EMBEDDINGS[0])
+    donor = place.store["half"].tensor(f"@fp16:{EMBEDDINGS[0]}")
+    assert same(rows[2], donor[1].astype(rows.dtype))

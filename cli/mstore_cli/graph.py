@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mstore_cli.output import printable, short
+from mstore_cli.output import noted, printable, short
 
 if TYPE_CHECKING:
     from mstore.ids import SnapshotId
@@ -22,11 +22,13 @@ GAP = "  "
 NARROWEST = 20
 
 
-def draw(snapshots: Sequence[SnapshotReport], width: int | None = None) -> list[str]:
+def draw(
+    snapshots: Sequence[SnapshotReport], width: int | None = None, *, notes: bool = False
+) -> list[str]:
     """Return the lines of the graph, children before parents, otherwise newest first.
 
     A parent that is not among `snapshots` is named and marked `(not shown)`.  Text beside a
-    snapshot wraps if it is longer than `width`.
+    snapshot wraps if it is longer than `width`. notes: below each, what was noted about it.
     """
     shown = {snapshot.snapshot: snapshot for snapshot in snapshots}
     lanes: Lanes = []
@@ -34,6 +36,9 @@ def draw(snapshots: Sequence[SnapshotReport], width: int | None = None) -> list[
     for snapshot in _children_first(snapshots):
         column = _lane_of(lanes, snapshot.snapshot)
         rows.append((_bars(lanes, {column: "*"}), _title(snapshot)))
+        if notes:
+            passing = _bars(lanes, {column: "|" if snapshot.parents else " "})
+            rows.extend((passing, f"{'note':<8} {noted(note)}") for note in snapshot.notes)
         rows.extend(_edges(lanes, column, snapshot.parents, shown))
     # Imported here because `mstore --help` must not pay for it.
     from mstore_cli.tables import wrapped

@@ -196,9 +196,19 @@ def author() -> str:
     """
     from mstore_cli import user_config
 
-    told = os.environ.get(AUTHOR_VARIABLE) or user_config.read()["author"]
-    if told:
-        return str(told)
+    return os.environ.get(AUTHOR_VARIABLE) or str(user_config.read()["author"]) or _user_at_host()
+
+
+def author_and_why() -> str:
+    """Return who makes snapshots, and where that was said if not in the user's settings."""
+    from mstore_cli import user_config
+
+    if os.environ.get(AUTHOR_VARIABLE):
+        return f"{author()} (${AUTHOR_VARIABLE})"
+    return author() if user_config.read()["author"] else f"{author()} (the default)"
+
+
+def _user_at_host() -> str:
     try:
         user = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

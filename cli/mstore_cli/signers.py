@@ -17,7 +17,7 @@ from mstore_cli.declared import Option
 from mstore_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from mstore.reports import SignatureReport
+    from mstore.reports import SignatureReport, SnapshotReport, VerifyReport
 
 SIGNERS_NAME = "allowed_signers"
 SignersOption = Annotated[
@@ -61,6 +61,13 @@ def how_to_trust(path: Path | None) -> tuple[str, ...]:
         f"to trust a key, add a line to {path}: NAME and the text of its .pub file",
         f'  {made}echo "NAME $(cat KEY.pub)" >> {shlex.quote(str(path))}',
     )
+
+
+def signatures_of(report: SnapshotReport | VerifyReport) -> Iterator[SignatureReport]:
+    """Yield the signatures of a snapshot and those of its notes."""
+    yield from report.signatures
+    for note in report.notes:
+        yield from note.signatures
 
 
 def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:

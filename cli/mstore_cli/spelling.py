@@ -27,6 +27,7 @@ _FLAGS: Final[Mapping[str, str]] = {
     "expert_budget": "--per-expert-budget",
     "experts": "--expert",
     "companions": "--with",
+    "every": "--all",
     "max_sparse_bytes": "--max-sparse",
     "output": "-o",
     "parameters": "--param",

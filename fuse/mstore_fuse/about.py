@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from mstore import lineage
 from mstore.objects.manifest import SAFETENSORS
 from mstore.plain import plain
 
@@ -50,11 +51,11 @@ class AboutStore:
     def _manifest(self, view: SnapshotView) -> dict[str, object]:
         files = [
             {**plain(file), "id": view.content_id(file.path).hex()}
-            for file in self._store.files(view.id)
+            for file in lineage.reported(view.manifest.files)
         ]
         tensors = [
-            {**plain(tensor), "id": view.tensors[tensor.name].hex()}
-            for tensor in self._store.tensors(view.id)
+            {**plain(lineage.tensor(view.models, name, view.record(name))), "id": id.hex()}
+            for name, id in view.tensors.items()
         ]
         return {
             "snapshot": view.id,

@@ -14,7 +14,7 @@ import msgspec
 from mstore.adapters.config import CONFIG, MAX_CONFIG, LoraConfig
 from mstore.adapters.fit import is_any_adapter, is_transposed, plan_adapter, require_product
 from mstore.adapters.targets import Product, is_adapter
-from mstore.checkpoint.models import full_name, own_name, split_name
+from mstore.checkpoint.models import full_name, own_name, renamed, split_name
 from mstore.errors import Incompatible
 from mstore.ids import ManifestId, TensorId
 from mstore.objects.applied import AppliedTensor, applied
@@ -90,11 +90,7 @@ class ModelPairs:
             merged = chosen(dict.fromkeys(base.tensors, ()), only, skip)
         taken &= {split_name(one)[0] for one in merged}
         self.without = _other_forms(base, taken, found)
-        self.base: Names = {
-            name: id
-            for name, id in base.tensors.items()
-            if (model := split_name(name)[0]) in taken and model not in self.without
-        }
+        self.base: Names = renamed(base.tensors, {one: one for one in taken - {*self.without}})
         self.pairs: tuple[Mapping[str, str], ...] = tuple(
             {ours: own for ours, own in pair.items() if ours not in self.without} for pair in found
         )
@@ -102,11 +98,8 @@ class ModelPairs:
 
     def own(self, expert: int) -> dict[str, TensorId]:
         """Return the tensors of an expert by the base's names, an adapter's as they are."""
-        return {
-            full_name(ours, name): id
-            for ours, theirs in self.pairs[expert].items()
-            for name, id in self._experts[expert].in_model(theirs).items()
-        }
+        names = {theirs: ours for ours, theirs in self.pairs[expert].items()}
+        return renamed(self._experts[expert].tensors, names)
 
 
 class Inputs:

@@ -148,7 +148,8 @@ class Adding(OpenStore):
                 only=tuple(only), skip=tuple(skip)
             )
             if kind == "delta" and base is not None:
-                self._clear(base)
+                self._real(base)
+                self._input(base)
             held = [] if chosen.snapshot is None else [chosen.snapshot]
             with contents.held(self._catalog, held):
                 one_add = partial(
@@ -165,6 +166,9 @@ class Adding(OpenStore):
                     progress=progress,
                 )
                 report = unless_overtaken(self._catalog, name, one_add)
+        if codec == "raw":
+            files = self._catalog.manifest(report.manifest).files
+            remarks += self._still_coded(files, report.blocks_total, name)
         return replace(
             report,
             remarks=remarks + report.remarks + _idle(exclusion, checkpoint),
@@ -216,8 +220,8 @@ class Adding(OpenStore):
         from mstore.add import NO_BASE, Base
 
         if base is not None:
-            name, model = self._split(base)
-            return Base(self._real(name), None, given=True, model=model)
+            own = self._stored(base)
+            return Base(own.snapshot, None, given=True, model=own.model)
         if not detect:
             return NO_BASE
         from mstore.nearest import nearest
@@ -411,11 +415,10 @@ class Adding(OpenStore):
         tensors or shapes), Corrupt, StorageFailed (statistics are missing, and this user may only
         read the store).
         """
-        from mstore.stats.analysis import Side, analyze
+        from mstore.stats.analysis import analyze
         from mstore.store import damage
 
-        found = [self._input(one) for one in (expert, base)]
-        sides = [Side(one.snapshot, one.name, one.model) for one in found]
+        sides = [self._input(one) for one in (expert, base)]
         with damage.placed(self._catalog, (side.snapshot for side in sides)):
             return analyze(
                 self._catalog,

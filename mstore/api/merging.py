@@ -14,10 +14,10 @@ from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, Revision, SnapshotId
-from mstore.phrases import Option, Phrase, call, few, phrase
+from mstore.phrases import Option, call, phrase
 from mstore.store import damage, refs
 from mstore.store import layout as layouts
-from mstore.store.models import models_in, tensors_of
+from mstore.store.models import Input, tensors_of, with_model
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -29,15 +29,14 @@ if TYPE_CHECKING:
     from mstore.merge.analysis.sweep import SweepReport
     from mstore.merge.methods.report import MethodReport
     from mstore.merge.planning.costs import Costs
-    from mstore.merge.planning.prepared import PreparedModel
+    from mstore.merge.planning.recipes import PreparedModel
     from mstore.merge.planning.report import PlanReport
-    from mstore.merge.planning.request import Input, Request
+    from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.running.ready import Ready
     from mstore.merge.running.replay import ReplayReport
     from mstore.merge.running.report import MergeReport
     from mstore.merge.virtual.deferred import MaterializeReport
-    from mstore.objects.manifest import Manifest
     from mstore.objects.plan import Plan
     from mstore.progress import ProgressCallback
     from mstore.requests import MergeRequest, RecipeRequest, Vocabulary
@@ -68,7 +67,7 @@ class Merging(OpenStore):
         Raises BadRequest, NotFound, Incompatible, StorageFailed; then no plan is stored.
         """
         from mstore.merge.planning.report import plan_report
-        from mstore.merge.planning.stored import plan_of_request
+        from mstore.merge.planning.session import plan_of_request
 
         began = time.monotonic()
         if keep:
@@ -193,7 +192,9 @@ class Merging(OpenStore):
     ) -> AlignReport:
         """Store base and experts of a merge again with the same token in the same row of each.
 
-        request: names the models; its other fields are only checked, as far as possible.
+        request: names the models; its other fields are only checked, as far as possible.  With
+        REF:MODEL of a pipeline, the tokenizer of `text_encoder_2` is that in `tokenizer_2`, all
+        forms of the model are rewritten (`@fp16`), and what else the snapshot has stays.
 
         Reads the models' tokenizer.json.  A model with another vocabulary is stored on a branch
         below `aligned/`: its embeddings are rewritten, its other tensors are shared, and tokenizer
@@ -220,19 +221,18 @@ class Merging(OpenStore):
                 ),
             )
         check_fields("Vocabulary", vocabulary)
-        named = [request.base, *(revision for revision, _ in request.weighted())]
-        models = list(zip(named, _inputs(resolved), strict=True))
+        models = [resolved.base, *resolved.experts]
         wishes = {}
         for token, row in vocabulary.tokens.items():
             check_fields("TokenRow", row)
-            model = None if row.model is None else self._clear(row.model)
+            model = None if row.model is None else self._input(row.model)
             wishes[token] = (model, row.token, row.force)
-        source: SnapshotId | None = models[0][1]
+        source: Input | None = resolved.base
         if vocabulary.source == UNION:
             source = None
         elif vocabulary.source not in (BASE, COMMON):
             try:
-                source = self._clear(vocabulary.source)
+                source = self._input(vocabulary.source)
             except (NotFound, BadName) as error:
                 raise BadRequest(
                     f"{vocabulary.source} is neither the base nor an expert",
@@ -244,7 +244,7 @@ class Merging(OpenStore):
                         common=Option("vocabulary", COMMON),
                     ),
                 ) from error
-        with contents.held(self._catalog, [id for _, id in models]):
+        with contents.held(self._catalog, _inputs(resolved)):
             return align(
                 self._catalog, vocabulary, models, wishes, source=source, progress=progress
             )
@@ -337,7 +337,7 @@ class Merging(OpenStore):
 
     def plans(self) -> list[PlanReport]:
         """Return every stored plan, sorted by base, method and cost."""
-        from mstore.merge.planning.stored import plan_reports
+        from mstore.merge.planning.report import plan_reports
 
         return plan_reports(self._catalog)
 
@@ -350,33 +350,10 @@ class Merging(OpenStore):
         experts = [self._input(revision) for revision, _ in request.weighted()]
         return resolve(
             request,
-            base=self._with_model(self._input(request.base), experts),
+            base=with_model(self._catalog, self._input(request.base), experts),
             experts=experts,
             companions={key: self._input(one) for key, one in request.companions.items()},
         )
-
-    def _with_model(self, base: Input, experts: Sequence[Input]) -> Input:
-        """Return the base with the model that experts were named with, if it was named without.
-
-        Raises BadRequest if that says not which one.
-        """
-        from mstore.merge.planning.request import Input
-
-        named = {one.model for one in experts if one.model is not None}
-        if base.model is not None or not named:
-            return base
-        models = models_in(self._catalog, self._catalog.manifest_of(base.snapshot)).named
-        if len(models) == 1:
-            (model,) = models
-        elif len(named) == 1 and named <= models.keys():
-            (model,) = named
-        else:
-            raise BadRequest(
-                f"which of the base's models is meant? It has {few([*models])}",
-                where=Option("base"),
-                hint=Option("base", f"{base.name}:MODEL"),
-            )
-        return Input(base.snapshot, base.name, model)
 
     def _warnings(self, id: PlanId, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         """Return what a plan alone does not show."""
@@ -584,7 +561,7 @@ class Merging(OpenStore):
         if tensors_of(self._catalog, made) == tensors_of(self._catalog, base):
             planned = replace(planned, remarks=planned.remarks + equal)
         if codec == "raw":
-            coded = self._still_coded(made, outcome.blocks_total, called)
+            coded = self._still_coded(made.files, outcome.blocks_total, called)
             planned = replace(planned, remarks=planned.remarks + coded)
         return merge_report(
             planned,
@@ -601,17 +578,6 @@ class Merging(OpenStore):
             blocks_reused=outcome.blocks_reused,
             seconds=time.monotonic() - began,
         )
-
-    def _still_coded(self, made: Manifest, total: int, name: str) -> tuple[Phrase, ...]:
-        """Return a remark if a result is not raw because the store had some of its blocks."""
-        from mstore.pins.spots import coded
-
-        count = len(coded(self._catalog, made.files))
-        told = (
-            "{count} of {total} blocks were stored before and stay coded; to store all raw: {pin}"
-        )
-        pin = call("pin", name, raw=True)
-        return (phrase(told, count=count, total=total, pin=pin),) if count else ()
 
     def _taken(self, plan: PlanId) -> Ready | None:
         """Return what the last report of a plan made ready, if it is this plan: for one run."""

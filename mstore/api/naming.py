@@ -261,7 +261,8 @@ class Naming(OpenStore):
     def remove_notes(
         self, revision: Revision, ids: Sequence[NoteId | str]
     ) -> tuple[NoteReport, ...]:
-        """Remove notes of a snapshot: they count no more.  Signatures cannot be removed.
+        """Remove notes of a snapshot: they count no more, and the newest other value of their key
+        counts again.  Signatures cannot be removed.
 
         ids: of the notes, or the beginnings of these.
 
@@ -316,7 +317,8 @@ class Naming(OpenStore):
         signers: what `signing.read_signers` returns.
         read_data: also read and check every byte.
 
-        A missing or unknown signature is not an error; `verified` is False then.
+        A missing or unknown signature is not an error; `verified` is False then.  Signatures of
+        notes are told, and vouch for no snapshot.
 
         Raises Corrupt (bytes that differ from what was signed), NotFound, Unavailable (no library
         to check with), StorageFailed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, RLock
@@ -14,11 +14,12 @@ from mstore.api.arguments import checked
 from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import Revision, SnapshotId
-from mstore.phrases import Option
+from mstore.phrases import Option, Phrase, call, phrase
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
+from mstore.store.models import Input, models_in, resolved
 
 ONCE = "once"
 ALWAYS = "always"
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from mstore.blocks.codecs import Policy
     from mstore.blocks.schema import Sources
     from mstore.ids import PlanId
-    from mstore.merge.planning.request import Input
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.running.ready import Ready
     from mstore.merge.virtual.blocks import VirtualBlocks
+    from mstore.objects.manifest import File
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
     from mstore.store.memo import Memo
@@ -66,7 +67,7 @@ class OpenStore:
         """Set the fields.  catalog: None opens it when it is first used."""
         self._author = author
         if catalog is not None:
-            catalog.author = self._told_author
+            catalog.author = lambda: self.author
         self._path = path
         self._place = os.path.realpath(path)
         self._opened = catalog
@@ -88,7 +89,7 @@ class OpenStore:
         self._cache: BlockCache | None = None
         self._cache_bytes = cache_bytes
         self._verify = verify
-        self._views: dict[SnapshotId, SnapshotView] = {}
+        self._views: dict[tuple[SnapshotId, str | None], SnapshotView] = {}
         self._views_lock = Lock()
         self._virtual: VirtualBlocks | None = None
         self._virtual_lock = Lock()
@@ -104,7 +105,7 @@ class OpenStore:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel as path and settings: another process opens the store when it first uses it."""
-        settings = (self._path, None, self._cache_bytes, self._verify, self._told_author())
+        settings = (self._path, None, self._cache_bytes, self._verify, self.author)
         return _store_later, (type(self), settings)
 
     @classmethod
@@ -116,18 +117,21 @@ class OpenStore:
         codec: str | None = None,
         shared: str | None = None,
         filesystem: str | None = None,
+        author: str | Callable[[], str] = "",
     ) -> Self:
         """Create a store in a new or empty directory.
 
         block_size: bytes, a power of two from 64 KiB to 16 MiB, fixed for the store's life.
-        codec, shared: as in `configure`. filesystem: as in `vouch`.
+        codec, shared: as in `configure`. filesystem: as in `vouch`. author: as in `open`.
 
         Raises Conflict (the directory is not empty), BadRequest (an invalid setting), Incompatible
         (a filesystem that is not known to be local), StorageFailed.
         """
         settings = {"codec": codec, "shared": shared, "filesystem": filesystem}
         given = {key: value for key, value in settings.items() if value is not None}
-        return cls(Catalog.create(Path(path), block_size, Config().changed(given)))
+        store = cls(Catalog.create(Path(path), block_size, Config().changed(given)))
+        store._author = author
+        return store
 
     @classmethod
     def open(
@@ -161,9 +165,6 @@ class OpenStore:
         store._begin(catalog.layout.root, catalog, cache_bytes, verify, author)
         return store
 
-    def _told_author(self) -> str:
-        return self._author if isinstance(self._author, str) else self._author()
-
     def _policy(self, codec: str | None) -> Policy:
         """Return the codecs that new blocks may use: `codec`, or the store's setting if None.
 
@@ -171,6 +172,17 @@ class OpenStore:
         """
         config = self._catalog.config
         return (config if codec is None else config.changed({"codec": codec})).codec
+
+    def _still_coded(self, files: Iterable[File], total: int, name: str) -> tuple[Phrase, ...]:
+        """Return a remark if a result is not raw because the store had some of its blocks."""
+        from mstore.pins.spots import coded
+
+        count = len(coded(self._catalog, files))
+        told = (
+            "{count} of {total} blocks were stored before and stay coded; to store all raw: {pin}"
+        )
+        pin = call("pin", name, raw=True)
+        return (phrase(told, count=count, total=total, pin=pin),) if count else ()
 
     @classmethod
     def open_checked(cls, path: str | Path, *, author: str | Callable[[], str] = "") -> Self:
@@ -246,7 +258,7 @@ class OpenStore:
                 raise closed(self._path)
             if self._opened is None:
                 self._opened, self._pid = Catalog.open(self._path), os.getpid()
-                self._opened.author = self._told_author
+                self._opened.author = lambda: self.author
             return self._opened
 
     @property
@@ -258,6 +270,11 @@ class OpenStore:
     def block_size(self) -> int:
         """The size of a full block in bytes."""
         return (self._opened or self._catalog).block_size
+
+    @property
+    def author(self) -> str:
+        """Who makes its snapshots and notes, as its opening told; empty if it did not."""
+        return self._author if isinstance(self._author, str) else self._author()
 
     def doubt(self) -> str | None:
         """Why this store is readable but not writable; None if it is writable.
@@ -312,51 +329,33 @@ class OpenStore:
                 self._remembered = Memo(layout.memo, self._remarks.append)
             return self._remembered
 
-    def _real(self, revision: Revision) -> SnapshotId:
-        """Resolve to a snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
-        id = self._whole(revision)
-        self._catalog.require_real(id, str(revision))
-        return id
-
     def _input(self, revision: Revision) -> Input:
-        """Return a snapshot to compute with, or one model of it: REF:MODEL.  Raises as `_clear`."""
-        from mstore.merge.planning.request import Input
+        """Resolve to what can be computed with: stored, and no tensor in two files of one model.
 
-        name, model = self._split(revision)
-        return Input(self._clear(name), str(revision), model)
-
-    def _split(self, revision: Revision) -> tuple[Revision, str | None]:
-        """Return the revision and the model of REF:MODEL; None: no model is named.
-
-        Raises NotFound for a model that the snapshot does not have.
+        Raises as `_stored`, and Incompatible.
         """
-        from mstore.store.models import model_of, models_in, snapshot_of
+        found = self._stored(revision)
+        manifest = self._catalog.manifest_of(found.snapshot)
+        models_in(self._catalog, manifest).require_one_each(found.name)
+        return found
 
-        model = model_of(revision) if isinstance(revision, str) else None
-        if model is None:
-            return revision, None
-        name = snapshot_of(str(revision))
-        id = self._catalog.resolve(name)
-        models_in(self._catalog, self._catalog.manifest_of(id)).model(model, name)
-        return name, model
+    def _stored(self, revision: Revision) -> Input:
+        """Resolve to what has its bytes stored.  Raises as `_whole`, BadRequest (virtual)."""
+        found = self._whole(revision)
+        self._catalog.require_real(found.snapshot, found.name)
+        return found
 
-    def _clear(self, revision: Revision) -> SnapshotId:
-        """Resolve to a snapshot to compute with: stored, and no tensor in two files of one model.
+    def _real(self, revision: Revision) -> SnapshotId:
+        """Resolve to a whole snapshot whose bytes are stored.  Raises as `_stored`."""
+        # REF:MODEL is none.
+        self._catalog.resolve(revision)
+        return self._stored(revision).snapshot
 
-        Raises as `_real`, and Incompatible.
-        """
-        from mstore.store.models import models_in
-
-        id = self._real(revision)
-        manifest = self._catalog.manifest_of(id)
-        models_in(self._catalog, manifest).require_one_each(str(revision))
-        return id
-
-    def _whole(self, revision: Revision) -> SnapshotId:
-        """Resolve to a snapshot whose contents were not pruned.  Raises NotFound, BadName."""
-        id = self._catalog.resolve(revision)
+    def _whole(self, revision: Revision) -> Input:
+        """Resolve REF or REF:MODEL, whose contents were not pruned.  Raises NotFound, BadName."""
+        id, model = resolved(self._catalog, revision)
         contents.require(self._catalog, id, str(revision))
-        return id
+        return Input(id, str(revision), model)
 
     def _reflog_days(self, days: int | None) -> int:
         if days is None:

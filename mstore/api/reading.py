@@ -18,6 +18,7 @@ from mstore.ids import Buffer, Revision, SnapshotId
 from mstore.objects.note import SIGNATURE
 from mstore.phrases import Option, call
 from mstore.store import contents, damage, leases
+from mstore.store.models import resolved, with_model
 
 if TYPE_CHECKING:
     from mstore.api.snapshot import Snapshot
@@ -42,27 +43,29 @@ class Reading(OpenStore):
     def view(self, revision: Revision) -> SnapshotView:
         """Return a snapshot as read-only files, as a mount shows it.
 
+        REF:MODEL: one model, by the paths in its directory, with what lies beside it there.
+
         Raises NotFound (also if its contents were pruned), BadName.
         """
         from mstore.block_cache import CACHE_BYTES, BlockCache
         from mstore.view import SnapshotView
 
-        id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
-        contents.require(self._catalog, id, str(revision))
+        asked = self._whole(revision)
+        key = asked.snapshot, asked.model
         with self._views_lock:
-            view = self._views.pop(id, None)
+            view = self._views.pop(key, None)
             if self._cache is None:
                 limit = CACHE_BYTES if self._cache_bytes is None else self._cache_bytes
                 self._cache = BlockCache(
                     self._catalog, limit, self._computing, check_always=self._verify == ALWAYS
                 )
         # Outside of the lock: whoever asks for another snapshot need not wait for this one.
-        made = view or SnapshotView(self._catalog, id, self._cache)
+        made = view or SnapshotView(self._catalog, asked.snapshot, self._cache, model=asked.model)
         with self._views_lock:
-            view = self._views.pop(id, made)
+            view = self._views.pop(key, made)
             # Evict the least recently used view, so that `tensor` after `tensor` decodes one
             # manifest.
-            self._views[id] = view
+            self._views[key] = view
             if len(self._views) > VIEWS_KEPT:
                 del self._views[next(iter(self._views))]
         return view
@@ -116,7 +119,7 @@ class Reading(OpenStore):
         every: bool = False,
         signers: Mapping[bytes, str] | None = None,
     ) -> tuple[NoteReport, ...]:
-        """Return what was noted about a snapshot, by kind and key: the values that count.
+        """Return what was noted about a snapshot, by key: the values that count.
 
         every: also values that newer ones replaced, and those that were removed.
         signers: as for `log`.
@@ -151,12 +154,19 @@ class Reading(OpenStore):
         return notes.reports(found, signed, every=every), signed.get(None, ())
 
     def files(self, revision: Revision) -> list[FileReport]:
-        """Return the files of a snapshot, by path.  Raises NotFound, BadName."""
-        return lineage.files(self._catalog, self._catalog.resolve(revision))
+        """Return the files of a snapshot, or of a model (REF:MODEL), by path.
+
+        Raises NotFound, BadName.
+        """
+        return lineage.files(self._catalog, *resolved(self._catalog, revision))
 
     def tensors(self, revision: Revision) -> list[TensorReport]:
-        """Return the tensors of a snapshot, in file and data order.  Raises NotFound, BadName."""
-        return lineage.tensors(self._catalog, self._whole(revision))
+        """Return the tensors of a snapshot, or of a model (REF:MODEL), in file and data order.
+
+        Raises NotFound, BadName.
+        """
+        asked = self._whole(revision)
+        return lineage.tensors(self._catalog, asked.snapshot, asked.model)
 
     def read_file(self, revision: Revision, path: str) -> Iterator[Buffer]:
         """Yield the bytes of one file, block by block.
@@ -190,15 +200,13 @@ class Reading(OpenStore):
         """
         from mstore.diff import diff
 
-        (a, ours), (b, theirs) = self._split(a), self._split(b)
         older, newer = self._whole(a), self._whole(b)
-        with contents.held(self._catalog, [older, newer]):
+        with contents.held(self._catalog, [older.snapshot, newer.snapshot]):
             return diff(
                 self._catalog,
                 older,
                 newer,
                 blocks=blocks,
-                models=(ours, theirs),
                 threads=thread_count(threads),
                 statistics=None if values else self._statistics,
                 computing=self._computing,
@@ -217,6 +225,7 @@ class Reading(OpenStore):
     ) -> CompareReport:
         """Report how far models moved from their common base, and the cosines of their changes.
 
+        models: snapshots, or one model of each (REF:MODEL).
         base: the model that they were made from; None: the nearest one that lineage knows of all.
         by: tensor, layer or model, what the parts of the report are. only, skip: patterns of tensor
         names, as in `plan`.
@@ -230,11 +239,10 @@ class Reading(OpenStore):
         BadName, Incompatible (no tensor in common), Corrupt, StorageFailed.
         """
         from mstore.compare import Reads, common_base, compare
-        from mstore.stats.analysis import Side
 
         if not models:
             raise BadRequest("there is no model to compare", hint=call("compare", "REF", "REF"))
-        sides = [Side(self._real(model), str(model)) for model in models]
+        sides = [self._stored(model) for model in models]
         if base is None:
             found = common_base(self._catalog, [side.snapshot for side in sides])
             if found is None:
@@ -243,7 +251,7 @@ class Reading(OpenStore):
                 )
             names = {ref.snapshot_id(): name for name, ref in self._catalog.refs().items()}
             base = names.get(found, found.short)
-        own = Side(self._real(base), str(base))
+        own = with_model(self._catalog, self._stored(base), sides)
         with damage.placed(self._catalog, (side.snapshot for side in (own, *sides))):
             return compare(
                 *(self._catalog, self._statistics, own, sides),
@@ -266,7 +274,9 @@ class Reading(OpenStore):
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> DirectoryDiffReport:
-        """Report how a directory, or one file, differs from a snapshot.
+        """Report how a directory, or one file, differs from a snapshot, or from a model of it.
+
+        Of REF:MODEL it compares the files that `view` shows, and calls tensors MODEL:NAME.
 
         Hashes every byte and writes nothing, neither in the store nor in the directory. exclude,
         default_excludes: as in `add`; they never leave out what the snapshot holds.  Raises
@@ -276,11 +286,11 @@ class Reading(OpenStore):
         from mstore.checkpoint.exclusion import Exclusion
         from mstore.directory_diff import diff_directory
 
-        id = self._whole(revision)
-        with contents.held(self._catalog, [id]):
+        asked = self._whole(revision)
+        with contents.held(self._catalog, [asked.snapshot]):
             return diff_directory(
                 self._catalog,
-                id,
+                asked,
                 Path(directory),
                 exclusion=Exclusion.chosen(exclude, defaults=default_excludes),
                 blocks=blocks,
@@ -302,6 +312,7 @@ class Reading(OpenStore):
     ) -> CheckoutReport:
         """Write a byte-exact copy into a new or empty directory.
 
+        revision: a snapshot, or REF:MODEL, of which it writes what `view` shows.
         only: patterns of the paths to write, such as `*.json`; without any, all files.
         shared: also write if other users, whom you trust, may rename and remove entries in the
         parent directory.

@@ -17,7 +17,7 @@ from mstore.objects.snapshot import SnapshotRecord
 if TYPE_CHECKING:
     import numpy as np
 
-    from mstore.lineage import FileReport, ParentReport, SnapshotReport
+    from mstore.lineage import FileReport, OriginReport, ParentReport, SnapshotReport
     from mstore.progress import ProgressCallback
     from mstore.safe_open import SafeOpen
     from mstore.view import SnapshotView
@@ -85,8 +85,23 @@ class Snapshot:
 
     @property
     def parents(self) -> tuple[ParentReport, ...]:
-        """Role (previous, base, expert), snapshot and refs of each parent."""
+        """Role (previous, base, expert, companion), snapshot and refs of each parent."""
         return lineage.parents(self._record, lineage.names_of(self._store._catalog))
+
+    @property
+    def made(self) -> str:
+        """By what it came to be: add, merge, prepare, cast, align, extract or combine."""
+        return self._record.made
+
+    @property
+    def origin(self) -> OriginReport | None:
+        """Where it came from; None if that is not known, or it was made here."""
+        return lineage.origin(self._record)
+
+    @property
+    def author(self) -> str:
+        """Who made it, as they told; empty if nobody said."""
+        return self._record.author
 
     @property
     def message(self) -> str:

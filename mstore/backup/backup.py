@@ -35,7 +35,7 @@ from mstore.blocks import index_copy
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
 from mstore.blocks.pack_files import PackFiles
-from mstore.blocks.pack_store import is_whole
+from mstore.blocks.pack_store import HERE, Places, is_whole
 from mstore.blocks.packs import PackGone
 from mstore.blocks.schema import PRUNED, Condemned, NamedPack
 from mstore.check.affected import Affected, AffectedTensors
@@ -229,7 +229,7 @@ class _Backup:
                 staged[pack.id] = path
                 continue
             try:
-                packs.copy(self._catalog.packs, pack.id, path, tick)
+                packs.copy(self._catalog.places[pack.place], pack.id, path, tick)
             except Corrupt as error:
                 if not source.names(self._catalog.index, pack.id):
                     raise Moved from error
@@ -340,7 +340,11 @@ class _Backup:
                 into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
                 leases.sweep(layout, index)
                 waiting = condemned.listed(index)
-                removed = [] if into.is_read() else condemned.sweep(layout, index, self._packs)
+                removed = (
+                    []
+                    if into.is_read()
+                    else condemned.sweep(layout, index, Places({HERE: self._packs}))
+                )
                 unknown = generation.unknown_packs(self._packs, index)
             aside = lost_found.put_aside(layout, self._packs, unknown)
         with suppress(StorageFailed):

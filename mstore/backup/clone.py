@@ -152,7 +152,7 @@ class _Clone:
     def _copy(self, pack: NamedPack, all_packs: list[NamedPack]) -> Path:
         """Copy one pack of the source, and return where the copy lies."""
         path = packs.staged(self._layout.incoming, pack.id)
-        origin = self._catalog.packs
+        origin = self._catalog.places[pack.place]
         tick = self._ticks.of("clone", sum(one.size for one in all_packs))
         try:
             packs.copy(origin, pack.id, path, tick)

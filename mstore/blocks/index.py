@@ -15,7 +15,7 @@ so that the caller decides what is one atomic step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, TypeVar
@@ -24,6 +24,7 @@ from mstore.blocks import location
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import Cursor, IndexTransaction
 from mstore.blocks.location import Key, Location, Row
+from mstore.blocks.pack_store import HERE, unknown_place
 from mstore.blocks.packs import Footer, Kind, SealedPack
 from mstore.blocks.schema import (
     BACKUP,
@@ -59,6 +60,8 @@ class Index:
         self.env = Environment.acquire(path, DATABASES, create=create)
         self.moved: set[str] = set()
         """Refs that this process moved since the set was cleared; the mirror needs them."""
+        self.places: Container[int] = (HERE,)
+        """Where packs may lie.  A row of a pack elsewhere raises Incompatible when it is read."""
         self._pack_ids: dict[int, PackId] = {}
         self._epoch = 0
         self._closing = Lock()
@@ -384,8 +387,8 @@ class Index:
 
     def packs(self, transaction: IndexTransaction) -> Iterator[tuple[PackId, int]]:
         """Yield (PackId, size in bytes) of every pack."""
-        for _, named in self.walk(transaction, PACKS):
-            yield named
+        for pack in self.named_packs(transaction):
+            yield pack.id, pack.size
 
     def pack_ids(self, transaction: IndexTransaction) -> Iterator[bytes]:
         """Yield the id of every pack that the index names.  Neither reads nor checks rows."""
@@ -394,12 +397,17 @@ class Index:
     def named_packs(self, transaction: IndexTransaction) -> Iterator[NamedPack]:
         """Yield every pack that the index names, by number."""
         for number, named in self.walk(transaction, PACKS):
-            yield NamedPack(number, *named)
+            yield self._named(number, *named)
 
     def numbered_pack(self, transaction: IndexTransaction, number: int) -> NamedPack | None:
         """Return the pack that has this number, or None."""
         named = self.get(transaction, PACKS, number)
-        return None if named is None else NamedPack(number, *named)
+        return None if named is None else self._named(number, *named)
+
+    def _named(self, number: int, id: PackId, size: int, place: int) -> NamedPack:
+        if place not in self.places:
+            raise unknown_place(place)
+        return NamedPack(number, id, size, place)
 
     def has_number(self, transaction: IndexTransaction, number: int) -> bool:
         """Return whether a pack has this number; does not check the row."""
@@ -410,9 +418,9 @@ class Index:
         return self.get(transaction, PACK_IDS, pack)
 
     def name_packs(self, transaction: IndexTransaction, packs: Iterable[NamedPack]) -> None:
-        """Insert the rows of packs under the numbers that they have."""
+        """Insert the rows of packs of this directory, under the numbers that they have."""
         for pack in packs:
-            self.put(transaction, PACKS, pack.number, (pack.id, pack.size))
+            self.put(transaction, PACKS, pack.number, (pack.id, pack.size, HERE))
             self.put(transaction, PACK_IDS, pack.id, pack.number)
 
     def insert_pack(self, transaction: IndexTransaction, pack: SealedPack | Footer) -> None:
@@ -475,15 +483,17 @@ class Index:
         if named is None:
             raise Corrupt("the pack has two numbers, or none", where=f"pack {pack.hex()}")
         names = tuple(lease.encode("ascii", "replace") for lease in leases)
-        self.put(transaction, CONDEMNED, number, (named.id, named.size, names))
+        self.put(transaction, CONDEMNED, number, (named.id, named.size, named.place, names))
         self.delete(transaction, PACKS, number)
         self.delete(transaction, PACK_IDS, pack)
 
     def condemned(self, transaction: IndexTransaction) -> list[Condemned]:
         """Return every condemned pack whose file may still exist."""
         return [
-            Condemned(number, pack, size, tuple(name.decode("ascii", "replace") for name in names))
-            for number, (pack, size, names) in self.walk(transaction, CONDEMNED)
+            Condemned(
+                number, pack, size, tuple(name.decode("ascii", "replace") for name in names), place
+            )
+            for number, (pack, size, place, names) in self.walk(transaction, CONDEMNED)
         ]
 
     def forget_condemned(self, transaction: IndexTransaction, packs: Iterable[Condemned]) -> None:

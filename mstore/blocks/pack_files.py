@@ -18,7 +18,7 @@ from threading import Condition
 
 from mstore import fs
 from mstore.blocks import packs
-from mstore.blocks.pack_store import HERE, Packs
+from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import (
     Footer,
     Outdated,
@@ -27,7 +27,7 @@ from mstore.blocks.packs import (
     open_pack,
     read_footer,
 )
-from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed, Unavailable
+from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
 from mstore.ids import ID_BYTES, PackId
 from mstore.phrases import call
 
@@ -389,8 +389,6 @@ class ScatteredPacks(PackFiles):
         return iter(sorted(self._elsewhere))
 
 
-def packs_at(place: str, store: Path) -> Packs:
-    """Open the packs of a store that lie at this place. Raises Incompatible for one that is new."""
-    if place != HERE:
-        raise Incompatible("this mstore knows no such place of packs", where=place)
-    return PackFiles(store / "packs")
+def places_of(store: Path) -> Places:
+    """Open the packs of a store, at each place."""
+    return Places({HERE: PackFiles(store / "packs")})

@@ -9,13 +9,14 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from mstore import fs
 from mstore.blocks.packs import Footer, PackGone, SealedPack
-from mstore.errors import Corrupt, Unavailable
+from mstore.errors import Corrupt, Incompatible, Unavailable
 from mstore.ids import Buffer, PackId
 
-HERE = "here"
+HERE: Final = 0
 """The place of packs that lie in the store's own directory."""
 
 
@@ -169,3 +170,19 @@ def is_whole(packs: Packs, pack: PackId, size: int) -> bool:
         return packs.table(pack).size == size
     except Corrupt:
         return False
+
+
+class Places(dict[int, Packs]):
+    """The packs of each place that is known, by its number in the index."""
+
+    def __missing__(self, place: int) -> Packs:
+        raise unknown_place(place)
+
+
+def unknown_place(place: int) -> Incompatible:
+    """Return the error for a pack at a place that this version does not know."""
+    return Incompatible(
+        "a pack lies where this mstore cannot read",
+        where=f"place {place}",
+        hint="pip install -U mstore",
+    )

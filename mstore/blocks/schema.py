@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from mstore.blocks import location
+from mstore.blocks.pack_store import HERE
 from mstore.blocks.tables import (
     EMPTY,
     Table,
@@ -34,11 +35,12 @@ _IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTE
 
 
 class NamedPack(msgspec.Struct, frozen=True):
-    """A pack by its number in the index, its id, and its size in bytes."""
+    """A pack by its number in the index, its id, its size in bytes, and where it lies."""
 
     number: int
     id: PackId
     size: int
+    place: int = HERE
 
 
 class Condemned(msgspec.Struct, frozen=True):
@@ -48,6 +50,7 @@ class Condemned(msgspec.Struct, frozen=True):
     pack: PackId
     size: int
     leases: tuple[str, ...]
+    place: int = HERE
 
 
 class BackupRow(msgspec.Struct, frozen=True):
@@ -139,8 +142,8 @@ RECORDS: Final = Table(
 PACKS: Final = Table(
     "packs",
     form(number(4, "pack number")),
-    form(id_of(PackId), number(8, "size")),
-    "the number of a pack; it is never reused",
+    form(id_of(PackId), number(8, "size"), number(4, "place")),
+    "a pack by its number, which is never reused; place 0 is `packs/`, and no other is written",
 )
 PACK_IDS: Final = Table(
     "pack_ids", form(id_of(PackId)), form(number(4, "pack number")), "the same, by id"
@@ -151,6 +154,7 @@ CONDEMNED: Final = Table(
     form(
         id_of(PackId),
         number(8, "size"),
+        number(4, "place"),
         many(raw("", LEASE_NAME_BYTES), "16 hex digits of each lease that existed then"),
     ),
     "no location names this pack; its file goes with the last of these leases",

@@ -110,9 +110,7 @@ def cast(
     """
     began = time.monotonic()
     told = CASTS[dtype]
-    branch = (
-        branch_below(BRANCHES, f"{model[0].replace(':', '-')}-{told}") if name is None else name
-    )
+    branch = branch_below(BRANCHES, f"{model[0]}-{told}") if name is None else name
     manifest = catalog.manifest_of(model[1])
     plan = _Plan(catalog, manifest, of, dtype, only, skip, model[0])
     with Transaction(catalog, f"cast {branch}") as transaction:
@@ -232,7 +230,7 @@ class _Plan:
         self._dtype = dtype
         self._where = where
         models = models_in(catalog, manifest)
-        weights = [file for model in models.named for file in models.files(model)]
+        weights = [file for model in models.named for file in models.weights(model)]
         parts = [part for file in weights for part in file.tensors()]
         ids = [part.tensor_id() for part in parts]
         self._records = dict(zip(ids, catalog.tensors(ids), strict=True))
@@ -251,7 +249,7 @@ class _Plan:
             own = model.path(CONFIG)
             path = own if manifest.file(own) is not None else CONFIG
             config = config_of(catalog, manifest, path)
-            files = models.files(model.name)
+            files = models.weights(model.name)
             self._take(catalog, model, files, config, inherited=path != own)
         for file in manifest.files:
             if file.form == OPAQUE and posixpath.basename(file.path) == CONFIG:

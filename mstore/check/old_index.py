@@ -86,8 +86,8 @@ class OldIndex:
         self.plans, _ = self._rows(file, databases, PLANS)
         packs, _ = self._rows(file, databases, PACKS)
         condemned, _ = self._rows(file, databases, CONDEMNED)
-        self.condemned = {pack for pack, _, _ in condemned.values()}
-        self.packs = self.condemned | {pack for pack, _ in packs.values()}
+        self.condemned = {pack for pack, *_ in condemned.values()}
+        self.packs = self.condemned | {pack for pack, *_ in packs.values()}
         self.reflog, self.is_reflog_whole = self._rows(file, databases, REFLOG)
         # Rows come in the order of positions, so the newest comes last.
         self.moves = {name: move for (name, _), move in self.reflog.items()}

@@ -15,6 +15,7 @@ import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from mstore.checkpoint import strangers
@@ -28,7 +29,15 @@ from mstore.checkpoint.exclusion import (
     is_pickled_top,
 )
 from mstore.checkpoint.header import MIB, Header, HeaderLimits, TensorSlot, read_header
-from mstore.checkpoint.models import Model, full_name, is_index, models_of, single_of
+from mstore.checkpoint.models import (
+    Model,
+    full_name,
+    is_index,
+    models_of,
+    own_name,
+    single_of,
+    split_name,
+)
 from mstore.checkpoint.paths import (
     INDEX_SUFFIX,
     SAFETENSORS_SUFFIX,
@@ -39,7 +48,7 @@ from mstore.checkpoint.paths import (
 )
 from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
 from mstore.checkpoint.strict_json import parse_object
-from mstore.checkpoint.tree import Found, Tree, several, told, walk
+from mstore.checkpoint.tree import Found, Tree, each_alone, several, told, walk
 from mstore.errors import BadCheckpoint
 from mstore.frozen import frozen
 from mstore.phrases import Phrase, call, few, joined, phrase
@@ -168,8 +177,8 @@ def scan(
     Raises NotFound if `path` does not exist, StorageFailed on I/O errors, and BadCheckpoint for
     what `tree.walk` refuses, a header that `read_header` refuses, an index that names a missing
     shard, some of several numbered shards without an index, more tensors than the limits allow, a
-    directory of several models, and a checkpoint without any .safetensors file.  What loaders read
-    all the same is kept as it is, and noted.
+    model with earlier states below, and a checkpoint without any .safetensors file.  What loaders
+    read all the same is kept as it is, with a remark.
     """
     tree = walk(
         path,
@@ -181,7 +190,7 @@ def scan(
     _require_safetensors(tree, path)
     _refuse_pickled_top(tree)
     files = _sources(tree, replacement, limits)
-    _refuse_several(tree, files)
+    _refuse_copies(tree, files)
     by_path = {file.path: file for file in files}
     remarks: list[str] = []
     maps: dict[str, dict[str, str]] = {}
@@ -196,7 +205,8 @@ def scan(
         remarks += _require_all_shards(by_path, str(path))
     remarks += filter(None, map(_pointer_remark, files))
     models = models_of(by_path, lambda index: maps[index])
-    return Checkpoint(tree.root, path, files, models, tree.excluded, tuple(remarks))
+    found = Checkpoint(tree.root, path, files, models, tree.excluded, tuple(remarks))
+    return replace(found, remarks=(*remarks, *_remark_of_several(found)))
 
 
 @contextmanager
@@ -318,43 +328,51 @@ def _refuse_pickled_top(tree: Tree) -> None:
     raise refusal
 
 
-def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:
-    """Refuse whole models side by side: each is mostly meant as a snapshot of its own.
+def _remark_of_several(checkpoint: Checkpoint) -> Iterator[Phrase]:
+    """Yield a remark about models side by side: each may be meant as a snapshot of its own.
 
-    A snapshot may hold several, as a pipeline does.  Then their tensors differ, or a file at the
-    top names them.
+    Forms of one model may have the same tensors, and so may those that a file at the top names.
     """
+    top = {file.path for file in checkpoint.files if "/" not in file.path}
+    places = {one.name.partition("@")[0]: one for one in reversed(checkpoint.models)}
+    is_one = "" in places or any(path.endswith(PICKLE_SUFFIXES) for path in top)
+    if is_one or top & _TOP_OF_ONE:
+        return
+    seen: dict[str, str] = {}
+    for full in checkpoint.tensors():
+        model, name = split_name(full)
+        place = model.partition("@")[0]
+        other = seen.setdefault(name, place)
+        if other != place:
+            paths = [
+                one.directory if own_name(one.directory) == own else one.files[0]
+                for own, one in sorted(places.items())
+            ]
+            yield phrase(
+                "one snapshot of {count} models: {one} and {other} both have the tensor {name}; "
+                "{add} stores each as a snapshot of its own",
+                count=len(places),
+                one=quoted(other),
+                other=quoted(place),
+                name=quoted(name),
+                add=each_alone(checkpoint.shown, paths),
+            )
+            return
+
+
+def _refuse_copies(tree: Tree, files: tuple[SourceFile, ...]) -> None:
+    """Refuse a model with earlier states of it below, as a training run leaves them."""
     paths = {file.path for file in files}
-    top = {path for path in paths if "/" not in path}
     models: dict[str, set[str]] = {}
     for file in files:
         directory = posixpath.dirname(file.path)
         if file.header is not None and posixpath.join(directory, "config.json") in paths:
             names = models.setdefault(directory, set())
             names.update(slot.name for slot in file.header.tensors)
-    own = models.pop("", None)
-    if own is not None and not top & _TOP_OF_A_PIPELINE:
-        _refuse_copies(tree, own, models)
-    if top & _TOP_OF_ONE or any(
-        path.endswith((SAFETENSORS_SUFFIX, *PICKLE_SUFFIXES)) for path in top
-    ):
+    own = models.pop("", set())
+    if paths & _TOP_OF_A_PIPELINE:
         return
-    seen: dict[str, str] = {}
-    for directory, names in models.items():
-        for name in names:
-            other = seen.setdefault(name, directory)
-            if other != directory:
-                raise several(
-                    tree.shown,
-                    f"holds {len(models)} models, not one: {quoted(other)} and {quoted(directory)} "
-                    f"both have the tensor {quoted(name)}",
-                    sorted(models),
-                )
-
-
-def _refuse_copies(tree: Tree, own: set[str], below: Mapping[str, set[str]]) -> None:
-    """Refuse a model with earlier states of it below, as a training run leaves them."""
-    shared = {directory: own & names for directory, names in below.items() if own & names}
+    shared = {directory: own & names for directory, names in models.items() if own & names}
     if not shared:
         return
     first = min(shared)

@@ -26,7 +26,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -44,6 +44,7 @@ _NUMBERED = re.compile(r"(?P<rest>.+)-(?P<number>[0-9]{1,6})-of-(?P<of>[0-9]{1,6
 _VARIANT = re.compile(rf"(?P<stem>{'|'.join(STEMS[:3])})\.(?P<variant>[\w-]+)", re.ASCII)
 _CONSOLIDATED = re.compile(r"consolidated\.[0-9]{1,6}")
 
+_Value = TypeVar("_Value")
 WeightMap = Mapping[str, str]
 """Of an index: tensor -> shard, a path relative to the index's directory."""
 
@@ -82,9 +83,27 @@ def name_in_model(full: str) -> str:
     return split_name(full)[1]
 
 
+def renamed(tensors: Mapping[str, _Value], models: Mapping[str, str]) -> dict[str, _Value]:
+    """Return the tensors of some models, called as if the models had other names.
+
+    models: the other names, by those that they have.
+    """
+    found = {}
+    for full, value in tensors.items():
+        model, name = split_name(full)
+        if model in models:
+            found[full_name(models[model], name)] = value
+    return found
+
+
 def is_index(path: str) -> bool:
     """Return whether a path is that of a shard index, of a variant or not."""
     return _INDEX.fullmatch(posixpath.basename(path)) is not None
+
+
+def is_weights(path: str) -> bool:
+    """Return whether a file may be one of a model: weights, or a shard index."""
+    return path.endswith(SAFETENSORS_SUFFIX) or is_index(path)
 
 
 def single_of(index: str) -> str:
@@ -103,7 +122,7 @@ def models_of(paths: Iterable[str], weight_map: Callable[[str], WeightMap]) -> t
     """
     directories: dict[str, set[str]] = {}
     for path in paths:
-        if path.endswith(SAFETENSORS_SUFFIX) or is_index(path):
+        if is_weights(path):
             directories.setdefault(posixpath.dirname(path), set()).add(path)
     every = {path for found in directories.values() for path in found}
     groups = {

@@ -219,13 +219,14 @@ def _is_sparse(status: os.stat_result) -> bool:
 
 def several(where: Path, what: str, directories: Sequence[str]) -> BadCheckpoint:
     """Return the error for a directory of several models, with the call that adds them."""
-    paths = [str(where / each) for each in directories[:_PATHS_SHOWN]]
-    more = ["..."] if len(directories) > _PATHS_SHOWN else []
-    return BadCheckpoint(
-        what,
-        where=str(where),
-        hint=call("add", *paths, *more, name_prefix=f"{name_for(where)}/"),
-    )
+    return BadCheckpoint(what, where=str(where), hint=each_alone(where, directories))
+
+
+def each_alone(where: Path, below: Sequence[str]) -> Call:
+    """Return the call that adds each of these files and directories as a snapshot of its own."""
+    paths = [str(where / each) for each in below[:_PATHS_SHOWN]]
+    more = ["..."] if len(below) > _PATHS_SHOWN else []
+    return call("add", *paths, *more, name_prefix=f"{name_for(where)}/")
 
 
 def _refuse_hub(files: Sequence[Found], shown: Path) -> None:

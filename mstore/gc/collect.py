@@ -298,7 +298,7 @@ class Collector:
                 leftovers = leases.leftovers(catalog.layout)
                 leases.sweep(catalog.layout, catalog.index)
                 self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
-                gone = condemned.sweep(catalog.layout, catalog.index, catalog.packs)
+                gone = condemned.sweep(catalog.layout, catalog.index, catalog.places)
                 self._count_condemned(gone)
             if self._limits.empty_lost_found:
                 # Empty it before anything is added: packs that this run moves there must stay
@@ -415,7 +415,7 @@ class Collector:
     def _sweep(self) -> list[Condemned]:
         with self._catalog.publishing():
             catalog = self._catalog
-            gone = condemned.sweep(catalog.layout, catalog.index, catalog.packs)
+            gone = condemned.sweep(catalog.layout, catalog.index, catalog.places)
         self._catalog.packs.forget_removed()
         return gone
 

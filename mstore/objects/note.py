@@ -195,14 +195,14 @@ def _plain(value: object, depth: int) -> Value:
 def states(notes: Mapping[NoteId, Note]) -> dict[NoteId, str]:
     """Return whether each note of one snapshot counts; removals and signatures always do.
 
-    Of the values of a kind and key that are not removed, the newest counts, by (time, id).
+    Of the values of a key that are not removed, whatever their kinds, the newest counts, by
+    (time, id).
     """
     hidden = {id for one in notes.values() if one.form == REMOVAL for id in one.notes}
-    newest: dict[tuple[str, str], tuple[int, NoteId]] = {}
+    newest: dict[str, tuple[int, NoteId]] = {}
     for id, one in notes.items():
         if one.form in STATING and id not in hidden:
-            group = (one.form, one.key)
-            newest[group] = max(newest.get(group, (-1, id)), (one.time_ns, id))
+            newest[one.key] = max(newest.get(one.key, (-1, id)), (one.time_ns, id))
     last = {id for _, id in newest.values()}
 
     def state(id: NoteId, note: Note) -> str:

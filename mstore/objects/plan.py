@@ -185,7 +185,7 @@ class PlanInput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class Criteria(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The constraints on the selection, besides the budget.
 
-    score: how blocks were ranked (`merge.planning.scores`). max_error: relative, None if not
+    score: how blocks were ranked (`merge.planning.ranking`). max_error: relative, None if not
     requested. expert_budget: most bytes to read from any one expert. only, skip: patterns of tensor
     names, sorted. top_p: share of the output's blocks that may differ from the base's, None for
     all.

@@ -18,8 +18,8 @@ _LISTED = 8
 _SPECIAL = re.compile(r"[*?\[]")
 _QUOTED = re.compile(r"\[([*?\[])\]")
 EMBEDDINGS = re.compile(
-    r"(^|[.:])(embed_tokens|embed_in|embed_out|embeddings?|tok_embeddings|word_embeddings|shared|wte|"
-    r"lm_head|output|decoder|output_projection)(\.weight)?$"
+    r"(^|[.:])(embed_tokens|embed_in|embed_out|embeddings?|tok_embeddings|word_embeddings|"
+    r"token_embedding|shared|wte|lm_head|output|decoder|output_projection)(\.weight)?$"
 )
 """Finds the names that models use for their input and output word embeddings."""
 # Name parts of all common adapter formats (PEFT, diffusers, kohya).

@@ -69,7 +69,7 @@ class Rewriting:
         with leases.collecting(catalog.layout):
             with catalog.publishing(packs=True):
                 leases.sweep(catalog.layout, catalog.index)
-                condemned.sweep(catalog.layout, catalog.index, catalog.packs)
+                condemned.sweep(catalog.layout, catalog.index, catalog.places)
             lease = leases.Lease(catalog.layout, catalog.index, purpose)
             try:
                 own = cls(catalog, lease, max_pack)

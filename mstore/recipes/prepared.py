@@ -28,6 +28,8 @@ from mstore.recipes.setting import Condition, Setting
 
 APPLY: Final = "task_arithmetic"
 """The method that applies an adapter."""
+STACK: Final = "passthrough"
+"""The method of stacks."""
 
 _UNCHANGED: Final = 1
 

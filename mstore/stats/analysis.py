@@ -12,12 +12,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
-import msgspec
-
 from mstore.adapters.inputs import Inputs, ModelChoice, Names
 from mstore.blocks.meter import Meter
 from mstore.frozen import frozen
-from mstore.ids import SnapshotId, TensorId
+from mstore.ids import TensorId
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.shapes import chosen, require_matches, require_same_shapes, told_difference
 from mstore.objects.tensor import Tensor
@@ -29,6 +27,7 @@ from mstore.stats.store import StatsStore
 from mstore.stats.streaming import PairMeasure
 from mstore.store.catalog import Catalog
 from mstore.store.layout import require_writable
+from mstore.store.models import Input
 
 
 @frozen
@@ -151,19 +150,11 @@ def measure_squares(
     return math.fsum(pool.map(take, range(-(-elements // chunk))))
 
 
-class Side(msgspec.Struct, frozen=True):
-    """A stored snapshot, the name that the user gave it, and the model that the name chose."""
-
-    snapshot: SnapshotId
-    name: str
-    model: str | None = None
-
-
 def analyze(
     catalog: Catalog,
     statistics: StatsStore,
-    expert: Side,
-    base: Side,
+    expert: Input,
+    base: Input,
     *,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),

@@ -81,7 +81,7 @@ FACTS: Final = Table(
     "facts",
     form(_BASE, _EXPERT, _WHAT),
     form(_FLOAT),
-    "a fact about the difference (`mstore/merge/planning/facts.py`)",
+    "a fact about the difference (`mstore/merge/measures/facts.py`)",
 )
 SUMS: Final = Table(
     "sums", form(_TENSOR, _WHAT), form(_array(">f8", "f64 each")), "sums over chunks"

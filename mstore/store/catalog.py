@@ -25,7 +25,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, stored_lengths
 from mstore.blocks.meter import Meter
 from mstore.blocks.pack_files import PackFiles
-from mstore.blocks.pack_store import Packs
+from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import Kind, Outdated, PackGone
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
 from mstore.blocks.room import Room
@@ -93,6 +93,9 @@ class Catalog:
         self.config = config
         self.index = index
         self.packs = packs
+        """The packs of this directory: the only place to which packs are written."""
+        self.places = Places({HERE: packs})
+        index.places = self.places
         self._reader = BlockReader(packs, layout.block_size)
         self._records = RecordCache()
         self._room = Room(layout.block_size)

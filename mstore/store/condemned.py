@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.pack_store import Packs
+from mstore.blocks.pack_store import Places
 from mstore.blocks.schema import Condemned
 from mstore.errors import StorageFailed
 from mstore.ids import PackId
@@ -40,7 +40,7 @@ def holders(layout: Layout, packs: list[Condemned]) -> set[str]:
     return {name for name in names if leases.is_live(layout, name)}
 
 
-def sweep(layout: Layout, index: Index, packs: Packs) -> list[Condemned]:
+def sweep(layout: Layout, index: Index, places: Places) -> list[Condemned]:
     """Remove the files that no lease protects any more; return those packs.
 
     Call with the writer lock held. Skips files that cannot be removed (another user's, for
@@ -54,7 +54,7 @@ def sweep(layout: Layout, index: Index, packs: Packs) -> list[Condemned]:
     for pack in waiting:
         if held.isdisjoint(pack.leases):
             with suppress(StorageFailed):
-                packs.remove(pack.pack)
+                places[pack.place].remove(pack.pack)
                 gone.append(pack)
     if gone:
         with index.env.write() as transaction:

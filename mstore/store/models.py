@@ -7,16 +7,20 @@ shards of a model have one tensor, the index says which counts; if it names neit
 from __future__ import annotations
 
 import json
+import posixpath
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from mstore.checkpoint.models import Model, full_name, models_of
-from mstore.errors import Incompatible, NotFound, did_you_mean
-from mstore.ids import TensorId
+import msgspec
+from msgspec import structs
+
+from mstore.checkpoint.models import Model, full_name, is_weights, models_of
+from mstore.errors import BadRequest, Incompatible, NotFound, did_you_mean
+from mstore.ids import Revision, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest, Part
-from mstore.phrases import call, few
+from mstore.phrases import Option, call, few
 from mstore.store.catalog import Catalog
 
 _MAX_INDEX: Final = 32 << 20
@@ -117,27 +121,39 @@ class Models:
         """Return the path of the file that has a tensor."""
         return self._homes[full]
 
-    def files(self, model: str) -> Sequence[File]:
+    def weights(self, model: str) -> Sequence[File]:
         """Return the weight files of a model."""
         found = (self.manifest.file(path) for path in self.named[model].files)
         return [file for file in found if file is not None]
 
+    def files(self, *models: str) -> Sequence[File]:
+        """Return what loaders of some models of one directory find there.
+
+        Their weights and indexes, and other files below the directory; no other weights, and
+        nothing below the directory of another model.
+        """
+        chosen = [self.named[model] for model in models]
+        own = {path for one in chosen for path in (*one.files, one.index)}
+        directories = {one.directory for one in self.named.values()}
+
+        def is_beside(path: str) -> bool:
+            directory = posixpath.dirname(path)
+            while directory and directory not in directories:
+                directory = posixpath.dirname(directory)
+            return directory == chosen[0].directory and not is_weights(path)
+
+        return [one for one in self.manifest.files if one.path in own or is_beside(one.path)]
+
+    def alone(self, *models: str) -> Manifest:
+        """Return models of one directory as a checkpoint, whose paths begin in the directory."""
+        begin = len(self.named[models[0]].path(""))
+        files = self.files(*models)
+        return Manifest(tuple(structs.replace(one, path=one.path[begin:]) for one in files))
+
     def in_model(self, model: str) -> dict[str, TensorId]:
         """Return the tensors of a model by their names in its files."""
-        files = self.files(model)
+        files = self.weights(model)
         return {str(part.name): part.tensor_id() for file in files for part, _ in self.parts(file)}
-
-    def counterparts(self, own: Collection[str], model: str | None = None) -> dict[str, TensorId]:
-        """Return the tensors that a fine-tune's are compared with, by what it calls them.
-
-        own: its models. model: the one of these that is meant, None for all.
-        """
-        pairs = paired(self.named, own, (model, None))
-        return {
-            full_name(theirs, name): id
-            for ours, theirs in pairs.items()
-            for name, id in self.in_model(ours).items()
-        }
 
     def config(self, model: str) -> str:
         """Return the path of a model's config."""
@@ -157,6 +173,49 @@ class Models:
                 where=called,
                 hint="load the model and save it again, and add that",
             )
+
+
+class Input(msgspec.Struct, frozen=True):
+    """A snapshot to compute with, the name that the caller used, and the model that it chose."""
+
+    snapshot: SnapshotId
+    name: str
+    model: str | None = None
+
+
+def resolved(catalog: Catalog, revision: Revision) -> tuple[SnapshotId, str | None]:
+    """Return the snapshot of REF or REF:MODEL, and the model; None if none is named.
+
+    Raises NotFound, also for a model that the snapshot does not have, BadName, BadRequest.
+    """
+    model = model_of(revision) if isinstance(revision, str) else None
+    if model is None:
+        return catalog.resolve(revision), None
+    where = snapshot_of(str(revision))
+    id = catalog.resolve(where)
+    return id, models_in(catalog, catalog.manifest_of(id)).model(model, where).name
+
+
+def with_model(catalog: Catalog, base: Input, experts: Sequence[Input]) -> Input:
+    """Return the base with the model that experts were named with, if it was named without.
+
+    Raises BadRequest if that says not which one.
+    """
+    named = {one.model for one in experts if one.model is not None}
+    if base.model is not None or not named:
+        return base
+    models = models_in(catalog, catalog.manifest_of(base.snapshot)).named
+    if len(models) == 1:
+        (model,) = models
+    elif len(named) == 1 and named <= models.keys():
+        (model,) = named
+    else:
+        raise BadRequest(
+            f"which of the base's models is meant? It has {few([*models])}",
+            where=Option("base"),
+            hint=Option("base", f"{base.name}:MODEL"),
+        )
+    return Input(base.snapshot, base.name, model)
 
 
 def snapshot_of(revision: str) -> str:

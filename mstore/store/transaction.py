@@ -81,7 +81,7 @@ class Transaction:
         # Before any write: garbage of a killed writer may occupy the space that is needed.
         with catalog.publishing(packs=True):
             leases.sweep(catalog.layout, catalog.index)
-            condemned.sweep(catalog.layout, catalog.index, catalog.packs)
+            condemned.sweep(catalog.layout, catalog.index, catalog.places)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
         catalog.lengths.outlive(self._lease.number)
         self._packs = NewPacks(

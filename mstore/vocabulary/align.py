@@ -13,20 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from msgspec import structs
+
+from mstore.adapters.inputs import ModelChoice, ModelPairs
 from mstore.adapters.targets import is_adapter
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
-from mstore.ids import Revision, SnapshotId
+from mstore.ids import Revision, SnapshotId, TensorId
 from mstore.made.files import assembled, slots_of, texts_of
 from mstore.made.snapshots import Publication, branch_below
-from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import ALIGN, BASE, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.progress import ProgressCallback
 from mstore.requests import MergeRequest, Vocabulary
 from mstore.store.catalog import Catalog
-from mstore.store.models import tensors_of
+from mstore.store.models import Input, models_in
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.vocabulary.common import with_new_decoder, with_new_ids
 from mstore.vocabulary.embeddings import Embeddings
@@ -73,6 +76,11 @@ class AlignedModel:
     rows_before: int
     """rows of its embeddings before"""
 
+    def aligned(self) -> str | None:
+        """Return the revision of the aligned model; None: it fits as it is."""
+        _, colon, model = self.name.partition(":")
+        return None if self.ref is None else f"{self.ref}{colon}{model}"
+
 
 @frozen
 class AlignReport:
@@ -97,7 +105,7 @@ class AlignReport:
         """Return the request with the aligned models in place of those that were aligned."""
 
         def revision(one: AlignedModel, given: Revision) -> Revision:
-            return given if one.ref is None else one.ref
+            return one.aligned() or given
 
         weighted = request.weighted()
         pairs = list(zip(self.experts, weighted, strict=True))
@@ -115,10 +123,10 @@ class AlignReport:
 def align(
     catalog: Catalog,
     asked: Vocabulary,
-    models: Sequence[tuple[Revision, SnapshotId]],
+    models: Sequence[Input],
     wishes: Wishes,
     *,
-    source: SnapshotId | None,
+    source: Input | None,
     progress: ProgressCallback | None = None,
 ) -> AlignReport:
     """Store the aligned models.
@@ -130,31 +138,35 @@ def align(
     nothing is published.
     """
     began = time.monotonic()
-    found: dict[SnapshotId, Member] = {}
-    adapters: dict[SnapshotId, str] = {}
-    for name, id in models:
-        if is_adapter(tensors_of(catalog, catalog.manifest_of(id))):
-            adapters[id] = str(name)
-        elif id not in found:
-            found[id] = member(catalog, str(name), id)
-    if models[0][1] in adapters:
-        raise Incompatible("is an adapter: it has no vocabulary", where=str(models[0][0]))
-    if source is not None and source not in found:
+    models = _chosen(catalog, models)
+    base = models[0]
+    members: list[Member] = []
+    adapters: list[Input] = []
+    for one in models:
+        own = models_in(catalog, catalog.manifest_of(one.snapshot))
+        tensors = own.tensors if one.model is None else own.in_model(one.model)
+        if is_adapter(tensors):
+            adapters.append(one)
+        elif not any(other.is_meant(one) for other in members):
+            members.append(member(catalog, one, members[0] if members else None))
+    if base in adapters:
+        raise Incompatible("is an adapter: it has no vocabulary", where=base.name)
+    own_source = next((one for one in members if source and one.is_meant(source)), None)
+    if source is not None and own_source is None:
         raise BadRequest(
             f"{asked.source} is neither the base nor an expert that is a model",
             where=Option("vocabulary"),
         )
-    members = list(found.values())
     base_files = members[0].manifest
 
     def read(path: str) -> bytes | None:
         return catalog.read_small(base_files.file(path), _MAX_FILE)
 
-    target = Target.of(asked, members, None if source is None else found[source], read)
+    target = Target.of(asked, members, own_source, read)
     embeddings = Embeddings(
         catalog, asked, members, target, wishes_of(wishes, members, target), progress
     )
-    made = {one.snapshot: _unchanged(one, target) for one in members}
+    made = [_unchanged(one, target) for one in members]
     written = 0
     other_template = target.template is not None and target.template != members[0].template
     if (
@@ -164,19 +176,23 @@ def align(
     ):
         if adapters and embeddings.changes(0):
             raise Incompatible(
-                f"is an adapter of {models[0][0]}, whose vocabulary changes",
-                where=next(iter(adapters.values())),
+                f"is an adapter of {base.name}, whose vocabulary changes",
+                where=adapters[0].name,
                 hint="merge the adapter into its base first, and align the result",
             )
         with Transaction(catalog, "align") as transaction:
-            made |= _Models(catalog, transaction, members, target).publish(embeddings)
+            made = _Models(catalog, transaction, members, target).publish(embeddings)
         written = transaction.bytes_written
-    for id, name in adapters.items():
-        made[id] = AlignedModel(name, None, id, False, 0, 0, 0)
-    base, *experts = (replace(made[id], name=str(name)) for name, id in models)
+
+    def told(one: Input) -> AlignedModel:
+        if one in adapters:
+            return AlignedModel(one.name, None, one.snapshot, False, 0, 0, 0)
+        pairs = zip(members, made, strict=True)
+        return replace(next(own for k, own in pairs if k.is_meant(one)), name=one.name)
+
     return AlignReport(
-        base=base,
-        experts=tuple(experts),
+        base=told(base),
+        experts=tuple(map(told, models[1:])),
         tokens=len(target.ids),
         rows=target.rows,
         bytes_written=written,
@@ -185,10 +201,25 @@ def align(
     )
 
 
+def _chosen(catalog: Catalog, models: Sequence[Input]) -> Sequence[Input]:
+    """Return the base, and the models of experts that stand for that of the base, if it is named.
+
+    Raises Incompatible.
+    """
+    base, *experts = models
+    if base.model is None:
+        return models
+    ours, *own = (models_in(catalog, catalog.manifest_of(one.snapshot)) for one in models)
+    choice = ModelChoice(base.model, tuple(one.model for one in experts))
+    pairs = ModelPairs(ours, own, choice, [one.name for one in models]).pairs
+    found = zip(experts, pairs, strict=True)
+    return [base, *(structs.replace(one, model=pair[base.model]) for one, pair in found)]
+
+
 def _unchanged(one: Member, target: Target) -> AlignedModel:
     tokens = one.tokens(target.ids)
     missing = len(target.ids.keys() - tokens.keys())
-    return AlignedModel(one.name, None, one.snapshot, False, len(tokens), missing, one.rows)
+    return AlignedModel(one.name, None, one.given.snapshot, False, len(tokens), missing, one.rows)
 
 
 class _Models:
@@ -202,14 +233,14 @@ class _Models:
         self._members = members
         self._target = target
 
-    def publish(self, embeddings: Embeddings) -> dict[SnapshotId, AlignedModel]:
+    def publish(self, embeddings: Embeddings) -> list[AlignedModel]:
         """Put all that changes into the transaction and commit it."""
         written = embeddings.written(self._transaction)
         publication = Publication(self._catalog, self._transaction)
-        published = {
-            one.snapshot: self._model(one, tensors, branch, publication)
+        published = [
+            self._model(one, tensors, branch, publication)
             for one, tensors, branch in zip(self._members, written, self._branches(), strict=True)
-        }
+        ]
         publication.commit()
         return published
 
@@ -237,27 +268,29 @@ class _Models:
         record, is_new = publication.put(
             branch,
             branch_to_move(self._catalog, branch),
-            manifest,
+            one.restored(manifest),
             ALIGN,
-            (Parent(BASE, one.snapshot),),
+            (Parent(BASE, one.given.snapshot),),
             message=told,
             action=f"align: {told}",
         )
         return replace(model, ref=branch, snapshot=record.id(), new_snapshot=is_new)
 
     def _manifest(self, one: Member, tensors: Mapping[str, Tensor]) -> Manifest:
-        ids = self._transaction.put_records(list(tensors.values()))
-        parts = {
-            name: Part(name, id, record.nbytes)
-            for (name, record), id in zip(tensors.items(), ids, strict=True)
-        }
-        records = {Part.tensor_id(part): tensors[name] for name, part in parts.items()}
+        ids = [TensorId(id) for id in self._transaction.put_records(list(tensors.values()))]
+        new = {one.own[name]: id for name, id in zip(tensors, ids, strict=True)}
+        records = dict(zip(ids, tensors.values(), strict=True))
+        models = models_in(self._catalog, one.manifest)
         files = {file.path: file for file in one.manifest.files}
-        changed = {
-            file.path: [parts.get(str(part.name), part) for part in file.tensors()]
-            for file in files.values()
-            if file.form == SAFETENSORS and any(part.name in parts for part in file.tensors())
-        }
+        changed: dict[str, list[Part]] = {}
+        for file in files.values():
+            named = {part.name: new.get(full) for part, full in models.parts(file)}
+            if any(named.values()):
+                changed[file.path] = [
+                    part if id is None else Part(part.name, id, records[id].nbytes)
+                    for part in file.tensors()
+                    for id in (named.get(part.name),)
+                ]
         weights = {path: slots_of(self._catalog, own, records) for path, own in changed.items()}
         texts = texts_of(self._catalog, one.manifest, weights)
         self._retokenize(one, files)

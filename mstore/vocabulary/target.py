@@ -9,15 +9,15 @@ from msgspec import structs
 
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
-from mstore.ids import SnapshotId
 from mstore.phrases import Option
 from mstore.requests import AUTO, COMMON, Vocabulary
+from mstore.store.models import Input
 from mstore.vocabulary.common import Read, common_of
 from mstore.vocabulary.members import Member
 from mstore.vocabulary.rows import MISSING, ZERO, Wish
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, union, with_tokens
 
-Wishes = Mapping[str, tuple[SnapshotId | None, str | int | None, bool]]
+Wishes = Mapping[str, tuple[Input | None, str | int | None, bool]]
 """By token: the model it is from (None: zeros), the token or row there, whether it is forced."""
 _MOST_PADDING = 1 << 16
 _SHOWN = 10
@@ -198,7 +198,6 @@ def wishes_of(
     target: Target,
 ) -> dict[int, Wish]:
     """Return what is wished for rows of the vocabulary.  Raises BadRequest."""
-    numbers = {one.snapshot: number for number, one in enumerate(members)}
     found = {}
     for token, (model, wanted, force) in wishes.items():
         at = target.ids.get(token)
@@ -207,11 +206,12 @@ def wishes_of(
         if model is None:
             found[at] = Wish(ZERO, MISSING, force)
             continue
-        if model not in numbers:
+        number = next((k for k, one in enumerate(members) if one.is_meant(model)), None)
+        if number is None:
             raise BadRequest(
                 "its source is neither the base nor an expert", where=f"tokens: {token}"
             )
-        one = members[numbers[model]]
+        one = members[number]
         row: int | None
         if isinstance(wanted, int):
             row = wanted if 0 <= wanted < one.rows else None
@@ -222,5 +222,5 @@ def wishes_of(
                 f"{one.name} has no row for {token if wanted is None else wanted!r}",
                 where=f"tokens: {token}",
             )
-        found[at] = Wish(numbers[model], row, force)
+        found[at] = Wish(number, row, force)
     return found

@@ -87,10 +87,10 @@ def align(
         for remark in report.remarks:
             screen.line(f"remark: {remark}")
         told = "".join(
-            f" --expert {one.ref or one.name}" + ("" if weight == 1 else f"={weight:g}")
+            f" --expert {one.aligned() or one.name}" + ("" if weight == 1 else f"={weight:g}")
             for one, (_, weight) in zip(report.experts, experts, strict=True)
         )
-        base_ref = report.base.ref or report.base.name
+        base_ref = report.base.aligned() or report.base.name
         screen.command("next", f"mstore plan --base {base_ref}{told} --method NAME")
 
     session.output.emit(report, ids=[one.snapshot for one in models], human=human)

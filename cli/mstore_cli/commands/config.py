@@ -9,7 +9,7 @@ from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen
-from mstore_cli.session import Session
+from mstore_cli.session import Session, author_and_why
 
 
 @command(
@@ -73,7 +73,10 @@ def config(
     shown = settings if key is None else {key: settings[key]}
 
     def human(screen: Screen) -> None:
-        screen.fields([(name, _text(value)) for name, value in shown.items()])
+        told = {name: _text(value) for name, value in shown.items()}
+        if "author" in shown:
+            told["author"] = author_and_why()
+        screen.fields([*told.items()])
 
     ids = [] if key is None else _listed(settings[key])
     session.output.emit(settings, ids=ids, human=human)

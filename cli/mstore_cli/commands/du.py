@@ -90,11 +90,11 @@ def _draw(screen: Screen, report: UsageReport, *, in_full: bool) -> None:
     screen.line()
     days = report.reflog_days
     gc = screen.typed(_gc(report))
-    later = f", once their moves are {days} days old" if days else ""
+    later = f"by rm, and gc {days} days later" if days else "by rm and gc"
     screen.fields(
         [
             ("together", format_size(report.stored_bytes)),
-            ("freed together", f"{format_size(report.freed_bytes)} by rm and gc{later}"),
+            ("freed together", f"{format_size(report.freed_bytes)} {later}"),
             ("kept in all", format_size(report.live_bytes)),
             ("unreachable", f"{format_size(report.unreachable_bytes)}{gc}"),
         ]

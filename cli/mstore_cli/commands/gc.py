@@ -144,10 +144,11 @@ def _print_work(screen: Screen, report: GcReport) -> None:
     would = "would be " if report.dry_run else ""
     verb = "would free" if report.dry_run else "freed"
     rewritten = len(report.packs_rewritten) - len(report.packs_joined)
-    screen.line(
-        f"{verb} {format_size(max(0, report.freed_bytes - report.joined_bytes))}: "
-        f"{counted(len(report.packs_removed), 'pack')} removed, {rewritten} rewritten"
-    )
+    freed = format_size(max(0, report.freed_bytes - report.joined_bytes))
+    packs = f"{counted(len(report.packs_removed), 'pack')} removed, {rewritten} rewritten"
+    is_nothing = not (report.packs_removed or rewritten)
+    told = "nothing: no pack removed, none rewritten" if is_nothing else f"{freed}: {packs}"
+    screen.line(f"{verb} {told}")
     if report.packs_joined:
         screen.line(
             f"{counted(len(report.packs_joined), 'small pack')} {would}put together, "

@@ -88,8 +88,9 @@ def init(
     size = _block_size(block_size)
     from mstore import Store
 
-    settings = {"codec": codec, "shared": shared, "filesystem": filesystem}
-    with Store.init(path, block_size=size, **settings) as store:
+    with Store.init(
+        path, block_size=size, codec=codec, shared=shared, filesystem=filesystem
+    ) as store:
         session.settled()
         document = {
             "path": str(path),

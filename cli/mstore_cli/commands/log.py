@@ -11,7 +11,7 @@ from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
 from mstore_cli.output import Column, Screen, noted, short, when
 from mstore_cli.session import Session
-from mstore_cli.signers import states_of, told_unknown, trusted_signers
+from mstore_cli.signers import signatures_of, states_of, told_unknown, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -56,12 +56,10 @@ def log(
     """List snapshots and what each was made from, newest first."""
     if every and revision is not None:
         raise UsageError("--all goes without REF", hint="mstore log --all")
-    if graph and notes:
-        raise UsageError("a graph has no room for notes", hint="mstore log --notes")
     with session.open_to_look() as store:
         snapshots = store.log(revision, limit, every=every)
         # Most stores hold no signature, and it takes longer to find the user's list of signers.
-        if any(one.signatures for one in snapshots):
+        if any(any(signatures_of(one)) for one in snapshots):
             snapshots = store.log(revision, limit, every=every, signers=trusted_signers(None))
         stored = 0 if snapshots else len(store.snapshot_ids())
 
@@ -72,7 +70,7 @@ def log(
         elif not snapshots:
             screen.command("no snapshots yet; next", "mstore add PATH --name REF")
         elif graph:
-            for line in draw(snapshots, screen.width):
+            for line in draw(snapshots, screen.width, notes=notes):
                 screen.line(line)
         else:
             # Of one author's snapshots, all say the same.

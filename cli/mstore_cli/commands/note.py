@@ -12,7 +12,7 @@ from mstore_cli.errors import UsageError
 from mstore_cli.options import Revision
 from mstore_cli.output import Column, Screen, noted, short, when
 from mstore_cli.session import Session
-from mstore_cli.signers import states_of, trusted_signers
+from mstore_cli.signers import states_of, told_unknown, trusted_signers
 
 if TYPE_CHECKING:
     from mstore.reports import NoteReport
@@ -43,8 +43,14 @@ def note(
         ),
     ] = None,
     kind: Annotated[
-        str, Option("--kind", metavar="KIND", help="value, evaluation, verdict or link.")
-    ] = "value",
+        str | None,
+        Option(
+            "--kind",
+            metavar="KIND",
+            help="What the values are: value, evaluation, verdict or link [default: value].",
+            show_default=False,
+        ),
+    ] = None,
     remove: Annotated[
         list[str] | None,
         Option(
@@ -65,15 +71,23 @@ def note(
         raise UsageError(
             "values, --remove and --all are for different calls", hint="mstore note --help"
         )
+    if kind is not None and not values:
+        raise UsageError(
+            "--kind says what values are, and none is given",
+            hint=f"mstore note {revision} KEY=VALUE",
+        )
+    counting: list[NoteReport] = []
     if values:
-        settings = _settings(values)
+        settings = _settings(revision, values)
         with session.open() as store:
-            notes = store.note(revision, settings, kind=kind)
+            notes = store.note(revision, settings, kind=kind or "value")
             session.settled()
     elif remove:
         with session.open() as store:
             notes = store.remove_notes(revision, remove)
             session.settled()
+            keys = {one.key for one in notes}
+            counting = [one for one in store.notes_of(revision) if one.key in keys]
     else:
         with session.open_to_look() as store:
             notes = store.notes_of(revision, every=every)
@@ -86,6 +100,8 @@ def note(
             for one in notes:
                 verb = "noted" if values else "removed"
                 screen.line(f"{verb} {short(one.note)}: {noted(one)}", style="green")
+            for one in counting:
+                screen.line(f"counts now, {short(one.note)}: {noted(one)}")
         elif not notes:
             screen.command("no notes; next", f"mstore note {revision} KEY=VALUE")
         else:
@@ -94,9 +110,11 @@ def note(
     session.output.emit({"notes": notes}, ids=[one.note for one in notes], human=human)
 
 
-def _table(screen: Screen, notes: Iterable[NoteReport], *, every: bool) -> None:
+def _table(screen: Screen, notes: Sequence[NoteReport], *, every: bool) -> None:
     columns = (*COLUMNS[:-1], STATE, COLUMNS[-1]) if every else COLUMNS
     screen.table(columns, (_row(one, every=every) for one in notes))
+    for line in told_unknown(one for note in notes for one in note.signatures):
+        screen.line(line)
 
 
 def _row(note: NoteReport, *, every: bool) -> Sequence[str]:
@@ -110,14 +128,16 @@ def _row(note: NoteReport, *, every: bool) -> Sequence[str]:
     )
 
 
-def _settings(values: Iterable[str]) -> dict[str, Any]:
+def _settings(revision: str, values: Iterable[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for one in values:
         key, equals, value = one.partition("=")
         if not equals or not key:
-            raise UsageError(f"not KEY=VALUE: {one}", hint="mstore note REF mmlu=0.62")
+            raise UsageError(
+                f"not KEY=VALUE: {one}", hint=f"mstore note {revision} {key or 'KEY'}=VALUE"
+            )
         if key in settings:
-            raise UsageError(f"{key} is given twice", hint=f"mstore note REF {key}=VALUE")
+            raise UsageError(f"{key} is given twice", hint=f"mstore note {revision} {key}=VALUE")
         settings[key] = _read(value)
     return settings
 

@@ -8,6 +8,7 @@ from mstore_cli.command import command
 from mstore_cli.options import RefNames
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
+from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
     from mstore.reports import RefReport
@@ -28,10 +29,14 @@ def refs(
     """List refs and what they point at.
 
     Branches, tags and remote refs; candidates only if a pattern begins like them: 'candidates/*'.
+    Without a pattern, a last line tells how many candidates there are.
     """
+    from mstore.store.refs import is_candidate
+
     with session.open_to_look() as store:
         found = store.refs(*(names or ()))
         removed = [one for one in store.reflog() if one.new is None] if not found else []
+        candidates = 0 if names else sum(map(is_candidate, store.ref_ids()))
 
     def human(screen: Screen) -> None:
         if not found and not removed:
@@ -49,6 +54,8 @@ def refs(
         if lost is not None and not session.is_doubted:
             screen.command("missing: for what to do", "mstore fsck")
             screen.command("to remove it", f"mstore rm {lost}")
+        if candidates:
+            screen.command(counted(candidates, "candidate"), "mstore refs 'candidates/*'")
 
     session.output.emit({"refs": found}, ids=[one.name for one in found], human=human)
 

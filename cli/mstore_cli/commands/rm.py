@@ -44,20 +44,27 @@ def rm(
 
 
 def _print(screen: Screen, report: RemoveReport) -> None:
+    from mstore.store.refs import CANDIDATE
+
     if report.dry_run:
         for name, kind in zip(report.removed, report.kinds, strict=True):
             screen.line(f"would remove {kind} {name}")
         if report.unnamed_snapshots:
             screen.line(f"{counted(report.unnamed_snapshots, 'snapshot')} would have no ref")
         return
-    for name in report.removed:
+    for name, kind in zip(report.removed, report.kinds, strict=True):
         screen.line(f"removed {name}", style="green")
-        screen.command("to restore it", f"mstore reset {name} '{name}@{{1}}'")
+        # The reflog of a candidate keeps nothing.
+        soon = kind == CANDIDATE and report.unnamed_snapshots
+        lead = "to restore it before the next gc" if soon else "to restore it"
+        screen.command(lead, f"mstore reset {name} '{name}@{{1}}'")
     if report.unnamed_snapshots:
         days = report.reflog_days
         is_one = report.unnamed_snapshots == 1
         have, them = ("has", "it") if is_one else ("have", "them")
         when = f"after {days} days" if days else "the next time"
+        if days and CANDIDATE in report.kinds:
+            when += ", and what only candidates named the next time"
         screen.advice(
             f"{counted(report.unnamed_snapshots, 'snapshot')} {have} no ref now: "
             f"mstore gc drops {them} {when}, unless something else needs {them}"

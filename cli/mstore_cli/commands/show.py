@@ -10,11 +10,11 @@ from mstore_cli.graph import how
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, noted, short, when
 from mstore_cli.session import Session
-from mstore_cli.signers import states_of, told_unknown, trusted_signers
+from mstore_cli.signers import signatures_of, states_of, told_unknown, trusted_signers
 from mstore_cli.sizes import counted, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import ParentReport, SnapshotReport
+    from mstore.reports import NoteReport, ParentReport, SnapshotReport
 
 SHOWN = 5
 
@@ -24,7 +24,7 @@ def show(session: Session, revision: Revision) -> None:
     """Print one snapshot: content, parents, author, message."""
     with session.open_to_look() as store:
         report = store.show(revision)
-        if report.signatures:
+        if any(signatures_of(report)):
             report = store.show(revision, signers=trusted_signers(None))
 
     def human(screen: Screen) -> None:
@@ -46,12 +46,12 @@ def show(session: Session, revision: Revision) -> None:
                 ("pinned", "raw" if report.pinned else None),
                 *((parent.role, _named(parent)) for parent in report.parents),
                 ("not finite", _not_finite(report)),
-                *(("note", noted(one)) for one in report.notes),
+                *(("note", _noted(one)) for one in report.notes),
                 ("signatures", states_of(report.signatures)),
                 ("message", report.message or None),
             ]
         )
-        for line in told_unknown(report.signatures):
+        for line in told_unknown(signatures_of(report)):
             screen.line(line)
 
     session.output.emit(report, ids=[report.snapshot], human=human)
@@ -81,6 +81,11 @@ def _not_finite(report: SnapshotReport) -> str | None:
     total = sum(one.elements or 0 for one in report.not_finite)
     each = [f"{one.tensor} {one.elements} of {one.elements_total}" for one in report.not_finite]
     return f"{counted(total, 'element')}, infinite or NaN: {few(each, SHOWN)}"
+
+
+def _noted(note: NoteReport) -> str:
+    signed = states_of(note.signatures)
+    return f"{noted(note)} ({signed})" if signed else noted(note)
 
 
 def _named(parent: ParentReport) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from mstore_cli.command import command
 from mstore_cli.declared import Option
+from mstore_cli.errors import UsageError
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -21,14 +22,14 @@ def sign(
     session: Session,
     revision: Revision,
     key: Annotated[
-        Path,
+        Path | None,
         Option(
             "--key",
             metavar="FILE",
-            help="An ed25519 private key of ssh-keygen or openssl.",
+            help="The private key that signs, ed25519, of ssh-keygen or openssl.  [required]",
             show_default=False,
         ),
-    ],
+    ] = None,
     note: Annotated[
         str | None,
         Option(
@@ -61,6 +62,12 @@ def sign(
 
     The store keeps the signature. Signing again with the same key changes nothing.
     """
+    if key is None:
+        raise UsageError(
+            "missing: --key, the private key that signs",
+            hint=f"mstore sign {revision} --key FILE, as ~/.ssh/id_ed25519; "
+            "ssh-keygen -t ed25519 -f FILE makes one",
+        )
     from mstore.signing import load_key
 
     def passphrase() -> str:
@@ -73,7 +80,7 @@ def sign(
         session.settled()
 
     def human(screen: Screen) -> None:
-        what = "" if note is None else f"note {note} of "
+        what = "" if note is None else f"note {note[:12]} of "
         screen.line(f"signed {what}{short(report.snapshot)} with {report.key}", style="green")
 
     session.output.emit(report, ids=[report.signature], human=human)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import FAILURE, Ended
-from mstore_cli.output import Column, Screen, short
+from mstore_cli.output import Column, Screen, noted, short
 from mstore_cli.session import Session
-from mstore_cli.signers import SignersOption, how_to_trust, state_of, trusted_signers
+from mstore_cli.signers import SignersOption, how_to_trust, signatures_of, state_of, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLUMNS = (
     Column("SNAPSHOT", style="yellow"),
     Column("REF", style="green"),
-    Column("SIGNATURE"),
+    Column("SIGNATURE", sentence=True),
     Column("KEY"),
     Column("READ", right=True),
 )
@@ -49,7 +49,8 @@ def verify(
     """Check signatures against the keys that you trust.
 
     FILE has the form of OpenSSH's allowed_signers: a name, ssh-ed25519 and the public key, one a
-    line; a namespaces option has to include mstore.
+    line; a namespaces option has to include mstore. Signed notes are listed, too; only signatures
+    of the snapshots decide.
     """
     from mstore.store.signature_report import UNKNOWN_KEY
 
@@ -65,7 +66,8 @@ def verify(
             screen.command("no snapshots yet; next", "mstore add PATH --name REF")
         rows = zip(named, reports, strict=True)
         screen.table(COLUMNS, (row for name, one in rows for row in _rows(name, one)))
-        if any(one.state == UNKNOWN_KEY for report in reports for one in report.signatures):
+        made = [one for report in reports for one in signatures_of(report)]
+        if any(one.state == UNKNOWN_KEY for one in made):
             for line in how_to_trust(signers):
                 screen.line(line)
 
@@ -79,8 +81,15 @@ def verify(
 
 
 def _rows(name: str, report: VerifyReport) -> Iterator[Sequence[str]]:
+    from mstore.objects.note import COUNTS
+
     read = format_size(report.bytes_read) if report.bytes_read else "-"
     if not report.signatures:
         yield short(report.snapshot), name, "none", "-", read
     for one in report.signatures:
         yield short(report.snapshot), name, state_of(one), one.key, read
+    for note in report.notes:
+        state = "" if note.state == COUNTS else f" ({note.state})"
+        for one in note.signatures:
+            told = f"note {noted(note)}{state}: {state_of(one)}"
+            yield short(report.snapshot), name, told, one.key, "-"

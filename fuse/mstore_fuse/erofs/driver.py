@@ -27,6 +27,7 @@ from mstore.neighbours import require_alone
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
+from mstore.store.models import resolved
 from mstore.view import SnapshotView
 from mstore_fuse import mount_table, readahead
 from mstore_fuse.about import AboutStore
@@ -75,10 +76,10 @@ def show(
     _allow_files(0)
     catalog = Catalog.open(store)
     try:
-        snapshot = catalog.resolve(revision)
+        snapshot, model = resolved(catalog, revision)
         contents.require(catalog, snapshot, revision)
         with contents.held(catalog, [snapshot]), ExitStack() as files:
-            view = SnapshotView(catalog, snapshot)
+            view = SnapshotView(catalog, snapshot, model=model)
             survey, packs = _opened(catalog, view, revision, files)
             _require_own_way(catalog.layout.tmp)
             if checked:

@@ -361,7 +361,7 @@ def _tensors(
             other,
             "dtypes",
             ERROR,
-            f"elements of {told} cannot be merged, and differ: {few(list(odd), _NAMED)}",
+            f"elements of {told} cannot be merged, and have other values: {few(list(odd), _NAMED)}",
             joined(hint_for_types(base.name, other.name, pairs), skips, between="; or "),
         )
     if types:

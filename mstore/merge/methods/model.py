@@ -2,7 +2,7 @@
 
 Owns norms, coefficients, estimates and the rounding error of one operation over its part of the
 grid.  A combination with other estimates has a model of its own.  Does not own what is taken
-(`planning.planner`), nor the order (`planning.greedy`).  Pure; arrays are [K, C]: experts by the
+(`planning.planner`), nor the order (`planning.ranking`).  Pure; arrays are [K, C]: experts by the
 chunks of these tensors.
 """
 

@@ -2,7 +2,7 @@
 
 A pure function of a survey and a request.  What block ids and statistics decide costs nothing:
 blocks equal to the base, blocks that two experts share, blocks in which nothing reaches the trim
-threshold.  The rest are *units*, ranked (`scores`, `greedy`) and taken while the budget lasts.
+threshold.  The rest are *units*, ranked (`ranking`) and taken while the budget lasts.
 
 Error of what is left out, for methods that are additive with fixed coefficients c_k: in chunk i the
 merge is off by at most sum_k |c_k| ||d_ki|| over the omitted experts k, and chunks are orthogonal,
@@ -35,9 +35,8 @@ from mstore.errors import BadRequest
 from mstore.merge.measures.grid import Bools, Floats, Grid, Ints, added
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import Model, States
-from mstore.merge.planning.greedy import Ranking, Units
+from mstore.merge.planning.ranking import Ranking, Units, lottery, seed
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.scores import lottery, seed
 from mstore.merge.planning.surveyed import Survey, SurveyedTensor, grid_of
 from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 
 from mstore.blocks.schema import Sources
-from mstore.errors import BadRequest, Unavailable
+from mstore.errors import BadRequest, NotFound, Unavailable
 from mstore.frozen import frozen
 from mstore.ids import PlanId
 from mstore.merge.methods.registry import Operations
-from mstore.merge.planning.costs import Costs
+from mstore.merge.planning.costs import Costs, told_costs
 from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, not_finite_warnings
 from mstore.objects.plan import BASE, BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanInput
 from mstore.phrases import call, few, phrase
 from mstore.sizes import exact_size, format_size
+from mstore.store.catalog import Catalog
 from mstore.store.not_finite import NotFiniteTensor, may_be
+from mstore.store.plans import plan_ids, sources_of
 
 
 @frozen
@@ -314,3 +317,15 @@ def _copied_remarks(plan: Plan) -> list[str]:
                 phrase("{more} more tensors are the base's own: {why}", more=more, why=said)
             )
     return remarks
+
+
+def plan_reports(catalog: Catalog) -> list[PlanReport]:
+    """Report every stored plan whose inputs this store has, by base, method and cost."""
+    found = []
+    for id in plan_ids(catalog):
+        plan = catalog.record(Plan, id)
+        # A plan whose inputs were removed can be neither named nor run.
+        with suppress(NotFound):
+            sources = sources_of(catalog, id, plan)
+            found.append(plan_report(plan, id, sources, told_costs(catalog, plan)))
+    return sorted(found, key=lambda p: (p.base, p.method, p.planned_expert_bytes, p.plan))

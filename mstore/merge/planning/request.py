@@ -10,10 +10,10 @@ import msgspec
 
 from mstore.adapters.inputs import ModelChoice
 from mstore.errors import BadRequest, did_you_mean
-from mstore.ids import ManifestId, SnapshotId
+from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
-from mstore.merge.planning.scores import Score, score_of
+from mstore.merge.planning.ranking import Score, score_of
 from mstore.numeric.codes import output_dtype
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.plan import BASE, COMPANIONS, EXPERT, FISHER, PlanInput
@@ -21,19 +21,12 @@ from mstore.objects.shapes import Globs, require_patterns, unmatched
 from mstore.phrases import Option, few, phrase
 from mstore.requests import MergeRequest, TensorRule
 from mstore.sizes import Budget
+from mstore.store.models import Input
 
 BudgetGiven = Budget | str | int | float | None
 _SHOWN = 60
 _TOP_P = Option("top_p")
 _NAMED = 8
-
-
-class Input(msgspec.Struct, frozen=True):
-    """A snapshot to merge, the name that the caller used, and the model that the name chose."""
-
-    snapshot: SnapshotId
-    name: str
-    model: str | None = None
 
 
 class Rule(msgspec.Struct, frozen=True):

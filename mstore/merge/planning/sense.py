@@ -23,14 +23,13 @@ from mstore.errors import Corrupt, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
-from mstore.merge.planning.request import Input
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE
 from mstore.phrases import call, few, phrase
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.models import tensors_of
+from mstore.store.models import Input, tensors_of
 
 MOST_OF_MODEL: Final = 0.5
 """An expert that moved a whole model further than this, relative to the base's norm, is odd."""

@@ -853,8 +853,8 @@ def _require_types(
             skip=Option("skip", next(iter(odd)) if len(odd) == 1 else ("PATTERN",)),
         )
         raise Incompatible(
-            f"elements of {', '.join(kinds)} cannot be merged, and differ from those of "
-            f"{base}: {few(list(odd))}",
+            f"elements of {', '.join(kinds)} cannot be merged, and have other values than "
+            f"in {base}: {few(list(odd))}",
             where=where,
             hint=joined(hint_for_types(base, where, pairs), skip, between="; "),
         )

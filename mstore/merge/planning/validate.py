@@ -14,7 +14,7 @@ from mstore.adapters.inputs import Inputs
 from mstore.errors import BadRequest, Incompatible
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
-from mstore.merge.planning.scores import SCORES
+from mstore.merge.planning.ranking import SCORES
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
 from mstore.objects.applied import AppliedTensor

@@ -63,7 +63,7 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
     output is coded, None if it is not kept. bounds: for the process that computes it.
     """
 
-    place: str
+    place: int
     store: Path
     target: Path
     block_size: int

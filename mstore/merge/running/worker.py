@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from mstore import fs
 from mstore.blocks.meter import Meter
-from mstore.blocks.pack_files import packs_at
+from mstore.blocks.pack_files import places_of
 from mstore.merge.running.computer import Computer
 from mstore.merge.running.slice_writer import SliceWriter
 from mstore.merge.running.slices import Receipt, Slice
@@ -35,7 +35,7 @@ def execute(slice: Slice) -> Receipt:
     # In a process of its own, nobody else has the store open.
     root = fs.Root(slice.store)
     expert_meter, base_meter = Meter("expert", slice.expert_bytes), Meter("base")
-    packs = packs_at(slice.place, slice.store)
+    packs = places_of(slice.store)[slice.place]
     attempt = slice.target.with_name(f"{slice.target.stem}-{secrets.token_hex(4)}.pack")
     writer = SliceWriter(replace(slice, target=attempt), set())
     computer = Computer(packs, expert_meter, base_meter)
