@@ -43,6 +43,7 @@ from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.mix import Mix
 from mstore.merge.arithmetic.tiles import DIRECT
 from mstore.merge.arithmetic.turns import STILL, Turn
+from mstore.merge.measures.companions import Companion
 from mstore.merge.methods.parameters import (
     AROUND_BASE,
     LAMBDA,
@@ -80,9 +81,10 @@ class Combination:
 
     - what is said of it: `unbounded`, `unconflicting`, `of_nan`, `facts`, `unkept`
     - what it needs of whole tensors: `needs_facts`, `settle`; or of rows: `turn`
+    - what it needs beside base and experts: `companions`
     - what weights do: `normalizes`, `divisor`, `divided_by`, `dilutes`, `most`, `keeps_base`
     - what leaving out costs: `model`
-    - how a chunk is computed: `kind`, `whole_kind`, `factors`, `per_expert`, `kernel`
+    - how a chunk is computed: `kind`, `whole_kind`, `factors`, `kernel`
     - what determines its result: `who`
     """
 
@@ -92,8 +94,6 @@ class Combination:
     """That for whole experts."""
     kernel: Kernel = staticmethod(kernels.run)
     """What computes a chunk; a function of a module, since it travels to workers."""
-    per_expert: ClassVar[int] = 1
-    """How many sides of a chunk the kernel has of each expert."""
     model: ClassVar[type[Any]]
     """What leaving chunks out costs: a class of `methods.model`."""
     unbounded: ClassVar[str | None] = None
@@ -106,8 +106,8 @@ class Combination:
     """Whether an expert of which nothing is left has no share in the divisor."""
     stacks: ClassVar[bool] = False
     """Whether the result is one expert's, so that layers may be stacked by it."""
-    fishers: ClassVar[bool] = False
-    """Whether each expert comes with a diagonal Fisher."""
+    companions: ClassVar[tuple[Companion, ...]] = ()
+    """What it asks for beside base and experts, sorted by role."""
 
     def check(self, operation: Operation) -> None:
         """Raise BadRequest for parameters or weights that do not fit together."""
@@ -319,11 +319,6 @@ class Method(msgspec.Struct, frozen=True):
         if self.is_scaled:
             self._settle_scale(parameters)
         rounded, frozen = _rounded(weights), MappingProxyType(parameters)
-        if self.combine.fishers and min(rounded) < 0:
-            raise BadRequest(
-                f"a weight of {self.name} must not be negative: it divides by sums of weights",
-                where=Option("experts"),
-            )
         if self.weight is None:
             return Operation(self, frozen, rounded).scaled()
         own = parameters[self.weight]
@@ -350,9 +345,9 @@ class Method(msgspec.Struct, frozen=True):
         return self.combine.facts(self.select) or self.select.facts
 
     @property
-    def fishers(self) -> bool:
-        """Whether each expert comes with a diagonal Fisher, as a companion."""
-        return self.combine.fishers
+    def companions(self) -> tuple[Companion, ...]:
+        """What it asks for beside base and experts."""
+        return self.combine.companions
 
     @property
     def has_bound(self) -> bool:
@@ -652,7 +647,8 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         code = code if selection.code is None else selection.code
         flags = (code, keeps, selection.cuts, masked)
         own = (self.base_weight,) if self.has_base else ()
-        times = combine.per_expert
+        # As the kernel has them: experts, then the companions of each role.
+        times = 1 + sum(one.is_read for one in combine.companions)
         return Mix(
             weights=np.array(own + self.weights * times, dtype=np.float32),
             factors=np.array(combine.factors(self), dtype=np.float32),

@@ -39,7 +39,7 @@ from mstore.merge.planning.ranking import Ranking, Units, lottery, seed
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import Survey, SurveyedTensor, grid_of
 from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
-from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED
+from mstore.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED
 from mstore.phrases import Option, few, phrase
 from mstore.sizes import exact_size
 
@@ -203,9 +203,17 @@ class Planner:
         )
 
     def _listed(self, states: States) -> States:
-        """Return the states of all that a plan lists: those of Fishers after those of experts."""
-        fishers = self._grid.fishers
-        return states if fishers is None else fishers.split(states, self._grid.equal)
+        """Return the states of all that a plan lists: companions come after experts."""
+        together = self._grid.together
+        asked = self._request.operation.method.companions
+        if not asked:
+            return states
+        read = iter([states] if together is None else together.split(states, self._grid.equal))
+        listed, columns = [next(read)], states.shape[1]
+        for one in asked:
+            count = len(one.places(len(states)))
+            listed.append(next(read) if one.is_read else np.full((count, columns), BELOW, np.uint8))
+        return np.concatenate(listed)
 
     def _bytes(self, budget: int | float | None) -> int | None:
         return int(budget * self.full_expert_bytes) if isinstance(budget, float) else budget
@@ -226,11 +234,11 @@ class Planner:
         """Return the bytes of each expert's chunks, at rest and plain: [K, C].
 
         An adapter's tensors are read for all chunks at once: their bytes are at the first one that
-        leads.  With Fishers, what leads pays for all that it brings.
+        leads.  With companions, what leads pays for all that it brings.
         """
         grid, plain = self._grid, self._grid.elements * self._itemsizes()
-        if grid.fishers is not None:
-            return grid.fishers.costs(grid.equal, grid.cost, plain, grid.elements, leaders)
+        if grid.together is not None:
+            return grid.together.costs(grid.equal, grid.cost, plain, grid.elements, leaders)
         if not self._applied.any():
             return grid.cost, plain
         cost = grid.cost.copy()
@@ -498,22 +506,22 @@ class Planner:
     def _omitted(self, left_out: Bools) -> tuple[tuple[float, ...], ...]:
         """Return the norms of what is left out, per tensor and expert; -1 if unknown.
 
-        A Fisher has no delta.
+        A companion has no delta.
         """
         squares, starts = self._squares, self._grid.starts
         # A tensor of one chunk needs no sum.
         with np.errstate(invalid="ignore"):
             roots = np.where(np.isfinite(squares), np.sqrt(squares), -1.0)
         alone = list(map(tuple, np.where(left_out, roots, 0.0).T.tolist()))
-        of_fishers = (0.0,) * self._survey.fishers
+        of_companions = (0.0,) * self._survey.listed
         return tuple(
-            alone[start] + of_fishers
+            alone[start] + of_companions
             if end - start == 1
             else tuple(
                 _norm(own[mask]) if mask.any() else 0.0
                 for own, mask in zip(squares[:, start:end], left_out[:, start:end], strict=True)
             )
-            + of_fishers
+            + of_companions
             for start, end in itertools.pairwise(starts.tolist())
         )
 

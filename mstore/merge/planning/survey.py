@@ -22,7 +22,7 @@ from mstore.blocks.meter import Meter
 from mstore.checkpoint.models import split_name
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
-from mstore.merge.measures.fishers import Fisher, grouped
+from mstore.merge.measures.companions import Beside, Companion, grouped, split
 from mstore.merge.measures.grid import Bools
 from mstore.merge.measures.unknown import NEEDS_ANALYSIS
 from mstore.merge.methods.method import Operation
@@ -179,7 +179,7 @@ class Surveyor:
             *(catalog, base_id, expert_ids, names),
             choice=request.choice,
             fill=request.allow_missing,
-            fishers=request.fishers,
+            companions=[role for role, _ in request.companions],
             only=request.only,
             skip=request.skip,
         )
@@ -187,14 +187,10 @@ class Surveyor:
         records = _tensors(inputs, inputs.base)
         experts: list[dict[str, tuple[TensorId, Tensor]]] = []
         has_missing = False
-        for number, (expert, ids, lacking) in enumerate(
-            zip(request.experts, inputs.experts, inputs.lacking, strict=True)
+        for expert, ids, lacking in zip(
+            request.models, inputs.models, inputs.lacking, strict=False
         ):
             found = _tensors(inputs, ids)
-            if number >= len(inputs.models):
-                has_missing |= self._check_fisher(number, records, found, experts)
-                experts.append(found)
-                continue
             ours = chosen(_shapes(records), request.only, request.skip)
             theirs = chosen(_shapes(found), request.only, request.skip)
             if request.allow_missing:
@@ -216,6 +212,11 @@ class Surveyor:
                     hint=_hint_for(request.base.name, expert.name, ours, theirs, records, found),
                 )
             experts.append(found)
+        for one, numbers in self._split(range(len(inputs.experts))):
+            for number in numbers:
+                found = _tensors(inputs, inputs.experts[number])
+                has_missing |= self._check_companion(one, number, records, found, experts)
+                experts.append(found)
         tensors: list[SurveyedTensor] = []
         self._require_rules(records)
         tied = ties_embeddings(catalog, base)
@@ -267,35 +268,46 @@ class Surveyor:
             idle_rules=self._idle_rules({*first.values()} - left_out.keys()),
             squares=self._squares_of,
             has_missing=has_missing,
-            fishers=request.fishers,
+            listed=len(request.companions),
+            read=tuple([one for one in request.operation.method.companions if one.is_read]),
             without=inputs.without,
         )
 
-    def _check_fisher(
+    def _split(self, inputs: Sequence[Any]) -> list[tuple[Companion, Sequence[Any]]]:
+        """Return what the method asks for with its part of what there is of each expert."""
+        request = self._request
+        return split(request.operation.method.companions, len(request.models), inputs)
+
+    def _check_companion(
         self,
+        one: Companion,
         number: int,
         base: Mapping[str, tuple[TensorId, Tensor]],
         found: Mapping[str, tuple[TensorId, Tensor]],
         models: Sequence[Mapping[str, tuple[TensorId, Tensor]]],
     ) -> bool:
-        """Check a Fisher's tensors, and return whether it lacks some that an expert moves.
+        """Check a companion's tensors, and return whether it lacks some that an expert moves.
 
         Only these are needed.  Raises Incompatible for tensors that are missing and must not be, or
         that the base does not have, for other shapes, and for elements that are no numbers.
         """
         request, where = self._request, self._request.experts[number].name
-        count = len(request.experts) - request.fishers
         wanted = chosen(_shapes(base), request.only, request.skip)
         sources = {source for _, own in request.outputs for source in own}
-        numbers = {
-            name: id
-            for name, (id, record) in base.items()
+        shapes = {
+            name: shape
+            for name, (_, record) in base.items()
             if (name in wanted or name in sources) and record.dtype in ITEMSIZES
+            if (shape := one.shape(record.shape)) is not None
         }
         moved = {
             name
-            for name, id in numbers.items()
-            if any(one[name][0] != id for one in models[:count] if name in one)
+            for name in shapes
+            if any(
+                own[name][0] != base[name][0]
+                for own in models[: len(request.models)]
+                if name in own
+            )
         }
         lacks = [name for name in moved if not self._inputs.has(number, name)]
         others = [
@@ -308,25 +320,27 @@ class Surveyor:
             if names and not request.allow_missing:
                 allowed = Option("allow_missing", True)
                 raise Incompatible(
-                    f"{verb} {few(names)}: a Fisher has the tensors of the model",
+                    f"{verb} {few(names)}: a {one} has the tensors of the model",
                     where=where,
                     hint=phrase(
-                        "{allowed} leaves an expert out of the tensors that its Fisher lacks",
+                        f"{{allowed}} leaves an expert out of the tensors that its {one} lacks",
                         allowed=allowed,
                     ),
                 )
         if moved and len(lacks) == len(moved):
             raise Incompatible(
-                f"has none of the tensors of {request.base.name} that are merged: it is the Fisher "
+                f"has none of the tensors of {request.base.name} that are merged: it is the {one} "
                 "of another model",
                 where=where,
             )
-        for name in numbers:
+        for name, shape in shapes.items():
             record = found[name][1]
-            if record.shape != base[name][1].shape or record.dtype not in ITEMSIZES:
+            is_own = one.is_read or self._inputs.has(number, name)
+            if is_own and (record.shape != shape or record.dtype not in ITEMSIZES):
+                whose = "the model's shape" if one.is_read else "the shape"
                 raise Incompatible(
-                    f"{name} is {record.dtype} {list(record.shape)}: a Fisher has the model's "
-                    f"shape, {list(base[name][1].shape)}, and is {', '.join(sorted(ITEMSIZES))}",
+                    f"{name} is {record.dtype} {list(record.shape)}: a {one} has {whose}, "
+                    f"{list(shape)}, and is {', '.join(sorted(ITEMSIZES))}",
                     where=where,
                 )
         return bool(lacks or others)
@@ -351,7 +365,7 @@ class Surveyor:
             return
         elements, weightless = math.prod(one.base.shape), operation.weightless
         size, base = self._catalog.block_size, one.base.dtype
-        models = one.pairs[: len(one.pairs) - self._request.fishers]
+        models = one.pairs[: len(self._request.models)]
         for number, (id, record) in enumerate(models):
             if id != one.base_id and record.dtype in ITEMSIZES and not weightless[number]:
                 chunk = chunk_elements(size, base, record.dtype)
@@ -400,8 +414,12 @@ class Surveyor:
                 )
             found.append(side[source])
         (base_id, base), *pairs = found
-        for own, source, (_, record) in zip(inputs, sources, found, strict=True):
-            if record.shape != base.shape:
+        split = self._split(range(1, len(inputs)))
+        facts = {n for one, numbers in split if not one.is_read for n in numbers}
+        for number, (own, source, (_, record)) in enumerate(
+            zip(inputs, sources, found, strict=True)
+        ):
+            if record.shape != base.shape and number not in facts:
                 raise Incompatible(
                     f"{source} of {own.name} has shape {list(record.shape)}, that of the base "
                     f"{list(base.shape)}",
@@ -442,8 +460,8 @@ class Surveyor:
         rule = self._request.rule_of(name)
         operation = self._request.operation_of(name)
         dtype = None if rule is None else rule.dtype
-        count = len(pairs) - self._request.fishers
-        pairs, fishers = pairs[:count], pairs[count:]
+        every, pairs = pairs, pairs[: len(self._request.models)]
+        named = sources[1:] or (name,) * len(every)
         changed = [id != base_id for id, _ in pairs]
         dtypes = [record.dtype for _, record in pairs]
         if not {base.dtype, *dtypes} <= ITEMSIZES.keys():
@@ -457,24 +475,25 @@ class Surveyor:
         known = Measured()
         if operation.measures:
             source = sources[0] if sources else name
-            facts = self._facts.of(name, (base_id, base), pairs, pool, source=source)
+            beside = self._beside(every, named)
+            facts = self._facts.of(
+                *(name, (base_id, base), pairs, pool), source=source, companions=beside
+            )
             operation, known = operation.measured(facts)
         compared = None if sources else self._compared.get(name)
         if compared is not None:
             chunk, equal, twin, cost = compared
         else:
             records, size = [record for _, record in pairs], self._catalog.block_size
-            others = [*records, *(record for _, record in fishers)]
+            read = [own for one, own in self._split(every) if one.is_read]
+            others = [*records, *(record for own in read for _, record in own)]
             chunk = tensor_chunk(size, base, others, output, whole=operation.needs_rows)
             ids = chunk_ids(base, chunk, size)
             sides = [chunk_ids(record, chunk, size) for record in records]
             equal = equal_chunks(ids, base.dtype, sides, dtypes)
             twin = twins(sides, dtypes)
             cost = self._costs(sides, equal, twin, records)
-        informed: Sequence[Fisher | None] = [None] * len(pairs)
-        if fishers:
-            named = sources or (name,) * (1 + 2 * count)
-            informed, twin = self._fishers(*(named, operation, fishers, chunk, (equal, twin), pool))
+        together = self._together(every, named, operation, chunk, equal, twin, pool)
         weightless = operation.weightless
         moving = {
             k: (base_id, id)
@@ -510,14 +529,15 @@ class Surveyor:
                     pair,
                     record,
                     equal[number],
-                    twin[number],
+                    twin[number] if together is None else together[0][number],
                     cost[number],
                     rows,
                     cuts,
                     self._surplus(pair, number, operation, cuts, elements, chunk),
                     # What is measured of the tensor goes before what its table shows.
                     own.band if math.isnan(known.band) else known.band,
-                    informed[number],
+                    () if together is None else together[1][number],
+                    None if together is None else together[2][number],
                 )
             )
         return SurveyedTensor(
@@ -527,7 +547,7 @@ class Surveyor:
 
     def _compare(self, candidates: Iterable[Candidate]) -> None:
         """Compare the blocks of stored tensors, and what they cost, many at a time."""
-        if self._request.fishers:
+        if self._request.companions:
             return
         size, count = self._catalog.block_size, len(self._request.experts)
         groups: dict[tuple[str, tuple[str, ...], int], list[Candidate]] = {}
@@ -603,42 +623,77 @@ class Surveyor:
             cost[k] = np.where(wanted[k], whole, cost[k])
         return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
 
-    def _fishers(
+    def _beside(
+        self, inputs: Sequence[tuple[TensorId, Tensor]], names: Sequence[str]
+    ) -> dict[str, list[tuple[TensorId, Tensor] | None]]:
+        """Return the tensors of companions that are facts; None where one has none.
+
+        names: of the tensor in each expert and companion.
+        """
+        return {
+            one.role: [
+                inputs[number] if self._inputs.has(number, names[number]) else None
+                for number in numbers
+            ]
+            for one, numbers in self._split(range(len(inputs)))
+            if not one.is_read
+        }
+
+    def _together(
         self,
+        inputs: Sequence[tuple[TensorId, Tensor]],
         names: Sequence[str],
         operation: Operation,
-        fishers: Sequence[tuple[TensorId, Tensor]],
         chunk: int,
-        models: tuple[Bools, Counts],
+        equal: Bools,
+        twin: Counts,
         pool: ThreadPoolExecutor,
-    ) -> tuple[list[Fisher], Counts]:
-        """Return the Fishers of one tensor's experts, and the first of those that share blocks.
+    ) -> tuple[Counts, list[tuple[Beside, ...]], Counts] | None:
+        """Return what is known of experts and of the companions that are read with them.
 
-        names: of the tensor in the base, in each expert and in each Fisher. models: equal and twin
-        of the experts.
+        That is the first expert that shares blocks of any of these, the companions of each expert,
+        and the first with the same blocks of its own. None if nothing is read with experts.
+        names: as for `_beside`. equal, twin: of the experts.
         """
-        equal, twin = models
-        count = len(fishers)
-        own = np.broadcast_to(np.arange(count)[:, None], equal.shape)
+        found: list[list[Beside]] = []
+        for one, numbers in self._split(range(len(inputs))):
+            if one.is_read:
+                found.append(
+                    self._of_role(one, inputs, numbers, names, operation, chunk, equal, pool)
+                )
+        if not found:
+            return None
         # What is not read is not shared.
-        twin = np.where(equal, own, twin)
-        records = [record for _, record in fishers]
+        own = np.where(equal, np.arange(len(twin))[:, None], twin)
+        mates = [np.array([beside.twin for beside in role]) for role in found]
+        return grouped([own, *mates]), list(zip(*found, strict=True)), own
+
+    def _of_role(
+        self,
+        one: Companion,
+        inputs: Sequence[tuple[TensorId, Tensor]],
+        numbers: Sequence[int],
+        names: Sequence[str],
+        operation: Operation,
+        chunk: int,
+        equal: Bools,
+        pool: ThreadPoolExecutor,
+    ) -> list[Beside]:
+        """Return the companions of one role of a tensor's experts; arguments as for `_together`."""
+        records = [inputs[number][1] for number in numbers]
         sides = [chunk_ids(record, chunk, self._catalog.block_size) for record in records]
         mates = twins(sides, [record.dtype for record in records])
         cost = self._costs(sides, np.zeros_like(equal), mates, records)
         found = []
-        for k, (id, record) in enumerate(fishers):
-            is_there = self._inputs.has(count + k, names[1 + count + k])
-            sums, squares = None, None
-            # Where no expert moves, no Fisher counts.
+        for k, (number, record) in enumerate(zip(numbers, records, strict=True)):
+            is_there = self._inputs.has(number, names[number])
+            totals = None
+            # Where no expert moves, no companion counts.
             if is_there and not equal.all() and not operation.weightless[k]:
-                where = f"{self._request.experts[count + k].name}: {names[1 + count + k]}"
-                measured = self._facts.fisher(where, id, record, chunk, pool)
-                if measured is not None:
-                    sums, squares = measured
-            size = ITEMSIZES[record.dtype]
-            found.append(Fisher(mates[k], cost[k], sums, squares, size, is_there, twin[k]))
-        return found, grouped((twin, mates))
+                where = f"{self._request.experts[number].name}: {names[number]}"
+                totals = self._facts.totals(one, where, inputs[number], chunk, pool)
+            found.append(Beside(mates[k], cost[k], totals, ITEMSIZES[record.dtype], is_there))
+        return found
 
     def _product_rows(
         self,
