@@ -58,7 +58,7 @@ class Turn:
     def weights(
         self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
     ) -> Singles | None:
-        """Return factors of each expert of a chunk, float32[R, K], each for n / R elements.
+        """Return the factor of each row of each expert of a chunk, float32[R, K].
 
         None for those of the tensor. whole: experts are mixed, not their deltas; an absent one is
         the base.
@@ -86,7 +86,7 @@ class RowTurn(Turn, ABC):
         """
 
     def room(self, experts: int) -> int:
-        """Return that of float32 of all parts, and a product in float64."""
+        """Return how many bytes it takes for each element: of all parts, and a float64 product."""
         return 4 * (experts + 4)
 
     def of_rows(self, parts: Singles, weights: Sequence[float]) -> Singles:
