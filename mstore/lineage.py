@@ -78,6 +78,8 @@ class ParentReport:
     """the snapshot's id"""
     refs: tuple[str, ...] = ()
     """refs that point at it"""
+    model: str | None = None
+    """the one of its models that a merge took; None if it named none"""
 
 
 @frozen
@@ -125,7 +127,7 @@ class SnapshotReport:
     files: int
     """number of files"""
     tensors: int
-    """number of tensors"""
+    """number of tensors in its files"""
     models: tuple[str, ...] = ()
     """its models; that of the top directory is empty"""
     notes: tuple[NoteReport, ...] = ()
@@ -223,28 +225,27 @@ def _described(
     manifest = None if record is None else catalog.manifest_if_there(record.manifest_id())
     if record is None or manifest is None:
         return _missing(id, record, names)
-    plan_id = record.plan_id()
-    models = models_in(catalog, manifest)
+    plan = plan_of(catalog, record)
     return SnapshotReport(
         snapshot=id,
         manifest=record.manifest_id(),
-        parents=parents(record, names),
+        parents=parents(record, names, plan),
         made=record.made,
         origin=origin(record),
         author=record.author,
-        plan=plan_id,
-        method=None if plan_id is None else _method(catalog, plan_id),
+        plan=record.plan_id(),
+        method=None if plan is None else plan.method,
         virtual=record.is_virtual,
         message=record.message,
         time_ns=record.time_ns,
         refs=tuple(names.get(id, ())),
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
-        tensors=len(models.tensors),
-        models=tuple(models.named),
+        tensors=sum(sum(1 for _ in file.tensors()) for file in manifest.files),
+        models=tuple(models_in(catalog, manifest).named),
         pruned=id in pruned,
         pinned=id in pinned,
-        not_finite=_not_finite(catalog, record, models),
+        not_finite=_not_finite(catalog, record),
     )
 
 
@@ -277,17 +278,17 @@ def origin(record: SnapshotRecord) -> OriginReport | None:
     return None if record.origin is None else OriginReport(*astuple(record.origin))
 
 
-def _not_finite(
-    catalog: Catalog, record: SnapshotRecord, models: Models
-) -> tuple[NotFiniteTensor, ...]:
+def _not_finite(catalog: Catalog, record: SnapshotRecord) -> tuple[NotFiniteTensor, ...]:
     with suppress(NotFound, Corrupt):
-        return of_snapshot(catalog, record, models.tensors)
+        return of_snapshot(catalog, record)
     return ()
 
 
-def _method(catalog: Catalog, plan: PlanId) -> str | None:
+def plan_of(catalog: Catalog, record: SnapshotRecord) -> Plan | None:
+    """Return the plan of a merge; None without one, or if it is lost."""
+    id = record.plan_id()
     with suppress(NotFound, Corrupt):
-        return catalog.record(Plan, plan).method
+        return None if id is None else catalog.record(Plan, id)
     return None
 
 
@@ -298,11 +299,16 @@ def plain_bytes(catalog: Catalog, id: SnapshotId) -> int:
     return 0 if manifest is None else manifest.plain_bytes()
 
 
-def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple[ParentReport, ...]:
-    """Report a snapshot's parents, in the order of its record."""
+def parents(
+    record: SnapshotRecord, names: dict[SnapshotId, list[str]], plan: Plan | None = None
+) -> tuple[ParentReport, ...]:
+    """Report a snapshot's parents, in the order of its record; plan: that of a merge."""
+    # The previous snapshot comes first, the others are the inputs of the plan.
+    inputs = () if plan is None else plan.inputs
+    models = [None] * (len(record.parents) - len(inputs)) + [one.model for one in inputs]
     return tuple(
-        ParentReport(p.role, p.snapshot_id(), tuple(names.get(p.snapshot_id(), ())))
-        for p in record.parents
+        ParentReport(p.role, p.snapshot_id(), tuple(names.get(p.snapshot_id(), ())), model)
+        for p, model in zip(record.parents, models, strict=False)
     )
 
 

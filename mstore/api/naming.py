@@ -136,8 +136,8 @@ class Naming(OpenStore):
         def require(current: Ref | None) -> None:
             now = None if current is None else current.snapshot_id()
             if now != was:
-                told = ["nowhere" if one is None else f"at {one.short}" for one in (now, was)]
-                what = f"is {told[0]}, not {told[1]} as expected"
+                told = ["no ref" if one is None else f"at {one.short}" for one in (now, was)]
+                what = f"is {told[0]}; expected: {told[1]}"
                 raise Conflict(what, where=name, hint=call("reflog", name))
 
         new = self._catalog.resolve(snapshot)

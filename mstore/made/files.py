@@ -18,11 +18,10 @@ import json
 import math
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from mstore.checkpoint.dtypes import nbytes
-from mstore.checkpoint.models import is_index
 from mstore.checkpoint.partition import block_count
 from mstore.checkpoint.strict_json import (
     LENGTH_BYTES,
@@ -87,13 +86,15 @@ def texts_of(
     before: what the model is made of. without: keys of metadata that no header keeps.
     """
     texts: dict[str, bytes] = {}
+    models = models_in(catalog, before)
     # A title is that of all files of a model.
-    models = filter(None, map(models_in(catalog, before).of_file, weights))
-    changed = {**dict.fromkeys(path for model in models for path in model.files), **weights}
-    for path, fields in _indexes(catalog, before, changed):
-        shards = _shards_of(path, fields, before)
-        if any(changed.get(shard.path) is not None for shard in shards):
-            text = _index(catalog, fields, shards, changed)
+    own = filter(None, map(models.of_file, weights))
+    changed = {**dict.fromkeys(path for model in own for path in model.files), **weights}
+    for path, known in models.indexes.items():
+        shards = {posixpath.join(posixpath.dirname(path), shard) for shard in {*known.values()}}
+        # Where every entry stays, so does what the index says of them.
+        if any(changed.get(shard) is not None for shard in shards):
+            text = _index(catalog, before, path, shards, changed)
             texts |= {} if text is None else {path: text}
     for path, slots in changed.items():
         file = before.file(path)
@@ -188,39 +189,21 @@ def metadata_of(header: bytes) -> dict[str, str] | None:
 # -- shard indexes -----------------------------------------------------------------------------
 
 
-def _indexes(
-    catalog: Catalog, before: Manifest, changed: Weights
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the shard indexes beside files that change, and what they say."""
-    # Where every entry stays, so does what indexes say of them.
-    directories = {posixpath.dirname(path) for path, new in changed.items() if new is not None}
-    for file in before.files:
-        is_there = is_index(file.path) and posixpath.dirname(file.path) in directories
-        if file.form == OPAQUE and is_there:
-            yield file.path, json_object(catalog.read_parts(file.parts))
-
-
-def _shards_of(path: str, fields: Mapping[str, Any], before: Manifest) -> list[File]:
-    """Return the files that the shard index at `path` names."""
-    weight_map = fields.get("weight_map")
-    if not isinstance(weight_map, dict):
-        return []
-    directory = posixpath.dirname(path)
-    named = {posixpath.join(directory, str(shard)) for shard in weight_map.values()}
-    return [file for file in before.files if file.path in named]
-
-
 def _index(
-    catalog: Catalog, fields: Mapping[str, Any], shards: Iterable[File], changed: Weights
+    catalog: Catalog, before: Manifest, path: str, shards: Collection[str], changed: Weights
 ) -> bytes | None:
-    """Return a shard index of these shards, None if it stays.
+    """Return the shard index at `path`, which names these shards; None if it stays.
 
-    fields: the index before. Sizes that it stated are stated again.
+    Sizes that it stated are stated again.
     """
+    index = before.file(path)
+    fields = json_object(catalog.read_parts(index.parts if index else ()))
     known = fields["weight_map"]
     places: dict[str, str] = {}
     every: list[Slot] = []
-    for file in shards:
+    for file in before.files:
+        if file.path not in shards:
+            continue
         shard = posixpath.basename(file.path)
         new = changed.get(file.path)
         slots = slots_of(catalog, file.tensors()) if new is None else new

@@ -258,7 +258,7 @@ class Transaction:
     def put_record(self, record: Record) -> Id:
         """Store a record unless it is stored already; return its id.
 
-        Raises BadRequest for a record that readers would reject (`objects.limits`).
+        Raises BadRequest for a record that readers would reject (`objects.canonical`).
         """
         return self.put_records([record])[0]
 
