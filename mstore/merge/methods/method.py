@@ -199,7 +199,14 @@ class Combination:
         return operation.divisor, operation.selection.factor(operation.factor)
 
     def who(self, operation: Operation, k: int, listed: int) -> bytes:
-        """Return what a memo key says of which expert this is, of those that a plan lists."""
+        """Return what a memo key says of which expert this is, or of whose companion.
+
+        listed: how many experts and companions are read.
+        """
+        experts = len(operation.weights)
+        if listed > experts:
+            # One counts without the other.
+            return (k % experts).to_bytes(2, "little") + bytes([k // experts])
         return k.to_bytes(2, "little") if operation.counts_all else b""
 
 

@@ -191,11 +191,6 @@ class Informed(Combination):
         """Return scale and floor."""
         return operation.factor, _floor(operation)
 
-    def who(self, operation: Operation, k: int, listed: int) -> bytes:
-        """Return whose Fisher it is, or which expert: one counts without the other."""
-        half = listed // 2
-        return (k % half).to_bytes(2, "little") + bytes([k >= half])
-
 
 def _over(part: Floats, whole: Floats) -> Floats:
     """Return part / whole, 0 where the whole is 0."""
