@@ -511,8 +511,7 @@ def _read_plan(data: bytes) -> Plan:
     experts = [one for one in named if one.role == "expert"]
     made = [_read_operation(row, len(experts)) for row in _items(operations, "operations")]
     others = len(named) - 1
-    experts = sum(one.role == "expert" for one in named)
-    rows = [_read_plan_tensor(row, others, experts) for row in _items(tensors, "tensors")]
+    rows = [_read_plan_tensor(row, others, len(experts)) for row in _items(tensors, "tensors")]
     require(made, "no operation of the merge's own")
     used = {0, *(tensor.operation for tensor in rows)}
     require(used == set(range(len(made))), "operations that are not used, or lack")
