@@ -82,25 +82,11 @@ def split(
 
 
 class Beside(msgspec.Struct, frozen=True):
-    """A companion of one expert that is read with its tensor, by chunk.
+    """A companion that is read with its expert: [chunks] of a tensor, or [K, C] of a grid.
 
-    twin: int64[chunks], the first expert whose companion has the same blocks there. cost: int64
-    [chunks], stored bytes. totals: float64[totals, chunks], of its elements; None if they are not
-    known. item_size: bytes of an element. is_there: False if it lacks the tensor: its expert then
-    takes no part in it.
-    """
-
-    twin: Counts
-    cost: Counts
-    totals: Floats | None
-    item_size: int
-    is_there: bool
-
-
-class CompanionGrid(msgspec.Struct, frozen=True):
-    """The companions of one role of a grid's experts, [K, C] each; see `Beside`.
-
-    totals: float64[totals, K, C], NaN if not known.
+    twin: the first expert whose companion has the same blocks. cost: stored bytes. totals: of its
+    elements, [totals, chunks] or [K, totals, C], NaN if not known. item_size: bytes of an element.
+    is_there: False where it lacks the tensor: its expert then takes no part in it.
     """
 
     twin: Counts
@@ -110,48 +96,30 @@ class CompanionGrid(msgspec.Struct, frozen=True):
     is_there: Bools
 
     @classmethod
-    def of(cls, sides: Sequence[Sequence[Beside]], totals: int) -> CompanionGrid:
-        """Build from the companions of each expert, tensor by tensor."""
-
-        def joined(name: str, dtype: Any) -> Any:
-            return np.array(
-                [
-                    np.concatenate([np.zeros(0, dtype), *(_row(one, name) for one in side)])
-                    for side in sides
-                ],
-                dtype=dtype,
-            )
-
-        none = np.zeros((totals, 0))
-        sums = [
-            np.concatenate(
-                [none, *(_totals(one, totals) for one in side)],
-                axis=1,
-            )
-            for side in sides
+    def joined(cls, sides: Sequence[Sequence[Beside]], totals: int) -> Beside:
+        """Return those of a grid, from those of each expert, tensor by tensor."""
+        none, nowhere = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
+        start = cls(none, none, np.zeros((totals, 0)), none, nowhere)
+        columns = [
+            [[getattr(one, name) for one in (start, *side)] for side in sides]
+            for name in cls.__struct_fields__
         ]
-        return cls(
-            joined("twin", np.int64),
-            joined("cost", np.int64),
-            np.stack(sums, axis=1) if sums else np.zeros((totals, 0, 0)),
-            joined("item_size", np.int64),
-            joined("is_there", bool),
-        )
+        return cls(*(np.array([np.concatenate(own, axis=-1) for own in one]) for one in columns))
 
-    def part(self, own: Bools) -> CompanionGrid:
+    def part(self, own: Bools) -> Beside:
         """Return some of the columns."""
-        return CompanionGrid(*(getattr(self, name)[..., own] for name in self.__struct_fields__))
+        return Beside(*(getattr(self, name)[..., own] for name in self.__struct_fields__))
 
 
 class Together(msgspec.Struct, frozen=True):
-    """Experts and the companions that are read with them.
+    """What a grid knows of experts that are read with companions.
 
     twin: int64[K, C], the first expert that differs from the base there and whose own blocks are
-    the same. companions: of each role, in their order.
+    the same. companions: those of each role.
     """
 
     twin: Counts
-    companions: tuple[CompanionGrid, ...]
+    companions: tuple[Beside, ...]
 
     def part(self, own: Bools) -> Together:
         """Return some of the columns."""
@@ -164,15 +132,10 @@ class Together(msgspec.Struct, frozen=True):
 
         equal, cost, plain: of the experts themselves. leaders: as `Planner`.
         """
-        columns = np.arange(cost.shape[1])
+        columns, every = np.arange(cost.shape[1]), np.ones_like(equal)
         found, whole = np.zeros_like(cost), np.zeros_like(plain)
-        sides = [
-            (self.twin, np.where(equal, 0, cost), np.where(equal, 0.0, plain), ~equal),
-            *(
-                (one.twin, one.cost, elements * one.item_size, np.ones_like(equal))
-                for one in self.companions
-            ),
-        ]
+        sides = [(self.twin, np.where(equal, 0, cost), np.where(equal, 0.0, plain), ~equal)]
+        sides += [(o.twin, o.cost, elements * o.item_size, every) for o in self.companions]
         for twin, stored, size, counts in sides:
             seen = np.zeros_like(equal)
             for k, lead in enumerate(leaders):
@@ -214,15 +177,6 @@ def grouped(twins: Sequence[Counts]) -> Counts:
                 group[k] = group[first, columns] = least
         if (before == group).all():
             return group
-
-
-def _row(one: Beside, name: str) -> Any:
-    value = getattr(one, name)
-    return value if isinstance(value, np.ndarray) else np.full(len(one.twin), value)
-
-
-def _totals(one: Beside, count: int) -> Floats:
-    return np.full((count, len(one.twin)), np.nan) if one.totals is None else one.totals
 
 
 def _shared(taken: Bools, twin: Counts) -> States:

@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +22,9 @@ from blake3 import blake3
 from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
+from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.measures.companions import Companion
 from mstore.merge.measures.deltas import Chunks
-from mstore.merge.measures.unknown import NEEDS_ANALYSIS
 from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.singles import singles
 from mstore.objects.tensor import Tensor
@@ -41,7 +40,6 @@ Side = tuple[TensorId, Tensor]
 
 Lack = tuple[str, str]
 """What is wrong where all elements are finite, and what a tensor lacks then."""
-BEYOND: Final = "a difference of two inputs is beyond float32"
 
 
 class Facts:
@@ -180,23 +178,22 @@ class TensorFacts:
         """Return whether an expert's tensor is the base's."""
         return self.sides[side][0] == self.sides[0][0]
 
-    def known(self, what: Iterable[tuple[TensorId, bytes]]) -> list[float] | None:
-        """Return facts of the base with other tensors, each under 16 bytes; None if one lacks.
+    def once(
+        self, what: Sequence[tuple[TensorId, bytes]], measure: Callable[[], Iterable[float]]
+    ) -> list[float]:
+        """Return facts of the base with other tensors, each kept under 16 bytes.
 
-        Raises BadRequest if they are not known and may not be measured.
+        measure: makes all, if one is not known.  Raises BadRequest if it may not.
         """
-        base = self.sides[0][0]
-        found = self._facts.statistics.facts([(base, id, key) for id, key in what])
+        base, statistics = self.sides[0][0], self._facts.statistics
+        found = statistics.facts([(base, id, key) for id, key in what])
         known = [one for one in found if one is not None]
-        if len(known) == len(found):
-            return known
-        self._require_analysis()
-        return None
-
-    def keep(self, what: Iterable[tuple[TensorId, bytes]], values: Iterable[float]) -> None:
-        """Keep facts that `known` lacks."""
-        for (id, key), value in zip(what, values, strict=True):
-            self._facts.statistics.put_fact(self.sides[0][0], id, key, float(value))
+        if len(known) < len(found):
+            self._require_analysis()
+            known = list(map(float, measure()))
+            for (id, key), value in zip(what, known, strict=True):
+                statistics.put_fact(base, id, key, value)
+        return known
 
     def squares(self, side: int, lack: Lack) -> float:
         """Return the sum of squares of a side."""

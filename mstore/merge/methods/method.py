@@ -407,11 +407,6 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         self.selection.check(self.weights, self.method.name)
         self.method.combine.check(self)
 
-    @property
-    def listed(self) -> tuple[float, ...]:
-        """The weights as a plan lists them: those that were asked for."""
-        return self.given
-
     @cached_property
     def selection(self) -> Selection:
         """What it takes of each expert."""

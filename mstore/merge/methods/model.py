@@ -41,11 +41,6 @@ class Model:
         self._typical = scaled(self._scale, self.squares)
         self.roots = self.certain if selection.ranks_by_bound else self._typical
 
-    @property
-    def has_bound(self) -> bool:
-        """Whether errors have a certified bound."""
-        return self.operation.has_bound
-
     def free(self) -> States:
         """Return uint8[K, C]: READ, unless the state is known without reading."""
         states = np.full(self._grid.shape, READ, dtype=np.uint8)
@@ -90,11 +85,11 @@ class Model:
     def largest(self, left: Floats) -> Floats:
         """Return float64[C], what leaving out these roots (0 where kept) costs, squared."""
         with np.errstate(over="ignore"):
-            return added(left) ** 2 if self.has_bound else added(left**2)
+            return added(left) ** 2 if self.operation.has_bound else added(left**2)
 
     def ranked(self, score: str) -> Floats:
         """Return the roots to rank units by, where gains do not fall as units are taken."""
-        if self.has_bound:
+        if self.operation.has_bound:
             return self.roots
         squares = self.operation.selection.scored(self._grid, self.squares, score)
         return self.roots if squares is self.squares else scaled(self._scale, squares)

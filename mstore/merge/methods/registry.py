@@ -121,7 +121,7 @@ class Operations:
     def match(self, plan: Plan) -> bool:
         """Return whether the plan's records are as these operations would be written."""
         return all(
-            tuple(sorted(made.parameters.items())) == one.parameters and made.listed == one.weights
+            tuple(sorted(made.parameters.items())) == one.parameters and made.given == one.weights
             for made, one in zip(self._all, _operations(plan), strict=True)
         ) and all(
             self._all[tensor.operation].needs_facts == (tensor.mixture is not None)

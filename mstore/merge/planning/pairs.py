@@ -22,7 +22,7 @@ from mstore.adapters import low_rank
 from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
-from mstore.merge.measures.unknown import NEEDS_ANALYSIS
+from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import KEEPS_NONE, Candidate

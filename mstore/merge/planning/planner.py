@@ -153,7 +153,7 @@ class Planner:
     @property
     def _has_bound(self) -> bool:
         """Whether every operation is, so that there is a bound."""
-        return all(part.model.has_bound for part in self._parts)
+        return all(part.model.operation.has_bound for part in self._parts)
 
     def _joined(self, dtype: Any, own: Callable[[_Part], np.ndarray[Any, Any]]) -> Any:
         """Return [K, C] from the [K, columns] of each part."""

@@ -265,34 +265,30 @@ def _check_companions(
     for rule in rules:
         other = rule.operation.method
         if other.companions != method.companions:
-            which = method if method.companions else other
+            own = method if method.companions else other
             raise BadRequest(
-                f"{which.name} takes {' and '.join(one.told for one in which.companions)}, so it "
-                "is the method of all tensors or of none",
+                f"{own.name} takes {' and '.join(one.told for one in own.companions)}, so it is "
+                "the method of all tensors or of none",
                 where=f"the rule for {rule}",
             )
-    if given and not method.companions:
-        raise BadRequest(f"{method.name} takes no companions", where=Option("companions"))
+    others = {role for role, _ in given} - {one.role for one in method.companions}
+    if others:
+        which = f" in the role {min(others)}" if method.companions else ""
+        raise BadRequest(f"{method.name} takes no companions{which}", where=Option("companions"))
     names = ("the base", *map(str, experts))
-    for one in method.companions:
-        places = one.places(len(experts))
-        found = [of for role, of in given if role == one.role]
+    for asked in method.companions:
+        places = asked.places(len(experts))
+        found = [of for role, of in given if role == asked.role]
         if found == [*places]:
             continue
         lacking = [names[of] for of in places if of is not None and of not in found]
         has = "has" if len(lacking) == 1 else "have"
         told = f"{few(lacking)} {has} none" if lacking else "and nothing else has one"
-        of = {EXPERT: f":{next(iter(lacking), 'EXPERT')}", BASE: f":{BASE}", None: ""}[one.of]
+        whose = {EXPERT: f":{next(iter(lacking), 'EXPERT')}", BASE: f":{BASE}", None: ""}
         raise BadRequest(
-            f"{method.name} takes {one.told}: {told}",
+            f"{method.name} takes {asked.told}: {told}",
             where=Option("companions"),
-            hint=Option("companions", {one.role + of: "REF"}),
-        )
-    others = {role for role, _ in given} - {one.role for one in method.companions}
-    if others:
-        raise BadRequest(
-            f"{method.name} takes no companion in the role {min(others)}",
-            where=Option("companions"),
+            hint=Option("companions", {asked.role + whose[asked.of]: "REF"}),
         )
 
 

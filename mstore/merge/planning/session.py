@@ -280,7 +280,7 @@ _Key = tuple[str, tuple[tuple[str, Value], ...], tuple[float, ...]]
 
 def _shape(operation: Operation) -> _Key:
     """Return what tells operations apart in a plan: all but the mixture of one tensor."""
-    return operation.method.name, tuple(sorted(operation.parameters.items())), operation.listed
+    return operation.method.name, tuple(sorted(operation.parameters.items())), operation.given
 
 
 def _numbered(survey: Survey, request: Request) -> tuple[list[int], tuple[PlanOperation, ...]]:

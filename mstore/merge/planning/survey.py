@@ -491,14 +491,16 @@ class Surveyor:
             twin.append(mates)
             role = []
             for k, number in enumerate(numbers):
-                is_there = self._inputs.has(number, names[number])
-                totals = None
+                is_there, length = self._inputs.has(number, names[number]), equal.shape[1]
+                totals = np.full((one.totals, length), np.nan)
                 # Where no expert moves, no companion counts.
                 if is_there and not equal.all() and not operation.weightless[k]:
                     where = f"{self._request.experts[number].name}: {names[number]}"
-                    totals = self._facts.totals(one, where, inputs[number], chunk, pool)
-                size = ITEMSIZES[inputs[number][1].dtype]
-                role.append(Beside(mates[k], cost[k], totals, size, is_there))
+                    known = self._facts.totals(one, where, inputs[number], chunk, pool)
+                    totals = totals if known is None else known
+                size = np.full(length, ITEMSIZES[inputs[number][1].dtype])
+                there = np.full(length, is_there)
+                role.append(Beside(mates[k], cost[k], totals, size, there))
             found.append(role)
         none: list[tuple[Beside, ...]] = [()] * len(own)
         return grouped(twin) if found else own, [*zip(*found, strict=True)] if found else none

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from mstore.ids import ManifestId, TensorId
-from mstore.merge.measures.companions import Beside, Companion, CompanionGrid, Together
+from mstore.merge.measures.companions import Beside, Companion, Together
 from mstore.merge.measures.grid import Bools, Floats, Grid, Ints
 from mstore.merge.methods.method import Operation
 from mstore.objects import plan
@@ -172,7 +172,7 @@ def grid_of(survey: Survey) -> Grid:
 def _together(read: Sequence[Companion], sides: list[list[ExpertTensor]]) -> Together:
     twin = [[e.twin if e.own_twin is None else e.own_twin for e in side] for side in sides]
     grids = [
-        CompanionGrid.of([[e.beside[number] for e in side] for side in sides], one.totals)
+        Beside.joined([[e.beside[number] for e in side] for side in sides], one.totals)
         for number, one in enumerate(read)
     ]
     return Together(_joined(twin, np.int64), tuple(grids))

@@ -24,7 +24,7 @@ from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
-from mstore.merge.measures.unknown import NEEDS_ANALYSIS
+from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram

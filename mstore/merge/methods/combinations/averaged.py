@@ -71,11 +71,8 @@ class Averaged(Combination):
             for k, id in enumerate(ids)
             for key in _keys(least, [other for j, other in enumerate(ids) if j != k])
         ]
-        known = facts.known(keys)
-        if known is None:
-            known = [float(one) for own in _counts(least, facts) for one in own]
-            facts.keep(keys, known)
-        numbers = [int(one) for one in known]
+        known = facts.once(keys, lambda: [one for own in _counts(least, facts) for one in own])
+        numbers = list(map(int, known))
         return self.counted(operation, list(zip(numbers[::2], numbers[1::2], strict=True)))
 
     def counted(self, operation: Operation, counts: Sequence[tuple[int, int]]) -> Operation:

@@ -62,7 +62,7 @@ class InformedModel(Model):
         super().__init__(operation, grid)
         assert grid.together is not None
         (self._fishers,) = grid.together.companions
-        self._sums, self._sums_of_squares = self._fishers.totals
+        self._sums, self._squares_sums = np.moveaxis(self._fishers.totals, 1, 0)
         self._counts = self.free() == READ
         self._parts = self._informed()
         self._concentration = self._concentrated()
@@ -98,7 +98,7 @@ class InformedModel(Model):
         """Return the concentration of shares, float64[C]: infinite where Fishers do not vary."""
         sums, elements = self._sums, self._grid.elements
         with np.errstate(invalid="ignore", divide="ignore"):
-            varies = self._sums_of_squares * elements / (sums * sums) - 1.0
+            varies = self._squares_sums * elements / (sums * sums) - 1.0
             own = np.where(varies > 0, 1.0 / varies, np.inf)
         # Who takes no part, or is not known, does not make shares more even.
         known = self._counts & ~np.isnan(varies)

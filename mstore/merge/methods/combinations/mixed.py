@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.turns import STILL, Turn
+from mstore.merge.measures import BEYOND
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Scalar, Value
@@ -114,9 +115,6 @@ class Mixed(Sum):
 
         The base is the origin if deltas are compared, else zero is.
         """
-        # Late: most merges need no facts.
-        from mstore.merge.measures.facts import BEYOND
-
         lack = BEYOND, "its angles cannot be measured"
         experts = [k for k in facts.experts if not operation.weightless[k - 1]]
         counted = [0, *experts]

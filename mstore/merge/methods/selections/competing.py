@@ -68,11 +68,12 @@ class Competing(Selection, frozen=True):
             for place in range(LIMITS)
             for k, id in enumerate(ids)
         ]
-        known = facts.known(keys)
-        if known is None:
+
+        def limits() -> list[float]:
             largest = [facts.largest(side, _LACK) for side in own]
-            known = [*largest, *_limits(facts.chunks(own), self.ratio, largest, facts.pool)]
-            facts.keep(keys, known)
+            return [*largest, *_limits(facts.chunks(own), self.ratio, largest, facts.pool)]
+
+        known = facts.once(keys, limits)
         found = np.zeros((LIMITS, self.experts))
         found[:, [side - 1 for side in own]] = np.array(known).reshape(LIMITS, len(own))
         return Measured(thresholds=tuple([Threshold(one, -1) for one in found.ravel().tolist()]))

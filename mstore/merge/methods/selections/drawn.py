@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from blake3 import blake3
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.measures import BEYOND
 from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.parameters import MASK_DENSITY, NORM, SEED, Value, single
 from mstore.merge.methods.selections.selection import Measured, Selection, each
@@ -83,23 +85,17 @@ class Drawn(Selection, frozen=True):
                 continue
             what = _NORMS + struct.pack("<2d", *self._chances(k)) + keys[k].tobytes()
             key = [(facts.sides[side][0], blake3(what).digest(length=16))]
-            known = facts.known(key)
-            if known is None:
-                known = [self._ratio(facts, side, keys[k])]
-                facts.keep(key, known)
-            # Late: most merges need no facts.
-            from mstore.merge.measures.facts import BEYOND
-
+            (ratio,) = facts.once(key, partial(self._ratio, facts, side, keys[k]))
             lack = BEYOND, "the L1 norm of a delta cannot be restored"
-            factors.append(facts.finite(known[0], (0, side), lack))
+            factors.append(facts.finite(ratio, (0, side), lack))
         return Measured(factors=tuple(factors))
 
     def _chances(self, expert: int) -> tuple[float, float]:
         """Return what the probabilities of an expert's elements follow from."""
         return self.densities[expert], -1
 
-    def _ratio(self, facts: TensorFacts, side: int, key: npt.NDArray[np.uint32]) -> float:
-        """Measure the L1 norm of a delta over that of what the mask leaves of it."""
+    def _ratio(self, facts: TensorFacts, side: int, key: npt.NDArray[np.uint32]) -> list[float]:
+        """Measure the L1 norm of a delta over that of what the mask leaves of it, one number."""
         chunk, read_base, read_other = facts.readers(side, whole=self.needs_rows)
 
         def norms(number: int) -> tuple[float, float]:
@@ -111,7 +107,7 @@ class Drawn(Selection, frozen=True):
 
         found = list(facts.pool.map(norms, range(-(-facts.elements // chunk))))
         before, after = (math.fsum(column) for column in zip(*found, strict=True))
-        return 1.0 if min(before, after) < _SMALLEST_NORM else before / after
+        return [1.0 if min(before, after) < _SMALLEST_NORM else before / after]
 
     def _norms(
         self,

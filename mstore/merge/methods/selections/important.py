@@ -55,11 +55,7 @@ class Important(CutTogether, frozen=True):
         if facts.is_base(1):
             return Measured(cut=Cut(0.0, -1), band=0.0)
         what = [(facts.sides[1][0], key) for key in _KEYS]
-        known = facts.known(what)
-        if known is None:
-            known = [*_select(facts)]
-            facts.keep(what, known)
-        least, kept = known
+        least, kept = facts.once(what, lambda: _select(facts))
         return Measured(cut=Cut(facts.finite(least, (0, 1), _LACK), -1), band=kept)
 
     def idle(self, grid: Grid) -> Bools:

@@ -80,14 +80,13 @@ class Varied(CutTogether, frozen=True):
             (ids[max(0, place)], blake3(b"spread 2 %d" % place + what).digest(length=16))
             for place in range(-2, len(ids))
         ]
-        known = facts.known(keys)
-        if known is None:
+
+        def select() -> Iterable[float]:
             cut, squares = _select(facts.chunks(), self.share, facts.pool)
-            facts.keep(keys, (*cut, *squares))
-        else:
-            value, before, *squares = known
-            cut = Cut(value, int(before))
-        return Measured(cut=cut, squares=squares)
+            return *cut, *squares
+
+        value, before, *squares = facts.once(keys, select)
+        return Measured(cut=Cut(value, int(before)), squares=squares)
 
     def squares(self, grid: Grid) -> Floats:
         """Return a guess: what varies most is also what moves most."""
