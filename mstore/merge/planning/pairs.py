@@ -68,7 +68,7 @@ class Shown(NamedTuple):
 
 def has_digest(operation: Operation) -> bool:
     """Return whether a digest tells all of a pair: not between two thresholds."""
-    return operation.selection.cuts <= 1
+    return len(operation.selection.ranks(1)) < 2
 
 
 class KnownPairs:
