@@ -51,11 +51,8 @@ def masks_of(tensor: TensorTask, chunk: Chunk) -> Bytes | None:
 
 def row_weights_of(tensor: TensorTask, chunk: Chunk) -> Singles | None:
     """Return the factor of each row of each expert, float32[R, K]; None if the tensor has them."""
-    mix = tensor.mix
-    if mix.turn is None:
-        return None
-    weights = mix.weights.tolist()
-    return mix.turn.weights(chunk, tensor.row_length, weights, whole=mix.is_direct)
+    weights = tensor.mix.weights.tolist()
+    return tensor.turn.weights(chunk, tensor.row_length, weights, whole=tensor.selection.is_whole)
 
 
 def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:

@@ -75,7 +75,7 @@ class _Tensor:
             raise Corrupt("its plan makes another dtype or shape", where=where, hint=call("fsck"))
         members = plan.tasks.members(record.tensor)
         self.base: Tensor = members.base
-        self.states = members.plan.states
+        self.states = members.states
         self.reused: npt.NDArray[np.bool_] = plan.tasks.reused(self.task)
         self.blocks = record.blocks(catalog.block_size)
         self.per_chunk = (
