@@ -181,7 +181,7 @@ class Snapshot:
         Raises Unavailable (torch is not installed), BadRequest or Incompatible (an element type
         that torch lacks; the other tensors can be loaded by their names), and as `load`.
         """
-        from mstore.frameworks import to_torch, torch_module
+        from mstore.safe_open import to_torch, torch_module
 
         torch_module()
         view = self._view()

@@ -5,6 +5,11 @@ the headers, the shard indexes, and the manifest of it all. A file whose tensors
 file.
 
 Owns these forms.  Does not own which tensors a file has, nor what small files say of the model.
+
+Programs write into the header of a safetensors file what the file is: its title, its date, a hash
+of its tensors, a picture, how it was trained.  None of that is true of a model that was made of it,
+as its README.md is not (docs/design/011-model-cards.md).  What says how to read the tensors stays,
+and what nobody here knows.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.partition import block_count
-from mstore.checkpoint.small_files import (
+from mstore.checkpoint.strict_json import (
     LENGTH_BYTES,
     METADATA_KEY,
     header_bytes,
@@ -26,7 +31,6 @@ from mstore.checkpoint.small_files import (
     json_object,
 )
 from mstore.ids import TensorId
-from mstore.made import metadata
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in
@@ -144,7 +148,7 @@ def _header(
 ) -> bytes | None:
     """Return a header, None if it stays.  Names that it had keep their order."""
     told = NEW if before is None else metadata_of(before)
-    left = None if told is None else metadata.kept(told, without)
+    left = None if told is None else kept_metadata(told, without)
     if slots is None and left == told:
         return None
     known: dict[str, Any] = {METADATA_KEY: left}
@@ -242,3 +246,46 @@ def with_dtype(
         else:
             changed[key] = value
     return changed
+
+
+_READING: Final[Mapping[str, frozenset[str]]] = {
+    # Stability AI's model metadata: what a loader needs.
+    "modelspec.": frozenset(
+        {
+            *("sai_model_spec", "architecture", "implementation", "implementation_version"),
+            *("resolution", "prediction_type", "timestep_range", "encoder_layer", "preprocessor"),
+            *("is_negative_embedding", "data_format", "format_type", "format_template"),
+        }
+    ),
+    # sd-scripts: what its own merges of adapters keep (SS_METADATA_MINIMUM_KEYS).
+    "ss_": frozenset(
+        {
+            *("v2", "base_model_version", "network_module", "network_dim", "network_alpha"),
+            "network_args",
+        }
+    ),
+    "sshs_": frozenset(),
+    "sd_merge_": frozenset(),
+}
+"""Keys that say how to read a file, of each family that is known; its others say what it is."""
+
+_SAYING: Final = re.compile(
+    r"(.*[._-])?(hash|sha[0-9]*|md5|crc32|checksum|digest|title|name|description|thumbnail|date"
+    r"|created|modified|author|licen[cs]e|prompt|workflow)s?",
+    re.IGNORECASE,
+)
+"""Keys of no known family that say what a file is."""
+
+
+def kept_metadata(metadata: Mapping[str, str], without: Collection[str] = ()) -> dict[str, str]:
+    """Return what is true of any tensors of these names; nothing of the keys `without`."""
+    return {
+        key: text for key, text in metadata.items() if key not in without and _is_of_reading(key)
+    }
+
+
+def _is_of_reading(key: str) -> bool:
+    for family, known in _READING.items():
+        if key.startswith(family):
+            return key.removeprefix(family) in known
+    return not _SAYING.fullmatch(key)

@@ -16,14 +16,16 @@ import msgspec
 from msgspec import structs
 
 from mstore.checkpoint.models import Model, WeightMap, full_name, is_weights, models_of, place_of
-from mstore.checkpoint.small_files import json_object
-from mstore.errors import BadRequest, Incompatible, NotFound, did_you_mean
+from mstore.checkpoint.strict_json import json_object
+from mstore.errors import BadCheckpoint, BadRequest, Incompatible, NotFound, did_you_mean
 from mstore.ids import Revision, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.phrases import Option, call, few
 from mstore.store.catalog import Catalog
 
 _MAX_INDEX: Final = 32 << 20
+_MAX_CONFIG: Final = 1 << 20
+_MAX_CONTAINERS: Final = 65_536
 _NAMED: Final = 12
 """Models that an error lists: a pipeline has some five, each with a variant."""
 
@@ -307,3 +309,23 @@ def _weight_map(catalog: Catalog, index: File | None) -> WeightMap:
     entries = json_object(catalog.read_small(index, _MAX_INDEX) or b"").get("weight_map")
     found = entries if isinstance(entries, dict) else {}
     return {name: file for name, file in found.items() if isinstance(file, str)}
+
+
+def config_of(catalog: Catalog, model: Manifest, path: str | None = None) -> dict[str, object]:
+    """Return the config of a model, empty if it has none of a usual size that can be parsed.
+
+    path: of the file, that of a model in the top directory if not given.
+
+    Raises Corrupt, StorageFailed.
+    """
+    # Late: what lists tensors needs no config.
+    from mstore.checkpoint.declared import CONFIG
+    from mstore.checkpoint.strict_json import parse_object
+
+    raw = catalog.read_small(model.file(path or CONFIG), _MAX_CONFIG)
+    if raw is None:
+        return {}
+    try:
+        return parse_object(raw, what=CONFIG, where=CONFIG, max_containers=_MAX_CONTAINERS)
+    except BadCheckpoint:
+        return {}

@@ -22,7 +22,6 @@ from mstore.merge.planning.report import PlanReport, companions_of, plan_report
 from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.tied import names_of_plan
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
-from mstore.objects.layers import layers_of
 from mstore.objects.plan import (
     BELOW,
     DROPPED,
@@ -35,6 +34,7 @@ from mstore.objects.plan import (
     PlanTensor,
     Taken,
 )
+from mstore.objects.shapes import layers_of
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.stats.chunks import blocks_per_chunk
