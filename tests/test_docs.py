@@ -20,7 +20,7 @@ import yaml
 
 from mstore import Store
 from mstore_cli import reference
-from mstore_cli.verbs import VERBS
+from mstore_cli.spelling import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -112,11 +112,16 @@ def test_no_other_page_lists_the_layers() -> None:
 
 
 def test_every_page_is_found() -> None:
-    """The README links to every page of docs/, but for designs, to which one link leads."""
+    """The README links to every page of docs/, and the list of designs to every design."""
     linked = set(re.findall(r"\]\((docs/[^)#]+)", (ROOT / "README.md").read_text()))
     pages = {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")}
     assert {page for page in pages if not page.startswith("docs/design/")} <= linked
-    assert any(page.startswith("docs/design/") for page in linked)
+    assert "docs/design/README.md" in linked
+    listed = re.findall(
+        r"^\| \[(\d+)\]\((.+?)\)", (DOCS / "design" / "README.md").read_text(), re.M
+    )
+    assert {name for _, name in listed} == {page.name for page in (DOCS / "design").glob("0*.md")}
+    assert all(name.startswith(f"{number}-") for number, name in listed)
 
 
 def _commands(page: Path) -> Iterator[list[str]]:
@@ -140,7 +145,7 @@ def _split(command: str) -> list[str]:
 @cache
 def _help() -> dict[str, str]:
     """What the program says of each of its commands."""
-    sections = reference.reference().split("\n## mstore ")[1:]
+    sections = reference.of_commands().split("\n## mstore ")[1:]
     return {section.split("\n")[0]: section.split("\n## ")[0] for section in sections}
 
 

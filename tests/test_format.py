@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 
 import mstore
 from mstore import MergeRequest
+from mstore.objects.canonical import DEFAULT_LIMITS
 from mstore.signing import SigningKey
 
 BLOCK_SIZE = 65536
@@ -586,6 +587,32 @@ def test_index_table(made: Made, indexed: IndependentStore) -> None:
     assert set(index["notes"].values()) == {b""}
     assert {key[:32] for key in index["notes"]} == {snapshot}
     assert {key[32:].hex() for key in index["notes"]} == indexed.ids(reader.NOTE)
+
+
+def test_limits() -> None:
+    """The limits of the page are those of the library."""
+    (table,) = page_tables("limit", "of")
+    limits = DEFAULT_LIMITS
+    assert table == [
+        [f"{limits.tensor_record_bytes >> 20} MiB", "a tensor record"],
+        [f"{limits.record_bytes >> 20} MiB", "a manifest, plan or coverage"],
+        [
+            f"{limits.note_bytes >> 10} KiB; {limits.small_record_bytes >> 20} MiB",
+            "a note; a snapshot or virtual tensor",
+        ],
+        [f"{limits.tensors:,}", "tensors that a manifest, plan or coverage names"],
+        [f"{limits.files:,}", "files of a manifest; operations of a plan"],
+        [f"{limits.patterns:,}", "patterns of a plan; remarks of a plan"],
+        [f"{limits.parents:,}", "parents of a snapshot; inputs of a plan besides the base"],
+        [
+            f"{limits.removed:,}; {limits.parameters}; {limits.rank}",
+            "notes that a removal names; parameters of an operation; dimensions of a tensor",
+        ],
+        [f"{limits.text_bytes >> 20} MiB", "a message, remark or reason"],
+        [f"{limits.name_bytes:,} bytes", "any other text"],
+    ]
+    assert (limits.files, limits.patterns) == (limits.operations, limits.remarks)
+    assert limits.parents == limits.experts
 
 
 def test_notes(made: Made, read: IndependentStore) -> None:

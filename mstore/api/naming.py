@@ -23,10 +23,9 @@ from mstore.store.refs import Ref
 
 if TYPE_CHECKING:
     from mstore.lineage import ReflogReport, RefReport
-    from mstore.notes import NoteReport
+    from mstore.notes import NoteReport, SignatureReport
     from mstore.progress import ProgressCallback
     from mstore.signing import SigningKey, VerifyReport
-    from mstore.store.signature_report import SignatureReport
     from mstore.store.transaction import RefMove
 
 
