@@ -41,7 +41,7 @@ from mstore.checkpoint.hub import origin_of
 from mstore.checkpoint.models import full_name, name_in_model, renamed, split_name
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
-from mstore.checkpoint.small_files import json_object
+from mstore.checkpoint.strict_json import json_object
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId

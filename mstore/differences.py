@@ -39,7 +39,7 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import Call, Option, phrase
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in, paired
-from mstore.vocabulary.papers import TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
+from mstore.vocabulary.members import TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
 
 _SAID: Final = 4
 _SAMPLED: Final = 16

@@ -26,9 +26,8 @@ from mstore.ids import (
     TensorId,
     VirtualId,
 )
-from mstore.objects.canonical import Record, decode
+from mstore.objects.canonical import DEFAULT_LIMITS, Record, RecordLimits, decode
 from mstore.objects.coverage import Coverage, TensorCoverage, bit, bitmap
-from mstore.objects.limits import DEFAULT_LIMITS, RecordLimits
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.note import (
     KINDS,

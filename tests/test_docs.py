@@ -20,7 +20,7 @@ import yaml
 
 from mstore import Store
 from mstore_cli import reference
-from mstore_cli.verbs import VERBS
+from mstore_cli.spelling import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -145,7 +145,7 @@ def _split(command: str) -> list[str]:
 @cache
 def _help() -> dict[str, str]:
     """What the program says of each of its commands."""
-    sections = reference.reference().split("\n## mstore ")[1:]
+    sections = reference.of_commands().split("\n## mstore ")[1:]
     return {section.split("\n")[0]: section.split("\n## ")[0] for section in sections}
 
 

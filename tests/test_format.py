@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 import mstore
 from mstore import MergeRequest
-from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.canonical import DEFAULT_LIMITS
 from mstore.signing import SigningKey
 
 BLOCK_SIZE = 65536

@@ -27,9 +27,9 @@ from mstore import MergeRequest, Store
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Policy
 from mstore.blocks.location import Location
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import NO_BASE, PackWriter
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.merge.planning.request import resolve

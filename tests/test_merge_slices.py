@@ -23,9 +23,9 @@ from worker_faults import peak_memory, watch_memory
 from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import PAGE
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.ids import BlockId, ManifestId, PackId, PlanId
 from mstore.merge.running.commit import Merged, run_merge

@@ -25,7 +25,8 @@ from mstore.merge.methods.bounds import coefficients
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Value, single
 from mstore.merge.methods.registry import METHODS, find, names, operation
-from mstore_cli import method_names, method_table
+from mstore_cli import reference
+from mstore_cli.merging import method_names
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "merge-methods.md"
 
@@ -325,10 +326,10 @@ def test_needs_and_limits_follow_density() -> None:
 def test_the_page_and_the_help_name_every_method() -> None:
     """The table of docs/merge-methods.md is the methods' own, and --method lists them all."""
     text = PAGE.read_text(encoding="utf-8")
-    assert text == method_table.renewed(text)
+    assert text == reference.renewed("merge-methods.md", text)
     *most, last = METHODS
     words = f"{', '.join(most)} or {last}"
-    assert words == method_names.listed()
+    assert words == method_names()
     assert words in " ".join((PAGE.parent / "cli.md").read_text(encoding="utf-8").split())
 
 

@@ -522,3 +522,26 @@ def test_one_model_is_compared(store: Store) -> None:
     mstore = Program(store.path)
     told = mstore.succeed("compare", f"tuned:{PARTS[0]}", "--base", "base", "--json").document
     assert told["tensors"] == 1
+
+
+def test_a_merge_tells_which_models_it_took(store: Store) -> None:
+    """`show`, the graph and the card name the component that was merged, and those of experts."""
+    merge(store, f"base:{PARTS[0]}", f"tuned:{PARTS[1]}")
+    parents = store.show("merged").parents
+    assert [(one.role, one.model) for one in parents] == [("base", PARTS[0]), ("expert", PARTS[1])]
+    assert [one.model for one in store["merged"].parents] == [*PARTS]
+    card = store["merged"].read("README.md").decode()
+    assert f'Only the base\'s "{PARTS[0]}" was merged' in card
+    mstore = Program(store.path)
+    for command in (("show", "merged"), ("log", "merged", "--graph")):
+        told = mstore.succeed(*command).out
+        assert f"{store['base'].id.short}:{PARTS[0]}" in told
+        assert f"{store['tuned'].id.short}:{PARTS[1]}" in told
+    merge(store, "base", "tuned")
+    told = store.show("merged").parents
+    assert [(one.role, one.model) for one in told] == [
+        ("previous", None),
+        ("base", None),
+        ("expert", None),
+    ]
+    assert "Only the base's" not in store["merged"].read("README.md").decode()

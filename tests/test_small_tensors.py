@@ -19,7 +19,7 @@ from mstore.api import Store
 from mstore.blocks.location import Location
 from mstore.errors import Corrupt, StorageFailed
 from mstore.ids import BlockId, Id, ManifestId
-from mstore.merge.planning.known_pairs import KnownPairs
+from mstore.merge.planning.pairs import KnownPairs
 from mstore.merge.running import batches, computer
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
@@ -27,7 +27,7 @@ from mstore.objects.canonical import Record
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress
-from mstore.stats.many import SingleTables
+from mstore.stats.known import SingleTables
 from mstore.store.models import tensors_of
 from mstore.store.transaction import Transaction
 

@@ -39,8 +39,7 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, Phrase, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in
+from mstore.store.models import config_of, models_in
 from mstore.store.tied import HEAD, Tied
 from mstore.store.transaction import Transaction
 from mstore.view import array_dtype

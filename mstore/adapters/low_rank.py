@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.ids import TensorId
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass

@@ -23,10 +23,9 @@ from mstore.store.refs import Ref
 
 if TYPE_CHECKING:
     from mstore.lineage import ReflogReport, RefReport
-    from mstore.notes import NoteReport
+    from mstore.notes import NoteReport, SignatureReport
     from mstore.progress import ProgressCallback
     from mstore.signing import SigningKey, VerifyReport
-    from mstore.store.signature_report import SignatureReport
     from mstore.store.transaction import RefMove
 
 
@@ -137,8 +136,8 @@ class Naming(OpenStore):
         def require(current: Ref | None) -> None:
             now = None if current is None else current.snapshot_id()
             if now != was:
-                told = ["nowhere" if one is None else f"at {one.short}" for one in (now, was)]
-                what = f"is {told[0]}, not {told[1]} as expected"
+                told = ["no ref" if one is None else f"at {one.short}" for one in (now, was)]
+                what = f"is {told[0]}; expected: {told[1]}"
                 raise Conflict(what, where=name, hint=call("reflog", name))
 
         new = self._catalog.resolve(snapshot)

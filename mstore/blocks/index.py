@@ -234,10 +234,6 @@ class Index:
         """Return the location of a block, or None."""
         return self._located(transaction, transaction.get(block, db=self.db(BLOCKS.name)))
 
-    def has_block(self, transaction: IndexTransaction, block: BlockId) -> bool:
-        """Return whether the block is stored."""
-        return transaction.get(block, db=self.db(BLOCKS.name)) is not None
-
     def has_blocks(self, transaction: IndexTransaction, blocks: Sequence[bytes]) -> list[bool]:
         """Return whether each block is stored, with one call into LMDB."""
         return [row is not None for row in self.block_rows(transaction, blocks)]

@@ -39,7 +39,7 @@ from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import condemned, leases, listing, pack_list
+from mstore.store import leases, listing, pack_list, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
@@ -458,7 +458,7 @@ def _condemn(catalog: Catalog, transaction: IndexTransaction, pack: PackId, kept
     number = index.pack_number(transaction, pack)
     if number is None or number in kept:
         return False
-    condemned.condemn(index, transaction, pack)
+    unnamed.condemn(index, transaction, pack)
     return True
 
 

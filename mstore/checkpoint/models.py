@@ -168,7 +168,8 @@ def _groups(
             continue
         key = _index_of(found)
         directory = posixpath.dirname(index)
-        shards = {posixpath.join(directory, shard) for shard in weight_map(index).values()} - taken
+        shards = {posixpath.join(directory, shard) for shard in {*weight_map(index).values()}}
+        shards -= taken
         if key not in ruled and shards and shards <= every:
             ruled[key] = shards
             taken |= shards

@@ -186,11 +186,6 @@ class NewFile:
         with suppress(OSError):
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
-    def read_at(self, offset: int, length: int) -> bytes:
-        """Read back what was written (to hash a footer, or to check a copy)."""
-        with translated(self.path):
-            return os.pread(self._fd, length, offset)
-
     def sync(self) -> None:
         """fsync. If it fails, abandon the file."""
         with translated(self.path):
@@ -422,7 +417,7 @@ def replace_file(path: Path, content: str | bytes, *, staging: Path | None = Non
 def create_whole(path: Path, data: Buffer) -> bool:
     """Create a file that only ever appears complete; return False if the name exists.
 
-    For small files that are written through maps later (`fs.maps`).
+    For small files that are written through maps later (`fs.disks`).
     """
     file = NewFile(temporary(path, None), private=False)
     try:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from mstore.ancestry import ancestry
 from mstore.blocks.schema import PRUNED
 from mstore.errors import BadRequest, NotFound
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId
+from mstore.lineage import ancestry
 from mstore.objects.snapshot import PREVIOUS
 from mstore.phrases import call
 from mstore.reachability import NS_A_DAY, Roots

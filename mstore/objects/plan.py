@@ -26,8 +26,15 @@ import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.ids import ManifestId, PlanId
-from mstore.objects.canonical import Count, IdBytes, Record
-from mstore.objects.limits import MAX_COUNT, RecordLimits, too_long, too_many
+from mstore.objects.canonical import (
+    MAX_COUNT,
+    Count,
+    IdBytes,
+    Record,
+    RecordLimits,
+    too_long,
+    too_many,
+)
 
 READ = 0
 """The expert's blocks are read."""

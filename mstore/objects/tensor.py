@@ -9,8 +9,7 @@ from mstore.blocks.packs import Kind
 from mstore.checkpoint.dtypes import nbytes
 from mstore.errors import BadCheckpoint, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
-from mstore.objects.canonical import Count, Record
-from mstore.objects.limits import RecordLimits, too_many
+from mstore.objects.canonical import Count, Record, RecordLimits, too_many
 
 # The dtype of headers and of files that are not safetensors: a plain run of bytes.
 BYTES = "BYTES"

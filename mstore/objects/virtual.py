@@ -13,8 +13,7 @@ from typing import ClassVar
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt
 from mstore.ids import PlanId, VirtualId
-from mstore.objects.canonical import Count, IdBytes, Record
-from mstore.objects.limits import DEFAULT_LIMITS, RecordLimits, too_long
+from mstore.objects.canonical import DEFAULT_LIMITS, Count, IdBytes, Record, RecordLimits, too_long
 from mstore.objects.tensor import BYTES, shape_problem
 
 

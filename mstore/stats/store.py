@@ -225,7 +225,7 @@ class StatsStore:
         return [readable(value) for value in self.encoded_pairs(keys)]
 
     def encoded_pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[bytes | None]:
-        """Return encoded statistics, for callers that decode many at once (`mstore.stats.many`)."""
+        """Return encoded statistics, for callers that decode many at once."""
         wanted = list(map(PAIRS.key.encode, keys))
         with self._lock:
             found = {key: self._pending.get((PAIRS, key)) for key in wanted}
@@ -289,12 +289,8 @@ class StatsStore:
         """Add a sum of squares."""
         self._put(SQUARES, tensor, (value,))
 
-    def fact(self, base: TensorId, expert: TensorId, what: bytes) -> float | None:
-        """Return a fact about a difference, or None.  what: 16 bytes that stand for it."""
-        return self.facts([(base, expert, what)])[0]
-
     def facts(self, keys: Sequence[tuple[TensorId, TensorId, bytes]]) -> list[float | None]:
-        """Return `fact` of each key, with one lookup for all of them."""
+        """Return a fact about each difference, or None.  A key ends in 16 bytes that name it."""
         return [None if value is None else value[0] for value in self._many(FACTS, keys)]
 
     def put_fact(self, base: TensorId, expert: TensorId, what: bytes, value: float) -> None:

@@ -24,8 +24,8 @@ class Mix(msgspec.Struct, frozen=True, eq=False):
     float32[2]: fixed divisor, lambda times scale (NEAR: divisor, its reach; INFORMED: scale, the
     floor); `flags` is
     int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, masked (1: at random,
-    or by variance, 2: by rank, 3: by what experts need, 4: by importance; 5 to 7: none, and the
-    weights are those of a turn).
+    or by variance, 2: by rank, 3: by what experts need, 4: by importance; 5 and 6: none, and
+    the weights are those of a turn).
     One per weight:
     `rescales` is float32, the factor of a drawn delta; `mask_limits` are as in `Selection`.
     `chances` are bytes of each expert that say what else its mask follows from.  With a turn each

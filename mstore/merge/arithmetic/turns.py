@@ -49,29 +49,12 @@ def products(parts: Singles) -> Doubles:
 
 
 class Turn(ABC):
-    """How factors follow from what is read of a chunk.
+    """How the factors of a row follow from its parts, one an expert.
 
     Has no state; code: what stands for it in a kernel's flags, and so in memo keys.
     """
 
     code: ClassVar[int]
-
-    @abstractmethod
-    def weights(
-        self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
-    ) -> Singles:
-        """Return factors of each expert of a chunk, float32[R, K], each for n / R elements.
-
-        whole: experts are mixed, not their deltas; an absent one is the base.
-        """
-
-    @abstractmethod
-    def room(self, experts: int) -> int:
-        """Return how many bytes it takes for each element."""
-
-
-class RowTurn(Turn):
-    """How the factors of a row follow from its parts, one an expert."""
 
     @abstractmethod
     def factors(self, parts: Singles, weights: Sequence[float]) -> Doubles:
@@ -82,7 +65,7 @@ class RowTurn(Turn):
         """
 
     def room(self, experts: int) -> int:
-        """Return that of float32 of all parts, and a product in float64."""
+        """Return how many bytes it takes for each element: of all parts, and a float64 product."""
         return 4 * (experts + 4)
 
     def of_rows(self, parts: Singles, weights: Sequence[float]) -> Singles:
@@ -93,7 +76,10 @@ class RowTurn(Turn):
     def weights(
         self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
     ) -> Singles:
-        """Return the factor of each row of each expert of a chunk, float32[R, K]."""
+        """Return the factor of each row of each expert of a chunk, float32[R, K].
+
+        whole: experts are mixed, not their deltas; an absent one is the base.
+        """
         found = np.empty((chunk.n // row_length, len(chunk.row_of)), dtype=np.float32)
         step = rows_together(row_length)
         for start in range(0, chunk.n, step):

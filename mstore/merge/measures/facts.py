@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.informed import sums_of, unsound_fisher
@@ -206,11 +206,22 @@ class TensorFacts:
         pair = self.sides[0][0], self.sides[side][0]
         found = known_apart(self._facts.statistics, [pair]).get(pair)
         if found is None:
-            self._require_analysis()
-            table = self._facts.measured(self.sides[0], self.sides[side], self.pool)
-            assert table is not None
-            found = sum_of_squares(table.rows)
+            found = sum_of_squares(self._measured(side).rows)
         return self.finite(found, (0, side), lack)
+
+    def largest(self, side: int, lack: Lack) -> float:
+        """Return the largest magnitude of an expert's deltas."""
+        if self.is_base(side):
+            return 0.0
+        table = self._facts.statistics.pair(self.sides[0][0], self.sides[side][0])
+        rows = (table or self._measured(side)).rows
+        return self.finite(float(rows["max_abs"].max()), (0, side), lack)
+
+    def _measured(self, side: int) -> DeltaTable:
+        self._require_analysis()
+        table = self._facts.measured(self.sides[0], self.sides[side], self.pool)
+        assert table is not None
+        return table
 
     def between(self, sides: Sequence[int], lack: Lack) -> dict[tuple[int, int], float]:
         """Return the square of the distance of each two of these; all are read together."""
@@ -228,9 +239,10 @@ class TensorFacts:
             found |= dict(zip(missing, measured, strict=True))
         return {pair: self.finite(square, pair, lack) for pair, square in found.items()}
 
-    def chunks(self) -> Chunks:
-        """Return the deltas of all experts, to be read chunk by chunk."""
-        records = [record for _, record in self.sides]
+    def chunks(self, experts: Sequence[int] | None = None) -> Chunks:
+        """Return the deltas of these experts, or of all, to be read chunk by chunk."""
+        own = self.experts if experts is None else experts
+        records = [self.sides[side][1] for side in (0, *own)]
         return Chunks(self._facts.catalog, records, self._facts.meter)
 
     def readers(self, side: int, *, whole: bool) -> tuple[int, ReadChunk, ReadChunk]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mstore.merge.arithmetic.angles import Doubles
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.turns import RowTurn, Turn, at_least, clipped, products
+from mstore.merge.arithmetic.turns import Turn, at_least, clipped, products
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Scalar, Value
@@ -44,7 +44,7 @@ def _mix(gram: Gram, _: Mapping[str, Scalar], weights: Sequence[float]) -> Mixtu
 _FILTER_WISE: Final = Parameter("filter_wise", "bool", False, of_rows=True)
 
 
-class _Stock(RowTurn):
+class _Stock(Turn):
     """A share for each row."""
 
     code = 6

@@ -15,7 +15,7 @@ import numpy as np
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.angles import Doubles, arc_cosine, sine
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.turns import RowTurn, Turn, at_least, clipped, products
+from mstore.merge.arithmetic.turns import Turn, at_least, clipped, products
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Scalar, Value
@@ -60,7 +60,7 @@ _FLATTEN: Final = Parameter("nuslerp_flatten", "bool", True, of_rows=True)
 _ROW_WISE: Final = Parameter("nuslerp_row_wise", "bool", False, of_rows=True)
 
 
-class _Slerp(RowTurn):
+class _Slerp(Turn):
     """Rows turned each by its own angle."""
 
     code = 5

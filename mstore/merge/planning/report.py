@@ -102,6 +102,13 @@ class PlanReport:
     """how long it took"""
 
 
+def companions_of(plan: Plan, sources: Sources) -> tuple[tuple[str, str], ...]:
+    """Return what each companion of a plan is and of what, and its name."""
+    own = sources.experts[len(plan.experts) :]
+    pairs = zip(plan.companions, own, strict=True)
+    return tuple((told_companion(one, sources), source.name) for one, source in pairs)
+
+
 def plan_report(
     plan: Plan,
     id: PlanId,
@@ -166,7 +173,6 @@ def plan_report(
     remarks += _without_part(plan, sources)
     remarks += _rule_remarks(plan)
     remarks += _copied_remarks(plan)
-    experts = len(plan.experts)
     estimate = None if not_finite else plan.error_estimate
     return PlanReport(
         plan=id,
@@ -176,10 +182,7 @@ def plan_report(
             (source.name, weight)
             for source, weight in zip(sources.experts, plan.weights, strict=False)
         ),
-        companions=tuple(
-            (told_companion(one, sources), source.name)
-            for one, source in zip(plan.companions, sources.experts[experts:], strict=True)
-        ),
+        companions=companions_of(plan, sources),
         parameters=dict(plan.operation.parameters),
         layers=_layers(plan, sources),
         score=plan.criteria.score,

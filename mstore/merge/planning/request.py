@@ -15,7 +15,7 @@ from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.ranking import Score, score_of
 from mstore.numeric.codes import output_dtype
-from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.canonical import DEFAULT_LIMITS
 from mstore.objects.plan import BASE, COMPANIONS, EXPERT, FISHER, PlanInput
 from mstore.objects.shapes import Globs, require_patterns, unmatched
 from mstore.phrases import Option, few, phrase
@@ -359,7 +359,7 @@ def _output(
 
     companions: the numbers of what they belong to, whose tensors have the same names.
     """
-    from mstore.checkpoint.small_files import METADATA_KEY
+    from mstore.checkpoint.strict_json import METADATA_KEY
 
     # A lone surrogate is not printable, either.
     sound = name.isprintable() and 0 < len(name.encode()) <= DEFAULT_LIMITS.name_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +30,16 @@ Counts = Ints
 NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
 KEEPS_NONE = Threshold(value=math.inf, above=0, needed=0, in_bin=0, inexact=0)
 """Trimming that keeps no element: a rank of 0."""
+
+
+class Candidate(NamedTuple):
+    """A tensor to survey: its record in the base and in each expert."""
+
+    name: str
+    base_id: TensorId
+    base: Tensor
+    pairs: list[tuple[TensorId, Tensor]]
+    copies: int
 
 
 class ExpertTensor(msgspec.Struct, frozen=True):

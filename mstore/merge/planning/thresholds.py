@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties

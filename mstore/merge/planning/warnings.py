@@ -29,8 +29,7 @@ from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.phrases import few
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in, paired, tensors_of
+from mstore.store.models import config_of, models_in, paired, tensors_of
 from mstore.store.not_finite import NotFiniteTensor
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Encoded, Policy
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_store import Packs
+from mstore.blocks.reader import Meter
 from mstore.checkpoint.partition import partition
 from mstore.ids import BlockId
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED

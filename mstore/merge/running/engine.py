@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mstore.blocks.codecs import Policy
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_store import HERE
+from mstore.blocks.reader import Meter
 from mstore.errors import BudgetExceeded
 from mstore.ids import BlockId
 from mstore.merge.planning.costs import Costs, costs_of

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mstore.adapters.inputs import files_merged_into
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import name_in_model
-from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.ids import Id
 from mstore.made.files import Slot, assembled, slots_of, texts_of, with_dtype
 from mstore.merge.planning.noop import is_base

@@ -208,6 +208,9 @@ class Papers:
         yield self._title()
         yield ""
         yield "Made by mstore. This card stands in place of the base's own."
+        if self._plan.model is not None:
+            model = json.dumps(self._plan.model) if self._plan.model else "model at its top"
+            yield f"\nOnly the base's {model} was merged: all its other models are as they were."
         if not_finite:
             yield from ("", _odd(not_finite))
         yield from ("", "## Parents", "")

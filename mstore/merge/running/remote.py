@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import suppress
 from typing import Final
 
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest, Interrupted, MstoreError
 from mstore.merge.running.resume import write_receipt
 from mstore.merge.running.sink import Sink

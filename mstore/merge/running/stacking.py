@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.models import name_in_model
-from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.merge.planning.stacked_config import stacked_config
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in
+from mstore.store.models import config_of, models_in
 
 
 class Stack:

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from mstore.adapters.inputs import Inputs
 from mstore.adapters.low_rank import FactorCache, Factors
 from mstore.blocks.location import Location
-from mstore.blocks.meter import Meter
 from mstore.blocks.packs import NO_BASE, PackGone
+from mstore.blocks.reader import Meter
 from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix

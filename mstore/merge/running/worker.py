@@ -16,8 +16,8 @@ from contextlib import closing
 from msgspec.structs import replace
 
 from mstore import fs
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_files import places_of
+from mstore.blocks.reader import Meter
 from mstore.merge.running.computer import Computer
 from mstore.merge.running.slice_writer import SliceWriter
 from mstore.merge.running.slices import Receipt, Slice

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.block_cache import VirtualBlock
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.checkpoint.partition import partition
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import BlockId, Buffer, PlanId, VirtualId
