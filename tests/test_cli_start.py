@@ -100,7 +100,7 @@ NOT_FOR_A_MERGE = {
     *("mstore.checkpoint.directory", "mstore.checkpoint.header", "mstore.checkpoint.tree"),
     *("mstore.merge.methods.dare_ties", "mstore.merge.measures.facts"),
     *("mstore.merge.planning.recipes", "mstore.merge.planning.stack", "mstore.recipes.parse"),
-    *("mstore.merge.running.remote", "importlib.metadata", "tomllib"),
+    *("importlib.metadata", "tomllib"),
 }
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mstore.blocks.schema import Sources
     from mstore.ids import PlanId
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.ready import Ready
+    from mstore.merge.running.known import Ready
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.objects.manifest import File
     from mstore.objects.plan import Plan
