@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from mstore import Store
 from mstore.recipes.layout import Layout, layers_of
-from mstore.recipes.modules import Modules
+from mstore.recipes.modular import Modules
 
 LAYERS = 3
 EXPERTS = 2

@@ -21,7 +21,7 @@ import pytest
 import torch
 from generated import Tensors
 
-from mstore import MergeRequest, Store
+from mstore import MergeRequest, Store, Vocabulary
 from mstore.errors import Unavailable
 from mstore.reports import AddReport, MergeReport
 from mstore_fuse.mounts import mount, require_fuse, unmount
@@ -352,6 +352,77 @@ def test_a_fine_tune_of_one_component_is_merged_into_it(shape: Shape) -> None:
     # The variant is another model, and still the base's.
     half = shape.store["partly"].load_torch(model=part + HALF)
     assert_equal({part: half}, {part: shape.store["base"].load_torch(model=part + HALF)})
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_diffusers_loads_one_component_from_a_mount(shape: Shape, half: bool) -> None:
+    """A mount of REF:MODEL is the component's directory: its own class reads it there, and finds
+    no other form of it."""
+    part = shape.parts[0]
+    kind = type(pipelines.modules_of(pipelines.load(shape.root / "one"))[part])
+    variant, dtype = ("fp16", torch.float16) if half else (None, torch.float32)
+    with mounted(shape, f"one:{part}" + HALF * half) as folder:
+        module = kind.from_pretrained(folder, variant=variant, torch_dtype=dtype)
+        with pytest.raises((OSError, ValueError)):
+            kind.from_pretrained(folder, variant=None if half else "fp16")
+    wanted = {name: value.to(dtype) for name, value in shape.weights["one"][part].items()}
+    assert_equal({part: pipelines.state(module)}, {part: wanted}, cast=half)
+
+
+def test_one_component_is_compared(shape: Shape) -> None:
+    """The change of REF:MODEL is what torch says of the component; a directory that was saved from
+    it has its tensors."""
+    for part in shape.parts:
+        found = shape.store.compare(f"one:{part}", base=f"base:{part}", by="tensor")
+        tensors = [shape.weights[name][part] for name in ("base", "one")]
+        base, one = (torch.cat([v.double().ravel() for v in own.values()]) for own in tensors)
+        if found.tensors == len(tensors[0]):
+            wanted = float((one - base).norm() / base.norm())
+            assert found.whole.models[0].change == pytest.approx(wanted, rel=1e-4)
+        for one_part in found.parts:
+            name = str(one_part.name).removeprefix(f"{part}:")
+            base, one = (own[name].double() for own in tensors)
+            wanted = float((one - base).norm() / base.norm())
+            assert one_part.models[0].change == pytest.approx(wanted, rel=1e-4)
+        same = shape.store.diff_directory(f"one:{part}", shape.root / "one" / part)
+        # The directory has the variant, too.
+        assert {one.status for one in same.files} == {"added"}
+        assert (same.tensors, same.tensors_equal) == ((), len(shape.store.tensors(f"one:{part}")))
+        other = shape.store.diff_directory(f"base:{part}", shape.root / "one" / part)
+        assert other.tensors
+        assert {one.name.partition(":")[0] for one in other.tensors} == {part}
+
+
+@pytest.mark.parametrize(("kind", "number"), [("sdxl", "_2"), ("wan", "")])
+def test_a_text_encoder_is_aligned(shapes: Shapes, kind: str, number: str) -> None:
+    """A token that a fine-tune has is in the aligned pipelines' tokenizer and, in its row, in the
+    text encoder of both, in both forms; diffusers loads them, and they merge."""
+    shape = shapes(kind)
+    part = f"text_encoder{number}"
+    pipeline = pipelines.load(shape.root / "one")
+    tokenizer, encoder = (pipeline.components[one] for one in (f"tokenizer{number}", part))
+    tokenizer.add_tokens(["<cat>"], special_tokens=True)
+    encoder.resize_token_embeddings(encoder.config.vocab_size + 2)
+    pipelines.save(pipeline, shape.root / "cat", shard=SHARD)
+    shape.store.add(shape.root / "cat", name="cat", base=None)
+    request = MergeRequest(base=f"base:{part}", experts=[f"cat:{part}"], method="linear")
+    report = shape.store.align(request, Vocabulary())
+    assert report.base.ref is not None
+    own = encoder.get_input_embeddings().weight.detach()
+    at = tokenizer.convert_tokens_to_ids("<cat>")
+    shape.store.checkout(report.base.ref, shape.root / "out")
+    for variant, dtype in ((None, torch.float32), ("fp16", torch.float16)):
+        aligned = pipelines.load(shape.root / "out", variant=variant)
+        rows = aligned.components[part].get_input_embeddings().weight.detach()
+        now = aligned.components[f"tokenizer{number}"].convert_tokens_to_ids("<cat>")
+        assert len(rows) == report.rows
+        assert torch.equal(rows[now].to(dtype), own[at].to(dtype))
+        if variant is None:
+            wanted = {one: value for one, value in shape.weights["base"].items() if one != part}
+            found = pipelines.weights_of(aligned)
+            assert_equal({one: found[one] for one in wanted}, wanted)
+    shape.store.merge(shape.store.plan(report.applied(request)), name="partly")
+    shutil.rmtree(shape.root / "out")
 
 
 # -- variants ------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
-from mstore.recipes.templates import TEMPLATES
+from mstore.recipes.parse import TEMPLATES
 
 # Last: names of modules there are also names of modules here.
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Outdated
-from mstore.blocks.room import Room
+from mstore.blocks.reader import Room
 from mstore.errors import BadRequest, Corrupt
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, PackId, VirtualId

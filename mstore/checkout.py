@@ -26,8 +26,7 @@ from threading import Lock
 from mstore import fs
 from mstore.ahead import in_order
 from mstore.block_cache import BlockCache, Computing, Extent
-from mstore.blocks.reader import FSCK
-from mstore.blocks.room import Room
+from mstore.blocks.reader import FSCK, Room
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.frozen import frozen

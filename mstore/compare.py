@@ -29,15 +29,14 @@ import msgspec
 import numpy as np
 
 from mstore.adapters.inputs import Inputs, ModelChoice
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
 from mstore.distances import equal_chunks
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, ManifestId, SnapshotId, TensorId
 from mstore.numeric.codes import ITEMSIZES
-from mstore.objects.layers import layers_of
-from mstore.objects.shapes import EMBEDDINGS, matching, require_matches
+from mstore.objects.shapes import EMBEDDINGS, layers_of, matching, require_matches
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, few

@@ -31,15 +31,15 @@ from mstore.checkpoint.reading import changed, open_stamped, read_range, require
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.ids import TensorId
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
-from mstore.numeric.singles import singles
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.shapes import matching
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Call, Option, phrase
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in, paired
-from mstore.vocabulary.papers import TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
+from mstore.vocabulary.members import TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
 
 _SAID: Final = 4
 _SAMPLED: Final = 16

@@ -1,33 +1,42 @@
-"""Lineage: snapshots and their ancestors, as `log` and `show` report them."""
+"""Lineage: snapshots, what they came from, and their names.
+
+Ancestors come children before parents, newest first.  The order is that of Kahn's algorithm with a
+heap: of all snapshots whose reached children were all listed, the newest comes next, and ids decide
+among equal times.  To know all reached children, the whole lineage would have to be read.  Where
+only the first few are wanted, the index's rows tell the times of the starts and the children of
+each snapshot, and records are read only of what is listed (`docs/design/036-bulk-reads.md`).  Both
+ways give the same list.  Records are the truth about times: a row with a later time than its record
+changes nothing; one with an earlier time, which only a faulty index has, is noticed when its
+snapshot is reached, and not beyond the limit.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 from msgspec.structs import astuple
 
-from mstore.ancestry import ancestry, is_led_to, parents_of
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.schema import PINNED, PRUNED
 from mstore.checkpoint.models import split_name
 from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
-from mstore.notes import NoteReport
+from mstore.notes import NoteReport, SignatureReport
 from mstore.objects.manifest import File
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.store import listing
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in
 from mstore.store.not_finite import NotFiniteTensor, of_snapshot
 from mstore.store.ref_store import refs_in
-from mstore.store.signature_report import SignatureReport
 
 
 @frozen
@@ -68,6 +77,8 @@ class ParentReport:
     """the snapshot's id"""
     refs: tuple[str, ...] = ()
     """refs that point at it"""
+    model: str | None = None
+    """the one of its models that a merge took; None if it named none"""
 
 
 @frozen
@@ -115,7 +126,7 @@ class SnapshotReport:
     files: int
     """number of files"""
     tensors: int
-    """number of tensors"""
+    """number of tensors in its files"""
     models: tuple[str, ...] = ()
     """its models; that of the top directory is empty"""
     notes: tuple[NoteReport, ...] = ()
@@ -187,19 +198,12 @@ def describe(
     """Report one snapshot. Raises NotFound if it is missing."""
     # A requested snapshot must be readable; only ancestors may be missing.
     catalog.manifest_of(id)
-    return _described(catalog, id, names, _pruned(catalog, names), _pinned(catalog))
+    return _described(catalog, id, names, _pruned(catalog, names), catalog.index.marked(PINNED))
 
 
 def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[SnapshotId]:
     """Return the pruned snapshots that no ref names; a ref keeps the contents of its own."""
-    with catalog.index.env.read() as transaction:
-        pruned = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
-    return pruned - names.keys()
-
-
-def _pinned(catalog: Catalog) -> set[SnapshotId]:
-    with catalog.index.env.read() as transaction:
-        return {id for id, _ in catalog.index.walk(transaction, PINNED)}
+    return catalog.index.marked(PRUNED) - names.keys()
 
 
 def _described(
@@ -213,28 +217,27 @@ def _described(
     manifest = None if record is None else catalog.manifest_if_there(record.manifest_id())
     if record is None or manifest is None:
         return _missing(id, record, names)
-    plan_id = record.plan_id()
-    models = models_in(catalog, manifest)
+    plan = plan_of(catalog, record)
     return SnapshotReport(
         snapshot=id,
         manifest=record.manifest_id(),
-        parents=parents(record, names),
+        parents=parents(record, names, plan),
         made=record.made,
         origin=origin(record),
         author=record.author,
-        plan=plan_id,
-        method=None if plan_id is None else _method(catalog, plan_id),
+        plan=record.plan_id(),
+        method=None if plan is None else plan.method,
         virtual=record.is_virtual,
         message=record.message,
         time_ns=record.time_ns,
         refs=tuple(names.get(id, ())),
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
-        tensors=len(models.tensors),
-        models=tuple(models.named),
+        tensors=sum(sum(1 for _ in file.tensors()) for file in manifest.files),
+        models=tuple(models_in(catalog, manifest).named),
         pruned=id in pruned,
         pinned=id in pinned,
-        not_finite=_not_finite(catalog, record, models),
+        not_finite=_not_finite(catalog, record),
     )
 
 
@@ -267,17 +270,17 @@ def origin(record: SnapshotRecord) -> OriginReport | None:
     return None if record.origin is None else OriginReport(*astuple(record.origin))
 
 
-def _not_finite(
-    catalog: Catalog, record: SnapshotRecord, models: Models
-) -> tuple[NotFiniteTensor, ...]:
+def _not_finite(catalog: Catalog, record: SnapshotRecord) -> tuple[NotFiniteTensor, ...]:
     with suppress(NotFound, Corrupt):
-        return of_snapshot(catalog, record, models.tensors)
+        return of_snapshot(catalog, record)
     return ()
 
 
-def _method(catalog: Catalog, plan: PlanId) -> str | None:
+def plan_of(catalog: Catalog, record: SnapshotRecord) -> Plan | None:
+    """Return the plan of a merge; None without one, or if it is lost."""
+    id = record.plan_id()
     with suppress(NotFound, Corrupt):
-        return catalog.record(Plan, plan).method
+        return None if id is None else catalog.record(Plan, id)
     return None
 
 
@@ -288,11 +291,16 @@ def plain_bytes(catalog: Catalog, id: SnapshotId) -> int:
     return 0 if manifest is None else manifest.plain_bytes()
 
 
-def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple[ParentReport, ...]:
-    """Report a snapshot's parents, in the order of its record."""
+def parents(
+    record: SnapshotRecord, names: dict[SnapshotId, list[str]], plan: Plan | None = None
+) -> tuple[ParentReport, ...]:
+    """Report a snapshot's parents, in the order of its record; plan: that of a merge."""
+    # The previous snapshot comes first, the others are the inputs of the plan.
+    inputs = () if plan is None else plan.inputs
+    models = [None] * (len(record.parents) - len(inputs)) + [one.model for one in inputs]
     return tuple(
-        ParentReport(p.role, p.snapshot_id(), tuple(names.get(p.snapshot_id(), ())))
-        for p in record.parents
+        ParentReport(p.role, p.snapshot_id(), tuple(names.get(p.snapshot_id(), ())), model)
+        for p, model in zip(record.parents, models, strict=False)
     )
 
 
@@ -305,7 +313,7 @@ def log(
         named = catalog.refs().values()
         starts = {ref.snapshot_id() for ref in named if ref.kind != ref_rows.CANDIDATE}
     reached = ancestry(catalog, starts, limit)
-    pruned, pinned = _pruned(catalog, names), _pinned(catalog)
+    pruned, pinned = _pruned(catalog, names), catalog.index.marked(PINNED)
     return [_described(catalog, id, names, pruned, pinned) for id in reached]
 
 
@@ -381,7 +389,7 @@ def refs(catalog: Catalog) -> list[RefReport]:
         named = dict(refs_in(catalog.index, transaction).walk())
         for name, move in refs_in(catalog.index, transaction).reflogs():
             moved[name] = move.time_ns
-    pinned = _pinned(catalog)
+    pinned = catalog.index.marked(PINNED)
     contents = catalog.contents(ref.snapshot_id() for ref in named.values())
     return [_named(name, ref, contents, moved.get(name, 0), pinned) for name, ref in named.items()]
 
@@ -393,7 +401,7 @@ def ref(catalog: Catalog, name: str) -> RefReport:
         moves = refs_in(catalog.index, transaction).reflog(name)
     time_ns = moves[-1].time_ns if moves else 0
     contents = catalog.contents([found.snapshot_id()])
-    return _named(name, found, contents, time_ns, _pinned(catalog))
+    return _named(name, found, contents, time_ns, catalog.index.marked(PINNED))
 
 
 def _named(
@@ -423,3 +431,142 @@ def tensors(catalog: Catalog, id: SnapshotId, model: str | None = None) -> list[
 def tensor(models: Models, name: str, of: Tensor | VirtualTensor) -> TensorReport:
     """Report a tensor of some models, with its record."""
     return TensorReport(name, of.dtype, of.shape, of.nbytes, models.home(name))
+
+
+_WALKED = 8
+_WALKED_ANYWAY = 64
+"""A lineage is walked whole if it has at most `_WALKED * limit + _WALKED_ANYWAY` snapshots."""
+
+
+def ancestry(
+    catalog: Catalog, starts: Iterable[SnapshotId], limit: int | None = None
+) -> list[SnapshotId]:
+    """Return the snapshots reached from `starts`: children before parents, newest first.
+
+    A parent never comes before its child, even if clocks disagree. Missing snapshots are included,
+    and their own parents are unknown.
+
+    limit: the most to return; then it takes time linear in the starts and in what is returned, but
+    for snapshots that are older than their parents, or not reached themselves.
+    """
+    roots = sorted(set(starts))
+    if limit is not None:
+        counts = _children_count(catalog, roots, _WALKED * limit + _WALKED_ANYWAY)
+        if counts is not None:
+            return _ordered(catalog, roots, counts, limit)
+        # Records say what a damaged or faulty row of the index does not.
+        with suppress(Corrupt):
+            return _newest(catalog, roots, limit)
+    counts = _children_count(catalog, roots, None)
+    assert counts is not None
+    return _ordered(catalog, roots, counts, limit)
+
+
+def parents_of(catalog: Catalog, id: SnapshotId) -> set[SnapshotId]:
+    """Return the parents of a snapshot; none if it is missing."""
+    record = catalog.snapshot_if_there(id)
+    return set() if record is None else {parent.snapshot_id() for parent in record.parents}
+
+
+def _ordered(
+    catalog: Catalog, roots: list[SnapshotId], waiting: dict[SnapshotId, int], limit: int | None
+) -> list[SnapshotId]:
+    ready = [(-_time_ns(catalog, id), id) for id in roots if waiting[id] == 0]
+    heapq.heapify(ready)
+    found: list[SnapshotId] = []
+    while ready and (limit is None or len(found) < limit):
+        _, id = heapq.heappop(ready)
+        found.append(id)
+        for parent in parents_of(catalog, id):
+            waiting[parent] -= 1
+            if waiting[parent] == 0:
+                heapq.heappush(ready, (-_time_ns(catalog, parent), parent))
+    return found
+
+
+def _time_ns(catalog: Catalog, id: SnapshotId) -> int:
+    record = catalog.snapshot_if_there(id)
+    return 0 if record is None else record.time_ns
+
+
+def _children_count(
+    catalog: Catalog, roots: list[SnapshotId], at_most: int | None
+) -> dict[SnapshotId, int] | None:
+    """Return how many reached children each reached snapshot has; None if more are reached."""
+    counts: dict[SnapshotId, int] = dict.fromkeys(roots, 0)
+    stack = list(roots)
+    seen = set(roots)
+    while at_most is None or len(counts) <= at_most:
+        if not stack:
+            return counts
+        for parent in parents_of(catalog, stack.pop()):
+            counts[parent] = counts.get(parent, 0) + 1
+            if parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return None
+
+
+def _newest(catalog: Catalog, roots: list[SnapshotId], limit: int) -> list[SnapshotId]:
+    """Return the first snapshots of the same list.  Raises Corrupt at a damaged or faulty row.
+
+    Candidates are the roots and the parents of what was listed.  The newest is listed unless it has
+    a reached child that is not; it is a candidate again once such a child is listed.
+    """
+    tips = set(roots)
+    times = catalog.times(roots)
+    # Of a snapshot without a row only its record has a time.
+    waiting = [(-(times[id] if id in times else _time_ns(catalog, id)), id) for id in roots]
+    heapq.heapify(waiting)
+    queued = set(roots)
+    listed: dict[SnapshotId, None] = {}
+    led_to: dict[SnapshotId, bool] = {}
+    while waiting and len(listed) < limit:
+        before, id = heapq.heappop(waiting)
+        now = -_time_ns(catalog, id)
+        if now != before:
+            # Its row has another time than its record, which may be lost.
+            if now < before:
+                raise Corrupt("the index has an earlier time for this snapshot", where=str(id))
+            heapq.heappush(waiting, (now, id))
+            continue
+        queued.remove(id)
+        if any(
+            child not in listed
+            and catalog.snapshot_if_there(child) is not None
+            and is_led_to(catalog, child, tips, led_to)
+            for child in catalog.children(id)
+        ):
+            continue
+        listed[id] = None
+        for parent in parents_of(catalog, id) - queued - listed.keys():
+            queued.add(parent)
+            heapq.heappush(waiting, (-_time_ns(catalog, parent), parent))
+    return list(listed)
+
+
+def is_led_to(
+    catalog: Catalog, id: SnapshotId, tips: AbstractSet[SnapshotId], known: dict[SnapshotId, bool]
+) -> bool:
+    """Return whether a tip is this snapshot or a descendant, searching from parent to child.
+
+    known: results of earlier calls with the same tips, to be reused and extended.
+    """
+    passed: list[SnapshotId] = []
+    waiting = [id]
+    while waiting:
+        one = waiting.pop()
+        if one in known and not known[one]:
+            continue
+        # The parents of a missing snapshot are unknown.
+        if one != id and catalog.snapshot_if_there(one) is None:
+            continue
+        if one in tips or one in known:
+            for other in passed:
+                del known[other]
+            known[id] = True
+            return True
+        known[one] = False
+        passed.append(one)
+        waiting += sorted(catalog.children(one), key=tips.__contains__)
+    return False

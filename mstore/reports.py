@@ -17,8 +17,7 @@ from mstore.api.naming import RemoveReport
 from mstore.backup.backup import BackupReport
 from mstore.backup.clone import CloneReport
 from mstore.casting.cast import CastReport
-from mstore.check.affected import Affected
-from mstore.check.findings import Problem
+from mstore.check.findings import Affected, Problem
 from mstore.check.fsck import CheckReport
 from mstore.check.reindex import ReindexReport
 from mstore.check.repair import RepairReport
@@ -55,7 +54,14 @@ from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.replay import ReplayReport
 from mstore.merge.running.report import MergeReport
 from mstore.merge.virtual.deferred import MaterializeReport
-from mstore.notes import NoteReport
+from mstore.notes import (
+    BAD_SIGNATURE,
+    GOOD_SIGNATURE,
+    UNCHECKED,
+    UNKNOWN_KEY,
+    NoteReport,
+    SignatureReport,
+)
 from mstore.pins.pin import PinReport
 from mstore.pins.unpin import UnpinReport
 from mstore.progress import Progress, ProgressCallback
@@ -63,13 +69,6 @@ from mstore.signing import VerifyReport
 from mstore.stats.analysis import AnalyzeReport
 from mstore.store.migrations import MigrateReport
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.store.signature_report import (
-    BAD_SIGNATURE,
-    GOOD_SIGNATURE,
-    UNCHECKED,
-    UNKNOWN_KEY,
-    SignatureReport,
-)
 from mstore.store_size import StoreReport
 from mstore.vocabulary.align import AlignedModel, AlignReport
 

@@ -13,15 +13,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from types import TracebackType
+from importlib import import_module
 from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
-from mstore.errors import BadRequest
-from mstore.frameworks import to_torch
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.errors import BadRequest, Unavailable
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.view import SnapshotView, array_form
 
 _NUMPY: Final = ("np", "numpy")
@@ -77,12 +75,7 @@ class SafeOpen:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing to close: the store that it reads from stays open."""
 
     def keys(self) -> list[str]:
@@ -175,3 +168,32 @@ def _rows(index: Any, count: int) -> tuple[int, int, Any]:
         raise IndexError(f"row {number} of {count}")
     number += count if number < 0 else 0
     return number, number + 1, 0
+
+
+def torch_module() -> Any:
+    """Return torch.  Raises Unavailable if it is not installed."""
+    try:
+        # Imported by name: the library needs no framework, and a test checks that.
+        return import_module("torch")
+    except ImportError as error:
+        raise Unavailable("torch is not installed", hint="pip install torch") from error
+
+
+def to_torch(name: str, array: np.ndarray[Any, Any], dtype: str, device: Any = None) -> Any:
+    """Return a writable array as a torch tensor that shares its memory; moved to `device`, if any.
+
+    Keeps bfloat16 and float8; an array of bytes whose dtype (as safetensors names it) is F4 becomes
+    pairs.  name: for errors.  Raises BadRequest for an element type that torch lacks, Unavailable.
+    """
+    torch = torch_module()
+    known = "float4_e2m1fn_x2" if dtype == "F4" else array.dtype.name
+    kind = getattr(torch, known, None)
+    if not isinstance(kind, torch.dtype):
+        raise BadRequest(f"torch has no {known}", where=f"tensor {name}")
+    if not array.size:
+        tensor = torch.empty(array.shape, dtype=kind)
+    else:
+        # Goes through plain bytes: torch does not take ml_dtypes arrays.
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        tensor = torch.from_numpy(raw).view(kind).reshape(array.shape)
+    return tensor if device is None else tensor.to(device)

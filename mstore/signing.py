@@ -30,7 +30,7 @@ from mstore.checkpoint.reading import open_regular, read_range
 from mstore.errors import BadRequest, Corrupt, Unavailable
 from mstore.frozen import frozen
 from mstore.ids import BlockId, ManifestId, NoteId, SnapshotId
-from mstore.notes import NoteReport
+from mstore.notes import GOOD_SIGNATURE, NoteReport, SignatureReport, signature_report
 from mstore.objects.coverage import Coverage
 from mstore.objects.note import ED25519, SIGNATURE, Note, packed
 from mstore.objects.plan import Plan
@@ -39,7 +39,6 @@ from mstore.phrases import Call, Option, call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.signature_report import GOOD_SIGNATURE, SignatureReport, signature_report
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -12,14 +12,14 @@ from contextlib import suppress
 import numpy as np
 
 from mstore import lineage
-from mstore.ancestry import ancestry
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
 from mstore.disk_usage import CodecUsage, Sums, Usage
 from mstore.errors import Corrupt
 from mstore.frozen import frozen
+from mstore.lineage import ancestry
 from mstore.reachability import Inventory
-from mstore.store import leases, lost_found
+from mstore.store import leases, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.layout import FORMAT_VERSION
 
@@ -120,7 +120,7 @@ def store_report(catalog: Catalog, *, statistics_bytes: int, memo_bytes: int) ->
         overhead_bytes=size - named - dead,
         condemned_bytes=condemned,
         leftover_bytes=sum(one.size for one in leases.leftovers(catalog.layout)),
-        lost_found_bytes=lost_found.size(catalog.layout),
+        lost_found_bytes=unnamed.aside_bytes(catalog.layout),
     )
 
 

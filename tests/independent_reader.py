@@ -596,7 +596,9 @@ def plan_rules(record: Record) -> None:
     roles = [one.role for one in record.inputs]
     experts = roles.count("expert")
     need(roles[: experts + 1] == ["base", *["expert"] * experts], "the order of inputs")
-    need(set(roles[experts + 1 :]) <= {"fisher"}, "the role of an input")
+    for role in roles[experts + 1 :]:
+        need(role not in ("base", "expert"), "the order of inputs")
+        need(re.fullmatch("[a-z][a-z0-9-]{0,62}", role), "the role of an input")
     need(all(one.of is None for one in record.inputs[: experts + 1]), "a base or expert of another")
     companions = [(one.role, -1 if one.of is None else one.of) for one in record.inputs]
     need(ascends(companions[experts + 1 :]), "the order of companions")
@@ -641,7 +643,7 @@ def plan_rules(record: Record) -> None:
             need(len(tensor.sources) == others + 1, f"the number of sources {what}")
             need(set(tensor.sources) != {tensor.name}, f"sources that are its own name {what}")
         need(tensor.dtype is None or tensor.dtype in BITS, f"the dtype {what}")
-        need(tensor.mixture is None or len(tensor.mixture[1]) == others, f"factors {what}")
+        need(tensor.mixture is None or len(tensor.mixture[1]) == experts, f"factors {what}")
 
     if record.layers:
         need(not record.tensors and len(record.operations) == 1, "a stack with tensors")
@@ -736,7 +738,7 @@ def as_index(name: str) -> tuple[str, str] | None:
         return _split(found[1])
     ending = rf"(.+)\.safetensors\.(?:{_VARIANT}\.index|index\.{_VARIANT})\.json"
     found = re.fullmatch(ending, name)
-    return (found[1], found[2] or found[3]) if found else None
+    return (_split(found[1])[0], found[2] or found[3]) if found else None
 
 
 def as_shard(name: str) -> tuple[tuple[str, str], int, int] | None:
@@ -1220,7 +1222,7 @@ class IndependentStore:
         plan = self.plan(snapshot.plan)
         parents = [parent for parent in snapshot.parents if parent[0] != "previous"]
         roles = Counter(role for role, _ in parents)
-        told = Counter("companion" if i.role in ("fisher",) else i.role for i in plan.inputs)
+        told = Counter(i.role if i.role in ROLES else "companion" for i in plan.inputs)
         need(roles == told, "parents that are not the plan's inputs")
         for (_, parent), given in zip(parents, plan.inputs, strict=True):
             need(self.snapshot(parent).manifest == given.manifest, "an input of another content")

@@ -15,7 +15,7 @@ import readme_family
 
 import mstore
 from mstore import errors, reports, signing
-from mstore_cli import api_reference, page
+from mstore_cli import api_reference, reference
 from mstore_fuse import mounts
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
@@ -43,9 +43,9 @@ FUNCTIONS = dict(_functions())
 
 
 def test_page_is_current() -> None:
-    """The page is what docstrings make of it: python -m mstore_cli.api_reference docs/api.md."""
+    """The page is what docstrings make of it: python -m mstore_cli.reference docs/api.md."""
     text = PAGE.read_text(encoding="utf-8")
-    assert text == page.renewed(text, api_reference.MARKER, api_reference.reference())
+    assert text == reference.renewed("api.md", text)
 
 
 @pytest.mark.parametrize("name", mstore.__all__)
@@ -82,7 +82,7 @@ def test_what_calls_take_and_give_is_there() -> None:
         for annotation in (*told, signature.return_annotation):
             named = set(re.findall(r"\b[A-Z]\w+", str(annotation).replace("np.ndarray", "")))
             assert named - FOREIGN - ALIASES <= last_words, name
-    head = PAGE.read_text(encoding="utf-8").partition(api_reference.MARKER)[0]
+    head = PAGE.read_text(encoding="utf-8").partition(reference.marker("api.md"))[0]
     assert all(f"`{alias}`" in head for alias in ALIASES)
 
 

@@ -15,8 +15,8 @@ from families import BLOCK
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, NotFound
 from mstore.merge.analysis import blame as blame_module
-from mstore.objects.layers import layers_of
 from mstore.objects.plan import READ, SHARED, Plan
+from mstore.objects.shapes import layers_of
 from mstore.progress import Progress
 from mstore.reports import BlameReport, ExpertBlame
 

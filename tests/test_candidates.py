@@ -153,9 +153,11 @@ def test_only_what_can_move(store: Store) -> None:
 def test_a_move_is_a_compare_and_swap(store: Store) -> None:
     """A branch moves only from where it is expected; None: only if it does not exist."""
     base, e0, e1 = (store[name].id for name in ("base", "e0", "e1"))
-    for expect in (None, "e1", base.hex()):
-        with pytest.raises(Conflict, match="expected"):
+    for expect, told in ((None, "no ref"), ("e1", f"at {e1.short}"), (base.hex(), "at ")):
+        with pytest.raises(Conflict, match=f"is at {e0.short}; expected: {told}"):
             store.move("e0", expect, "e1")
+    with pytest.raises(Conflict, match=f"is no ref; expected: at {e0.short}"):
+        store.move("missing", e0, "e1")
     assert store["e0"].id == e0
     assert store.move("e0", e0, "e1").snapshot == e1
     assert store.reflog("e0")[0].action == "move: e1"
@@ -170,6 +172,18 @@ def test_a_move_is_a_compare_and_swap(store: Store) -> None:
     store.tag("v1", base)
     with pytest.raises(Conflict):
         store.move("v1", base, e0)
+
+
+def test_a_candidate_is_not_renamed_to_a_branch(store: Store) -> None:
+    """The error names the call that makes a branch of a candidate."""
+    merge(store)
+    with pytest.raises(BadName) as refused:
+        store.rename(NAME, "better")
+    assert refused.value.hint == f"store.reset('better', '{NAME}')"
+    with pytest.raises(BadName) as refused:
+        store.rename("e0", "a b")
+    assert "use letters" in str(refused.value.hint)
+    assert store.rename(NAME, "candidates/other/m").kind == CANDIDATE
 
 
 # -- how long it is kept ---------------------------------------------------------------------------

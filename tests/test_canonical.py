@@ -26,9 +26,8 @@ from mstore.ids import (
     TensorId,
     VirtualId,
 )
-from mstore.objects.canonical import Record, decode
+from mstore.objects.canonical import DEFAULT_LIMITS, Record, RecordLimits, decode
 from mstore.objects.coverage import Coverage, TensorCoverage, bit, bitmap
-from mstore.objects.limits import DEFAULT_LIMITS, RecordLimits
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.note import (
     KINDS,
@@ -50,8 +49,7 @@ from mstore.objects.plan import (
     Threshold,
 )
 from mstore.objects.snapshot import BASE, MADE, PREVIOUS, Origin, Parent, SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 
 A, B, C = (bytes([n]) * 32 for n in (0xAA, 0xBB, 0xCC))
 

@@ -22,8 +22,8 @@ from mstore import fs
 from mstore.api import Store
 from mstore.blocks.codecs import PLAIN_BYTES, Policy, encode
 from mstore.blocks.location import Location
-from mstore.blocks.meter import Meter
 from mstore.blocks.packs import Kind
+from mstore.blocks.reader import Meter
 from mstore.errors import (
     BadRequest,
     BudgetExceeded,

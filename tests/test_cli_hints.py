@@ -23,12 +23,11 @@ import mstore_fuse
 import mstore_serve
 from mstore import fs
 from mstore.errors import StorageFailed
-from mstore.sharing import Sharing
+from mstore.fs.rights import Sharing
 from mstore_cli.errors import with_store
 from mstore_cli.output import Output
 from mstore_cli.sizes import counted
-from mstore_cli.spelling import Typed
-from mstore_cli.verbs import OF_NO_STORE, VERBS
+from mstore_cli.spelling import OF_NO_STORE, VERBS, Typed
 
 STORED = "mstore --store 'a b'"
 

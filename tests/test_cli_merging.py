@@ -18,7 +18,6 @@ from mstore.reports import MergeReport
 from mstore_cli.merging import (
     Wanted,
     error_fields,
-    make_request,
     parse_expert,
     parse_experts,
     parse_parameters,
@@ -77,18 +76,13 @@ def test_request() -> None:
     """The options make one request; what was not said is left to the library."""
     wanted = Wanted(
         base="llama/base",
-        experts=["a", "b=2"],
+        expert=["a", "b=2"],
         method="ties",
-        parameters=["density=0.2"],
-        recipe=None,
-    )
-    request = make_request(
-        wanted,
+        param=["density=0.2"],
         budget="30%",
-        max_error=None,
-        dtype=None,
         no_analyze=True,
     )
+    request = wanted.limits()
     assert request.experts == (("a", 1.0), ("b", 2.0))
     assert request.parameters == {"density": 0.2}
     assert request.budget == Budget(0.3)

@@ -18,7 +18,7 @@ from checkpoints import write_safetensors
 from cli_runs import Program, unheard
 
 from mstore.errors import Unavailable
-from mstore_cli import systemd
+from mstore_cli.commands.mount import notify_ready
 from mstore_cli.keys import DOCUMENTS, keys_of
 from mstore_fuse.mounts import MountInfo, require_fuse
 
@@ -253,11 +253,11 @@ def test_systemd_is_told(abstract: bool, tmp_path: Path, monkeypatch: pytest.Mon
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         heard.bind(name)
         monkeypatch.setenv("NOTIFY_SOCKET", name.replace("\0", "@"))
-        systemd.notify_ready()
+        notify_ready()
         assert heard.recv(100) == b"READY=1\n"
-    systemd.notify_ready()
+    notify_ready()
     monkeypatch.delenv("NOTIFY_SOCKET")
-    systemd.notify_ready()
+    notify_ready()
 
 
 @needs_fuse
@@ -266,6 +266,7 @@ def test_systemd_is_told_when_the_mount_answers(
 ) -> None:
     """The message comes when the mount answers, not before."""
     told: list[bool] = []
-    monkeypatch.setattr(systemd, "notify_ready", lambda: told.append(os.path.ismount(directory)))
+    done = "mstore_cli.commands.mount.notify_ready"
+    monkeypatch.setattr(done, lambda: told.append(os.path.ismount(directory)))
     store.succeed("mount", "tiny", directory)
     assert told == [True]

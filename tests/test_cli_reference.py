@@ -11,9 +11,9 @@ import pytest
 
 from mstore import reports
 from mstore.merge.planning import warnings
-from mstore_cli import commands, keys, page, reference
+from mstore_cli import commands, keys, reference
 from mstore_cli.command import find
-from mstore_cli.verbs import VERBS
+from mstore_cli.spelling import VERBS
 from mstore_fuse.mounts import MountInfo
 from mstore_serve.serving import ServeInfo
 
@@ -27,16 +27,16 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 def test_page_is_current() -> None:
     """The page is what the program makes of it: python -m mstore_cli.reference docs/cli.md."""
     text = PAGE.read_text(encoding="utf-8")
-    assert text == page.renewed(text, reference.MARKER, reference.reference())
+    assert text == reference.renewed("cli.md", text)
 
 
 def test_page_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page is the same whatever the width of the terminal it is made on."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
-    wide = reference.reference()
+    wide = reference.of_commands()
     monkeypatch.setenv("COLUMNS", "50")
-    assert reference.reference() == wide
+    assert reference.of_commands() == wide
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -131,7 +131,7 @@ def test_every_command_but_cat_has_keys() -> None:
 def test_page_without_marker() -> None:
     """A page without the marker is refused rather than overwritten."""
     with pytest.raises(ValueError, match="no line"):
-        page.renewed("# hand-written only\n", reference.MARKER, "made\n")
+        reference.renewed("cli.md", "# hand-written only\n")
 
 
 def test_every_command_is_in_one_group() -> None:

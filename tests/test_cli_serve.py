@@ -21,10 +21,9 @@ from checkpoints import write_safetensors
 from cli_runs import Program, unheard
 from http_server import taken
 
-from mstore_cli import serve_reference
+from mstore_cli import reference
 from mstore_cli.commands import serve as command
 from mstore_cli.keys import DOCUMENTS
-from mstore_cli.page import renewed
 from mstore_serve import serving
 
 BIG = 12 << 20
@@ -263,6 +262,6 @@ def test_one_set_of_defaults() -> None:
 
 
 def test_the_page_is_current() -> None:
-    """The tables are made: python -m mstore_cli.serve_reference docs/serving.md"""
+    """The tables are made: python -m mstore_cli.reference docs/serving.md"""
     text = PAGE.read_text(encoding="utf-8")
-    assert text == renewed(text, serve_reference.MARKER, serve_reference.reference())
+    assert text == reference.renewed("serving.md", text)

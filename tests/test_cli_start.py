@@ -14,23 +14,22 @@ from cli_runs import Program
 # Index, hashes, and records with what they import themselves.
 PACKAGES = {"blake3", "lmdb", "msgspec", "typing_extensions"}
 MODULES = {
-    "mstore": "ancestry errors frozen fs ids lineage neighbours notes phrases sharing sizes",
+    "mstore": "errors frozen fs ids lineage notes phrases sizes",
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "
-        "lmdb_types location meter pack_files pack_store packs reader room schema tables"
+        "lmdb_types location meter pack_files pack_store packs reader schema tables"
     ),
     "mstore.checkpoint": "dtypes models paths",
-    "mstore.fs": "disks files locks maps rights roots trees",
-    "mstore.objects": "canonical coverage limits manifest note plan snapshot tensor virtual",
+    "mstore.fs": "disks files locks rights roots trees",
+    "mstore.objects": "canonical coverage manifest note plan snapshot tensor",
     "mstore.store": (
-        "catalog config contents damage generation layout leases listing mirror models "
-        "not_finite pack_list record_cache ref_store refs revisions sealed_text signature_report "
-        "stored_lengths unseen"
+        "caches catalog config contents generation layout leases listing mirror models not_finite "
+        "pack_list ref_store refs revisions sealed_text"
     ),
     "mstore_cli": (
         "command commands declared errors found graph lines main options output session signers "
-        "sizes spelling tables values verbs"
+        "sizes spelling tables values"
     ),
 }
 LOOKING = {"refs": ("refs",), "log": ("log",), "show": ("show", "m"), "ls": ("ls", "m")}
@@ -101,7 +100,7 @@ NOT_FOR_A_MERGE = {
     *("mstore.checkpoint.directory", "mstore.checkpoint.header", "mstore.checkpoint.tree"),
     *("mstore.merge.methods.dare_ties", "mstore.merge.measures.facts"),
     *("mstore.merge.planning.recipes", "mstore.merge.planning.stack", "mstore.recipes.parse"),
-    *("mstore.merge.running.remote", "importlib.metadata", "tomllib"),
+    *("importlib.metadata", "tomllib"),
 }
 
 

@@ -18,8 +18,7 @@ from test_budget import Place, make
 
 from mstore import Store
 from mstore.errors import BadRequest, Incompatible
-from mstore.objects.layers import layers_of
-from mstore.objects.shapes import EMBEDDINGS
+from mstore.objects.shapes import EMBEDDINGS, layers_of
 from mstore.reports import ComparedPart
 
 FLOATS = set(reference.DTYPES.values())

@@ -13,7 +13,7 @@ from cli_runs import Program
 from mstore import Store
 from mstore.errors import Corrupt
 from mstore.ids import BlockId
-from mstore.store.damage import place_of
+from mstore.store.contents import place_of_damage
 
 MERGE = ["--base", "base", "--expert", "expert", "--method", "linear"]
 
@@ -90,8 +90,8 @@ def test_a_block_of_none_of_them(damaged: Program) -> None:
     with Store.open(damaged.store) as store:
         ids = [store.show("expert").snapshot]
         error = Corrupt("x", where="block", block=BlockId.of(b"of nobody"))
-        assert place_of(store._catalog, ids, error) is None
-        assert place_of(store._catalog, ids, Corrupt("x", where="block")) is None
+        assert place_of_damage(store._catalog, ids, error) is None
+        assert place_of_damage(store._catalog, ids, Corrupt("x", where="block")) is None
 
 
 def test_the_block_comes_back_from_a_worker() -> None:

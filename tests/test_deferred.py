@@ -15,7 +15,7 @@ from mstore import MergeRequest, Store
 from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest, Conflict, MstoreError, NotFound
 from mstore.store.refs import BRANCH, Ref
-from mstore.store.transaction import RefMove, Transaction, move_refs
+from mstore.store.transaction import RefMove, Transaction, choose_moves
 
 FAMILY = families.layered(rows=150)
 
@@ -301,7 +301,7 @@ def test_a_branch_that_moves_meanwhile(store: Store) -> None:
     def move(tick: object) -> None:
         if not moved:
             moved.append(tick)
-            move_refs(store._catalog, [RefMove("m", current, elsewhere, "test")])
+            choose_moves(store._catalog, lambda _: [RefMove("m", current, elsewhere, "test")])
 
     with pytest.raises(MstoreError) as refused:
         store.materialize("m", progress=move)

@@ -17,10 +17,9 @@ from safetensors.numpy import save_file
 from mstore.api import Store
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy, encode
 from mstore.blocks.location import Location
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import NO_BASE, PackGone, read_footer
-from mstore.blocks.reader import BlockReader
+from mstore.blocks.reader import BlockReader, Meter
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import BlockId
 from mstore.store.catalog import Catalog

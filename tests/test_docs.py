@@ -20,7 +20,7 @@ import yaml
 
 from mstore import Store
 from mstore_cli import reference
-from mstore_cli.verbs import VERBS
+from mstore_cli.spelling import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -112,11 +112,16 @@ def test_no_other_page_lists_the_layers() -> None:
 
 
 def test_every_page_is_found() -> None:
-    """The README links to every page of docs/, but for designs, to which one link leads."""
+    """The README links to every page of docs/, and the list of designs to every design."""
     linked = set(re.findall(r"\]\((docs/[^)#]+)", (ROOT / "README.md").read_text()))
     pages = {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")}
     assert {page for page in pages if not page.startswith("docs/design/")} <= linked
-    assert any(page.startswith("docs/design/") for page in linked)
+    assert "docs/design/README.md" in linked
+    listed = re.findall(
+        r"^\| \[(\d+)\]\((.+?)\)", (DOCS / "design" / "README.md").read_text(), re.M
+    )
+    assert {name for _, name in listed} == {page.name for page in (DOCS / "design").glob("0*.md")}
+    assert all(name.startswith(f"{number}-") for number, name in listed)
 
 
 def _commands(page: Path) -> Iterator[list[str]]:
@@ -140,7 +145,7 @@ def _split(command: str) -> list[str]:
 @cache
 def _help() -> dict[str, str]:
     """What the program says of each of its commands."""
-    sections = reference.reference().split("\n## mstore ")[1:]
+    sections = reference.of_commands().split("\n## mstore ")[1:]
     return {section.split("\n")[0]: section.split("\n## ")[0] for section in sections}
 
 
@@ -181,7 +186,8 @@ def _strings() -> set[str]:
         for path in (ROOT / root).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.add(node.value)
+                    # `phrase` fills in `{name}`.
+                    found |= {node.value, re.sub(r"\{\w+\}", "...", node.value)}
                 elif isinstance(node, ast.JoinedStr):
                     parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
                     found.add(re.sub(r"(\.\.\.)+", "...", "".join(map(str, parts))))
@@ -207,6 +213,23 @@ def test_figures_of_sizing_were_measured() -> None:
     assert figures <= measured
 
 
+def _ran(step: str, root: Path, *shell: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """What lines of a page do in a directory, with a store there.  shell: the program."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MSTORE_STORE": str(root / "store"),
+    }
+    return subprocess.run(
+        [*shell, step],
+        cwd=root,
+        env=environment | more,
+        text=True,
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+
+
 def _steps(page: Path) -> dict[str, list[str]]:
     """The shell lines of each pipeline in a page."""
     github, gitlab = (
@@ -225,23 +248,10 @@ def _steps(page: Path) -> dict[str, list[str]]:
 def test_pipelines(kind: str, tmp_path: Path) -> None:
     """Each step of docs/howto/ci.md succeeds on a family, and a plan that loses much is refused."""
     readme_family.write(tmp_path)
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "MSTORE_STORE": str(tmp_path / "store"),
-        "GITHUB_SHA": "0a1b" * 10,
-        "CI_COMMIT_SHA": "0a1b" * 10,
-    }
+    commits = dict.fromkeys(("GITHUB_SHA", "CI_COMMIT_SHA"), "0a1b" * 10)
 
     def run(step: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "-ec", step],
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-            capture_output=True,
-            timeout=600,
-            check=False,
-        )
+        return _ran(step, tmp_path, "bash", "-ec", **commits)
 
     assert run("mstore init").returncode == 0
     for name in ("llama", "code", "math"):
@@ -273,21 +283,9 @@ def test_a_command_before_the_branch_moves(fails: bool, tmp_path: Path) -> None:
         "assert (Path(sys.argv[1]) / 'config.json').exists()\n"
         f"sys.exit({int(fails)})\n"
     )
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "MSTORE_STORE": str(tmp_path / "store"),
-    }
 
     def run(step: str) -> str:
-        done = subprocess.run(
-            ["bash", "-c", step],
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-            capture_output=True,
-            timeout=600,
-            check=False,
-        )
+        done = _ran(step, tmp_path, "bash", "-c")
         return done.stdout + done.stderr
 
     run("mstore init && mstore add llama --name llama && mstore add code --name code --base llama")
@@ -298,7 +296,10 @@ def test_a_command_before_the_branch_moves(fails: bool, tmp_path: Path) -> None:
     assert ("new branch release" in told) == (not fails)
     found = run("mstore refs -q 'r*'")
     assert (found == "release\n") == (not fails)
-    assert "candidates" not in run("mstore refs")
+    assert "candidates" not in run("mstore refs -q")
+    listed = run("mstore refs")
+    assert "candidates/try-7" not in listed
+    assert ("\n1 candidate: mstore refs 'candidates/*'\n" in listed) == fails
     again = run("mstore merge --plan plan.json --name release --candidate two")
     expected = "mstore reset release candidates/two/release --expect "
     assert expected in again, again
@@ -318,20 +319,11 @@ def test_nightly_backup(tmp_path: Path) -> None:
         for word in ("#!/bin/sh", "/srv/models/restored")
     )
     readme_family.write(tmp_path)
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def run(text: str) -> str:
         for place in ("/srv/models", "/backup/models"):
             text = text.replace(place, f"{tmp_path}{place}")
-        done = subprocess.run(
-            ["sh", "-ec", text],
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-            capture_output=True,
-            timeout=600,
-            check=False,
-        )
+        done = _ran(text, tmp_path, "sh", "-ec")
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -20,12 +20,12 @@ from test_budget import Place, make
 from mstore import MergeRequest, Store, TensorRule, Vocabulary
 from mstore.errors import BadRequest, Incompatible
 from mstore.merge.arithmetic.informed import sums_of
+from mstore.merge.methods.combinations.informed import FISHER
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.validate import check_fits
 from mstore.objects.plan import (
     BELOW,
     EQUAL,
-    FISHER,
     OMITTED,
     READ,
     SHARED,
@@ -617,6 +617,11 @@ def test_shares_of_the_change_add_up(place: Place) -> None:
         assert one.share == pytest.approx((part * whole).sum() / (whole * whole).sum(), rel=1e-9)
     told_by_plan = place.store.explain("merged")
     assert told_by_plan.plan.companions == TOLD
+    sides = [(one.expert, one.role, one.weight) for one in told_by_plan.experts]
+    of_experts = [(f"e{k}", "expert", weight) for k, weight in enumerate(WEIGHTS)]
+    assert sides == [*of_experts, *((name, role, None) for role, name in TOLD)]
+    (of_tensor,) = place.store.explain("merged", "a").tensors
+    assert [(one.role, one.weight) for one in of_tensor.experts] == [one[1:] for one in sides]
 
 
 def test_a_larger_share_of_the_budget_goes_to_who_knows_more(place: Place) -> None:

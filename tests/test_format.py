@@ -31,6 +31,7 @@ from safetensors.numpy import save_file
 
 import mstore
 from mstore import MergeRequest
+from mstore.objects.canonical import DEFAULT_LIMITS
 from mstore.signing import SigningKey
 
 BLOCK_SIZE = 65536
@@ -551,6 +552,7 @@ LAYOUTS: dict[str, tuple[dict[str, str], dict[str, dict[str, str]]]] = {
         {"x.safetensors.index": {"a": "x-1-of-1"}},
     ),
     "alone": ({"model.fp16": "a"}, {}),
+    "both": ({"u-1-of-1": "a", "b": "b"}, {"model.r.safetensors.index.q": {"a": "u-1-of-1"}}),
     "a%:b": ({"q:r": "a", "z": "c"}, {}),
     "none": ({"model-1-of-2": "a", "model-01-of-02": "b"}, {}),
 }
@@ -731,6 +733,32 @@ def test_index_table(made: Made, indexed: IndependentStore) -> None:
     assert set(index["notes"].values()) == {b""}
     assert {key[:32] for key in index["notes"]} == {snapshot}
     assert {key[32:].hex() for key in index["notes"]} == indexed.ids(reader.NOTE)
+
+
+def test_limits() -> None:
+    """The limits of the page are those of the library."""
+    (table,) = page_tables("limit", "of")
+    limits = DEFAULT_LIMITS
+    assert table == [
+        [f"{limits.tensor_record_bytes >> 20} MiB", "a tensor record"],
+        [f"{limits.record_bytes >> 20} MiB", "a manifest, plan or coverage"],
+        [
+            f"{limits.note_bytes >> 10} KiB; {limits.small_record_bytes >> 20} MiB",
+            "a note; a snapshot or virtual tensor",
+        ],
+        [f"{limits.tensors:,}", "tensors that a manifest, plan or coverage names"],
+        [f"{limits.files:,}", "files of a manifest; operations of a plan"],
+        [f"{limits.patterns:,}", "patterns of a plan; remarks of a plan"],
+        [f"{limits.parents:,}", "parents of a snapshot; inputs of a plan besides the base"],
+        [
+            f"{limits.removed:,}; {limits.parameters}; {limits.rank}",
+            "notes that a removal names; parameters of an operation; dimensions of a tensor",
+        ],
+        [f"{limits.text_bytes >> 20} MiB", "a message, remark or reason"],
+        [f"{limits.name_bytes:,} bytes", "any other text"],
+    ]
+    assert (limits.files, limits.patterns) == (limits.operations, limits.remarks)
+    assert limits.parents == limits.experts
 
 
 def test_notes(made: Made, read: IndependentStore) -> None:
@@ -1258,28 +1286,8 @@ def test_no_text_without_its_hash() -> None:
 
 def test_names_of_refs(tmp_path: Path) -> None:
     """Reader and library allow the same names."""
-    good = [
-        "x",
-        "x/y",
-        "caf\u00e9",
-        "team/0123456789abcdef",
-        "y" * 200,
-        "remote",
-        "x.lock.y",
-        "a" * 65,
-    ]
-    bad = [
-        "",
-        "a b",
-        "-x",
-        "x/.y",
-        "x.lock/y",
-        "x//y",
-        "x/",
-        "0123456789abcdef",
-        "cafe\u0301",
-        "y" * 201,
-    ]
+    good = ["x", "z/y", "caf\u00e9", "team/0123456789abcdef", "y" * 200, "remote", "x.lock.y"]
+    bad = ["", "a b", "-x", "x/.y", "x.lock/y", "x//y", "x/", "cafe\u0301", "y" * 201, "0" * 16]
     bad += ["remotes", "remotes/a/b", "candidates", "candidates/a/b", "a\u200bb", "a\x7f"]
     bad += [f"a{character}" for character in "~^:@{}\\*?[]=\"'<>|$`"]
     save_file({"w": np.zeros(3)}, tmp_path / "model.safetensors")

@@ -17,7 +17,7 @@ from cli_runs import Program
 from small_models import BLOCK, small_model
 
 from mstore import Store
-from mstore.fs import LockFile, waiting
+from mstore.fs import LockFile, locks
 
 HOLDING = (
     "import fcntl, os, sys\n"
@@ -67,7 +67,7 @@ def log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.LogCaptureFixture:
     """What is logged, with little patience."""
-    monkeypatch.setattr(waiting, "AFTER", 0.05)
+    monkeypatch.setattr(locks, "AFTER", 0.05)
     caplog.set_level(logging.INFO, "mstore")
     return caplog
 
@@ -126,10 +126,10 @@ def test_a_process_of_another_namespace_is_not_named(
         assert process.stdin is not None
         program = (
             "import logging, sys, threading; from pathlib import Path\n"
-            "from mstore.fs import waiting\n"
+            "from mstore.fs.locks import holder\n"
             "from mstore.fs import LockFile\n"
             "lock = LockFile(Path(sys.argv[1]), create=False)\n"
-            "print(waiting.holder(lock._fd))"
+            "print(holder(lock._fd))"
         )
         line = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program, path]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
@@ -140,7 +140,7 @@ def test_a_process_of_another_namespace_is_not_named(
 
 def test_a_free_lock_costs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that is free, or only tried, starts no thread and polls nothing."""
-    monkeypatch.setattr(waiting, "Timer", None)
+    monkeypatch.setattr(locks, "Timer", None)
     lock = LockFile(path)
     assert lock.acquire()
     other = LockFile(path)

@@ -27,7 +27,7 @@ from mstore.ids import PackId, SnapshotId
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.reachability import Inventory, Reach, Roots
 from mstore.reports import GcReport
-from mstore.store import condemned, leases
+from mstore.store import leases, unnamed
 from mstore.store.models import Input
 from mstore.store.transaction import Transaction
 
@@ -220,7 +220,7 @@ def test_condemned_packs_wait_for_who_may_read_them(store: Store, tmp_path: Path
     later = leases.Lease(catalog.layout, catalog.index, "a later one")
     store.add(write(tmp_path / "in", 2), name="b")
     assert not pack.exists()
-    assert condemned.listed(catalog.index) == []
+    assert unnamed.listed(catalog.index) == []
     later.release()
     sound(store)
 

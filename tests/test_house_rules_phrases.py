@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mstore_cli.verbs import VERBS
+from mstore_cli.spelling import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,7 +41,7 @@ EXEMPT = {
 DOCUMENTS = {
     # A model card tells people which commands made the model.
     "mstore/merge/running/papers.py",
-    "mstore/combination/card.py",
+    "mstore/combination/combine.py",
     # A plan's id covers the bytes that versions without phrases wrote.
     "mstore/merge/planning/stored_texts.py",
 }

@@ -20,7 +20,7 @@ WHOLE = {
     "mstore/blocks/lmdb_env.py": "LMDB",
     "mstore/blocks/lmdb_types.py": "the types of LMDB",
     "mstore/blocks/tables.py": "makes and checks the bytes of any row",
-    "mstore/blocks/index_copy.py": "copies rows as they are",
+    "mstore/backup/source.py": "copies rows as they are",
     "mstore/blocks/location.py": "knows the rows of blocks and records",
     "mstore/blocks/location_arrays.py": "reads all rows of blocks and records at once",
     "mstore/stats/store.py": "the environment of statistics",

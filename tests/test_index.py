@@ -57,7 +57,7 @@ def test_what_a_pack_holds_is_found(index: Index) -> None:
         assert index.record(rows, Kind.PLAN, TensorId(b"r" * 32)) is not None
         assert index.record(rows, Kind.TENSOR, TensorId(b"r" * 32)) is None
         assert index.block(rows, BlockId(b"r" * 32)) is None
-        assert not index.has_block(rows, BlockId(b"r" * 32))
+        assert index.has_blocks(rows, [BlockId(b"r" * 32)]) == [False]
         assert [id for id, _ in index.blocks(rows)] == [block(1).id, delta.id]
         assert [(kind, id) for kind, id, _ in index.records(rows)] == [(Kind.PLAN, b"r" * 32)]
         assert list(index.packs(rows)) == [(PackId(bytes([7]) * 32), 7 * 4096)]

@@ -16,13 +16,12 @@ from mstore.api import Store
 from mstore.merge.planning import compared
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.session import Planning
-from mstore.merge.planning.survey import Surveyor
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Plan
 from mstore.stats.store import StatsStore
+from mstore.store.caches import StoredLengths
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
-from mstore.store.stored_lengths import StoredLengths
 from mstore.store.transaction import Transaction
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -266,5 +265,5 @@ def test_tensors_compared_together_are_as_those_compared_alone(
         together = everything()
         monkeypatch.setattr(compared, "TOGETHER", 3)
         assert everything() == together
-        monkeypatch.setattr(Surveyor, "_compare", lambda self, candidates: None)
+        monkeypatch.setattr(compared.Comparer, "compare", lambda self, candidates: None)
         assert everything() == together

@@ -13,10 +13,9 @@ from lmdb_page import PAGE
 
 from mstore.blocks import location_arrays
 from mstore.blocks.index import Index
-from mstore.blocks.lmdb_columns import Columns, Unexpected
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_arrays import LOST_BASE, NO_BASE
+from mstore.blocks.location_arrays import LOST_BASE, NO_BASE, Columns, Unexpected
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import BLOCKS, RECORDS
 from mstore.errors import Corrupt

@@ -17,7 +17,7 @@ from mstore.blocks import lmdb_env, lmdb_table
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_table import LockTable
 from mstore.errors import StorageFailed
-from mstore.fs import maps
+from mstore.fs import disks
 
 
 @pytest.fixture
@@ -174,14 +174,14 @@ def test_a_lock_file_is_made_whole_first(tmp_path: Path, size: int | None) -> No
 
 def test_an_older_kernel_is_not_asked(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where madvise does not know the advice, and where no map was found, free space decides."""
-    for module in (fs, maps):
+    for module in (fs, disks):
         monkeypatch.setattr(module, "POPULATE_WRITE", 4711)
     table = LockTable(env.path, copies=False)
     assert table._populate() == errno.EINVAL
     lost = LockTable(env.path / "nowhere", copies=False)
     assert lost._populate() == errno.EINVAL
     for free, answer in ((fs.ROOM - 1, False), (fs.ROOM, True)):
-        monkeypatch.setattr(maps, "free_bytes", lambda path, free=free: free)
+        monkeypatch.setattr(disks, "free_bytes", lambda path, free=free: free)
         assert table.is_writable() == lost.is_writable() == answer
         (env.path / "other").write_bytes(b"")
         if answer:
@@ -202,7 +202,7 @@ def test_where_writing_copies_little_room_is_none(
             asked.append(copies)
             return 0
 
-        monkeypatch.setattr(maps, "free_bytes", lambda path, free=free: fs.ROOM + free)
+        monkeypatch.setattr(disks, "free_bytes", lambda path, free=free: fs.ROOM + free)
         assert fs.is_mappable(tmp_path, populate, copies=copies) == answer
     assert asked == [True, False]
 

@@ -20,7 +20,7 @@ from test_vocabulary import tokenizer_json
 from mstore import MergeRequest, Store, Vocabulary
 from mstore.blocks.packs import PackId
 from mstore.ids import BlockId, SnapshotId
-from mstore.made import metadata
+from mstore.made.files import kept_metadata
 from mstore.store.transaction import Transaction
 
 BLOCK = 1 << 16
@@ -459,8 +459,8 @@ def test_all_shards_of_a_model_that_changes(tmp_path: Path) -> None:
 )
 def test_metadata(key: str, stays: bool) -> None:
     """Keys that say what a file is go; those that say how to read it stay, and unknown ones."""
-    assert metadata.kept({key: "x"}) == ({key: "x"} if stays else {})
-    assert metadata.kept({key: "x"}, without=[key]) == {}
+    assert kept_metadata({key: "x"}) == ({key: "x"} if stays else {})
+    assert kept_metadata({key: "x"}, without=[key]) == {}
 
 
 def test_sums_of_differences(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from worker_faults import peak_memory, watch_memory
 from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import PAGE
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.ids import BlockId, ManifestId, PackId, PlanId
 from mstore.merge.running.commit import Merged, run_merge
@@ -249,7 +249,7 @@ execute(pickle.loads(sys.stdin.buffer.read()))
 def test_a_slice_may_run_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are killed with a pack half written, slices run twice, receipts come in the reverse
     order: the merge is the same, reads no more, and leaves nothing behind."""
-    monkeypatch.setattr("mstore.merge.running.remote._HANDED_OUT", 3)
+    monkeypatch.setattr("mstore.merge.running.runners._HANDED_OUT", 3)
     plan = plan_of(store, "linear", dtype="F32")
     pool = Unlucky()
     merged = merge(store, plan, executor=pool)

@@ -25,7 +25,8 @@ from mstore.merge.methods.bounds import coefficients
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Value, single
 from mstore.merge.methods.registry import METHODS, find, names, operation
-from mstore_cli import method_names, method_table
+from mstore_cli import reference
+from mstore_cli.merging import method_names
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "merge-methods.md"
 
@@ -325,10 +326,10 @@ def test_needs_and_limits_follow_density() -> None:
 def test_the_page_and_the_help_name_every_method() -> None:
     """The table of docs/merge-methods.md is the methods' own, and --method lists them all."""
     text = PAGE.read_text(encoding="utf-8")
-    assert text == method_table.renewed(text)
+    assert text == reference.renewed("merge-methods.md", text)
     *most, last = METHODS
     words = f"{', '.join(most)} or {last}"
-    assert words == method_names.listed()
+    assert words == method_names()
     assert words in " ".join((PAGE.parent / "cli.md").read_text(encoding="utf-8").split())
 
 
@@ -415,7 +416,7 @@ def test_another_package_brings_a_method(tmp_path: Path, monkeypatch: pytest.Mon
     install(tmp_path, "broken", "import nothing_of_that_name")
     install(tmp_path, "fake", "METHOD = 3")
     monkeypatch.syspath_prepend(tmp_path)
-    assert find("halves").is_additive
+    assert find("halves").has_bound
     assert "halves" in names()
     for name in ("broken", "fake"):
         with pytest.raises(Unavailable, match=name):

@@ -21,7 +21,7 @@ from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES
 from mstore.errors import BadName, BadRequest, Conflict, NotFound
 from mstore.ids import NoteId, SnapshotId
-from mstore.objects.limits import MAX_COUNT
+from mstore.objects.canonical import MAX_COUNT
 from mstore.objects.note import (
     COUNTS,
     EVALUATION,

@@ -14,7 +14,7 @@ from small_models import BLOCK, small_model
 from mstore import Store
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import PackId
-from mstore.store import lost_found, pack_list
+from mstore.store import pack_list, unnamed
 from mstore.store.layout import Layout
 
 
@@ -212,4 +212,4 @@ def test_a_pack_of_another_block_size_is_left_out(root: Path, tmp_path: Path) ->
         assert pack.stem not in packs(root)
     assert any(root.glob(f"lost+found/*/{pack.name}"))
     with Store.open(root) as store:
-        lost_found.empty(store._catalog.layout)
+        unnamed.empty_aside(store._catalog.layout)

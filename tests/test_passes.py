@@ -38,6 +38,7 @@ COMPARING = (
     "tests/test_rans.py::test_every_block_comes_back",
     "tests/test_rans.py::test_payloads_are_the_same_everywhere",
     "tests/test_fisher.py::test_a_merge_equals_the_reference",
+    "tests/test_pcb.py",
     "tests/test_product_rows.py::test_no_row_is_less_than_what_is_measured",
     "tests/test_row_wise.py::test_each_row_has_its_own_angles[BF16-nuslerp]",
 )

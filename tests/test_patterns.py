@@ -15,9 +15,9 @@ from mstore.adapters.patterns import MAX_PATH, Patterns
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.errors import Incompatible
 from mstore.merge.planning.request import Rule, Rules
-from mstore.merge.planning.survey import left_out_names
+from mstore.merge.planning.tied import left_out_names
 from mstore.objects.shapes import chosen, matching, require_matches
-from mstore.recipes.setting import Condition, Setting
+from mstore.recipes.recipe import Condition, Setting
 
 ATOMS = ["a", "b", "1", ".", r"\.", ".*", r"\d", r"\d+", "[ab]", "[a-b]+", "(a|b)", "(ab|a)"]
 

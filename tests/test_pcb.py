@@ -18,6 +18,7 @@ from families import Arrays, Family
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic import competition
+from mstore.merge.methods.selections import competing
 from mstore.objects.plan import READ, SHARED, Plan
 from mstore.reports import PlanReport
 
@@ -69,9 +70,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(family, store)
 
 
-@pytest.mark.parametrize(("ratio", "dtype"), [(0.1, None), (0.4, "F32"), (1.0, "F32")])
-def test_it_is_the_definition(ratio: float, dtype: str | None, place: Place) -> None:
-    """Bit for bit the reference, stored, on read, and run again; facts are measured once."""
+@pytest.mark.parametrize(
+    ("ratio", "dtype", "kept"), [(0.1, None, 1 << 25), (0.4, "F32", 0), (1.0, "F32", 1 << 25)]
+)
+def test_it_is_the_definition(
+    ratio: float, dtype: str | None, kept: int, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit the reference, stored, on read, and run again, whether scores are kept or not;
+    facts are measured once."""
+    monkeypatch.setattr(competing, "_MOST_KEPT", kept)
     plan = place.plan(parameters={"ratio": ratio}, dtype=dtype)
     wanted = families.expected(place.family, "pcb", {"ratio": ratio}, WEIGHTS, dtype=dtype)
     place.store.merge(plan, name="merged")
@@ -80,6 +87,53 @@ def test_it_is_the_definition(ratio: float, dtype: str | None, place: Place) -> 
     assert families.differences(place.tensors("virtual"), wanted) == []
     assert place.store.replay("merged").same
     assert place.plan(parameters={"ratio": ratio}, dtype=dtype).analyze_bytes_read == 0
+
+
+def test_weight_0_does_not_compete(place: Place) -> None:
+    """The merge is that of the others, stored, on read and in the shares of blame."""
+    names = place.family.names
+    weighed = [(names[0], 1.0), (names[1], 0.0), (names[2], -0.75)]
+    others = dataclasses.replace(place.family, experts=place.family.experts[::2])
+    wanted = families.expected(others, "pcb", {}, (1.0, -0.75))
+    plan = place.plan(experts=weighed)
+    place.store.merge(plan, name="merged")
+    assert families.differences(place.tensors("merged"), wanted) == []
+    place.store.merge(plan, name="virtual", virtual=True)
+    assert families.differences(place.tensors("virtual"), wanted) == []
+    shares = {one.expert: one.share for one in place.store.blame("merged").experts}
+    assert shares[names[1]] == 0.0
+    assert shares[names[0]] > 0.0
+
+
+def test_a_merge_of_fewer_does_not_answer_for_more(tmp_path: Path) -> None:
+    """An expert that moves nothing competes, too, though only the others are read and have the same
+    limits as without it: results are not mixed up."""
+    rng = np.random.default_rng(3)
+    base = {"w": np.zeros((64, 512), dtype=np.float32)}
+    moved = []
+    for _ in range(2):
+        one = np.abs(rng.standard_normal((64, 512))).astype(np.float32)
+        # The least score is 0, and the largest that of the largest delta.
+        one[0, 0], one[0, 1] = 0.0, 20.0
+        moved.append({"w": one})
+    family = Family(base, (*moved, base))
+    family.write(tmp_path)
+    asked: dict[str, Any] = {"base": "base", "method": "pcb", "parameters": {"ratio": 1.0}}
+    with Store.init(tmp_path / "store", block_size=families.BLOCK) as store:
+        for name in ("base", *family.names):
+            store.add(tmp_path / name, name=name, base=None if name == "base" else "base")
+        plans = [
+            store.plan(MergeRequest(**asked, experts=family.names[:count])) for count in (2, 3)
+        ]
+        records = [store._catalog.record(Plan, plan.plan).tensors[0] for plan in plans]
+        few, many = (np.array([one.value for one in record.thresholds]) for record in records)
+        assert few.reshape(3, 2).tolist() == many.reshape(3, 3)[:, :2].tolist()
+        for plan, count in zip(plans, (2, 3), strict=True):
+            store.merge(plan, name="merged")
+            own = dataclasses.replace(family, experts=family.experts[:count])
+            wanted = families.expected(own, "pcb", {"ratio": 1.0}, (1.0,) * count)
+            found = {"w": store["merged"].tensor("w")}
+            assert families.differences(found, wanted) == []
 
 
 def test_a_budget_keeps_the_limits_of_whole_experts(place: Place) -> None:
@@ -116,15 +170,33 @@ def test_the_reference_is_what_was_published() -> None:
     assert np.abs(found - wanted).max() <= 2.0**-20 * np.abs(wanted).max()
 
 
-def test_functions_are_within_float64() -> None:
-    """exp and tanh are those of the C library but for the last places."""
-    x = np.concatenate([[0.0, -0.0], np.logspace(-300, 2.5, 4001), np.linspace(0.05, 0.08, 501)])
-    x = np.concatenate([x, -x])
-    wanted = np.tanh(x.astype(np.longdouble))
-    assert (np.abs(competition._tanh(x) - wanted) <= 2.0**-48 * np.abs(wanted)).all()
-    wanted = np.exp(-np.abs(x.astype(np.longdouble)))
-    gap = np.abs(competition._exp(-np.abs(x)) - wanted)
-    assert (gap <= 2.0**-50 * wanted).all()
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_scores_are_rounded_once(count: int) -> None:
+    """exp and tanh are so exact that a score is within half a unit of float32, and 2^-44."""
+    rng = np.random.default_rng(count)
+    sizes = np.exp2(rng.uniform(-40, 6, (count, 20_000))) * rng.choice([-1, 1], (count, 20_000))
+    sizes[:, :64], sizes[0, 64:128] = 0.0, -0.0
+    sizes[0, 128] = 64.0
+    deltas = [one.astype(np.float32) for one in sizes]
+    largest = [float(np.abs(one).max()) for one in deltas]
+    found = competition.singles_of(competition.scores(deltas, largest))
+    wide = [one.astype(np.longdouble) for one in deltas]
+    total = np.sum([one.astype(np.float64) for one in deltas], axis=0).astype(np.longdouble)
+    for own, d, most in zip(found, wide, largest, strict=True):
+        wanted = np.exp(count * ((d / most) ** 2 - 1)) * np.tanh(d * total)
+        gap = np.abs(own - wanted)
+        assert (gap <= 2.0**-24 * (1 + 2.0**-20) * np.abs(wanted) + 2.0**-150).all()
+    assert not np.signbit(found[found == 0]).any()
+
+
+def test_scores_order_as_their_numbers() -> None:
+    """Numbers that stand for scores order as these do."""
+    rng = np.random.default_rng(4)
+    deltas = list(rng.standard_normal((3, 3000)).astype(np.float32))
+    ordered = competition.scores(deltas, [float(np.abs(one).max()) for one in deltas])
+    for numbers, own in zip(ordered, competition.singles_of(ordered), strict=True):
+        assert (np.diff(own[np.argsort(numbers)]) >= 0).all()
+        assert len(set(own.tolist())) == len(set(numbers.tolist()))
 
 
 def test_what_is_not_finite_is_refused(place: Place, tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ from mstore.blocks.schema import PINNED
 from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.pins.pin import pin
-from mstore.pins.runs import is_mappable, layout, to_copy
-from mstore.pins.spots import Spot, of_file
+from mstore.pins.spots import Spot, is_mappable, layout, of_file, to_copy
 from mstore.pins.unpin import unpin
 from mstore.progress import Progress
 from mstore.store.catalog import Catalog

@@ -14,7 +14,7 @@ from families import Arrays, bits, cast, write_checkpoint
 from mstore import Store
 from mstore.errors import BadRequest
 from mstore.recipes.layout import Layout
-from mstore.recipes.modules import Modules
+from mstore.recipes.modular import Modules
 
 EMBED, NORM = "language_model.model.embed_tokens.weight", "language_model.model.norm.weight"
 SEE, BRIDGE = "vision_tower.encoder.post_layernorm.weight", "multi_modal_projector.linear.weight"

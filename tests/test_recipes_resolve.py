@@ -20,7 +20,7 @@ from mstore.merge.planning.recipes import checked
 from mstore.merge.planning.request import Rule, Rules
 from mstore.objects.shapes import literal_name, literal_pattern, matching
 from mstore.recipes.layout import Layout, layers_of
-from mstore.recipes.setting import Condition, NotThatKind, Setting
+from mstore.recipes.recipe import Condition, NotThatKind, Setting
 
 Q, UP, LN = "self_attn.q_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mstore.errors import BadRequest
-from mstore.recipes.parse import parse
-from mstore.recipes.templates import TEMPLATES
+from mstore.recipes.parse import TEMPLATES, parse
 
 TALK = (
     {"role": "system", "content": "Be brief."},

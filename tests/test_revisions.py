@@ -17,7 +17,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, TAG, Ref, check_name
 from mstore.store.revisions import Revision, parse
-from mstore.store.transaction import RefMove, Transaction, move_refs
+from mstore.store.transaction import RefMove, Transaction, choose_moves
 
 NAMES = st.text(alphabet="abé日./-_09", min_size=1, max_size=30).filter(
     lambda name: not name.startswith(("-", "."))
@@ -176,7 +176,7 @@ def test_names_go_before_prefixes(tmp_path: Path) -> None:
     prefix = lineage.chain[0].hex()[:6]
     tag = Ref(TAG, lineage.base)
     with pytest.raises(BadName, match="begins with it"):
-        move_refs(lineage.catalog, [RefMove(prefix, None, tag, "tag")])
+        choose_moves(lineage.catalog, lambda _: [RefMove(prefix, None, tag, "tag")])
     index = lineage.catalog.index
     with index.env.write() as rows:
         # As if the name had been there first, and the snapshot of that id came later.
@@ -191,7 +191,7 @@ def test_the_reflog_survives_its_ref(tmp_path: Path) -> None:
     removal itself points nowhere."""
     lineage = Lineage(tmp_path / "store")
     last = Ref(BRANCH, lineage.chain[3])
-    move_refs(lineage.catalog, [RefMove("main", last, None, "rm")])
+    choose_moves(lineage.catalog, lambda _: [RefMove("main", last, None, "rm")])
     with pytest.raises(NotFound, match="was removed") as removed:
         lineage.catalog.resolve("main")
     assert str(removed.value.hint) == "store.reset('main', 'main@{1}')"

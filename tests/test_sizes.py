@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mstore import Budget, sizes
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest, BudgetExceeded
 from mstore_cli.sizes import format_size
 

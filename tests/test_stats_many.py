@@ -15,7 +15,7 @@ from mstore.ids import TensorId
 from mstore.stats import deltas, streaming
 from mstore.stats.chunk import finite
 from mstore.stats.histogram import BINS, INFINITY_BIN, Histogram, select
-from mstore.stats.many import SingleTables
+from mstore.stats.known import SingleTables
 from mstore.stats.streaming import PairMeasure
 from mstore.stats.table import DeltaTable
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mstore import Store
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.ids import TensorId
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.surveyed import ExpertTensor, SurveyedTensor

@@ -14,11 +14,10 @@ from test_budget import METHODS, Place, make
 from mstore import MergeRequest
 from mstore.merge.methods import registry
 
-# Of pcb, who competes counts, whatever its weight.
 METHOD_NAMES = [
     name
     for name in METHODS
-    if registry.METHODS[name].weighted and registry.METHODS[name].experts is None and name != "pcb"
+    if registry.METHODS[name].weighted and registry.METHODS[name].experts is None
 ]
 
 

@@ -1,8 +1,7 @@
 """The generator of the reference in docs/api.md, from the docstrings of the library.
 
-`python -m mstore_cli.api_reference docs/api.md` replaces the text below the marker in that page;
-the text above it is written by hand.  The page lists what `mstore` exports, every error, and every
-class that these calls take or return.  A test compares the page with `reference()`.
+The page lists what `mstore` exports, every error, and every
+class that these calls take or return.  `mstore_cli.reference` writes it.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import mstore
 from mstore import errors, ids, phrases, reports, signing, view
@@ -27,11 +24,10 @@ from mstore.convert.conversion import ConversionLimits
 from mstore.integrations.transformers import from_pretrained
 from mstore.safe_open import SafeOpen, TensorSlice
 from mstore.store.leases import Hold
-from mstore_cli import keys, page
+from mstore_cli import keys
 from mstore_fuse import mounts
 from mstore_serve import serving
 
-MARKER = page.marker("python -m mstore_cli.api_reference docs/api.md")
 WIDTH = 88
 # In a docstring, a line that begins with names of parameters and a colon.
 _ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
@@ -232,12 +228,3 @@ def _fields(report: type) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in r] for r in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def main() -> None:
-    """Rewrite the page named on the command line."""
-    page.renew(Path(sys.argv[1]), MARKER, reference())
-
-
-if __name__ == "__main__":
-    main()

@@ -6,12 +6,13 @@ before the verb or after it.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from mstore_cli.declared import Option, Parameter, parameters_of
 from mstore_cli.errors import remarks
@@ -42,6 +43,19 @@ def _global_options(
 
 def _declared(function: Callable[..., None]) -> list[inspect.Parameter]:
     return list(inspect.signature(function, eval_str=True).parameters.values())
+
+
+def _is_group(one: inspect.Parameter) -> bool:
+    return dataclasses.is_dataclass(one.annotation)
+
+
+def _unfolded(group: Any) -> Iterator[inspect.Parameter]:
+    """Yield the declarations of a group of options: the fields of a dataclass."""
+    hints = get_type_hints(group, include_extras=True)
+    for one in dataclasses.fields(group):
+        if one.init:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            yield inspect.Parameter(one.name, kind, default=one.default, annotation=hints[one.name])
 
 
 def _version_option(
@@ -106,6 +120,7 @@ def command(
 ) -> Callable[[Callable[..., None]], Verb]:
     """Make a Verb from a function `(session, its own parameters) -> None`.
 
+    A parameter whose type is a dataclass stands for its fields: options that commands share.
     The function's name, with dashes, is the verb, its docstring the help.  `example` is a realistic
     command line; `failure` says when the exit status is 1. decodes: whether it mostly reads blocks,
     one after the other (`mstore.heap`). bare: options whose value follows an
@@ -114,7 +129,10 @@ def command(
     """
 
     def decorate(function: Callable[..., None]) -> Verb:
-        _session, *own = _declared(function)
+        _session, *declared = _declared(function)
+        groups = {one.name: one.annotation for one in declared if _is_group(one)}
+        parts = [list(_unfolded(one.annotation)) if _is_group(one) else [one] for one in declared]
+        own = [one for part in parts for one in part]
 
         def run(choices: Choices, **given: Any) -> None:
             session = Session(choices)
@@ -122,6 +140,9 @@ def command(
                 from mstore import heap
 
                 heap.keep_freed()
+            for name, group in groups.items():
+                fields = [one.name for one in _unfolded(group)]
+                given[name] = group(**{field: given.pop(field) for field in fields})
             try:
                 function(session, **given)
             finally:

@@ -116,7 +116,7 @@ def _edges(
     for place, parent in enumerate(parents):
         continues = heir is not None or place + 1 < len(parents)
         marks = {column: "|" if continues else "'"}
-        text = f"{parent.role:<8} {short(parent.snapshot)}"
+        text = f"{parent.role:<8} {revision_of(parent)}"
         if parent.snapshot not in shown:
             rows.append((_bars(lanes, marks), f"{text} (not shown)"))
             continue
@@ -144,6 +144,11 @@ def _bars(lanes: Lanes, marks: dict[int, str], span: Sequence[int] = (0, 0)) -> 
         cells.append(marks.get(column, bar))
         cells.append("-" if first <= column < last else " ")
     return "".join(cells).rstrip()
+
+
+def revision_of(parent: ParentReport) -> str:
+    """Return the short id of a parent, with the model that a merge took of it."""
+    return short(parent.snapshot) + ("" if parent.model is None else f":{parent.model}")
 
 
 def how(snapshot: SnapshotReport) -> str:

@@ -12,16 +12,24 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from mstore.frozen import frozen
-from mstore_cli import method_names
 from mstore_cli.declared import HOW_MUCH, RESULT, WHAT, WHICH, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
-from mstore_cli.recipes import RecipeText, documents, request_of_recipe
+from mstore_cli.recipes import (
+    RecipeFile,
+    RecipeText,
+    Strict,
+    Vocab,
+    aligned,
+    documents,
+    request_of_recipe,
+)
 from mstore_cli.session import Session
 from mstore_cli.sizes import (
     format_percent,
@@ -30,12 +38,25 @@ from mstore_cli.sizes import (
     format_size,
     parse_budget,
 )
-from mstore_cli.vocabularies import aligned
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
     from mstore.ids import Revision
     from mstore.reports import MergeReport, MergeWarning, PlanReport, SweepReport
+
+
+_OTHERS = {"__init__", "bounds", "method", "model", "parameters", "registry", "report"}
+
+
+def method_names() -> str:
+    """Return the names as a list for a sentence; each method is a file of merge/methods."""
+    found = find_spec("mstore")
+    assert found is not None
+    assert found.submodule_search_locations
+    folder = Path(found.submodule_search_locations[0]) / "merge" / "methods"
+    *most, last = sorted({path.stem for path in folder.glob("*.py")} - _OTHERS)
+    return f"{', '.join(most)} or {last}"
+
 
 EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
@@ -105,14 +126,17 @@ _EXPERT = Option(
     "'runs/*' all refs of this pattern but the base and the result.",
     group=WHAT,
 )
-_METHOD = Option(
-    "--method",
-    metavar="NAME",
-    help=f"How experts are combined: {method_names.listed()}.",
-    completes="methods",
-    group=WHAT,
-)
-MaybeCompanions = Annotated[
+Method = Annotated[
+    str | None,
+    Option(
+        "--method",
+        metavar="NAME",
+        help=f"How experts are combined: {method_names()}.",
+        completes="methods",
+        group=WHAT,
+    ),
+]
+Companions = Annotated[
     list[str] | None,
     Option(
         "--with",
@@ -124,10 +148,7 @@ MaybeCompanions = Annotated[
     ),
 ]
 Base = Annotated[str, _BASE]
-MaybeBase = Annotated[str | None, _BASE]
-MaybeExperts = Annotated[list[str] | None, _EXPERT]
 Experts = Annotated[list[str], _EXPERT]
-MaybeMethod = Annotated[str | None, _METHOD]
 Parameters = Annotated[
     list[str] | None,
     Option(
@@ -404,15 +425,31 @@ def parse_parameters(texts: list[str]) -> dict[str, object]:
 class Wanted:
     """The options of `plan` and `merge` that say what to merge."""
 
-    base: str | None
-    experts: list[str] | None
-    method: str | None
-    parameters: list[str] | None
-    recipe: str | None
-    vocab: str | None = None
-    companions: list[str] | None = None
-    strict: bool = False
+    recipe: RecipeFile = None
+    strict: Strict = False
+    base: Annotated[str | None, _BASE] = None
+    expert: Annotated[list[str] | None, _EXPERT] = None
+    with_: Companions = None
+    method: Method = None
+    param: Parameters = None
+    budget: Budget = None
+    max_error: MaxError = None
+    dtype: Dtype = None
+    no_analyze: NoAnalyze = False
+    score: Score = None
+    only: Only = None
+    skip: Skip = None
+    allow_missing: AllowMissing = False
+    per_expert_budget: PerExpertBudget = None
+    top_p: TopP = None
+    vocab: Vocab = None
     _read: list[RecipeText] = dataclasses.field(default_factory=list, init=False)
+
+    def is_given(self) -> bool:
+        """Return whether any of them is given."""
+        own = (getattr(self, one.name) for one in dataclasses.fields(self) if one.init)
+        # Compared by identity: a 0 counts as given.
+        return any(one is not None and one is not False and one != [] for one in own)
 
     def is_complete(self, hint: str) -> bool:
         """Return whether they describe a merge.
@@ -421,10 +458,10 @@ class Wanted:
 
         Raises UsageError if they contradict each other, or if some are missing.
         """
-        given = {"--base": self.base, "--expert": self.experts, "--method": self.method}
+        given = {"--base": self.base, "--expert": self.expert, "--method": self.method}
         if self.recipe is not None:
             told = [option for option, value in given.items() if value]
-            told += ["--with"] * bool(self.companions) + ["--param"] * bool(self.parameters)
+            told += ["--with"] * bool(self.with_) + ["--param"] * bool(self.param)
             told += ["--vocab"] * (self.vocab is not None)
             if told:
                 raise UsageError(
@@ -438,10 +475,38 @@ class Wanted:
         missing = [option for option, value in given.items() if not value]
         if not missing:
             return True
-        if len(missing) == len(given) and not self.parameters and not self.companions:
+        if len(missing) == len(given) and not self.param and not self.with_:
             return False
         listed = "mstore methods" if missing == ["--method"] else hint
         raise UsageError(f"missing: {', '.join(missing)}", hint=listed)
+
+    def limits(self) -> MergeRequest:
+        """Build the request; with a recipe, what to merge is missing until `request` has read it.
+
+        Raises BadRequest.
+        """
+        from mstore import Budget, MergeRequest
+
+        own = self.per_expert_budget
+        return MergeRequest(
+            base=self.base or "",
+            experts=experts_of(self.expert or ()),
+            companions=parse_companions(self.with_ or []),
+            method=self.method or "",
+            parameters=parse_parameters(self.param or []),
+            budget=None if self.budget is None else Budget(parse_budget(self.budget)),
+            max_error=self.max_error,
+            dtype=self.dtype,
+            analyze=not self.no_analyze,
+            score=self.score,
+            only=tuple(self.only or ()),
+            skip=tuple(self.skip or ()),
+            expert_budget=None
+            if own is None
+            else Budget(parse_budget(own, option="--per-expert-budget")),
+            top_p=None if self.top_p is None else parse_share(self.top_p),
+            allow_missing=self.allow_missing,
+        )
 
     def steps(self) -> list[str | None]:
         """Return the names of the recipes of the file, in their order; None: without a name."""
@@ -499,47 +564,6 @@ class Wanted:
             rules=found.rules,
             layers=found.layers,
         )
-
-
-def make_request(
-    wanted: Wanted,
-    *,
-    budget: str | None,
-    max_error: float | None,
-    dtype: str | None,
-    no_analyze: bool,
-    score: str | None = None,
-    only: list[str] | None = None,
-    skip: list[str] | None = None,
-    per_expert_budget: str | None = None,
-    top_p: str | None = None,
-    allow_missing: bool = False,
-) -> MergeRequest:
-    """Build the request from the options of `plan` and `merge`.
-
-    With a recipe, what to merge is missing until `Wanted.request` has read it.  Raises BadRequest.
-    """
-    from mstore import Budget, MergeRequest
-
-    return MergeRequest(
-        base=wanted.base or "",
-        experts=experts_of(wanted.experts or ()),
-        companions=parse_companions(wanted.companions or []),
-        method=wanted.method or "",
-        parameters=parse_parameters(wanted.parameters or []),
-        budget=None if budget is None else Budget(parse_budget(budget)),
-        max_error=max_error,
-        dtype=dtype,
-        analyze=not no_analyze,
-        score=score,
-        only=tuple(only or ()),
-        skip=tuple(skip or ()),
-        expert_budget=None
-        if per_expert_budget is None
-        else Budget(parse_budget(per_expert_budget, option="--per-expert-budget")),
-        top_p=None if top_p is None else parse_share(top_p),
-        allow_missing=allow_missing,
-    )
 
 
 def _value(text: str) -> object:

@@ -72,7 +72,7 @@ def signatures_of(report: SnapshotReport | VerifyReport) -> Iterator[SignatureRe
 
 def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:
     """Yield lines that name untrusted keys and explain how to trust them; none if all are."""
-    from mstore.store.signature_report import UNKNOWN_KEY
+    from mstore.notes import UNKNOWN_KEY
 
     unknown = dict.fromkeys(one.key for one in signatures if one.state == UNKNOWN_KEY)
     yield from (f"unknown key: {key}" for key in unknown)
@@ -82,7 +82,7 @@ def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:
 
 def state_of(signature: SignatureReport) -> str:
     """Describe one signature in a few words."""
-    from mstore.store.signature_report import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
+    from mstore.notes import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
 
     return {
         GOOD_SIGNATURE: f"signed by {signature.signer}",

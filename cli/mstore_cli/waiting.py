@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from mstore.fs.waiting import LOGGER
+from mstore.fs.locks import LOGGER
 from mstore_cli.errors import remarks
 
 

@@ -24,8 +24,8 @@ from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.made.snapshots import Publication
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
-from mstore.numeric.singles import singles
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import (
     EMBEDDINGS,
@@ -39,8 +39,7 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, Phrase, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in
+from mstore.store.models import config_of, models_in
 from mstore.store.tied import HEAD, Tied
 from mstore.store.transaction import Transaction
 from mstore.view import array_dtype

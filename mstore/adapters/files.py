@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mstore.adapters.config import CONFIG
 from mstore.checkpoint.declared import CARD
-from mstore.checkpoint.small_files import json_bytes
+from mstore.checkpoint.strict_json import json_bytes
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.made.files import Slot, assembled, texts_of
 from mstore.objects.manifest import Manifest, Part

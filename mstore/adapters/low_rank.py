@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.ids import TensorId
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
-from mstore.numeric.singles import singles
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
-from mstore.errors import BadRequest
+from mstore.errors import BadRequest, Conflict
 from mstore.ids import Revision
 from mstore.phrases import Option, phrase
+from mstore.store import leases
+from mstore.store.catalog import Catalog
+from mstore.store.ref_store import refs_in
 
 if TYPE_CHECKING:
     from mstore.adapters.extract import ExtractReport
@@ -129,7 +132,6 @@ class Adding(OpenStore):
         from mstore.checkpoint.exclusion import Exclusion
         from mstore.objects.shapes import require_patterns
         from mstore.store import contents
-        from mstore.store.overtaken import unless_overtaken
         from mstore.store.transaction import branch_to_move
 
         if kind not in ("full", "delta"):
@@ -416,10 +418,10 @@ class Adding(OpenStore):
         read the store).
         """
         from mstore.stats.analysis import analyze
-        from mstore.store import damage
+        from mstore.store.contents import placing_damage
 
         sides = [self._input(one) for one in (expert, base)]
-        with damage.placed(self._catalog, (side.snapshot for side in sides)):
+        with placing_damage(self._catalog, (side.snapshot for side in sides)):
             return analyze(
                 self._catalog,
                 self._statistics,
@@ -439,3 +441,32 @@ def _idle(exclusion: Exclusion, checkpoint: Checkpoint) -> tuple[str, ...]:
         for pattern in exclusion.asked
         if not pattern.takes_back and pattern not in decided
     )
+
+
+T = TypeVar("T")
+ATTEMPTS = 3
+
+
+def unless_overtaken(catalog: Catalog, name: str, attempt: Callable[[], T]) -> T:
+    """Run `attempt`, which moves the ref `name`; retry if it lost the ref to no live writer.
+
+    A writer that is killed while it commits may leave a commit that becomes visible only when the
+    next writer begins; the user could only run the command again.
+
+    `attempt` reads the ref itself, and leaves nothing behind if it fails. Raises Conflict if others
+    are at work, or after ATTEMPTS tries, and whatever `attempt` raises.
+    """
+    for _ in range(ATTEMPTS - 1):
+        before = _moves(catalog, name)
+        try:
+            return attempt()
+        except Conflict:
+            if _moves(catalog, name) == before or leases.live(catalog.layout):
+                raise
+    return attempt()
+
+
+def _moves(catalog: Catalog, name: str) -> int:
+    """Return how often the ref has moved so far."""
+    with catalog.index.env.read() as transaction:
+        return refs_in(catalog.index, transaction).count_moves(name)

@@ -15,8 +15,9 @@ from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, Revision, SnapshotId
 from mstore.phrases import Option, call, phrase
-from mstore.store import damage, refs
 from mstore.store import layout as layouts
+from mstore.store import refs
+from mstore.store.contents import placing_damage
 from mstore.store.models import Input, tensors_of, with_model
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.ready import Ready
+    from mstore.merge.running.known import Ready
     from mstore.merge.running.replay import ReplayReport
     from mstore.merge.running.report import MergeReport
     from mstore.merge.virtual.deferred import MaterializeReport
@@ -73,7 +74,7 @@ class Merging(OpenStore):
         if keep:
             layouts.require_writable(self._catalog.layout)
         resolved = self._resolved(request)
-        with damage.placed(self._catalog, _inputs(resolved)):
+        with placing_damage(self._catalog, _inputs(resolved)):
             made = plan_of_request(
                 self._catalog,
                 self._statistics,
@@ -262,7 +263,7 @@ class Merging(OpenStore):
         from mstore.merge.analysis.compatibility import check_merge
 
         resolved = self._resolved(request)
-        with damage.placed(self._catalog, _inputs(resolved)):
+        with placing_damage(self._catalog, _inputs(resolved)):
             return check_merge(self._catalog, self._statistics, resolved)
 
     def recipe(self, revision: Revision) -> str:
@@ -313,7 +314,7 @@ class Merging(OpenStore):
         if request.layers:
             raise BadRequest("layers are stacked as they are: there are no budgets to go over")
         number = thread_count(threads)
-        with damage.placed(self._catalog, _inputs(resolved)):
+        with placing_damage(self._catalog, _inputs(resolved)):
             return sweep(
                 Planning(
                     self._catalog, self._statistics, resolved, threads=number, progress=progress
@@ -399,8 +400,7 @@ class Merging(OpenStore):
         """
         if not self._memo.has_outputs():
             return 0
-        from mstore.merge.running.memo_hits import memo_expert_bytes
-        from mstore.merge.running.ready import Ready
+        from mstore.merge.running.known import Ready, memo_expert_bytes
 
         ready = Ready(self._catalog, plan, keeps=True)
         self._ready = ready if ready.keeps else None

@@ -12,7 +12,7 @@ from mstore import lineage
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import Conflict
+from mstore.errors import BadName, Conflict
 from mstore.frozen import frozen
 from mstore.ids import NoteId, Revision, SnapshotId
 from mstore.phrases import call, joined
@@ -23,10 +23,9 @@ from mstore.store.refs import Ref
 
 if TYPE_CHECKING:
     from mstore.lineage import ReflogReport, RefReport
-    from mstore.notes import NoteReport
+    from mstore.notes import NoteReport, SignatureReport
     from mstore.progress import ProgressCallback
     from mstore.signing import SigningKey, VerifyReport
-    from mstore.store.signature_report import SignatureReport
     from mstore.store.transaction import RefMove
 
 
@@ -137,8 +136,8 @@ class Naming(OpenStore):
         def require(current: Ref | None) -> None:
             now = None if current is None else current.snapshot_id()
             if now != was:
-                told = ["nowhere" if one is None else f"at {one.short}" for one in (now, was)]
-                what = f"is {told[0]}, not {told[1]} as expected"
+                told = ["no ref" if one is None else f"at {one.short}" for one in (now, was)]
+                what = f"is {told[0]}; expected: {told[1]}"
                 raise Conflict(what, where=name, hint=call("reflog", name))
 
         new = self._catalog.resolve(snapshot)
@@ -226,7 +225,12 @@ class Naming(OpenStore):
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
             ref = refs_in(index, transaction).require(old)
-            refs.check(new, ref.kind)
+            try:
+                refs.check(new, ref.kind)
+            except BadName as error:
+                if ref.kind in refs.DIRECTORIES:
+                    error.advise(call("reset", new, old))
+                raise
             if refs_in(index, transaction).get(new) is not None:
                 raise Conflict("the name is taken", where=new, hint="choose another name")
             # Remove the old one first: one may be a directory of the other.

@@ -17,7 +17,8 @@ from mstore.errors import BadRequest
 from mstore.ids import Buffer, Revision, SnapshotId
 from mstore.objects.note import SIGNATURE
 from mstore.phrases import Option, call
-from mstore.store import contents, damage, leases
+from mstore.store import contents, leases
+from mstore.store.contents import placing_damage
 from mstore.store.models import resolved, with_model
 
 if TYPE_CHECKING:
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from mstore.diff import DiffReport
     from mstore.directory_diff import DirectoryDiffReport
     from mstore.lineage import FileReport, SnapshotReport, TensorReport
-    from mstore.notes import NoteReport
+    from mstore.notes import NoteReport, SignatureReport
     from mstore.progress import ProgressCallback
-    from mstore.store.signature_report import SignatureReport
     from mstore.view import SnapshotView
 
 
@@ -252,7 +252,7 @@ class Reading(OpenStore):
             names = {ref.snapshot_id(): name for name, ref in self._catalog.refs().items()}
             base = names.get(found, found.short)
         own = with_model(self._catalog, self._stored(base), sides)
-        with damage.placed(self._catalog, (side.snapshot for side in (own, *sides))):
+        with placing_damage(self._catalog, (side.snapshot for side in (own, *sides))):
             return compare(
                 *(self._catalog, self._statistics, own, sides),
                 by=by,

@@ -85,8 +85,10 @@ class Snapshot:
 
     @property
     def parents(self) -> tuple[ParentReport, ...]:
-        """Role (previous, base, expert, companion), snapshot and refs of each parent."""
-        return lineage.parents(self._record, lineage.names_of(self._store._catalog))
+        """Role (previous, base, expert, companion), snapshot, refs and model of each parent."""
+        catalog, record = self._store._catalog, self._record
+        names, plan = lineage.names_of(catalog), lineage.plan_of(catalog, record)
+        return lineage.parents(record, names, plan)
 
     @property
     def made(self) -> str:
@@ -179,7 +181,7 @@ class Snapshot:
         Raises Unavailable (torch is not installed), BadRequest or Incompatible (an element type
         that torch lacks; the other tensors can be loaded by their names), and as `load`.
         """
-        from mstore.frameworks import to_torch, torch_module
+        from mstore.safe_open import to_torch, torch_module
 
         torch_module()
         view = self._view()

@@ -22,36 +22,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import destination, lacking, packs, source
+from mstore.backup import destination, packs, source
 from mstore.backup.destination import Destination
-from mstore.backup.packs import Proof
-from mstore.backup.ticks import Ticks
-from mstore.blocks import index_copy
+from mstore.backup.packs import Attempt, attempted
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
-from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import HERE, Places, is_whole
 from mstore.blocks.packs import PackGone
 from mstore.blocks.schema import PRUNED, Condemned, NamedPack
-from mstore.check.affected import Affected, AffectedTensors
-from mstore.check.findings import Findings, Problem
-from mstore.errors import Conflict, Corrupt, StorageFailed, Unavailable
+from mstore.check.findings import Affected, AffectedTensors, Problem
+from mstore.errors import Conflict, StorageFailed
 from mstore.frozen import frozen
+from mstore.fs.rights import Sharing
 from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
-from mstore.sharing import Sharing
-from mstore.store import condemned, generation, leases, lost_found, mirror, pack_list, refs
+from mstore.store import generation, leases, mirror, pack_list, refs, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
 from mstore.store.ref_store import refs_in
-
-_ATTEMPTS = 20
 
 
 @frozen
@@ -95,10 +89,6 @@ class BackupReport:
     """how long it took"""
 
 
-class Moved(Exception):
-    """A pack went while it was copied: the rows of now name it no more."""
-
-
 def backup(
     catalog: Catalog, target: Path, *, threads: int, progress: ProgressCallback | None = None
 ) -> BackupReport:
@@ -110,31 +100,24 @@ def backup(
         Destination.opened(catalog.layout, path, catalog.config.filesystem) as into,
         source.held(catalog, f"backup to {path.name}"),
     ):
-        for _ in range(_ATTEMPTS):
-            one = _Backup(catalog, into, threads, progress)
-            with suppress(Moved), closing(one):
+
+        def attempt() -> BackupReport:
+            with closing(_Backup(catalog, into, threads, progress)) as one:
                 return one.run()
-    raise Unavailable(
-        "gc removes packs faster than they can be copied, and this user cannot hold a lease",
-        where=str(catalog.layout.root),
-        hint="run the command again when no gc is running",
-    )
+
+        return attempted(catalog, attempt)
 
 
-class _Backup:
+class _Backup(Attempt):
     """One attempt, by the rows of one commit."""
 
     def __init__(
         self, catalog: Catalog, into: Destination, threads: int, progress: ProgressCallback | None
     ) -> None:
+        super().__init__(catalog, into.layout, threads, progress)
         self._began = time.monotonic()
-        self._catalog = catalog
         self._into = into
-        self._layout = into.layout
         self._packs = self._opened({})
-        self._threads = threads
-        self._ticks = Ticks(progress)
-        self._findings = Findings()
         self._helps = False
         """Whether the backup may have good copies of what is damaged in the source."""
 
@@ -145,16 +128,12 @@ class _Backup:
     def run(self) -> BackupReport:
         """Copy, prove, publish.  Raises Moved where the source changed under it."""
         fresh = self._layout.incoming / "index"
-        fs.remove_tree(fresh)
-        fs.make_directory(fresh)
-        with closing(Index(fresh, create=True)) as index:
-            named = index_copy.copy(self._catalog.index, index)
-            with index.env.write() as transaction:
-                index.name_packs(transaction, named)
+        with self._new_index(fresh) as (index, named):
             self._require_later(index)
             missing = [pack for pack in named if not self._has(pack)]
-            staged = self._copy(missing)
-            self._prove(index, named, missing, staged)
+            staged = self._copy("backup", missing)
+            with closing(self._opened(staged)) as files:
+                self._prove(index, [pack for pack in missing if pack.id in staged], files)
             self._finish(index, named, missing, staged)
             with index.env.read() as transaction:
                 number = index.generation(transaction)
@@ -207,58 +186,12 @@ class _Backup:
                 hint="name a new directory",
             )
 
-    def _opened(self, staged: Mapping[PackId, Path]) -> PackFiles:
-        """Open the packs of the destination, and copies that are not in place yet."""
-        return PackFiles(self._layout.packs, elsewhere=staged)
-
     def _has(self, pack: NamedPack) -> bool:
         before = self._into.before
         if before is not None and pack.id in before.damaged:
             # It may have been mended since, or be healed by whoever reads it from elsewhere.
             return False
         return is_whole(self._packs, pack.id, pack.size)
-
-    def _copy(self, missing: Sequence[NamedPack]) -> dict[PackId, Path]:
-        """Copies of packs in tmp/incoming/, whole; what is lost goes to the findings."""
-        tick = self._ticks.of("backup", sum(pack.size for pack in missing))
-        staged = {}
-        for pack in missing:
-            path = packs.staged(self._layout.incoming, pack.id)
-            if is_whole(self._opened({pack.id: path}), pack.id, pack.size):
-                tick(pack.size)
-                staged[pack.id] = path
-                continue
-            try:
-                packs.copy(self._catalog.places[pack.place], pack.id, path, tick)
-            except Corrupt as error:
-                if not source.names(self._catalog.index, pack.id):
-                    raise Moved from error
-                self._findings.tell_pack(pack.id, error.what)
-            else:
-                staged[pack.id] = path
-        return staged
-
-    def _prove(
-        self,
-        index: Index,
-        named: Sequence[NamedPack],
-        missing: Sequence[NamedPack],
-        staged: dict[PackId, Path],
-    ) -> None:
-        files = self._opened(staged)
-        try:
-            layout = self._layout
-            proof = Proof(index, files, layout.block_size, self._findings)
-            here = [pack for pack in missing if pack.id in staged]
-            tick = self._ticks.of("verify", sum(pack.size for pack in here))
-            proof.run(here, tick, threads=self._threads)
-        finally:
-            files.close()
-        lost = {pack.number: pack.id for pack in missing}
-        broken = self._findings.broken.values()
-        numbers = {pack_number(row) for row in broken if row is not None}
-        damaged = {lost[number] for number in numbers & lost.keys()}
-        self._damaged = damaged | set(self._findings.packs)
 
     def _finish(
         self,
@@ -268,15 +201,19 @@ class _Backup:
         staged: dict[PackId, Path],
     ) -> None:
         """What makes the new index a backup's: what it is of, and what goes once it is in place."""
+        lost = {pack.number: pack.id for pack in missing}
+        broken = self._findings.broken.values()
+        numbers = {pack_number(row) for row in broken if row is not None}
+        damaged = {lost[number] for number in numbers & lost.keys()} | set(self._findings.packs)
         with index.env.read() as transaction:
             number = index.generation(transaction)
-        destination.note(index, number, sorted(self._damaged))
+        destination.note(index, number, sorted(damaged))
         kept = self._name_older(index, named)
         self._complete(index, staged)
         if not self._findings.problems:
             with index.env.write() as transaction:
                 for pack in kept:
-                    condemned.condemn(index, transaction, pack.id)
+                    unnamed.condemn(index, transaction, pack.id)
 
     def _name_older(self, index: Index, named: Sequence[NamedPack]) -> list[NamedPack]:
         """Name the packs too that the backup has and the source has no more."""
@@ -298,17 +235,14 @@ class _Backup:
 
         The backup would else report success, and the next ones let the last good copy go.
         """
-        files = self._opened(staged)
-        try:
+        with closing(self._opened(staged)) as files:
             new = Catalog.over(self._layout, self._catalog.config, index, files)
             if self._into.before is None:
-                self._findings.take(lacking.found(new))
+                self._findings.take(source.missing_in(new))
                 return
             with closing(Index(self._layout.index)) as old:
-                if lacking.kept(new, old, self._findings):
+                if source.kept_rows(new, old, self._findings):
                     self._helps = True
-        finally:
-            files.close()
 
     def _size(self, pack: PackId, known: dict[PackId, int]) -> int:
         size = known.get(pack)
@@ -339,14 +273,14 @@ class _Backup:
                 mirror.write(layout, index)
                 into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
                 leases.sweep(layout, index)
-                waiting = condemned.listed(index)
+                waiting = unnamed.listed(index)
                 removed = (
                     []
                     if into.is_read()
-                    else condemned.sweep(layout, index, Places({HERE: self._packs}))
+                    else unnamed.sweep(layout, index, Places({HERE: self._packs}))
                 )
                 unknown = generation.unknown_packs(self._packs, index)
-            aside = lost_found.put_aside(layout, self._packs, unknown)
+            aside = unnamed.put_aside(layout, self._packs, unknown)
         with suppress(StorageFailed):
             fs.remove_tree(layout.incoming)
         left = sum(pack.size for pack in waiting) - sum(pack.size for pack in removed)
@@ -357,9 +291,7 @@ class _Backup:
         if not self._findings.problems:
             return ()
         with closing(Catalog(self._layout)) as catalog:
-            with catalog.index.env.read() as transaction:
-                pruned = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
-            return AffectedTensors(catalog, self._findings).all(names, pruned)
+            return AffectedTensors(catalog, self._findings).all(names, catalog.index.marked(PRUNED))
 
     def _hint(self) -> Phrase | None:
         if not self._findings.problems:

@@ -12,22 +12,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import lacking, packs, source
-from mstore.backup.backup import Moved
-from mstore.backup.packs import Proof
-from mstore.backup.ticks import Ticks
-from mstore.blocks import index_copy
+from mstore.backup import packs, source
+from mstore.backup.packs import Attempt, attempted
 from mstore.blocks.index import Index
 from mstore.blocks.pack_files import PackFiles
-from mstore.blocks.pack_store import is_whole
-from mstore.blocks.schema import NamedPack
-from mstore.check.findings import Findings
-from mstore.errors import Conflict, Corrupt, Unavailable
+from mstore.blocks.pack_store import Packs
+from mstore.errors import Conflict, Corrupt
 from mstore.frozen import frozen
 from mstore.ids import PackId
 from mstore.phrases import call
@@ -35,9 +30,6 @@ from mstore.progress import ProgressCallback
 from mstore.store import layout as layouts
 from mstore.store import mirror, pack_list
 from mstore.store.catalog import Catalog
-from mstore.store.layout import Layout
-
-_ATTEMPTS = 20
 
 
 @frozen
@@ -88,43 +80,25 @@ def _made(
     try:
         with layouts.creating(path, catalog.block_size, catalog.config.shared) as layout:
             catalog.config.save(layout)
-            for _ in range(_ATTEMPTS):
-                with suppress(Moved):
-                    return _Clone(catalog, layout, threads, progress).run()
+            return attempted(catalog, lambda: _Clone(catalog, layout, threads, progress).run())
     except Conflict as error:
         error.advise("name a new directory")
         raise
-    raise Unavailable(
-        "gc removes packs faster than they can be copied, and this user cannot hold a lease",
-        where=str(catalog.layout.root),
-        hint="run the command again when no gc is running",
-    )
 
 
-class _Clone:
+class _Clone(Attempt):
     """One attempt, by the rows of one commit."""
-
-    def __init__(
-        self, catalog: Catalog, layout: Layout, threads: int, progress: ProgressCallback | None
-    ) -> None:
-        self._catalog = catalog
-        self._layout = layout
-        self._threads = threads
-        self._ticks = Ticks(progress)
 
     def run(self) -> CloneReport:
         """Copy, prove, publish. Raises Moved if packs of the source were collected meanwhile."""
         layout = self._layout
-        for directory in (layout.index, layout.incoming):
-            fs.remove_tree(directory)
-        fs.make_directory(layout.index)
+        fs.remove_tree(layout.incoming)
         fs.make_directory(layout.incoming, private=True)
-        with closing(Index(layout.index, create=True)) as index:
-            theirs = index_copy.copy(self._catalog.index, index)
-            staged = {pack.id: self._copy(pack, theirs) for pack in theirs}
-            with index.env.write() as transaction:
-                index.name_packs(transaction, theirs)
-            self._prove(index, theirs, staged)
+        with self._new_index(layout.index) as (index, named):
+            staged = self._copy("clone", named)
+            with closing(self._opened(staged)) as files:
+                self._prove(index, named, files)
+                self._require_sound(index, files)
             self._list(index, staged)
             with closing(PackFiles(layout.packs)) as own:
                 packs.put(own, staged)
@@ -137,8 +111,8 @@ class _Clone:
                     source=str(self._catalog.layout.root),
                     refs=index.count(transaction, "refs"),
                     snapshots=index.count(transaction, "snapshots"),
-                    packs=len(theirs),
-                    bytes_copied=sum(pack.size for pack in theirs),
+                    packs=len(named),
+                    bytes_copied=sum(pack.size for pack in named),
                     seconds=0.0,
                 )
 
@@ -149,38 +123,15 @@ class _Clone:
         lines = {pack: since.get(pack, number) for pack in staged}
         pack_list.write(self._layout, pack_list.PackList(number, lines))
 
-    def _copy(self, pack: NamedPack, all_packs: list[NamedPack]) -> Path:
-        """Copy one pack of the source, and return where the copy lies."""
-        path = packs.staged(self._layout.incoming, pack.id)
-        origin = self._catalog.places[pack.place]
-        tick = self._ticks.of("clone", sum(one.size for one in all_packs))
-        try:
-            packs.copy(origin, pack.id, path, tick)
-            if not is_whole(origin, pack.id, pack.size):
-                where = origin.where(pack.id)
-                raise Corrupt("header, footer or length is damaged", where=where)
-        except Corrupt as error:
-            if not source.names(self._catalog.index, pack.id):
-                raise Moved from error
-            raise self._damaged(f"pack {pack.id.hex()}", error.what) from error
-        return path
+    def _lose(self, pack: PackId, error: Corrupt) -> None:
+        raise self._damaged(f"pack {pack.hex()}", error.what) from error
 
-    def _prove(self, index: Index, own: list[NamedPack], staged: dict[PackId, Path]) -> None:
-        findings = Findings()
-        files = PackFiles(self._layout.packs, elsewhere=staged)
-        try:
-            layout = self._layout
-            proof = Proof(index, files, layout.block_size, findings)
-            proof.run(
-                own,
-                self._ticks.of("verify", sum(pack.size for pack in own)),
-                threads=self._threads,
-            )
-            findings.take(lacking.found(Catalog.over(layout, self._catalog.config, index, files)))
-        finally:
-            files.close()
-        if findings.problems:
-            first = findings.problems[0]
+    def _require_sound(self, index: Index, files: Packs) -> None:
+        """Raise Corrupt if a payload is damaged, or anything is missing that names need."""
+        catalog = Catalog.over(self._layout, self._catalog.config, index, files)
+        self._findings.take(source.missing_in(catalog))
+        if self._findings.problems:
+            first = self._findings.problems[0]
             raise self._damaged(f"{first.kind} {first.where}", first.what)
 
     def _damaged(self, where: str, what: str) -> Corrupt:

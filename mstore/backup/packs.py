@@ -1,4 +1,4 @@
-"""Copying packs, and proving the copies: a footer by its name, each payload by its id.
+"""Copying the packs of a store, and proving the copies: a footer by its name, a payload by its id.
 
 The proof reads back the copy, so it also covers errors on the way there. It covers the payloads
 that rows lead to; payloads that no row names, which may have been given up as damaged long ago, are
@@ -8,25 +8,57 @@ garbage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 from mstore import fs
-from mstore.ahead import in_order
-from mstore.backup.ticks import Tick
+from mstore.ahead import in_groups, in_order
+from mstore.backup import source
 from mstore.blocks.index import Index
 from mstore.blocks.location import Location, Row, pack_number
-from mstore.blocks.pack_store import Packs
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import Packs, is_whole
 from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
 from mstore.blocks.reader import BlockReader
 from mstore.blocks.schema import NamedPack
 from mstore.check.findings import Findings, typed
-from mstore.errors import Corrupt, Unreadable
+from mstore.errors import Corrupt, Unavailable, Unreadable
 from mstore.ids import BlockId, Buffer, PackId
+from mstore.progress import Progress, ProgressCallback
+from mstore.store.catalog import Catalog
+from mstore.store.layout import Layout
+
+R = TypeVar("R")
+Tick = Callable[[int], None]
+"""Called with the number of bytes just done."""
+
+
+class Ticks:
+    """Adds up the bytes done, over several files of a phase, and reports them."""
+
+    def __init__(self, report: ProgressCallback | None) -> None:
+        self._report = report
+        self._done = Counter[str]()
+
+    def of(self, phase: str, total: int) -> Tick:
+        """Return the counter of a phase that expects `total` bytes in all."""
+
+        def tick(more: int) -> None:
+            self._done[phase] += more
+            if self._report is not None:
+                done = self._done[phase]
+                self._report(Progress(phase, done, max(total, done)))
+
+        return tick
+
 
 PART = ".part"
+_ATTEMPTS = 20
 _READ_BYTES = 8 << 20
 _GROUP_BYTES = 8 << 20
 
@@ -88,7 +120,8 @@ class Proof:
 
         def groups() -> Iterator[list[_Payload]]:
             for pack in packs:
-                yield from self._groups(pack)
+                payloads = self._payloads(pack)
+                yield from in_groups(payloads, lambda one: one[2].stored_length, _GROUP_BYTES)
                 tick(pack.size)
 
         with ThreadPoolExecutor(threads, "proof") as pool:
@@ -98,18 +131,6 @@ class Proof:
             for _, failures in proving:
                 for kind, id, row, error in failures:
                     self._findings.tell_row(kind, id, row, error.what)
-
-    def _groups(self, pack: NamedPack) -> Iterator[list[_Payload]]:
-        group: list[_Payload] = []
-        size = 0
-        for payload in self._payloads(pack):
-            group.append(payload)
-            size += payload[2].stored_length
-            if size > _GROUP_BYTES:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
 
     def _payloads(self, pack: NamedPack) -> list[_Payload]:
         """Return the payloads that rows have in this pack, in pack order."""
@@ -179,3 +200,76 @@ def _told(place: Entry | Location) -> tuple[object, ...]:
         place.width,
         place.base,
     )
+
+
+class Moved(Exception):
+    """A pack went while it was copied: the rows of now name it no more."""
+
+
+def attempted(catalog: Catalog, attempt: Callable[[], R]) -> R:
+    """Try until no pack goes meanwhile.  Raises Unavailable if that does not help."""
+    for _ in range(_ATTEMPTS):
+        with suppress(Moved):
+            return attempt()
+    raise Unavailable(
+        "gc removes packs faster than they can be copied, and this user cannot hold a lease",
+        where=str(catalog.layout.root),
+        hint="run the command again when no gc is running",
+    )
+
+
+class Attempt:
+    """One attempt to copy a store, by the rows of one commit."""
+
+    def __init__(
+        self, catalog: Catalog, layout: Layout, threads: int, progress: ProgressCallback | None
+    ) -> None:
+        self._catalog = catalog
+        self._layout = layout
+        self._threads = threads
+        self._ticks = Ticks(progress)
+        self._findings = Findings()
+
+    @contextmanager
+    def _new_index(self, place: Path) -> Iterator[tuple[Index, list[NamedPack]]]:
+        """Yield a new index with the rows of the source, and the packs that these name."""
+        fs.remove_tree(place)
+        fs.make_directory(place)
+        with closing(Index(place, create=True)) as index:
+            named = source.copy_rows(self._catalog.index, index)
+            with index.env.write() as transaction:
+                index.name_packs(transaction, named)
+            yield index, named
+
+    def _opened(self, staged: Mapping[PackId, Path]) -> PackFiles:
+        """Open the packs of the copy, and those that are not in place yet."""
+        return PackFiles(self._layout.packs, elsewhere=staged)
+
+    def _copy(self, phase: str, missing: Sequence[NamedPack]) -> dict[PackId, Path]:
+        """Return where copies of packs lie in tmp/incoming/, whole."""
+        tick = self._ticks.of(phase, sum(pack.size for pack in missing))
+        found = {}
+        for pack in missing:
+            path = staged(self._layout.incoming, pack.id)
+            if is_whole(self._opened({pack.id: path}), pack.id, pack.size):
+                tick(pack.size)
+                found[pack.id] = path
+                continue
+            try:
+                copy(self._catalog.places[pack.place], pack.id, path, tick)
+            except Corrupt as error:
+                if not source.names(self._catalog.index, pack.id):
+                    raise Moved from error
+                self._lose(pack.id, error)
+            else:
+                found[pack.id] = path
+        return found
+
+    def _lose(self, pack: PackId, error: Corrupt) -> None:
+        """Go on without a pack that the source has lost."""
+        self._findings.tell_pack(pack, error.what)
+
+    def _prove(self, index: Index, copies: Sequence[NamedPack], files: Packs) -> None:
+        tick = self._ticks.of("verify", sum(pack.size for pack in copies))
+        proof = Proof(index, files, self._layout.block_size, self._findings)
+        proof.run(copies, tick, threads=self._threads)

@@ -9,6 +9,7 @@ unencoded; `BlockReader.record` checks them against their ids as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock, local
 from typing import Final, Protocol
 
 from blake3 import blake3
@@ -17,9 +18,10 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Entry
-from mstore.errors import Corrupt, Incompatible, MstoreError
+from mstore.errors import BudgetExceeded, Corrupt, Incompatible, MstoreError
 from mstore.ids import BlockId, Buffer, Id, PackId
 from mstore.phrases import call
+from mstore.sizes import exact_size, format_size
 
 RECORD_LIMIT: Final = 512 << 20
 """Length of the longest record of any kind, in bytes."""
@@ -174,3 +176,47 @@ def _named(error: MstoreError, block: BlockId) -> MstoreError:
     if isinstance(named, Corrupt):
         named.block = block
     return named
+
+
+class Room:
+    """Memory that every thread has of its own, of `size` bytes."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._own = local()
+
+    def __call__(self, length: int) -> memoryview:
+        """Return the calling thread's first `length` bytes: valid until it asks again."""
+        room: memoryview | None = getattr(self._own, "room", None)
+        if room is None:
+            room = self._own.room = memoryview(bytearray(self._size))
+        return room[:length]
+
+
+class Meter:
+    """Bytes read from packs for one purpose, over all threads.
+
+    Invariant: `total` never exceeds `limit`. The charge precedes the `pread`, so no read beyond the
+    limit happens.
+    """
+
+    def __init__(self, purpose: str, limit: int | None = None) -> None:
+        self.purpose = purpose
+        self.limit = limit
+        self._total = 0
+        self._lock = Lock()
+
+    @property
+    def total(self) -> int:
+        """Bytes charged so far."""
+        return self._total
+
+    def charge(self, length: int) -> None:
+        """Charge `length` bytes before they are read. Raises BudgetExceeded."""
+        with self._lock:
+            if self.limit is not None and self._total + length > self.limit:
+                raise BudgetExceeded(
+                    f"reading {format_size(length)} more from {self.purpose}s would make "
+                    f"{exact_size(self._total + length)}; the plan allows {exact_size(self.limit)}"
+                )
+            self._total += length

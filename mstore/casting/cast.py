@@ -14,13 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from mstore.adapters.targets import is_adapter
-from mstore.casting.marks import HEADER_KEY, Marks, marks_of
-from mstore.casting.scales import QUANTIZATIONS, Scale, Scales, quantization_of, scales_of
+from mstore.casting.scales import (
+    HEADER_KEY,
+    QUANTIZATIONS,
+    Marks,
+    Scale,
+    Scales,
+    marks_of,
+    quantization_of,
+    scales_of,
+)
 from mstore.casting.streaming import Caster, CastTensor, Job
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.models import Model, full_name, split_name
-from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
@@ -34,8 +42,7 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in, tensors_of
+from mstore.store.models import config_of, models_in, tensors_of
 from mstore.store.transaction import Transaction, branch_to_move
 
 BRANCHES: Final = "cast"

@@ -1,11 +1,11 @@
 """Sources of good copies: packs of this store or another, and checkpoints on disk.
 
-A damaged place has fewer copies.  One that this machine cannot read now ends the repair: else rows
-would be dropped that its copies heal.
+A damaged source has fewer copies.  One that this machine cannot read now ends the repair: else
+rows would be dropped that its copies heal.
 
-A *place* is asked for what is wanted, and returns copies whose bytes it has just hashed to the
-requested id. Nothing else of a place is trusted: of another store, only the footers and payloads of
-its packs are read, never its index.
+A source is asked for what is wanted, and returns copies whose bytes it has just hashed to the
+requested id. Nothing else of it is trusted: of another store, only the footers and payloads of its
+packs are read, never its index.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Copy:
     offset: int
 
 
-class Place(Protocol):
+class Copies(Protocol):
     """Something that may have copies."""
 
     def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
@@ -83,7 +83,7 @@ class PackCopies:
         self._block_size = block_size
 
     def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
-        """See `Place`. Decodes a delta with a base from the same packs."""
+        """See `Copies`. Decodes a delta with a base from the same packs."""
         with closing(self._opened()) as packs:
             candidates = self._candidates(packs, wanted)
             deltas = {
@@ -163,7 +163,7 @@ class CheckpointCopies:
         self._block_size = block_size
 
     def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
-        """See `Place`. Reads every byte of the checkpoint."""
+        """See `Copies`. Reads every byte of the checkpoint."""
         missing = set(wanted)
         files = []
         for source in self._checkpoint.files:
@@ -220,7 +220,7 @@ def _cut(source: SourceFile) -> list[tuple[str | None, str, tuple[int, ...], int
     ]
 
 
-def place(path: Path, block_size: int) -> Place:
+def copies_at(path: Path, block_size: int) -> Copies:
     """Open what lies at `path`: a store (its packs), or a checkpoint.
 
     Raises Incompatible, NotFound, BadCheckpoint, StorageFailed if it is neither.

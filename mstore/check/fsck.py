@@ -16,11 +16,9 @@ from mstore.blocks import lmdb_check
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
 from mstore.check import index_file
-from mstore.check.affected import Affected, AffectedTensors
-from mstore.check.findings import Findings, Problem
-from mstore.check.footers import Footers, Totals
+from mstore.check.findings import Affected, AffectedTensors, Findings, Problem
 from mstore.check.graph import Graph
-from mstore.check.payloads import Payloads
+from mstore.check.packs import Footers, Payloads, Totals
 from mstore.errors import BadRequest
 from mstore.frozen import frozen
 from mstore.ids import PackId

@@ -19,8 +19,7 @@ from mstore.check.findings import typed
 from mstore.check.old_index import OldIndex
 from mstore.errors import Corrupt
 from mstore.ids import BlockId, Buffer, ManifestId, PackId, TensorId
-from mstore.objects.canonical import decode
-from mstore.objects.limits import MAX_COUNT
+from mstore.objects.canonical import MAX_COUNT, decode
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord

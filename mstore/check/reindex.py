@@ -3,7 +3,7 @@
 The new LMDB environment is built in tmp/ and exchanged with the old one in one step: a crash leaves
 the old index or the new one. A process that has the old one open can still read it, but can commit
 nothing. What packs do not contain (refs, reflogs, names of plans' inputs, what was pruned or
-pinned) comes from the mirror and the old index (`mstore.check.names`). Where they differ, or
+pinned) comes from the mirror and the old index (`mstore.check.old_index`). Where they differ, or
 something was unreadable, the remarks say so, and the old index stays in lost+found/. Statistics and
 the memo table are functions of contents and stay; remembered requests are dropped.
 
@@ -33,10 +33,8 @@ from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, Source, Sources
-from mstore.check import names as witnesses
 from mstore.check import old_index, pack_rows
-from mstore.check.names import Names
-from mstore.check.old_index import OldIndex
+from mstore.check.old_index import Names, OldIndex, settle
 from mstore.check.pack_rows import PackRows
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.frozen import frozen
@@ -46,15 +44,7 @@ from mstore.objects.note import Note
 from mstore.objects.snapshot import BASE, COMPANION, EXPERT, SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.progress import ProgressCallback
-from mstore.store import (
-    leases,
-    listing,
-    lost_found,
-    memo,
-    mirror,
-    pack_list,
-    refs,
-)
+from mstore.store import leases, listing, memo, mirror, pack_list, refs, unnamed
 from mstore.store.catalog import now_ns
 from mstore.store.config import Config
 from mstore.store.layout import Layout, locate, require_local, require_writable
@@ -121,7 +111,7 @@ def reindex(
             packs = PackFiles(layout.packs)
             index = Index(workplace / "index", create=True)
             try:
-                returned = lost_found.bring_back(layout, packs, pack_rows.fits)
+                returned = unnamed.bring_back(layout, packs, pack_rows.fits)
                 built = _Building(layout, index, packs, old, returned, progress).run()
                 _list_packs(layout, index, packs)
             finally:
@@ -259,7 +249,7 @@ def _put_in_place(layout: Layout, workplace: Path, *, keep: bool) -> Path | None
     fs.exchange(fresh, layout.index)
     fs.sync_directory(layout.root)
     if keep and (fresh / _DATA).exists():
-        return lost_found.keep_index(layout, fresh)
+        return unnamed.keep_index(layout, fresh)
     return None
 
 
@@ -309,7 +299,7 @@ class _Building:
         """Fill the index."""
         packs = self._packs.fill()
         self._remarks += self._packs.remarks
-        settled = witnesses.settle(self._layout, self._old)
+        settled = settle(self._layout, self._old)
         self._remarks += settled.remarks
         self._tell_lost_moves(settled)
         self._begin_generation(settled)

@@ -29,7 +29,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Location, Row, base_of, pack_number
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import Kind
-from mstore.check.copies import Copy, Form, PackCopies, Place, place
+from mstore.check.copies import Copies, Copy, Form, PackCopies, copies_at
 from mstore.check.findings import Findings, typed
 from mstore.check.fsck import Checker, CheckReport, Scope
 from mstore.errors import Corrupt, Incompatible, NotFound, Unreadable
@@ -39,7 +39,7 @@ from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import condemned, leases, listing, pack_list
+from mstore.store import leases, listing, pack_list, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
@@ -92,7 +92,7 @@ class Repair:
         self._progress = progress
         self._max_pack = max_pack
         # Open the sources first: an unusable one stops the repair before anything changes.
-        self._sources = [place(path, layout.block_size) for path in sources]
+        self._sources = [copies_at(path, layout.block_size) for path in sources]
         self._healed: list[Key] = []
         self._dropped: list[Key] = []
         self._written = 0
@@ -184,7 +184,7 @@ class Repair:
             for key in damage.in_packs:
                 if key in keys:
                     self._salvage(catalog, shelf, key, damage)
-            own: Place = PackCopies(lambda: PackFiles(catalog.layout.packs), catalog.block_size)
+            own: Copies = PackCopies(lambda: PackFiles(catalog.layout.packs), catalog.block_size)
             for source in (own, *self._sources):
                 missing = keys - shelf.keys
                 for copy in source.copies(missing, self._tick) if missing else ():
@@ -458,7 +458,7 @@ def _condemn(catalog: Catalog, transaction: IndexTransaction, pack: PackId, kept
     number = index.pack_number(transaction, pack)
     if number is None or number in kept:
         return False
-    condemned.condemn(index, transaction, pack)
+    unnamed.condemn(index, transaction, pack)
     return True
 
 

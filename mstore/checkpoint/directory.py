@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from mstore.checkpoint import strangers
 from mstore.checkpoint.exclusion import (
     ASKED,
     NOTHING_EXCLUDED,
@@ -28,13 +27,22 @@ from mstore.checkpoint.exclusion import (
     escaped,
     is_pickled_top,
 )
-from mstore.checkpoint.header import MIB, Header, HeaderLimits, TensorSlot, read_header
+from mstore.checkpoint.header import (
+    LFS_POINTER,
+    MIB,
+    Header,
+    HeaderLimits,
+    TensorSlot,
+    read_header,
+    stranger_by_name,
+)
 from mstore.checkpoint.models import (
     Model,
     full_name,
     is_index,
     models_of,
     own_name,
+    place_of,
     single_of,
     split_name,
 )
@@ -287,7 +295,7 @@ def _require_safetensors(tree: Tree, path: Path) -> None:
             hint=call("add", str(path), name=name_for(path), convert=True, exclude=exclude),
         )
     for name in names:
-        known = strangers.by_name(name)
+        known = stranger_by_name(name)
         if known is not None:
             raise known.error(str(tree.shown / name))
     raise BadCheckpoint("holds no .safetensors file", where=str(path), hint=call("add", help=True))
@@ -334,14 +342,14 @@ def _remark_of_several(checkpoint: Checkpoint) -> Iterator[Phrase]:
     Forms of one model may have the same tensors, and so may those that a file at the top names.
     """
     top = {file.path for file in checkpoint.files if "/" not in file.path}
-    places = {one.name.partition("@")[0]: one for one in reversed(checkpoint.models)}
+    places = {place_of(one.name): one for one in reversed(checkpoint.models)}
     is_one = "" in places or any(path.endswith(PICKLE_SUFFIXES) for path in top)
     if is_one or top & _TOP_OF_ONE:
         return
     seen: dict[str, str] = {}
     for full in checkpoint.tensors():
         model, name = split_name(full)
-        place = model.partition("@")[0]
+        place = place_of(model)
         other = seen.setdefault(name, place)
         if other != place:
             paths = [
@@ -486,7 +494,7 @@ def _pointer_remark(file: SourceFile) -> str | None:
         return None
     with open_regular(file.absolute, file.stamp) as (descriptor, _):
         is_pointer = read_range(descriptor, 0, len(_POINTER)) == _POINTER
-    what, hint = strangers.LFS_POINTER.what, strangers.LFS_POINTER.hint
+    what, hint = LFS_POINTER.what, LFS_POINTER.hint
     return f"{quoted(file.path)} {what}: {hint}" if is_pointer else None
 
 

@@ -11,23 +11,25 @@ itself accepts repeated keys, headers of 100 MB and shapes whose product overflo
 not. What it accepts, safetensors reads identically; both ignore an entry's other fields.
 
 The header is kept verbatim, because a file's bytes cannot be reconstructed from its meaning.
+
+For errors, recognises by first bytes or by name what people mistake for safetensors files.
 """
 
 from __future__ import annotations
 
 from operator import attrgetter
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Final
 
 import msgspec
 
-from mstore.checkpoint import strangers
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
-from mstore.checkpoint.small_files import LENGTH_BYTES, METADATA_KEY
-from mstore.checkpoint.strict_json import parse_object
+from mstore.checkpoint.strict_json import LENGTH_BYTES, METADATA_KEY, parse_object
 from mstore.errors import BadCheckpoint
 from mstore.frozen import frozen
+from mstore.phrases import Text, call, phrase
 from mstore.sizes import exact_size, format_size
 
 MIB = 1024 * 1024
@@ -157,7 +159,7 @@ def _truncated(what: str, *, where: str) -> BadCheckpoint:
 
 
 def _json_length(prefix: bytes, file_size: int, where: str, limits: HeaderLimits) -> int:
-    stranger = strangers.by_bytes(prefix)
+    stranger = stranger_by_bytes(prefix)
     if stranger is not None:
         raise stranger.error(where)
     if len(prefix) < LENGTH_BYTES or file_size < LENGTH_BYTES:
@@ -298,3 +300,70 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+PREFIX_BYTES: Final = 8
+"""How many first bytes of a file `by_bytes` needs; it accepts more."""
+
+
+class Stranger(msgspec.Struct, frozen=True):
+    """What a file is, as a predicate, and what to do about it."""
+
+    what: str
+    hint: Text
+
+    def error(self, where: str) -> BadCheckpoint:
+        """Build the error that refuses a file at `where`."""
+        return BadCheckpoint(self.what, where=where, hint=self.hint)
+
+
+LFS_POINTER: Final = Stranger(
+    "is a Git LFS pointer, not the file that it stands for",
+    "git lfs pull",
+)
+GGUF: Final = Stranger(
+    "is a GGUF file, which is made for llama.cpp and mostly quantised; mstore stores safetensors",
+    "add the safetensors checkpoint that it was made from",
+)
+ZIP: Final = Stranger(
+    "is a zip archive, as torch.save writes, and not safetensors",
+    phrase(
+        "give it the suffix .bin, then: {add}",
+        add=call("add", "DIRECTORY", name="x", convert=True),
+    ),
+)
+HTML: Final = Stranger(
+    "is a web page: the download went wrong, or asked for a login",
+    "download it again, as with: hf download REPOSITORY",
+)
+RECIPE: Final = Stranger(
+    "is a YAML file, as mergekit's recipes are; a checkpoint has .safetensors files",
+    phrase(
+        "{help} says how to give base, experts, weights and method",
+        help=call("merge", help=True),
+    ),
+)
+
+_BY_BYTES: Final = (
+    (b"version ", LFS_POINTER),
+    (b"GGUF", GGUF),
+    (b"PK\x03\x04", ZIP),
+    (b"<!DOCTYP", HTML),
+    (b"<!doctyp", HTML),
+    (b"<html", HTML),
+)
+
+
+def stranger_by_bytes(prefix: bytes) -> Stranger | None:
+    """Recognise a file by its first bytes; None if it may be safetensors."""
+    return next((stranger for magic, stranger in _BY_BYTES if prefix.startswith(magic)), None)
+
+
+def stranger_by_name(path: str) -> Stranger | None:
+    """Recognise a file that mstore does not accept by its name; else None."""
+    match PurePath(path).suffix.lower():
+        case ".gguf" | ".ggml":
+            return GGUF
+        case ".yaml" | ".yml":
+            return RECIPE
+    return None

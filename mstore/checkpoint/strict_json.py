@@ -1,13 +1,16 @@
 """Strict parsing of untrusted JSON objects, with bounded cost and predictable types.
 
 Refuses what `json.loads` accepts: repeated keys, NaN and Infinity, nesting beyond the stack. Knows
-nothing of safetensors.
+nothing of safetensors. Also writes JSON as the output has it, in headers and in small files.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
 
 from mstore.checkpoint.paths import quoted
 from mstore.errors import BadCheckpoint
@@ -108,3 +111,31 @@ def _not_a_count(text: str) -> float:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not a JSON number")
+
+
+LENGTH_BYTES: Final = 8
+"""Bytes of a safetensors header before its JSON."""
+METADATA_KEY: Final = "__metadata__"
+"""Its key that names no tensor."""
+_ALIGNMENT: Final = 8
+
+
+def header_bytes(fields: Mapping[str, Any]) -> bytes:
+    """Return a safetensors header, padded so that data is aligned."""
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the object in a file, empty if it is none."""
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def json_bytes(fields: Mapping[str, Any]) -> bytes:
+    """Return an object as people read it."""
+    return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()

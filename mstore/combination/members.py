@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from mstore.adapters.config import CONFIG, MAX_CONFIG, LoraConfig, parse_config
 from mstore.adapters.targets import is_adapter, is_unchanged, pairs_of
-from mstore.checkpoint.small_files import json_object
+from mstore.checkpoint.strict_json import json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import CODES, cast_hint
-from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.canonical import DEFAULT_LIMITS
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, few, phrase

@@ -11,9 +11,17 @@ disks    kinds of filesystems, free space
 from mstore.fs.disks import (
     LOCAL_FILESYSTEMS,
     MOUNTINFO,
+    POPULATE_WRITE,
+    ROOM,
     block_bytes,
+    copies_on_write,
+    copy_up,
     filesystem_type,
     free_bytes,
+    full,
+    has_room,
+    is_mappable,
+    require_mappable,
 )
 from mstore.fs.files import (
     NewFile,
@@ -39,17 +47,7 @@ from mstore.fs.files import (
     unnamed,
 )
 from mstore.fs.locks import LockFile
-from mstore.fs.maps import (
-    POPULATE_WRITE,
-    ROOM,
-    copies_on_write,
-    copy_up,
-    full,
-    has_room,
-    is_mappable,
-    require_mappable,
-)
-from mstore.fs.rights import may_write, owners, require_writable, share, share_tree
+from mstore.fs.rights import may_write, owners, require_writable, share, share_tree, user_name
 from mstore.fs.roots import (
     Root,
     directory,
@@ -128,4 +126,5 @@ __all__ = [
     "unlink",
     "unnamed",
     "unread",
+    "user_name",
 ]

@@ -29,7 +29,17 @@ from typing import Final, NamedTuple
 import msgspec
 
 from mstore.errors import Conflict, StorageFailed
-from mstore.fs.rights import are_special, first_mode, settle, sharing_of, umask
+from mstore.fs.rights import (
+    DIRECTORY,
+    FILE,
+    SEALED,
+    are_special,
+    first_mode,
+    mode_of,
+    settle,
+    sharing_of,
+    umask,
+)
 from mstore.fs.roots import (
     directory,
     open_file,
@@ -40,7 +50,6 @@ from mstore.fs.roots import (
     unexpected,
 )
 from mstore.ids import Buffer
-from mstore.sharing import DIRECTORY, FILE, SEALED, mode
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -186,11 +195,6 @@ class NewFile:
         with suppress(OSError):
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
-    def read_at(self, offset: int, length: int) -> bytes:
-        """Read back what was written (to hash a footer, or to check a copy)."""
-        with translated(self.path):
-            return os.pread(self._fd, length, offset)
-
     def sync(self) -> None:
         """fsync. If it fails, abandon the file."""
         with translated(self.path):
@@ -200,7 +204,7 @@ class NewFile:
     def protect(self) -> None:
         """Make the file read-only, for all who may read the store; it never changes again."""
         with translated(self.path):
-            os.fchmod(self._fd, mode(sharing_of(self.path), SEALED, umask()))
+            os.fchmod(self._fd, mode_of(sharing_of(self.path), SEALED, umask()))
 
     def close(self) -> None:
         """Close; idempotent."""
@@ -422,7 +426,7 @@ def replace_file(path: Path, content: str | bytes, *, staging: Path | None = Non
 def create_whole(path: Path, data: Buffer) -> bool:
     """Create a file that only ever appears complete; return False if the name exists.
 
-    For small files that are written through maps later (`fs.maps`).
+    For small files that are written through maps later (`fs.disks`).
     """
     file = NewFile(temporary(path, None), private=False)
     try:

@@ -4,7 +4,6 @@
     repack    copies what is needed out of a pack
     collect   a whole collection, in the one safe order
     proof     checks before anything is removed
-    tidy      drops rows of the memo table and of statistics whose subject is gone
     prune     marks the contents of old snapshots as no longer needed
 
 Why nothing is ever lost: docs/design/008-garbage-collection.md.

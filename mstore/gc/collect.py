@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,21 +32,15 @@ from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES, PINNED, PLANS, PRUNED, Condemned
 from mstore.errors import StorageFailed
 from mstore.frozen import frozen
-from mstore.gc import proof, tidy
+from mstore.gc import proof
 from mstore.gc.repack import Copies
 from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
-from mstore.ids import PackId, SnapshotId
+from mstore.ids import PackId, PlanId, SnapshotId
 from mstore.progress import Progress, ProgressCallback
 from mstore.reachability import NS_A_DAY, Inventory, Reach, Roots
 from mstore.sizes import format_size
 from mstore.stats.store import StatsStore
-from mstore.store import (
-    condemned,
-    generation,
-    leases,
-    listing,
-    lost_found,
-)
+from mstore.store import generation, leases, listing, unnamed
 from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.leases import Leftover
@@ -241,11 +235,11 @@ class Collector:
         self._count_leftovers(leases.leftovers(catalog.layout), [])
         unknown = generation.unknown_packs(catalog.packs, catalog.index)
         self._tally.put_aside += map(bytes.hex, unknown)
-        waiting = condemned.listed(catalog.index)
-        held = condemned.holders(catalog.layout, waiting)
+        waiting = unnamed.listed(catalog.index)
+        held = unnamed.holders(catalog.layout, waiting)
         self._count_condemned([pack for pack in waiting if held.isdisjoint(pack.leases)])
         self._count_waiting(waiting, held)
-        tally.lost_found_bytes = lost_found.size(catalog.layout)
+        tally.lost_found_bytes = unnamed.aside_bytes(catalog.layout)
         if self._limits.empty_lost_found:
             tally.emptied_bytes, tally.lost_found_bytes = tally.lost_found_bytes, 0
             tally.freed_bytes += tally.emptied_bytes
@@ -298,12 +292,12 @@ class Collector:
                 leftovers = leases.leftovers(catalog.layout)
                 leases.sweep(catalog.layout, catalog.index)
                 self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
-                gone = condemned.sweep(catalog.layout, catalog.index, catalog.places)
+                gone = unnamed.sweep(catalog.layout, catalog.index, catalog.places)
                 self._count_condemned(gone)
             if self._limits.empty_lost_found:
                 # Empty it before anything is added: packs that this run moves there must stay
                 # recoverable.
-                tally.emptied_bytes = lost_found.empty(catalog.layout)
+                tally.emptied_bytes = unnamed.empty_aside(catalog.layout)
                 tally.freed_bytes += tally.emptied_bytes
             self._put_unknown_aside()
             again = True
@@ -312,7 +306,7 @@ class Collector:
                 again = self._round() and tally.freed_bytes > freed
             self._wait_for_others()
             tally.left += self._tidy(memo, statistics)
-            tally.lost_found_bytes = lost_found.size(catalog.layout)
+            tally.lost_found_bytes = unnamed.aside_bytes(catalog.layout)
         return tally.report(dry_run=False, seconds=time.monotonic() - began)
 
     def _round(self) -> bool:
@@ -360,7 +354,7 @@ class Collector:
         lease: leases.Lease,
     ) -> None:
         catalog, tally = self._catalog, self._tally
-        unnamed: list[PackId] = []
+        useless: list[PackId] = []
         with copies.packs.committing() as transaction:
             # Else the lease's own row would protect the packs that are condemned below.
             lease.drop_row(transaction)
@@ -374,7 +368,7 @@ class Collector:
                 replaced = catalog.index.move_into(transaction, pack, copies.rows)
                 gone.update(replaced)
                 if not replaced:
-                    unnamed.append(pack.id)
+                    useless.append(pack.id)
             gone.update(_drop_rows(catalog, transaction, reach.inventory, dead))
             _drop_snapshots(catalog, transaction, dead)
             _drop_sources(catalog, transaction, reach)
@@ -388,12 +382,12 @@ class Collector:
                 why = footers.why_not(transaction, reach, use.pack)
                 if why is None:
                     empty[use.number] = use
-                    condemned.condemn(catalog.index, transaction, use.pack)
+                    unnamed.condemn(catalog.index, transaction, use.pack)
                 else:
                     tally.left.append(f"pack {use.pack.hex()}: {why}")
-        for useless in unnamed:
+        for one in useless:
             with suppress(StorageFailed):
-                catalog.packs.remove(useless)
+                catalog.packs.remove(one)
         tally.drop(dead)
         tally.candidates += [move.name for move in moves]
         self._count_packs(
@@ -415,7 +409,7 @@ class Collector:
     def _sweep(self) -> list[Condemned]:
         with self._catalog.publishing():
             catalog = self._catalog
-            gone = condemned.sweep(catalog.layout, catalog.index, catalog.places)
+            gone = unnamed.sweep(catalog.layout, catalog.index, catalog.places)
         self._catalog.packs.forget_removed()
         return gone
 
@@ -429,7 +423,7 @@ class Collector:
         # Packs get their names under this lock, so none of them is a running writer's.
         with catalog.publishing(packs=True):
             unknown = generation.unknown_packs(catalog.packs, catalog.index)
-            moved = lost_found.put_aside(catalog.layout, catalog.packs, unknown)
+            moved = unnamed.put_aside(catalog.layout, catalog.packs, unknown)
         self._tally.put_aside += map(bytes.hex, moved)
 
     def _wait_for_others(self) -> None:
@@ -438,8 +432,8 @@ class Collector:
         end = time.monotonic() + self._limits.wait
         while True:
             self._sweep()
-            waiting = condemned.listed(catalog.index)
-            held = condemned.holders(catalog.layout, waiting)
+            waiting = unnamed.listed(catalog.index)
+            held = unnamed.holders(catalog.layout, waiting)
             if not held or time.monotonic() >= end:
                 break
             time.sleep(_POLL_SECONDS)
@@ -454,10 +448,10 @@ class Collector:
         others = leases.live(self._catalog.layout)
         if others:
             return ["memo table and statistics: others are at work"]
-        tidy.memo(self._catalog, memo)
+        _tidy_memo(self._catalog, memo)
         # They may have been removed to make room; opening makes new ones.
         if self._catalog.layout.stats.exists():
-            tidy.statistics(self._catalog, statistics())
+            _tidy_statistics(self._catalog, statistics())
         return []
 
 
@@ -514,3 +508,29 @@ def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
             told = leases.told(catalog.index, transaction, name)
             found.append(name if told is None else f"{told.purpose} (process {told.pid})")
     return found
+
+
+def _tidy_memo(catalog: Catalog, table: Memo) -> None:
+    """Drop outputs whose blocks are gone, and requests whose plan is gone."""
+    index = catalog.index
+    with index.env.read() as transaction:
+
+        def stored(blocks: Sequence[bytes]) -> list[bool]:
+            return index.has_blocks(transaction, blocks)
+
+        def planned(plan: PlanId) -> bool:
+            return index.has_record(transaction, Kind.PLAN, plan)
+
+        table.tidy(stored, planned)
+
+
+def _tidy_statistics(catalog: Catalog, store: StatsStore) -> None:
+    """Drop the statistics of tensors that are gone."""
+    index = catalog.index
+    with index.env.read() as transaction:
+
+        def stored(tensors: Sequence[bytes]) -> list[bool]:
+            rows = (index.row(transaction, (Kind.TENSOR, tensor)) for tensor in tensors)
+            return [row is not None for row in rows]
+
+        store.tidy(stored)

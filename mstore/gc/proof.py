@@ -21,7 +21,7 @@ from mstore.errors import Corrupt
 from mstore.ids import BlockId, PackId
 from mstore.phrases import call, few, phrase
 from mstore.reachability import Reach
-from mstore.store import generation, lost_found, mirror
+from mstore.store import generation, mirror, unnamed
 from mstore.store.catalog import Catalog
 
 _REINDEX = call("reindex")
@@ -77,7 +77,7 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
         )
     if not reach.missing:
         return
-    with closing(lost_found.packs(catalog.layout)) as aside:
+    with closing(unnamed.aside_packs(catalog.layout)) as aside:
         for packs in (catalog.packs, aside):
             for pack in packs.listed():
                 _require_none(catalog, reach, packs, pack)

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from mstore.ancestry import ancestry
 from mstore.blocks.schema import PRUNED
 from mstore.errors import BadRequest, NotFound
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId
+from mstore.lineage import ancestry
 from mstore.objects.snapshot import PREVIOUS
 from mstore.phrases import call
 from mstore.reachability import NS_A_DAY, Roots
@@ -184,8 +184,7 @@ def _chain(catalog: Catalog, tip: SnapshotId) -> list[SnapshotId]:
 def _unpruned(
     catalog: Catalog, snapshots: Iterable[SnapshotId], tagged: dict[str, refs.Ref]
 ) -> list[SnapshotId]:
-    with catalog.index.env.read() as transaction:
-        known = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
+    known = catalog.index.marked(PRUNED)
     named = {ref.snapshot_id() for ref in tagged.values()}
     found = [id for id in snapshots if id not in known or id in named]
     # A missing snapshot has no contents to prune.

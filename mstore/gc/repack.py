@@ -15,33 +15,16 @@ from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.location import Key, Row
 from mstore.blocks.packs import NO_BASE, Kind, SealedPack
 from mstore.blocks.reader import BlockReader, decoded, verify
+from mstore.check.findings import typed
 from mstore.errors import Corrupt, StorageFailed
 from mstore.gc.survey import Place
 from mstore.ids import (
     BlockId,
     Buffer,
-    CoverageId,
-    Id,
-    ManifestId,
-    NoteId,
-    PlanId,
-    SnapshotId,
-    TensorId,
-    VirtualId,
 )
 from mstore.reachability import Inventory
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
-
-_ID_TYPES: dict[Kind, type[Id]] = {
-    Kind.TENSOR: TensorId,
-    Kind.MANIFEST: ManifestId,
-    Kind.SNAPSHOT: SnapshotId,
-    Kind.PLAN: PlanId,
-    Kind.COVERAGE: CoverageId,
-    Kind.VIRTUAL: VirtualId,
-    Kind.NOTE: NoteId,
-}
 
 
 class Copies:
@@ -127,7 +110,7 @@ class Copies:
         table = self._inventory.tables[place.kind]
         location = self._inventory.location(table, place.row)
         if place.kind != Kind.BLOCK:
-            return self._catalog.record_bytes(_ID_TYPES[place.kind](id), location)
+            return self._catalog.record_bytes(typed(place.kind, id), location)
         block = BlockId(id)
         payload = self._reader.payload(block, location)
         base: Buffer | None = None

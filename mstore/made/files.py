@@ -5,6 +5,11 @@ the headers, the shard indexes, and the manifest of it all. A file whose tensors
 file.
 
 Owns these forms.  Does not own which tensors a file has, nor what small files say of the model.
+
+Programs write into the header of a safetensors file what the file is: its title, its date, a hash
+of its tensors, a picture, how it was trained.  None of that is true of a model that was made of it,
+as its README.md is not (docs/design/011-model-cards.md).  What says how to read the tensors stays,
+and what nobody here knows.
 """
 
 from __future__ import annotations
@@ -13,13 +18,12 @@ import json
 import math
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from mstore.checkpoint.dtypes import nbytes
-from mstore.checkpoint.models import is_index
 from mstore.checkpoint.partition import block_count
-from mstore.checkpoint.small_files import (
+from mstore.checkpoint.strict_json import (
     LENGTH_BYTES,
     METADATA_KEY,
     header_bytes,
@@ -27,7 +31,6 @@ from mstore.checkpoint.small_files import (
     json_object,
 )
 from mstore.ids import TensorId
-from mstore.made import metadata
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in
@@ -83,13 +86,15 @@ def texts_of(
     before: what the model is made of. without: keys of metadata that no header keeps.
     """
     texts: dict[str, bytes] = {}
+    models = models_in(catalog, before)
     # A title is that of all files of a model.
-    models = filter(None, map(models_in(catalog, before).of_file, weights))
-    changed = {**dict.fromkeys(path for model in models for path in model.files), **weights}
-    for path, fields in _indexes(catalog, before, changed):
-        shards = _shards_of(path, fields, before)
-        if any(changed.get(shard.path) is not None for shard in shards):
-            text = _index(catalog, fields, shards, changed)
+    own = filter(None, map(models.of_file, weights))
+    changed = {**dict.fromkeys(path for model in own for path in model.files), **weights}
+    for path, known in models.indexes.items():
+        shards = {posixpath.join(posixpath.dirname(path), shard) for shard in {*known.values()}}
+        # Where every entry stays, so does what the index says of them.
+        if any(changed.get(shard) is not None for shard in shards):
+            text = _index(catalog, before, path, shards, changed)
             texts |= {} if text is None else {path: text}
     for path, slots in changed.items():
         file = before.file(path)
@@ -143,7 +148,7 @@ def _header(
 ) -> bytes | None:
     """Return a header, None if it stays.  Names that it had keep their order."""
     told = NEW if before is None else metadata_of(before)
-    left = None if told is None else metadata.kept(told, without)
+    left = None if told is None else kept_metadata(told, without)
     if slots is None and left == told:
         return None
     known: dict[str, Any] = {METADATA_KEY: left}
@@ -184,39 +189,21 @@ def metadata_of(header: bytes) -> dict[str, str] | None:
 # -- shard indexes -----------------------------------------------------------------------------
 
 
-def _indexes(
-    catalog: Catalog, before: Manifest, changed: Weights
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the shard indexes beside files that change, and what they say."""
-    # Where every entry stays, so does what indexes say of them.
-    directories = {posixpath.dirname(path) for path, new in changed.items() if new is not None}
-    for file in before.files:
-        is_there = is_index(file.path) and posixpath.dirname(file.path) in directories
-        if file.form == OPAQUE and is_there:
-            yield file.path, json_object(catalog.read_parts(file.parts))
-
-
-def _shards_of(path: str, fields: Mapping[str, Any], before: Manifest) -> list[File]:
-    """Return the files that the shard index at `path` names."""
-    weight_map = fields.get("weight_map")
-    if not isinstance(weight_map, dict):
-        return []
-    directory = posixpath.dirname(path)
-    named = {posixpath.join(directory, str(shard)) for shard in weight_map.values()}
-    return [file for file in before.files if file.path in named]
-
-
 def _index(
-    catalog: Catalog, fields: Mapping[str, Any], shards: Iterable[File], changed: Weights
+    catalog: Catalog, before: Manifest, path: str, shards: Collection[str], changed: Weights
 ) -> bytes | None:
-    """Return a shard index of these shards, None if it stays.
+    """Return the shard index at `path`, which names these shards; None if it stays.
 
-    fields: the index before. Sizes that it stated are stated again.
+    Sizes that it stated are stated again.
     """
+    index = before.file(path)
+    fields = json_object(catalog.read_parts(index.parts if index else ()))
     known = fields["weight_map"]
     places: dict[str, str] = {}
     every: list[Slot] = []
-    for file in shards:
+    for file in before.files:
+        if file.path not in shards:
+            continue
         shard = posixpath.basename(file.path)
         new = changed.get(file.path)
         slots = slots_of(catalog, file.tensors()) if new is None else new
@@ -259,3 +246,46 @@ def with_dtype(
         else:
             changed[key] = value
     return changed
+
+
+_READING: Final[Mapping[str, frozenset[str]]] = {
+    # Stability AI's model metadata: what a loader needs.
+    "modelspec.": frozenset(
+        {
+            *("sai_model_spec", "architecture", "implementation", "implementation_version"),
+            *("resolution", "prediction_type", "timestep_range", "encoder_layer", "preprocessor"),
+            *("is_negative_embedding", "data_format", "format_type", "format_template"),
+        }
+    ),
+    # sd-scripts: what its own merges of adapters keep (SS_METADATA_MINIMUM_KEYS).
+    "ss_": frozenset(
+        {
+            *("v2", "base_model_version", "network_module", "network_dim", "network_alpha"),
+            "network_args",
+        }
+    ),
+    "sshs_": frozenset(),
+    "sd_merge_": frozenset(),
+}
+"""Keys that say how to read a file, of each family that is known; its others say what it is."""
+
+_SAYING: Final = re.compile(
+    r"(.*[._-])?(hash|sha[0-9]*|md5|crc32|checksum|digest|title|name|description|thumbnail|date"
+    r"|created|modified|author|licen[cs]e|prompt|workflow)s?",
+    re.IGNORECASE,
+)
+"""Keys of no known family that say what a file is."""
+
+
+def kept_metadata(metadata: Mapping[str, str], without: Collection[str] = ()) -> dict[str, str]:
+    """Return what is true of any tensors of these names; nothing of the keys `without`."""
+    return {
+        key: text for key, text in metadata.items() if key not in without and _is_of_reading(key)
+    }
+
+
+def _is_of_reading(key: str) -> bool:
+    for family, known in _READING.items():
+        if key.startswith(family):
+            return key.removeprefix(family) in known
+    return not _SAYING.fullmatch(key)

@@ -15,6 +15,7 @@ from mstore.numeric.compiling import entry
 _BINS: Final = 1 << 16
 _HALF: Final = np.uint32(16)
 _LOW: Final = np.uint32(0xFFFF)
+_TOGETHER: Final = 64
 
 
 @entry("pip")
@@ -45,6 +46,13 @@ def lower(bits_at: Any, n: int, half: int, counts_at: Any) -> None:
     bits = carray(bits_at, (n,), np.uint32)
     counts = carray(counts_at, (_BINS,), np.int64)
     wanted = np.uint32(half)
-    for i in range(n):
-        if np.uint32(bits[i] >> _HALF) == wanted:
-            counts[np.uint64(bits[i] & _LOW)] += 1
+    for start in range(0, n, _TOGETHER):
+        own = bits[start : min(start + _TOGETHER, n)]
+        # A loop without branches is vectorised, and mostly there are none.
+        have = np.uint32(0)
+        for i in range(own.size):
+            have = np.uint32(have + np.uint32(np.uint32(own[i] >> _HALF) == wanted))
+        if have:
+            for i in range(own.size):
+                if np.uint32(own[i] >> _HALF) == wanted:
+                    counts[np.uint64(own[i] & _LOW)] += 1

@@ -8,8 +8,7 @@ import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.ids import CoverageId
-from mstore.objects.canonical import Count, IdBytes, Record
-from mstore.objects.limits import RecordLimits, too_long, too_many
+from mstore.objects.canonical import Count, IdBytes, Record, RecordLimits, too_long, too_many
 
 
 class TensorCoverage(

@@ -19,8 +19,7 @@ from mstore.blocks.packs import Kind
 from mstore.checkpoint.paths import check_relative, quoted
 from mstore.errors import BadCheckpoint
 from mstore.ids import ManifestId, TensorId
-from mstore.objects.canonical import Count, IdBytes, Record
-from mstore.objects.limits import RecordLimits, too_long, too_many
+from mstore.objects.canonical import Count, IdBytes, Record, RecordLimits, too_long, too_many
 
 OPAQUE = 0
 SAFETENSORS = 1

@@ -23,8 +23,15 @@ import msgspec
 from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest
 from mstore.ids import NoteId, SnapshotId
-from mstore.objects.canonical import Count, IdBytes, Record
-from mstore.objects.limits import DEFAULT_LIMITS, RecordLimits, too_long, too_many
+from mstore.objects.canonical import (
+    DEFAULT_LIMITS,
+    Count,
+    IdBytes,
+    Record,
+    RecordLimits,
+    too_long,
+    too_many,
+)
 
 VALUE = "value"
 EVALUATION = "evaluation"

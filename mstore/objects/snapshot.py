@@ -9,8 +9,7 @@ from msgspec.structs import astuple
 
 from mstore.blocks.packs import Kind
 from mstore.ids import CoverageId, ManifestId, PlanId, SnapshotId
-from mstore.objects.canonical import Count, IdBytes, Record
-from mstore.objects.limits import RecordLimits, too_long, too_many
+from mstore.objects.canonical import Count, IdBytes, Record, RecordLimits, too_long, too_many
 
 PREVIOUS = "previous"
 BASE = "base"

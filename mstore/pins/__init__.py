@@ -1,7 +1,6 @@
 """Pins: snapshots whose blocks lie raw and in file order, so that they can be mapped.
 
-    spots      the blocks of a snapshot, in file order
-    runs       which of them to copy, so that runs become long and begin page-congruent: pure
+    spots      the blocks of a snapshot in file order, and which to copy, so that runs become long
     rewriting  new places for stored blocks, published in one index transaction
     pin        rewrites a snapshot's blocks raw
     unpin      codes them again

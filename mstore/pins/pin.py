@@ -24,8 +24,7 @@ from mstore.ids import BlockId, SnapshotId
 from mstore.objects.manifest import File
 from mstore.pins import spots as places_of
 from mstore.pins.rewriting import Rewriting
-from mstore.pins.runs import LONG_RUN, Layout, layout, to_copy
-from mstore.pins.spots import GROUP_BYTES, Group, Spot
+from mstore.pins.spots import GROUP_BYTES, LONG_RUN, Group, Layout, Spot, layout, to_copy
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents
 from mstore.store.catalog import Catalog, now_ns

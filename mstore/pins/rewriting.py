@@ -29,7 +29,7 @@ from mstore.ids import BlockId
 from mstore.phrases import call, phrase
 from mstore.pins.spots import Spot
 from mstore.sizes import format_size
-from mstore.store import condemned, leases
+from mstore.store import leases, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
@@ -69,7 +69,7 @@ class Rewriting:
         with leases.collecting(catalog.layout):
             with catalog.publishing(packs=True):
                 leases.sweep(catalog.layout, catalog.index)
-                condemned.sweep(catalog.layout, catalog.index, catalog.places)
+                unnamed.sweep(catalog.layout, catalog.index, catalog.places)
             lease = leases.Lease(catalog.layout, catalog.index, purpose)
             try:
                 own = cls(catalog, lease, max_pack)

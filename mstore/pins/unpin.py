@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mstore.ahead import in_order
 from mstore.blocks.codecs import Codec, Encoded, encode
 from mstore.blocks.location import Location, Row, base_of
-from mstore.blocks.room import Room
+from mstore.blocks.reader import Room
 from mstore.blocks.schema import PINNED
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.frozen import frozen

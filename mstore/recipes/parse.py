@@ -6,38 +6,34 @@ Keys that are none are ignored, as mergekit does, and told with their lines; or 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Final, TypeGuard, TypeVar
 
 from mstore.errors import BadRequest, did_you_mean
-from mstore.recipes.nodes import (
-    DEFAULT_LIMITS,
-    Entries,
-    Items,
-    Node,
-    Scalar,
-    YamlLimits,
-    at,
-)
 from mstore.recipes.recipe import (
+    ANY,
+    DEFAULT_LIMITS,
+    Condition,
+    Entries,
+    Given,
     Ignored,
+    Items,
     Module,
+    Node,
+    NotThatKind,
     Recipe,
+    Scalar,
+    Setting,
     Settings,
     Slice,
     Source,
     Text,
     TokenizerSource,
     TokenSource,
-)
-from mstore.recipes.setting import (
-    ANY,
-    Condition,
-    Given,
-    NotThatKind,
-    Setting,
+    YamlLimits,
+    at,
     converted,
 )
-from mstore.recipes.templates import TEMPLATES
 from mstore.requests import AUTO, UNION
 
 _Parsed = TypeVar("_Parsed")
@@ -313,7 +309,7 @@ class _Document:
     def _token(self, key: Scalar, node: Node) -> TokenSource:
         token = Text(str(key.value), key.line)
         own = self._fields(node, f"the token {token.text[:_SHOWN]!r}", ("source", "force"))
-        force = self._flag(own.get("force"), "force")
+        force = self._flag(own.get("force"))
         source = own.get("source")
         if source is None or _is_null(source):
             raise self._refused(f"the token {token.text[:_SHOWN]!r} needs a source", node)
@@ -343,12 +339,12 @@ class _Document:
             raise self._refused(f"a kind of source is {_ZERO} or {_ANOTHER}", kind)
         return str(kind.value)
 
-    def _flag(self, node: Node | None, name: str) -> bool:
+    def _flag(self, node: Node | None) -> bool:
         if node is None or _is_null(node):
             return False
         if isinstance(node, Scalar) and isinstance(node.value, bool):
             return node.value
-        raise self._refused(f"{name} is true or false", node)
+        raise self._refused("force is true or false", node)
 
     # -- nodes ---------------------------------------------------------------------------------
 
@@ -413,3 +409,57 @@ def _is_null(node: Node) -> bool:
 
 def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _template(each: str, *, start: str = "", prompt: str = "") -> str:
+    """Return a template: `start`, `each` for every message (`one`), `prompt` for an answer."""
+    asked = f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}" if prompt else ""
+    return f"{start}{{% for one in messages %}}{each}{{% endfor %}}{asked}"
+
+
+_CHATML: Final = _template(
+    "{{ '<|im_start|>' + one['role'] + '\\n' + one['content'] + '<|im_end|>\\n' }}",
+    prompt="{{ '<|im_start|>assistant\\n' }}",
+)
+_LLAMA3: Final = _template(
+    "{{ '<|start_header_id|>' + one['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{{ one['content'] | trim + '<|eot_id|>' }}",
+    start="{{ bos_token }}",
+    prompt="{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}",
+)
+_EXAONE: Final = _template(
+    "{{ '[|' + one['role'] + '|]' + one['content'] }}"
+    "{{ '\\n' if one['role'] == 'user' else '[|endofturn|]\\n' }}",
+    start="{{ '' if messages[0]['role'] == 'system' else '[|system|][|endofturn|]\\n' }}",
+    prompt="{{ '[|assistant|]' }}",
+)
+# A system message is a part of the first question.
+_MISTRAL: Final = _template(
+    "{% if one['role'] == 'user' %}{{ ' [INST] ' }}"
+    "{% if loop.index0 == 1 and messages[0]['role'] == 'system' %}"
+    "{{ messages[0]['content'] + '\\n\\n' }}{% endif %}"
+    "{{ one['content'] + ' [/INST]' }}"
+    "{% elif one['role'] == 'assistant' %}{{ ' ' + one['content'] + eos_token }}"
+    "{% elif not loop.first or one['role'] != 'system' %}"
+    "{{ raise_exception('only user and assistant speak, after one system message') }}{% endif %}",
+    start="{{ bos_token }}",
+)
+_ALPACA: Final = _template(
+    "{% if one['role'] == 'user' %}{{ '### Instruction:\\n' }}"
+    "{% elif one['role'] == 'user_context' %}{{ '### Input:\\n' }}"
+    "{% elif one['role'] == 'assistant' %}{{ '### Response:\\n' }}{% endif %}"
+    "{{ one['content'] | trim }}{% if not loop.last or add_generation_prompt %}{{ '\\n\\n' }}"
+    "{% endif %}",
+    prompt="{{ '### Response:\\n' }}",
+)
+
+TEMPLATES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "alpaca": _ALPACA,
+        "chatml": _CHATML,
+        "exaone": _EXAONE,
+        "llama3": _LLAMA3,
+        "mistral": _MISTRAL,
+    }
+)
+"""By name."""

@@ -21,10 +21,18 @@ from msgspec.structs import replace
 
 from mstore.errors import BadRequest
 from mstore.frozen import frozen
-from mstore.recipes.nodes import at
-from mstore.recipes.recipe import Module, Recipe, Settings, Slice, Source, Text
+from mstore.recipes.recipe import (
+    Condition,
+    Module,
+    Recipe,
+    Setting,
+    Settings,
+    Slice,
+    Source,
+    Text,
+    at,
+)
 from mstore.recipes.resolve import PREFIX, WEIGHT, KnownMethod, base_of
-from mstore.recipes.setting import Condition, Setting
 
 APPLY: Final = "task_arithmetic"
 """The method that applies an adapter."""

@@ -24,9 +24,18 @@ import msgspec
 from mstore.errors import BadRequest, MstoreError, did_you_mean
 from mstore.objects.shapes import literal_pattern
 from mstore.recipes.layout import Layout
-from mstore.recipes.nodes import at
-from mstore.recipes.recipe import Ignored, Recipe, Settings, Slice, Source, Text
-from mstore.recipes.setting import Given, Kind, NotThatKind
+from mstore.recipes.recipe import (
+    Given,
+    Ignored,
+    Kind,
+    NotThatKind,
+    Recipe,
+    Settings,
+    Slice,
+    Source,
+    Text,
+    at,
+)
 from mstore.requests import (
     BASE,
     MergeRequest,

@@ -19,8 +19,8 @@ import numpy as np
 
 from mstore.errors import BadRequest
 from mstore.objects.plan import Plan, PlanInput, PlanOperation
+from mstore.recipes.recipe import Condition, Given, Setting
 from mstore.recipes.resolve import DTYPES, WEIGHT, KnownMethod
-from mstore.recipes.setting import Condition, Given, Setting
 from mstore.requests import BASE, UNION
 
 HEAD: Final = (
@@ -163,7 +163,7 @@ class _Writer:
             own = _named(expert)
             model = f"{base}+{own}" if expert.manifest in self._adapters else own
             yield f"- model: {json.dumps(model)}"
-            yield from _indented("  ", self._parameters(self._of_model(number)))
+            yield from (f"  {line}" for line in self._parameters(self._of_model(number)))
         yield from self._parameters(self._shared())
         if plan.companions:
             yield "companions:"
@@ -328,7 +328,3 @@ def _text(value: Given) -> str:
     text = repr(value)
     digits, exponent, power = text.partition("e")
     return f"{digits}.0e{power}" if exponent and "." not in digits else text
-
-
-def _indented(by: str, lines: Iterable[str]) -> Iterator[str]:
-    return (by + line for line in lines)

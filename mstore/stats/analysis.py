@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 from mstore.adapters.inputs import Inputs, ModelChoice, Names
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.frozen import frozen
 from mstore.ids import TensorId
 from mstore.numeric.codes import ITEMSIZES

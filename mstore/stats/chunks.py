@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mstore.adapters.low_rank import Factors, load_factors
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.ids import BlockId
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.applied import AppliedTensor

@@ -6,7 +6,7 @@ A digest follows from a table (`mstore.stats.table`) and can be made from it aga
     up to the sketch, 32 bytes
 
 Little-endian.  A table of one chunk has no digest of its rows: such tables are opened together
-(`mstore.stats.many`).  Does not own where rows are kept.  Pure functions.
+(`mstore.stats.known`).  Does not own where rows are kept.  Pure functions.
 """
 
 from __future__ import annotations

@@ -23,12 +23,10 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, stored_lengths
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import Kind, Outdated, PackGone
-from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
-from mstore.blocks.room import Room
+from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader, Meter, Room
 from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.ids import (
     ID_BYTES,
@@ -43,22 +41,19 @@ from mstore.ids import (
     TensorId,
     VirtualId,
 )
-from mstore.objects.canonical import Record, decode
-from mstore.objects.limits import MAX_COUNT
+from mstore.objects.canonical import MAX_COUNT, Record, decode
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.phrases import call
-from mstore.store import generation, listing, mirror, revisions, unseen
+from mstore.store import generation, listing, mirror, revisions
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
+from mstore.store.caches import Key, RecordCache, StoredLengths
 from mstore.store.config import Config
 from mstore.store.layout import Layout
 from mstore.store.leases import Hold
-from mstore.store.record_cache import Key, RecordCache
 from mstore.store.ref_store import refs_in
-from mstore.store.stored_lengths import StoredLengths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,7 +161,7 @@ class Catalog:
         try:
             lock.acquire()
             self.index.env.require_in_place()
-            unseen.show(self.index)
+            generation.show_commits(self.index)
             generation.require_current(self.layout, self.index, self.packs, with_packs=packs)
             if packs and mirror.generation(self.layout) is None:
                 # The index has all packs, so it is current.  Without a mirror, the packs of the

@@ -4,6 +4,9 @@ A pruned snapshot (one in the table `pruned`) stays in the lineage, with its rec
 and coverage. The next garbage collection may drop its contents; until then they can be read and
 kept. A stored tensor record has all its blocks, so the tensor records tell whether contents are
 stored.
+
+Blocks know nothing of files. So errors about damaged blocks carry their ids, and the calls that
+know which snapshots they read look up ref, file and tensor here.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import PRUNED
-from mstore.errors import Conflict, Corrupt, NotFound, StorageFailed
-from mstore.ids import SnapshotId
+from mstore.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
+from mstore.ids import BlockId, SnapshotId
 from mstore.objects.manifest import Manifest
+from mstore.objects.tensor import Tensor
 from mstore.phrases import call, phrase
-from mstore.store import damage, leases, listing, refs
+from mstore.store import leases, listing, refs
 from mstore.store.catalog import Catalog
 from mstore.store.ref_store import refs_in
 
@@ -77,7 +81,7 @@ def or_collected(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[
     """
     snapshots = list(snapshots)
     try:
-        with damage.placed(catalog, snapshots):
+        with placing_damage(catalog, snapshots):
             yield
     except Pruned:
         raise
@@ -148,3 +152,62 @@ def _gone(called: str) -> Pruned:
         where=called,
         hint=phrase("{log} shows which snapshots have theirs", log=call("log")),
     )
+
+
+@contextmanager
+def placing_damage(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
+    """Name the file and tensor of a damaged block in its error, if one of the snapshots has it.
+
+    Parents are searched too: a virtual merge computes from their blocks.
+    """
+    try:
+        yield
+    except Corrupt as error:
+        error.locate(place_of_damage(catalog, snapshots, error) or error.where)
+        raise
+
+
+def place_of_damage(
+    catalog: Catalog, snapshots: Iterable[SnapshotId], error: Corrupt
+) -> str | None:
+    """Return `REF:FILE, tensor NAME, block ID` of a damaged block; None if it is not found."""
+    if error.block is None:
+        return None
+    block = BlockId(error.block)
+    try:
+        # A delta needs its base too.
+        needing = {block} | _deltas_to(catalog, block)
+        found = next(_users(catalog, _with_parents(catalog, snapshots), needing), None)
+        if found is None:
+            return None
+        id, path, tensor = found
+        called = sorted(name for name, ref in catalog.refs().items() if ref.snapshot == id)
+    except MstoreError:
+        # What would name the block is damaged too.
+        return None
+    inside = "" if tensor is None else f", tensor {tensor}"
+    return f"{called[0] if called else id.short}:{path}{inside}, block {block}"
+
+
+def _with_parents(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> list[SnapshotId]:
+    own = list(dict.fromkeys(snapshots))
+    parents = (parent.snapshot_id() for id in own for parent in catalog.snapshot(id).parents)
+    return list(dict.fromkeys([*own, *parents]))
+
+
+def _users(
+    catalog: Catalog, snapshots: Iterable[SnapshotId], blocks: set[BlockId]
+) -> Iterator[tuple[SnapshotId, str, str | None]]:
+    """Yield snapshot, path and tensor wherever one of the blocks is used."""
+    for id in snapshots:
+        for file in catalog.manifest_of(id).files:
+            for part in file.parts:
+                content = catalog.content(part.tensor_id())
+                if isinstance(content, Tensor) and not blocks.isdisjoint(content.block_ids()):
+                    yield id, file.path, part.name
+
+
+def _deltas_to(catalog: Catalog, base: BlockId) -> set[BlockId]:
+    """Return the blocks stored as a difference to this one."""
+    with catalog.index.env.read() as transaction:
+        return {id for id, at in catalog.index.blocks(transaction) if at.base == base}

@@ -20,6 +20,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from mstore.blocks.index import Index
 from mstore.blocks.pack_store import Packs
@@ -120,3 +121,19 @@ def unknown_packs(packs: Packs, index: Index) -> list[PackId]:
         known = {pack for pack, _ in index.packs(transaction)}
         known |= {pack.pack for pack in index.condemned(transaction)}
     return [pack for pack in unnamed if pack not in known]
+
+
+class _NothingToWrite(Exception):
+    """Ends a transaction without a commit."""
+
+
+def show_commits(index: Index) -> None:
+    """Make every commit visible to reads from now on. Raises StorageFailed.
+
+    A writer that is killed after LMDB wrote its commit, and before LMDB updated the number from
+    which readers find it, leaves a commit that is invisible while another process has the index
+    open. The next writer inherits its lock, and LMDB corrects the number.
+    """
+    with suppress(_NothingToWrite), index.env.write():
+        # Beginning a write transaction is enough.
+        raise _NothingToWrite

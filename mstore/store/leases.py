@@ -54,14 +54,8 @@ class Lease:
     def __init__(self, layout: Layout, index: Index, purpose: str) -> None:
         self._index = index
         layouts.require_writable(layout)
-        while True:
-            self.name = os.urandom(8).hex()
-            self._lock = fs.LockFile(_lock_path(layout, self.name))
-            self._lock.acquire()
-            if self._lock.is_current():
-                break
-            # A sweeper saw the file just before it was locked, and removed it.
-            self._lock.release()
+        self._lock = _locked(layout, LOCK)
+        self.name = self._lock.path.name.removesuffix(LOCK)
         self.directory = layout.tmp / self.name
         try:
             fs.make_directory(self.directory, private=True)
@@ -114,15 +108,7 @@ class Hold:
     def __init__(self, layout: Layout, snapshot: SnapshotId) -> None:
         self._lock: fs.LockFile | None = None
         with suppress(StorageFailed):
-            while True:
-                path = layout.tmp / f"{os.urandom(8).hex()}.{snapshot}{HOLD}"
-                lock = fs.LockFile(path)
-                lock.acquire()
-                if lock.is_current():
-                    break
-                # A sweeper saw the file just before it was locked, and removed it.
-                lock.release()
-            self._lock = lock
+            self._lock = _locked(layout, f".{snapshot}{HOLD}")
 
     def __enter__(self) -> Self:
         return self
@@ -186,6 +172,17 @@ def names(index: Index, transaction: IndexTransaction) -> list[str]:
     keys = index.keys(transaction, LEASES)
     # A damaged key names no lease.
     return [key.decode("ascii", "replace") for key in keys if len(key) == LEASE_NAME_BYTES]
+
+
+def _locked(layout: Layout, end: str) -> fs.LockFile:
+    """Hold a new lock file, whose name is random and ends so."""
+    while True:
+        lock = fs.LockFile(layout.tmp / f"{os.urandom(8).hex()}{end}")
+        lock.acquire()
+        if lock.is_current():
+            return lock
+        # A sweeper saw the file just before it was locked, and removed it.
+        lock.release()
 
 
 def _lock_path(layout: Layout, name: str) -> Path:

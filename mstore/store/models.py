@@ -6,24 +6,26 @@ shards of a model have one tensor, the index says which counts; if it names neit
 
 from __future__ import annotations
 
-import json
 import posixpath
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from functools import cached_property
 from typing import Final
 
 import msgspec
 from msgspec import structs
 
-from mstore.checkpoint.models import Model, full_name, is_weights, models_of
-from mstore.errors import BadRequest, Incompatible, NotFound, did_you_mean
+from mstore.checkpoint.models import Model, WeightMap, full_name, is_weights, models_of, place_of
+from mstore.checkpoint.strict_json import json_object
+from mstore.errors import BadCheckpoint, BadRequest, Incompatible, NotFound, did_you_mean
 from mstore.ids import Revision, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.phrases import Option, call, few
 from mstore.store.catalog import Catalog
 
 _MAX_INDEX: Final = 32 << 20
+_MAX_CONFIG: Final = 1 << 20
+_MAX_CONTAINERS: Final = 65_536
 _NAMED: Final = 12
 """Models that an error lists: a pipeline has some five, each with a variant."""
 
@@ -31,42 +33,68 @@ _NAMED: Final = 12
 class Models:
     """What the models of one manifest hold.
 
-    named: the models by name. tensors: the tensors of all models by what they are called, model by
-    model, in file and data order. twice: paths of two files of one model, by the tensor that both
-    have.
+    named: the models by name. indexes: what each shard index says. tensors: the tensors of all
+    models by what they are called, model by model, in file and data order. twice: paths of two
+    files of one model, by the tensor that both have.
     """
 
     def __init__(self, catalog: Catalog, manifest: Manifest) -> None:
-        maps: dict[str, Mapping[str, str]] = {}
+        self.indexes: dict[str, WeightMap] = {}
 
-        def weight_map(path: str) -> Mapping[str, str]:
-            maps[path] = found = _weight_map(catalog, manifest.file(path))
+        def weight_map(path: str) -> WeightMap:
+            self.indexes[path] = found = _weight_map(catalog, manifest.file(path))
             return found
 
         self.manifest = manifest
         found = models_of((file.path for file in manifest.files), weight_map)
         self.named: Mapping[str, Model] = {one.name: one for one in found}
-        self.tensors: dict[str, TensorId] = {}
-        self.twice: dict[str, tuple[str, str]] = {}
         self._models = {path: one for one in found for path in one.files}
-        self._homes: dict[str, str] = {}
-        for model in found:
-            self._take(model, maps.get(model.index or "", {}))
 
-    def _take(self, model: Model, weight_map: Mapping[str, str]) -> None:
-        for path in model.files:
-            file = self.manifest.file(path)
-            assert file is not None
-            for part in file.tensors():
-                name = str(part.name)
-                full = full_name(model.name, name)
-                other = self._homes.get(full)
-                if other is not None:
-                    self.twice.setdefault(full, (other, path))
-                    if model.path(weight_map.get(name, "")) == other:
-                        continue
-                self.tensors[full] = part.tensor_id()
-                self._homes[full] = path
+    @property
+    def tensors(self) -> Mapping[str, TensorId]:
+        return self._taken[0]
+
+    @property
+    def _homes(self) -> Mapping[str, str]:
+        return self._taken[1]
+
+    @property
+    def twice(self) -> Mapping[str, tuple[str, str]]:
+        return self._taken[2]
+
+    # `log` asks for models alone.
+    @cached_property
+    def _taken(
+        self,
+    ) -> tuple[
+        dict[str, TensorId],
+        dict[str, str],
+        dict[str, tuple[str, str]],
+        dict[str, dict[str, TensorId]],
+    ]:
+        tensors: dict[str, TensorId] = {}
+        homes: dict[str, str] = {}
+        twice: dict[str, tuple[str, str]] = {}
+        inside: dict[str, dict[str, TensorId]] = {}
+        for model in self.named.values():
+            own = inside[model.name] = {}
+            weight_map = self.indexes.get(model.index or "", {})
+            for path in model.files:
+                file = self.manifest.file(path)
+                assert file is not None
+                for part in file.tensors():
+                    name = str(part.name)
+                    full = full_name(model.name, name)
+                    other = homes.get(full)
+                    if other is not None:
+                        twice.setdefault(full, (other, path))
+                        if model.path(weight_map.get(name, "")) == other:
+                            continue
+                        # Its place is that in the file which has it.
+                        own.pop(name, None)
+                    tensors[full] = own[name] = part.tensor_id()
+                    homes[full] = path
+        return tensors, homes, twice, inside
 
     def model(self, name: str, where: str) -> Model:
         """Return the model of this name.  Raises NotFound, which lists them."""
@@ -150,10 +178,9 @@ class Models:
         files = self.files(*models)
         return Manifest(tuple(structs.replace(one, path=one.path[begin:]) for one in files))
 
-    def in_model(self, model: str) -> dict[str, TensorId]:
+    def in_model(self, model: str) -> Mapping[str, TensorId]:
         """Return the tensors of a model by their names in its files."""
-        files = self.weights(model)
-        return {str(part.name): part.tensor_id() for file in files for part, _ in self.parts(file)}
+        return self._taken[3][model]
 
     def config(self, model: str) -> str:
         """Return the path of a model's config."""
@@ -247,7 +274,7 @@ def paired(
         ours = next(iter(base))
     if ours is None:
         forms, lone = _lone_forms(own), _lone_forms(base).values()
-        pairs = {name: name if name in own else forms.get(_place(name)) for name in base}
+        pairs = {name: name if name in own else forms.get(place_of(name)) for name in base}
         return {
             name: other
             for name, other in pairs.items()
@@ -263,19 +290,13 @@ def _meant(name: str, models: Collection[str]) -> str:
     if name in models:
         return name
     only = next(iter(models)) if len(models) == 1 else name
-    return _lone_forms(models).get(_place(name), only)
-
-
-def _place(model: str) -> str:
-    """Return what a model is called without its variant."""
-    place, at, _ = model.rpartition("@")
-    return place if at else model
+    return _lone_forms(models).get(place_of(name), only)
 
 
 def _lone_forms(models: Collection[str]) -> dict[str, str]:
     """Return the models of which there is one form, by what they are called without a variant."""
-    places = Counter(map(_place, models))
-    return {place: name for name in models if places[place := _place(name)] == 1}
+    places = Counter(map(place_of, models))
+    return {place: name for name in models if places[place := place_of(name)] == 1}
 
 
 def models_in(catalog: Catalog, manifest: Manifest) -> Models:
@@ -293,12 +314,28 @@ def tensors_of(catalog: Catalog, manifest: Manifest) -> Mapping[str, TensorId]:
     return models_in(catalog, manifest).tensors
 
 
-def _weight_map(catalog: Catalog, index: File | None) -> Mapping[str, str]:
-    raw = catalog.read_small(index, _MAX_INDEX)
+def _weight_map(catalog: Catalog, index: File | None) -> WeightMap:
     # Whatever is wrong with it, a loader stops there; the files are then what their names say.
-    with suppress(ValueError):
-        found = json.loads(raw or b"")
-        entries = found.get("weight_map") if isinstance(found, dict) else None
-        if isinstance(entries, dict):
-            return {name: file for name, file in entries.items() if isinstance(file, str)}
-    return {}
+    entries = json_object(catalog.read_small(index, _MAX_INDEX) or b"").get("weight_map")
+    found = entries if isinstance(entries, dict) else {}
+    return {name: file for name, file in found.items() if isinstance(file, str)}
+
+
+def config_of(catalog: Catalog, model: Manifest, path: str | None = None) -> dict[str, object]:
+    """Return the config of a model, empty if it has none of a usual size that can be parsed.
+
+    path: of the file, that of a model in the top directory if not given.
+
+    Raises Corrupt, StorageFailed.
+    """
+    # Late: what lists tensors needs no config.
+    from mstore.checkpoint.declared import CONFIG
+    from mstore.checkpoint.strict_json import parse_object
+
+    raw = catalog.read_small(model.file(path or CONFIG), _MAX_CONFIG)
+    if raw is None:
+        return {}
+    try:
+        return parse_object(raw, what=CONFIG, where=CONFIG, max_containers=_MAX_CONTAINERS)
+    except BadCheckpoint:
+        return {}

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from mstore.blocks.schema import PLANS, Risk
 from mstore.frozen import frozen
-from mstore.ids import TensorId
 from mstore.objects.coverage import Coverage
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
 
 
 @frozen
@@ -42,23 +42,22 @@ def counted(
     return tuple(sorted(found, key=lambda one: (-(one.elements or 0), one.tensor)))
 
 
-def of_merge(
-    catalog: Catalog, record: SnapshotRecord, tensors: Mapping[str, TensorId]
-) -> tuple[NotFiniteTensor, ...] | None:
+def of_merge(catalog: Catalog, record: SnapshotRecord) -> tuple[NotFiniteTensor, ...] | None:
     """Return the counts of a merged snapshot; None of a virtual one.  Raises Corrupt, NotFound."""
     id = record.coverage_id()
     if id is None:
         return None
     counts = dict(catalog.record(Coverage, id).not_finite)
+    if not counts:
+        return ()
+    tensors = tensors_of(catalog, catalog.manifest(record.manifest_id()))
     return counted(counts, {name: catalog.tensor(tensors[name]) for name in counts})
 
 
-def of_snapshot(
-    catalog: Catalog, record: SnapshotRecord, tensors: Mapping[str, TensorId]
-) -> tuple[NotFiniteTensor, ...]:
+def of_snapshot(catalog: Catalog, record: SnapshotRecord) -> tuple[NotFiniteTensor, ...]:
     """Return the counts of a snapshot; what its plan says may be if it is a virtual merge."""
     plan = record.plan_id()
-    found = of_merge(catalog, record, tensors)
+    found = of_merge(catalog, record)
     if found is not None or plan is None:
         return found or ()
     with catalog.index.env.read() as transaction:

@@ -18,8 +18,7 @@ from mstore.checkpoint.models import split_name
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in
+from mstore.store.models import config_of, models_in
 
 KEY: Final = "tie_word_embeddings"
 HEAD: Final = re.compile(

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -30,14 +29,13 @@ from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.checkpoint.partition import in_blocks, partition
 from mstore.errors import BadRequest, Conflict, Interrupted, NotFound
 from mstore.ids import BlockId, Id, SnapshotId, TensorId
-from mstore.objects.canonical import Record
-from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.canonical import DEFAULT_LIMITS, Record
 from mstore.objects.manifest import Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.phrases import Option, phrase
-from mstore.store import condemned, contents, leases, listing, refs
+from mstore.store import contents, leases, listing, refs, unnamed
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.store.ref_store import refs_in
@@ -81,7 +79,7 @@ class Transaction:
         # Before any write: garbage of a killed writer may occupy the space that is needed.
         with catalog.publishing(packs=True):
             leases.sweep(catalog.layout, catalog.index)
-            condemned.sweep(catalog.layout, catalog.index, catalog.places)
+            unnamed.sweep(catalog.layout, catalog.index, catalog.places)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
         catalog.lengths.outlive(self._lease.number)
         self._packs = NewPacks(
@@ -94,12 +92,7 @@ class Transaction:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self._packs.abandon()
         finally:
@@ -177,11 +170,6 @@ class Transaction:
             ids.append(id)
             length += len(piece)
         return Tensor(dtype, shape, length, b"".join(ids))
-
-    def rely_on_block(self, block: BlockId) -> None:
-        """Require at commit that a block is still stored; it was found stored, or was put here."""
-        if block not in self._own:
-            self._relied_blocks.add(block)
 
     @property
     def relied_blocks(self) -> AbstractSet[BlockId]:
@@ -264,7 +252,7 @@ class Transaction:
     def put_record(self, record: Record) -> Id:
         """Store a record unless it is stored already; return its id.
 
-        Raises BadRequest for a record that readers would reject (`objects.limits`).
+        Raises BadRequest for a record that readers would reject (`objects.canonical`).
         """
         return self.put_records([record])[0]
 
@@ -481,11 +469,6 @@ def follow_remote(
         ]
 
     return choose_moves(catalog, choose)
-
-
-def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:
-    """Publish ref moves that need no new blocks.  Raises Conflict, BadName, StorageFailed."""
-    choose_moves(catalog, lambda transaction: moves)
 
 
 def choose_moves(

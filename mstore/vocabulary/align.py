@@ -33,8 +33,7 @@ from mstore.store.models import Input, models_in
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.vocabulary.common import with_new_decoder, with_new_ids
 from mstore.vocabulary.embeddings import Embeddings
-from mstore.vocabulary.members import Member, member
-from mstore.vocabulary.papers import (
+from mstore.vocabulary.members import (
     CONFIGS,
     OLD_TEMPLATE,
     OTHER_FORMS,
@@ -44,6 +43,8 @@ from mstore.vocabulary.papers import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
     WITHOUT_NEW_TOKENS,
+    Member,
+    member,
     renumbered,
     template_of,
     with_added,

@@ -18,11 +18,11 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.phrases import Option
-from mstore.vocabulary.papers import CONFIGS, TOKENIZER_CONFIG, template_of
+from mstore.vocabulary.members import CONFIGS, TOKENIZER_CONFIG, template_of
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer
 
 Read = Callable[[str], bytes | None]

@@ -13,9 +13,10 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from typing import Final
 
 from blake3 import blake3
@@ -27,9 +28,10 @@ from mstore.ids import Buffer, SnapshotId
 from mstore.store.leases import Hold
 from mstore.version import __version__
 from mstore.view import SnapshotView
-from mstore_serve import addresses, documents, pages
-from mstore_serve.addresses import Address, Place
+from mstore_serve import addresses, documents
+from mstore_serve.addresses import Address, Place, segment
 from mstore_serve.conditions import Validators
+from mstore_serve.documents import ServedEntry
 
 JSON: Final = "application/json"
 HTML: Final = "text/html; charset=utf-8"
@@ -251,7 +253,7 @@ class Showing:
         vary = (("Vary", "Accept"),)
         if as_page:
             title = f"{place.name if place.is_ref else found.view.id.short}: /{path}"
-            return _made(pages.page(title, entries, is_top=not path), HTML, vary)
+            return _made(page(title, entries, is_top=not path), HTML, vary)
         return _made(
             documents.encoded(documents.DirectoryDocument(path, tuple(entries))), JSON, vary
         )
@@ -359,3 +361,19 @@ def _type_of(path: str) -> str:
 
 def _no_snapshot(text: str) -> MstoreError:
     return NotFound("no such snapshot", where=text)
+
+
+def page(title: str, entries: Sequence[ServedEntry], *, is_top: bool) -> bytes:
+    """Return the page of a directory."""
+    lines = [] if is_top else ['<li><a href="../">../</a></li>']
+    for one in entries:
+        tail = "/" if one.name.endswith("/") else ""
+        link = segment(one.name.removesuffix("/")) + tail
+        size = "" if one.size is None else f" {one.size}"
+        lines.append(f'<li><a href="{link}">{escape(one.name)}</a>{size}</li>')
+    listed = "\n".join(lines)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title></head>\n"
+        f"<body>\n<h1>{escape(title)}</h1>\n<ul>\n{listed}\n</ul>\n</body>\n</html>\n"
+    ).encode()

@@ -24,7 +24,7 @@ from mstore import MergeRequest, Store, fs
 from mstore.errors import Conflict
 from mstore.progress import Progress
 from mstore.store import refs
-from mstore.store.transaction import RefMove, Transaction, move_refs
+from mstore.store.transaction import RefMove, Transaction, choose_moves
 
 TESTS = Path(__file__).parent.parent
 NUMBER = struct.Struct("<Q")
@@ -201,7 +201,7 @@ def test_an_add_that_is_overtaken_each_time_gives_up(store: Store, models: list[
             return
         now = ref(store, "llama")
         then = others[(others.index(now) + 1) % len(others)]
-        move_refs(store._catalog, [RefMove("llama", now, then, "test")])
+        choose_moves(store._catalog, lambda _: [RefMove("llama", now, then, "test")])
 
     with pytest.raises(Conflict, match="moved while"):
         store.add(models[2], name="llama", progress=move)
@@ -225,7 +225,7 @@ def test_an_add_that_others_overtake_while_they_work_does_not_run_again(
     def move(progress: Progress) -> None:
         ticks.append(progress.done)
         if len(ticks) == 1:
-            move_refs(store._catalog, [RefMove("llama", now, then, "test")])
+            choose_moves(store._catalog, lambda _: [RefMove("llama", now, then, "test")])
 
     with Transaction(store._catalog, "at work"), pytest.raises(Conflict, match="moved while"):
         store.add(models[2], name="llama", progress=move)

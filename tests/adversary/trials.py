@@ -37,7 +37,7 @@ from small_models import small_model  # noqa: E402
 from mstore import MergeRequest  # noqa: E402
 from mstore.api import Store  # noqa: E402
 from mstore.errors import MstoreError  # noqa: E402
-from mstore.store import generation, lost_found, mirror  # noqa: E402
+from mstore.store import generation, mirror, unnamed  # noqa: E402
 from mstore.store.layout import Layout  # noqa: E402
 
 LONGEST = 240.0
@@ -219,7 +219,7 @@ def _delete_unknown() -> None:
             path.unlink()
         return list(packs)
 
-    lost_found.put_aside = deleted
+    unnamed.put_aside = deleted
 
 
 def _ignore_generations() -> None:

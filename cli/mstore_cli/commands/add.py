@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore.phrases import few
-from mstore_cli import hub
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
-from mstore_cli.errors import Interrupted, UsageError
+from mstore_cli.errors import Interrupted, UsageError, remarks
 from mstore_cli.options import (
     Codec,
     Exclude,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mstore import Store
     from mstore.checkpoint.directory import CheckpointLimits
     from mstore.convert.conversion import ConversionLimits
+    from mstore.errors import NotFound
     from mstore.phrases import Text
     from mstore.reports import AddReport, ParentReport
 
@@ -138,7 +140,7 @@ def add(
     With --kind delta, PATH holds what to add to the tensors of --base: the sum is stored as an
     expert like any other, and a tensor that PATH lacks is the base's.
     """
-    found = [hub.checkpoint(path) for path in paths]
+    found = [checkpoint(path) for path in paths]
     named = _named(paths, found, name or [], name_prefix)
     limits = None if max_sparse is None else _limits(max_sparse)
     from mstore.errors import MstoreError
@@ -367,3 +369,67 @@ def _base(base: ParentReport | None, reason: str | None) -> str | None:
         return None if reason is None else f"none: {reason}"
     name = base.refs[0] if base.refs else short(base.snapshot)
     return name if reason is None else f"{name}: {reason}"
+
+
+_URL = re.compile(
+    r"(?:hf:|https?:/(?:www\.)?(?:huggingface\.co|hf\.co))/"
+    r"(?P<id>(?!datasets/|spaces/)[^/@]+/[^/@]+)(?:@|/tree/)?(?P<revision>(?<=[@/])[^/]+)?(?:/.*)?"
+)
+"""An address of a model on the Hub, as a path: one slash for several."""
+
+
+def cache() -> Path:
+    """Return the directory of models in the Hub's cache, by the variables of huggingface_hub."""
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if given:
+        return _expanded(given)
+    home = os.environ.get("HF_HOME")
+    above = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return _expanded(home or os.path.join(above, "huggingface")) / "hub"
+
+
+def _expanded(text: str) -> Path:
+    return Path(os.path.expandvars(text)).expanduser()
+
+
+def checkpoint(path: Path) -> Path:
+    """Return a path that exists, or that of the cached model whose id it is.
+
+    A path is taken before a model of the same id, with a remark.  Raises NotFound, BadCheckpoint.
+    """
+    from mstore.checkpoint.hub import cached_model, is_id
+    from mstore.errors import MstoreError
+
+    id = str(path)
+    url = _URL.fullmatch(id)
+    if url is not None and not os.path.lexists(path):
+        raise _is_url(url["id"], url["revision"])
+    if not is_id(id):
+        return path
+    if not os.path.lexists(path):
+        return cached_model(id, cache())
+    try:
+        other = cached_model(id, cache())
+    except MstoreError:
+        return path
+    remarks([f"{id} is a path here, and a model of the Hub's cache: {shlex.quote(str(other))}"])
+    return path
+
+
+def _is_url(id: str, revision: str | None) -> NotFound:
+    """Return the error for an address of a model: which command adds the model."""
+    from mstore.checkpoint.hub import cached_model
+    from mstore.errors import MstoreError, NotFound
+
+    wanted = f"{id}@{revision}" if revision else id
+    add = f"mstore add {shlex.quote(wanted)} --name REF"
+    try:
+        cached_model(wanted, cache())
+    except MstoreError:
+        download = f"hf download {shlex.quote(id)}"
+        add = f"{download}{f' --revision {revision}' if revision else ''} && {add}"
+    return NotFound(
+        "add downloads nothing; a model of the Hub's cache is named by its id",
+        where=wanted,
+        hint=add,
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from mstore_cli.command import command
+from mstore_cli.commands.extract_lora import show_worst
 from mstore_cli.declared import Option
-from mstore_cli.left_out import show_worst
 from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters, with_patterns
 from mstore_cli.options import Message
 from mstore_cli.output import Screen, short

@@ -36,6 +36,7 @@ CHUNKS = {
     "LEFT OUT": "chunks_over_budget",
     "TOP-P": "chunks_outside_top_p",
 }
+EXPERT = "expert"
 MADE = ("read", "shared")
 SHOWN = {"over budget": "left out"}
 """Words of the report that are shown as the table has them."""
@@ -106,14 +107,20 @@ def shares_read(report: Explanation, name: str) -> plots.HeatMap:
     return plots.HeatMap(
         title=f"{name}: what was read of each expert",
         rows=tuple(layer.name for layer in report.layers),
-        columns=tuple(share.expert for share in report.experts),
+        columns=tuple(share.expert for share in _of_experts(report.experts)),
         cells=tuple(
-            tuple(_share_read(share) for share in layer.experts) for layer in report.layers
+            tuple(_share_read(share) for share in _of_experts(layer.experts))
+            for layer in report.layers
         ),
         measure="chunks read or shared, of those that differ from the base",
         unknown="nothing of its own to read",
         top=1.0,
     )
+
+
+def _of_experts(shares: Sequence[ExpertShare]) -> list[ExpertShare]:
+    """Return the shares without those of companions, which are in no element of the result."""
+    return [share for share in shares if share.role == EXPERT]
 
 
 def _share_read(share: ExpertShare) -> float | None:
@@ -187,7 +194,7 @@ def _tail(one: TensorExplanation) -> int:
 def _rows(shares: Sequence[ExpertShare], used: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (
-            f"{share.expert}={share.weight:g}",
+            f"{share.expert}={share.weight:g}" if share.role == EXPERT else share.role,
             *(str(getattr(share, CHUNKS[title])) for title in used),
             "unknown" if share.omitted_norm is None else f"{share.omitted_norm:.3g}",
         )
@@ -227,8 +234,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _draw_chunks(screen: Screen, one: TensorExplanation) -> None:
-    fates = list(zip(*(share.chunks or () for share in one.experts), strict=True))
-    names = distinct([share.expert for share in one.experts], LONGEST_NAME)
+    shares = _of_experts(one.experts)
+    fates = list(zip(*(share.chunks or () for share in shares), strict=True))
+    names = distinct([share.expert for share in shares], LONGEST_NAME)
     if fates:
         screen.line()
     for span, words in runs(fates):

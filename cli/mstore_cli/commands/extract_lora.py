@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
 from mstore_cli.declared import Option
-from mstore_cli.left_out import show_worst
 from mstore_cli.options import Message, Revision
-from mstore_cli.output import Screen, short
+from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_percent, format_seconds, format_size
+
+if TYPE_CHECKING:
+    from mstore.reports import TruncatedTensor
+
 
 Only = Annotated[
     list[str] | None,
@@ -96,3 +100,21 @@ def extract_lora(
         )
 
     session.output.emit(report, ids=[report.snapshot], human=human)
+
+
+LEFT_OUT = (Column("TENSOR", style="yellow"), Column("LEFT OUT", right=True))
+_SHOWN = 5
+_LEAST = 0.001
+"""A smaller share is not worth a line."""
+
+
+def show_worst(screen: Screen, tensors: Sequence[TruncatedTensor]) -> None:
+    """Print those of which most is left out; tensors: those with the largest errors first."""
+    worst = [
+        (one.tensor, format_percent(one.relative_error))
+        for one in tensors[:_SHOWN]
+        if one.relative_error >= _LEAST
+    ]
+    if worst:
+        screen.line()
+    screen.table(LEFT_OUT, worst)

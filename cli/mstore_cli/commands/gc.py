@@ -135,20 +135,22 @@ def _does_anything(report: GcReport) -> bool:
 
 def _print_work(screen: Screen, report: GcReport) -> None:
     verb = "would drop" if report.dry_run else "dropped"
-    screen.line(
-        f"{verb} {counted(len(report.snapshots_dropped), 'snapshot')}, "
+    dropped = (
+        f"{counted(len(report.snapshots_dropped), 'snapshot')}, "
         f"{counted(report.blocks_dropped, 'block')}, {counted(report.plans_dropped, 'plan')}: "
-        f"{format_size(report.dropped_bytes)}",
-        style="green",
+        f"{format_size(report.dropped_bytes)}"
     )
+    drops = report.blocks_dropped or report.records_dropped or report.candidates_dropped
+    screen.line(f"{verb} {dropped if drops else 'nothing'}", style="green")
     would = "would be " if report.dry_run else ""
     verb = "would free" if report.dry_run else "freed"
     rewritten = len(report.packs_rewritten) - len(report.packs_joined)
     freed = format_size(max(0, report.freed_bytes - report.joined_bytes))
     packs = f"{counted(len(report.packs_removed), 'pack')} removed, {rewritten} rewritten"
-    is_nothing = not (report.packs_removed or rewritten)
-    told = "nothing: no pack removed, none rewritten" if is_nothing else f"{freed}: {packs}"
-    screen.line(f"{verb} {told}")
+    if report.packs_removed or rewritten:
+        screen.line(f"{verb} {freed}: {packs}")
+    elif drops:
+        screen.line(f"{verb} nothing: no pack removed, none rewritten")
     if report.packs_joined:
         screen.line(
             f"{counted(len(report.packs_joined), 'small pack')} {would}put together, "

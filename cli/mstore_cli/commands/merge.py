@@ -13,37 +13,19 @@ from mstore_cli.merging import (
     MISTAKEN,
     RECIPE_HINT,
     RECIPES,
-    AllowMissing,
     AllowNonfinite,
     AllowNoop,
-    Budget,
-    Dtype,
-    MaxError,
-    MaybeBase,
-    MaybeCompanions,
-    MaybeExperts,
-    MaybeMethod,
-    NoAnalyze,
-    Only,
-    Parameters,
-    PerExpertBudget,
-    Score,
-    Skip,
-    TopP,
     Wanted,
     as_options,
     directories_told,
     draw_remarks,
     error_fields,
     format_bound,
-    make_request,
 )
 from mstore_cli.options import Codec, Message, Threads
 from mstore_cli.output import Screen, short
-from mstore_cli.recipes import RecipeFile, Strict
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
-from mstore_cli.vocabularies import Vocab
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
@@ -66,6 +48,7 @@ PLAN_HINT = "mstore plan --help"
 )
 def merge(
     session: Session,
+    *,
     name: Annotated[
         str,
         Option(
@@ -94,24 +77,7 @@ def merge(
             group=WHAT,
         ),
     ] = None,
-    recipe: RecipeFile = None,
-    strict: Strict = False,
-    base: MaybeBase = None,
-    expert: MaybeExperts = None,
-    with_: MaybeCompanions = None,
-    method: MaybeMethod = None,
-    param: Parameters = None,
-    budget: Budget = None,
-    max_error: MaxError = None,
-    dtype: Dtype = None,
-    no_analyze: NoAnalyze = False,
-    score: Score = None,
-    only: Only = None,
-    skip: Skip = None,
-    allow_missing: AllowMissing = False,
-    per_expert_budget: PerExpertBudget = None,
-    top_p: TopP = None,
-    vocab: Vocab = None,
+    wanted: Wanted,
     allow_noop: AllowNoop = False,
     allow_nonfinite: AllowNonfinite = False,
     virtual: Annotated[
@@ -151,31 +117,11 @@ def merge(
     name, and is merged as REF.NAME.
     """
     request: MergeRequest | None = None
-    wanted = Wanted(base, expert, method, param, recipe, vocab, with_, strict)
     if plan is None:
         if not wanted.is_complete(HELP):
             raise UsageError("give --plan, --recipe, or --base, --expert and --method", hint=HELP)
-        request = make_request(
-            wanted,
-            budget=budget,
-            max_error=max_error,
-            dtype=dtype,
-            no_analyze=no_analyze,
-            score=score,
-            only=only,
-            skip=skip,
-            allow_missing=allow_missing,
-            per_expert_budget=per_expert_budget,
-            top_p=top_p,
-        )
-    elif any(
-        # Compared by identity: a 0 counts as given.
-        option is not None and option is not False and option != []
-        for option in (
-            *(base, expert, method, param, recipe, strict, budget, max_error, dtype, no_analyze),
-            *(score, only, skip, allow_missing, per_expert_budget, top_p, vocab, with_),
-        )
-    ):
+        request = wanted.limits()
+    elif wanted.is_given():
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)
     bound = None if memory is None else parse_size(memory, option="--memory")
     with session.open() as store:

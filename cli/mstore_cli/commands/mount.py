@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from mstore_cli import systemd
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
@@ -30,8 +32,9 @@ def mount(
     target: Annotated[
         list[str],
         Argument(
-            metavar="[REF] DIR",
-            help="The snapshot and an empty directory; with --all only the directory.",
+            metavar="[REF[:MODEL]] DIR",
+            help="The snapshot, or one model of it, and an empty directory; with --all only the "
+            "directory.",
             show_default=False,
             completes="mounted",
         ),
@@ -81,10 +84,10 @@ def mount(
         ),
     ] = Verify.ONCE,
 ) -> None:
-    """Show a snapshot, or the whole store, as a directory.
+    """Show a snapshot, one model of it, or the whole store, as a directory.
 
-    The directory is read-only. The command returns when the mount works. The mount stays after you
-    close the shell.
+    The directory is read-only. Paths of REF:MODEL begin in the model's directory. The command
+    returns when the mount works. The mount stays after you close the shell.
     """
     if len(target) != (1 if everything else 2):
         wanted = "--all takes only DIR" if everything else "give REF and DIR, or --all and DIR"
@@ -119,7 +122,7 @@ def mount(
 
         try:
             session.output.emit(info, ids=[info.mountpoint], human=human)
-            systemd.notify_ready()
+            notify_ready()
         except BaseException:
             # End a mount that could not be reported: the user would not know to unmount it.
             end_mount(info.mountpoint)
@@ -140,3 +143,18 @@ def mount(
         follow=follow,
         show_meta=show_meta,
     )
+
+
+def notify_ready() -> None:
+    """Send READY=1 to the socket that systemd names; do nothing elsewhere.
+
+    A service of which systemd hears nothing counts as failed, so a lost message is no error here.
+    """
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.connect(address)
+        sender.send(b"READY=1\n")

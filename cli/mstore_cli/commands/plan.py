@@ -13,37 +13,19 @@ from mstore_cli.merging import (
     MISTAKEN,
     RECIPE_HINT,
     RECIPES,
-    AllowMissing,
     AllowNoop,
-    Budget,
-    Dtype,
-    MaxError,
-    MaybeBase,
-    MaybeCompanions,
-    MaybeExperts,
-    MaybeMethod,
-    NoAnalyze,
-    Only,
-    Parameters,
-    PerExpertBudget,
-    Score,
-    Skip,
-    TopP,
     Wanted,
     as_options,
     directories_told,
     draw_plan,
     draw_sweep,
-    make_request,
     plan_document,
 )
 from mstore_cli.options import Threads, drawing
 from mstore_cli.output import Screen, short
-from mstore_cli.recipes import RecipeFile, Strict
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
 from mstore_cli.values import file_of
-from mstore_cli.vocabularies import Vocab
 
 if TYPE_CHECKING:
     from mstore import MergeRequest
@@ -62,24 +44,8 @@ HELP = "mstore plan --help"
 )
 def plan(
     session: Session,
-    recipe: RecipeFile = None,
-    strict: Strict = False,
-    base: MaybeBase = None,
-    expert: MaybeExperts = None,
-    with_: MaybeCompanions = None,
-    method: MaybeMethod = None,
-    param: Parameters = None,
-    budget: Budget = None,
-    max_error: MaxError = None,
-    dtype: Dtype = None,
-    no_analyze: NoAnalyze = False,
-    score: Score = None,
-    only: Only = None,
-    skip: Skip = None,
-    allow_missing: AllowMissing = False,
-    per_expert_budget: PerExpertBudget = None,
-    top_p: TopP = None,
-    vocab: Vocab = None,
+    *,
+    wanted: Wanted,
     allow_noop: AllowNoop = False,
     threads: Threads = None,
     output: Annotated[
@@ -116,7 +82,7 @@ def plan(
     The same request always gives the same plan. With --sweep, no plan is kept: each line describes
     the plan with that budget, and -q prints the bytes that each plan reads from experts.
     """
-    if sweep and (budget is not None or max_error is not None or output is not None):
+    if sweep and (wanted.budget is not None or wanted.max_error is not None or output is not None):
         raise UsageError(
             "--sweep goes over budgets itself; leave out --budget, --max-error and -o", hint=HELP
         )
@@ -124,22 +90,9 @@ def plan(
         raise UsageError("--measure and --svg belong to --sweep", hint=HELP)
     if svg is not None:
         plots.require()
-    wanted = Wanted(base, expert, method, param, recipe, vocab, with_, strict)
     if not wanted.is_complete(HELP):
         raise UsageError("give --recipe, or --base, --expert and --method", hint=HELP)
-    request = make_request(
-        wanted,
-        budget=budget,
-        max_error=max_error,
-        dtype=dtype,
-        no_analyze=no_analyze,
-        score=score,
-        only=only,
-        skip=skip,
-        allow_missing=allow_missing,
-        per_expert_budget=per_expert_budget,
-        top_p=top_p,
-    )
+    request = wanted.limits()
     if len(wanted.steps()) > 1:
         raise UsageError(
             "the file has several recipes, and a later one may need the merge of an earlier one",

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from mstore.phrases import few
 from mstore_cli.command import command
-from mstore_cli.graph import how
+from mstore_cli.graph import how, revision_of
 from mstore_cli.options import Revision
-from mstore_cli.output import Screen, noted, short, when
+from mstore_cli.output import Screen, noted, when
 from mstore_cli.session import Session
 from mstore_cli.signers import signatures_of, states_of, told_unknown, trusted_signers
 from mstore_cli.sizes import counted, format_size
@@ -90,4 +90,4 @@ def _noted(note: NoteReport) -> str:
 
 def _named(parent: ParentReport) -> str:
     names = f" ({', '.join(parent.refs)})" if parent.refs else ""
-    return f"{short(parent.snapshot)}{names}"
+    return f"{revision_of(parent)}{names}"

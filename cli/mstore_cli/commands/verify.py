@@ -52,7 +52,7 @@ def verify(
     line; a namespaces option has to include mstore. Signed notes are listed, too; only signatures
     of the snapshots decide.
     """
-    from mstore.store.signature_report import UNKNOWN_KEY
+    from mstore.notes import UNKNOWN_KEY
 
     trusted = trusted_signers(signers)
     with session.open() as store, session.progress() as tick:

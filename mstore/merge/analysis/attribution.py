@@ -9,6 +9,7 @@ scale, before rounding to the output) into contributions: m = m_0 + sum of m_k, 
                                                   (w_k: of the row, where rows have their own)
     m_k = v (e_k - b)                             for `nearswap`, v e_k + (1 - v) b in float32
     m_k = s_k / n, w_k s_k if n = 1               for means of the n experts that move an element
+    m_k = f_k d_k                                 for competitions, f_k the float32 factor
     m_k = w_k F_k d_k / sum of w F                for averages by Fishers, whose own m_k are 0
     m_0 = (sum of w - 1) b                        for whole experts without normalize, else 0
 
@@ -51,6 +52,7 @@ _attribute: Final = Pass(
         _PACKAGE / "merge" / "arithmetic" / "tiles.py",
         _PACKAGE / "merge" / "arithmetic" / "arguments.py",
         _PACKAGE / "merge" / "arithmetic" / "stages.py",
+        _PACKAGE / "merge" / "arithmetic" / "competition_passes.py",
         _HERE.with_name("attribution_passes.py"),
     ),
 )

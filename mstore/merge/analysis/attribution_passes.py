@@ -11,14 +11,16 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import arguments, philox, stages, tiles
+from mstore.merge.arithmetic import arguments, competition_passes, philox, stages, tiles
 from mstore.merge.arithmetic import arguments as a
+from mstore.merge.arithmetic.competition_passes import compete
 from mstore.merge.arithmetic.philox import fill_draws
 from mstore.merge.arithmetic.stages import draw, drawn_by, subtract, swap, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ALL,
     ALONE,
     AVERAGED,
+    BALANCED,
     BASE,
     CONSENSUS,
     DIRECT,
@@ -45,6 +47,13 @@ _INFINITY: Final = np.float32(np.inf)
 def _product(count: int, weight: Any, tile: Any, part: Any) -> None:
     for i in range(count):
         part[i] = np.float64(bits_float(tile[i])) * np.float64(weight)
+
+
+@compiled
+def _share(count: int, tile: Any, part: Any) -> None:
+    """Multiply an expert's factors of a tile by its deltas."""
+    for i in range(count):
+        part[i] *= np.float64(bits_float(tile[i]))
 
 
 @compiled
@@ -173,7 +182,7 @@ def _invert(count: int, scale: Any, divisor: Any, factor: Any) -> None:
         factor[i] = np.float64(scale) / divisor[i] if divisor[i] > 0.0 else 0.0
 
 
-@entry("ppppppp", floats, philox, stages, tiles, arguments)
+@entry("ppppppp", floats, philox, competition_passes, stages, tiles, arguments)
 def attribute(
     arguments_at: Any,
     sums_at: Any,
@@ -244,6 +253,8 @@ def attribute(
         load_bits(base_code, base, start, count, bases, 0)
         votes[:] = _ZERO
         numbers[:] = 0.0
+        if kind == BALANCED:
+            compete(start, count, weights, thresholds, row_codes, row_of, rows, scratch, parts)
         for k in range(experts):
             p = row_of[k]
             if kind == INFORMED:
@@ -270,6 +281,9 @@ def attribute(
                 _difference(count, weights[k], bases, tile, parts[k])
                 continue
             subtract(count, EXPERT, scratch)
+            if kind == BALANCED:
+                _share(count, tile, parts[k])
+                continue
             if cuts == 1:
                 left[k] = trim(count, thresholds[k], left[k], EXPERT, scratch)
             elif cuts == 2:

@@ -17,7 +17,7 @@ from contextlib import closing
 import numpy as np
 
 from mstore.ahead import in_order
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.frozen import frozen
 from mstore.ids import PlanId, SnapshotId
@@ -30,8 +30,8 @@ from mstore.merge.running.compute import tie_counts
 from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
-from mstore.objects.layers import layers_of
 from mstore.objects.plan import Plan
+from mstore.objects.shapes import layers_of
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
@@ -290,7 +290,7 @@ class _Run:
         """Return the experts with their weights in one planned tensor."""
         if name not in self._weights:
             return who
-        # Fishers come last, and are not among them.
+        # Companions come last, and are not among them.
         return [(own, weight) for (own, _), weight in zip(who, self._weights[name], strict=False)]
 
     def attributions(self, tensor: str | None) -> dict[str, Measured]:

@@ -20,16 +20,15 @@ from mstore.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.models import split_name
-from mstore.checkpoint.small_files import json_object
+from mstore.checkpoint.strict_json import json_object
 from mstore.compare import ComparedPart, Sums
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.ids import TensorId
 from mstore.made.cards import conflicts, stated_licence
-from mstore.merge.planning.castable import hint_for_scales, hint_for_types
+from mstore.merge.planning.fitting import hint_for_scales, hint_for_types, odd_types
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.sense import far_experts, known_sums, swapped
-from mstore.merge.planning.survey import odd_types
 from mstore.merge.planning.tied import first_names, told_of_head
 from mstore.merge.planning.warnings import told_of_moved
 from mstore.objects.manifest import Manifest
@@ -41,8 +40,7 @@ from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
-from mstore.vocabulary.members import chat_template, rows_of
-from mstore.vocabulary.papers import PARTS
+from mstore.vocabulary.members import PARTS, chat_template, rows_of
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of
 
 ERROR: Final = "error"
@@ -122,8 +120,8 @@ class _Model:
 def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> CompatibilityReport:
     """Compare the experts of a request with its base; see `Store.check_merge`."""
     began = time.monotonic()
-    # Fishers are no models: whether they fit, planning says.
-    experts = request.experts[: len(request.experts) - request.fishers]
+    # Companions are no models: whether they fit, planning says.
+    experts = request.models
     manifests = [catalog.manifest_of(one.snapshot) for one in (request.base, *experts)]
     called = [one.name for one in (request.base, *experts)]
     members = [models_in(catalog, one) for one in manifests]

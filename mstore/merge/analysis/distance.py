@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.frozen import frozen
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.planning.costs import costs_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.schema import Sources
@@ -18,15 +18,15 @@ from mstore.frozen import frozen
 from mstore.ids import SnapshotId
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import told_costs
-from mstore.merge.planning.report import PlanReport, plan_report
+from mstore.merge.planning.report import PlanReport, companions_of, plan_report
 from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.tied import names_of_plan
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
-from mstore.objects.layers import layers_of
 from mstore.objects.plan import (
     BELOW,
     DROPPED,
     EQUAL,
+    EXPERT,
     OMITTED,
     READ,
     SHARED,
@@ -34,6 +34,7 @@ from mstore.objects.plan import (
     PlanTensor,
     Taken,
 )
+from mstore.objects.shapes import layers_of
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.stats.chunks import blocks_per_chunk
@@ -57,13 +58,16 @@ STATE_NAMES = {
 class ExpertShare:
     """What one expert contributed, and what was left out of it and why.
 
-    Counts are chunks of this expert; if all dtypes are equal, a chunk is a block.
+    Of a companion: what was read to weigh an expert.  Counts are chunks; if all dtypes are equal, a
+    chunk is a block.
     """
 
     expert: str
     """the ref or id it was given by"""
-    weight: float
-    """the expert's weight"""
+    role: str
+    """expert, or of a companion its role and what it belongs to"""
+    weight: float | None
+    """the expert's weight; None for a companion"""
     chunks_read: int
     """chunks read; if all dtypes are equal, a chunk is a block"""
     chunks_shared: int
@@ -144,6 +148,15 @@ class Explanation:
     """the same, summed over all requested tensors"""
 
 
+@frozen
+class _Side:
+    """An expert, or a companion."""
+
+    name: str
+    role: str
+    weight: float | None
+
+
 @dataclass(slots=True)
 class _Tally:
     """Sums for one expert, over a tensor or over many."""
@@ -160,13 +173,12 @@ class _Tally:
         else:
             self.squares += omitted * omitted
 
-    def share(
-        self, expert: str, weight: float, chunks: tuple[str, ...] | None = None
-    ) -> ExpertShare:
+    def share(self, of: _Side, chunks: tuple[str, ...] | None = None) -> ExpertShare:
         """Return the sums as a report."""
         return ExpertShare(
-            expert=expert,
-            weight=weight,
+            expert=of.name,
+            role=of.role,
+            weight=of.weight,
             chunks_read=self.counts[READ],
             chunks_shared=self.counts[SHARED],
             chunks_equal_base=self.counts[EQUAL],
@@ -212,11 +224,10 @@ class _Explainer:
         self._parts = tensors_of(catalog, catalog.manifest(record.manifest_id()))
         self._base = tensors_of(catalog, catalog.manifest(plan.base_id()))
         self._sources = (sources.base.name, *(source.name for source in sources.experts))
+        experts = zip(sources.experts, plan.weights, strict=False)
         self._experts = [
-            (source.name, weight)
-            for source, weight in zip(
-                sources.experts, (*plan.weights, *(1.0 for _ in plan.companions)), strict=True
-            )
+            *(_Side(source.name, EXPERT, weight) for source, weight in experts),
+            *(_Side(name, role, None) for role, name in companions_of(plan, sources)),
         ]
         coverage = record.coverage_id()
         # A virtual merge has no coverage: its plan is the only source.
@@ -256,14 +267,14 @@ class _Explainer:
         shares = []
         if planned is not None:
             own = self._plan.operation_of(planned).weights
-            weights = (*own, *(1.0 for _ in self._plan.companions))
-            for (expert, _), weight, states, omitted in zip(
+            weights = (*own, *(None for _ in self._plan.companions))
+            for side, weight, states, omitted in zip(
                 self._experts, weights, planned.states, planned.omitted, strict=True
             ):
                 tally = _Tally()
                 tally.add(states, omitted)
                 words = tuple(STATE_NAMES[state] for state in states) if detailed else None
-                shares.append(tally.share(expert, weight, words))
+                shares.append(tally.share(replace(side, weight=weight), words))
         return TensorExplanation(
             name=name,
             layer=self._layers[name],
@@ -318,8 +329,7 @@ class _Explainer:
 
     def _shares(self, sums: _Sums) -> tuple[ExpertShare, ...]:
         return tuple(
-            tally.share(expert, weight)
-            for (expert, weight), tally in zip(self._experts, sums.experts, strict=True)
+            tally.share(side) for side, tally in zip(self._experts, sums.experts, strict=True)
         )
 
     def _reused(self, planned: PlanTensor, dtype: str, blocks: int) -> int:
@@ -377,7 +387,7 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
         snapshot=snapshot,
         plan=plan_report(
             *(plan, plan_id, sources, told_costs(catalog, plan)),
-            not_finite=of_merge(catalog, record, names),
+            not_finite=of_merge(catalog, record),
         ),
         tensors=tuple(tensors),
         layers=layers,

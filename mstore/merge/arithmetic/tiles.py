@@ -54,6 +54,8 @@ FUSED: Final = 6
 """CONSENSUS of what is not weighed: weights count after the election."""
 INFORMED: Final = 7
 """The average by Fishers (`informed`): the second half of the weights are those of the Fishers."""
+BALANCED: Final = 8
+"""ADDITIVE, with factors of single elements (`competition`)."""
 NEAR: Final = 4
 """ALONE, of an expert that is moved back towards the base (`stages.swap`)."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic import pieces
 from mstore.merge.arithmetic.masks import Singles
 from mstore.objects.tensor import Tensor

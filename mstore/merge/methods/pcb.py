@@ -3,7 +3,8 @@
 As in the authors' code (github.com/duguodong7/pcb-merging, `pcb-merging.py`), but each tensor
 competes by itself, where theirs ranks all elements of a model together; the largest and smallest
 0.01 % of deltas are not clipped; |d_k| is scaled to 1 by the largest, not from the smallest; and an
-expert has no part in an element that it does not move.  Their `lams` are the weights of experts.
+expert has no part in an element that it does not move.  Their `lams` are the weights of experts;
+one of weight 0, which they never have, does not compete.
 """
 
 from __future__ import annotations

@@ -1,21 +1,28 @@
 """Compared block lists: which chunks are the base's, and which experts have the same blocks.
 
 A comparison takes as long for one tensor of a few chunks as for a hundred, so tensors whose sides
-have the same types and blocks per chunk are compared together.  Pure functions of records.
+have the same types and blocks per chunk are compared together.  Reads records and how blocks are
+stored, no blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from mstore.adapters import low_rank
 from mstore.ids import ID_BYTES
 from mstore.merge.measures.grid import Bools
-from mstore.merge.planning.surveyed import Counts
+from mstore.merge.planning.request import Request
+from mstore.merge.planning.surveyed import Candidate, Counts
+from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
-from mstore.stats.chunks import blocks_per_chunk
+from mstore.stats.chunks import blocks_per_chunk, tensor_chunk
+from mstore.store.catalog import Catalog
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 T = TypeVar("T")
@@ -94,3 +101,131 @@ def twins(sides: Sequence[Words], dtypes: Sequence[str]) -> Counts:
         same = (ids[later, chunk] == ids[earlier, chunk]).all(axis=1)
         twin[members[later[same]], chunk[same]] = members[earlier[same]]
     return twin
+
+
+Compared = tuple[int, Bools, Counts, Counts]
+"""Of one tensor: elements of a chunk; where experts are the base's, the first expert with the same
+blocks, and stored bytes that reading costs, [K, chunks] each."""
+
+
+class Comparer:
+    """Compares the tensors of one survey, and looks up what the blocks of experts cost."""
+
+    def __init__(self, catalog: Catalog, request: Request) -> None:
+        self._catalog = catalog
+        self._request = request
+        self._found: dict[str, Compared] = {}
+
+    def compare(self, candidates: Collection[Candidate]) -> None:
+        """Compare the blocks of stored tensors, and what they cost, many at a time."""
+        # What all blocks cost is looked up at once: it is remembered for each.
+        self._catalog.lengths.of(
+            [
+                record.blocks
+                for one in candidates
+                for id, record in one.pairs
+                if id != one.base_id and not isinstance(record, AppliedTensor)
+            ]
+        )
+        if self._request.companions:
+            return
+        size, count = self._catalog.block_size, len(self._request.experts)
+        groups: dict[tuple[str, tuple[str, ...], int], list[Candidate]] = {}
+        for one in candidates:
+            operation = self._request.operation_of(one.name)
+            output = self._request.dtype_of(one.name, one.base.dtype)
+            records = [record for _, record in one.pairs]
+            dtypes = tuple(record.dtype for record in records)
+            if (
+                {one.base.dtype, *dtypes} <= ITEMSIZES.keys()
+                and 0 not in one.base.shape
+                and any(id != one.base_id for id, _ in one.pairs)
+                and not any(isinstance(record, AppliedTensor) for record in records)
+            ):
+                chunk = tensor_chunk(size, one.base, records, output, whole=operation.needs_rows)
+                groups.setdefault((one.base.dtype, dtypes, chunk), []).append(one)
+        for (base_dtype, dtypes, chunk), members in groups.items():
+            chunks = [-(-math.prod(one.base.shape) // chunk) for one in members]
+            for some in batched(members, chunks):
+                ids = joined_ids([one.base for one in some], chunk, size)
+                sides = [
+                    joined_ids([one.pairs[k][1] for one in some], chunk, size) for k in range(count)
+                ]
+                equal = equal_chunks(ids, base_dtype, sides, dtypes)
+                twin = twins(sides, dtypes)
+                cost = self._stored(some, [side.shape[1] // ID_WORDS for side in sides], equal)
+                cost = np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
+                end = 0
+                for one in some:
+                    start, end = end, end - (-math.prod(one.base.shape) // chunk)
+                    at = slice(start, end)
+                    self._found[one.name] = chunk, equal[:, at], twin[:, at], cost[:, at]
+
+    def found(self, name: str) -> Compared | None:
+        """Return what `compare` found of a tensor."""
+        return self._found.get(name)
+
+    def of(
+        self, base: Tensor, experts: Sequence[Tensor], chunk: int
+    ) -> tuple[Bools, Counts, Counts]:
+        """Compare one tensor: where it is the base's, the first with the same blocks, costs."""
+        size, dtypes = self._catalog.block_size, [record.dtype for record in experts]
+        sides = [chunk_ids(record, chunk, size) for record in experts]
+        equal = equal_chunks(chunk_ids(base, chunk, size), base.dtype, sides, dtypes)
+        twin = twins(sides, dtypes)
+        return equal, twin, self._costs(sides, equal, twin, experts)
+
+    def shared(self, records: Sequence[Tensor], chunk: int) -> tuple[Counts, Counts]:
+        """Return the first record with the same blocks in each chunk, and what reading it costs."""
+        sides = [chunk_ids(record, chunk, self._catalog.block_size) for record in records]
+        twin = twins(sides, [record.dtype for record in records])
+        return twin, self._costs(sides, np.zeros(twin.shape, dtype=bool), twin, records)
+
+    def _stored(self, some: Sequence[Candidate], per_chunk: Sequence[int], equal: Bools) -> Counts:
+        """Return the stored bytes of chunks, int64[K, chunks]; per_chunk: blocks of each expert's.
+
+        0 for a tensor that is the base's.
+        """
+        members = [
+            (k, one.pairs[k][1].blocks, one.pairs[k][0] != one.base_id)
+            for k in range(len(per_chunk))
+            for one in some
+        ]
+        found = iter(
+            self._catalog.lengths.of([blocks for _, blocks, differs in members if differs])
+        )
+        cost: list[list[Counts]] = [[] for _ in per_chunk]
+        for k, blocks, differs in members:
+            cost[k].append(
+                _by_chunk(next(found), per_chunk[k])
+                if differs
+                else np.zeros(-(-len(blocks) // (ID_BYTES * per_chunk[k])), dtype=np.int64)
+            )
+        return np.array([np.concatenate(side) for side in cost]).reshape(equal.shape)
+
+    def _costs(
+        self, sides: Sequence[Words], equal: Bools, twin: Counts, records: Sequence[Tensor]
+    ) -> Counts:
+        """Return stored bytes of each expert's chunks, int64[K, chunks]: 0 if equal to the base.
+
+        An applied tensor is read whole or not at all: its bytes are those of its first chunk.
+        """
+        cost = np.zeros(equal.shape, dtype=np.int64)
+        wanted = ~equal & (twin == np.arange(len(sides))[:, None])
+        for k, record in enumerate(records):
+            if isinstance(record, AppliedTensor):
+                wanted[k] = False
+                cost[k, 0] = low_rank.stored_bytes(self._catalog, record)
+        read = np.flatnonzero(wanted.any(axis=1)).tolist()
+        found = self._catalog.lengths.of([records[k].blocks for k in read])
+        for k, lengths in zip(read, found, strict=True):
+            whole = _by_chunk(lengths, sides[k].shape[1] // ID_WORDS)
+            cost[k] = np.where(wanted[k], whole, cost[k])
+        return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
+
+
+def _by_chunk(lengths: Counts, blocks: int) -> Counts:
+    """Return the sums of the lengths of blocks, `blocks` to a chunk; fewer in the last."""
+    if blocks == 1:
+        return lengths
+    return np.add.reduceat(lengths, np.arange(0, len(lengths), blocks))

@@ -27,16 +27,13 @@ from mstore.numeric.codes import CODES
 from mstore.phrases import Call
 from mstore.recipes.layout import Layout, layers_of
 from mstore.recipes.modular import check, resolve
-from mstore.recipes.nodes import at
 from mstore.recipes.parse import parse
 from mstore.recipes.prepared import APPLY, STACK, Applied, Needed, prepare
-from mstore.recipes.recipe import Recipe, Text
+from mstore.recipes.recipe import Parts, Recipe, Text, at
 from mstore.recipes.resolve import DTYPES, KnownMethod, base_of
-from mstore.recipes.setting import Parts
 from mstore.requests import PREPARED, MergeRequest, RecipeRequest
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import model_of, snapshot_of, tensors_of
+from mstore.store.models import config_of, model_of, snapshot_of, tensors_of
 from mstore.store.tied import ties_embeddings
 
 

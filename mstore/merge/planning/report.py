@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from mstore.blocks.schema import Sources
+from mstore.checkpoint.models import place_of, split_name
 from mstore.errors import BadRequest, NotFound, Unavailable
 from mstore.frozen import frozen
 from mstore.ids import PlanId
@@ -102,6 +103,13 @@ class PlanReport:
     """how long it took"""
 
 
+def companions_of(plan: Plan, sources: Sources) -> tuple[tuple[str, str], ...]:
+    """Return what each companion of a plan is and of what, and its name."""
+    own = sources.experts[len(plan.experts) :]
+    pairs = zip(plan.companions, own, strict=True)
+    return tuple((told_companion(one, sources), source.name) for one, source in pairs)
+
+
 def plan_report(
     plan: Plan,
     id: PlanId,
@@ -166,7 +174,6 @@ def plan_report(
     remarks += _without_part(plan, sources)
     remarks += _rule_remarks(plan)
     remarks += _copied_remarks(plan)
-    experts = len(plan.experts)
     estimate = None if not_finite else plan.error_estimate
     return PlanReport(
         plan=id,
@@ -176,10 +183,7 @@ def plan_report(
             (source.name, weight)
             for source, weight in zip(sources.experts, plan.weights, strict=False)
         ),
-        companions=tuple(
-            (told_companion(one, sources), source.name)
-            for one, source in zip(plan.companions, sources.experts[experts:], strict=True)
-        ),
+        companions=companions_of(plan, sources),
         parameters=dict(plan.operation.parameters),
         layers=_layers(plan, sources),
         score=plan.criteria.score,
@@ -222,7 +226,7 @@ def _method_remarks(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[s
     """Return what the methods of a plan say of its errors and weights."""
     remarks: list[str] = []
     used = Operations(plan).used(plan)
-    estimated = any(not operation.is_additive for operation in used)
+    estimated = any(not operation.has_bound for operation in used)
     if estimated and plan.error_estimate and leaves_out:
         # Figures of bench/estimates.py.
         why = (
@@ -240,8 +244,23 @@ def _method_remarks(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[s
             f"{divider} divides by the sum of all"
         )
     if leaves_out:
+        remarks += _remarks_of_forms(plan)
         remarks += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
     return remarks
+
+
+def _remarks_of_forms(plan: Plan) -> Iterator[str]:
+    """Yield which forms of one model may differ: blocks of each are chosen by themselves."""
+    models = dict.fromkeys(split_name(one.name)[0] for one in plan.tensors)
+    forms: dict[str, list[str]] = {}
+    for model in models:
+        forms.setdefault(place_of(model), []).append(model or "the model at the top")
+    for several in forms.values():
+        if len(several) > 1:
+            yield (
+                f"{' and '.join(several)} are forms of one model, and blocks of each are chosen by "
+                "themselves: what is left out of one may be in another"
+            )
 
 
 def _divides_by_only_weight(plan: Plan) -> str | None:

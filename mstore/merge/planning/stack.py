@@ -24,7 +24,7 @@ from mstore.objects.plan import Criteria, Plan, PlanOperation, Taken
 from mstore.objects.tensor import Tensor
 from mstore.recipes.layout import Layout, layers_of
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
+from mstore.store.models import config_of
 
 
 class _Member(msgspec.Struct, frozen=True):

@@ -9,98 +9,52 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mstore.adapters import low_rank
 from mstore.adapters.inputs import Inputs, Names
-from mstore.blocks.meter import Meter
+from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
 from mstore.errors import BadRequest, Incompatible
-from mstore.ids import ID_BYTES, TensorId
-from mstore.merge.measures.fishers import Fisher, grouped
+from mstore.ids import TensorId
+from mstore.merge.measures.companions import Beside, Companion, grouped, split
 from mstore.merge.measures.grid import Bools
-from mstore.merge.measures.unknown import NEEDS_ANALYSIS
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.selections.selection import Measured
-from mstore.merge.planning.compared import (
-    ID_WORDS,
-    Words,
-    batched,
-    chunk_ids,
-    equal_chunks,
-    joined_ids,
-    twins,
-)
-from mstore.merge.planning.known_pairs import KnownPairs, has_digest
+from mstore.merge.planning.compared import Comparer
+from mstore.merge.planning.fitting import hint_for, require_types
+from mstore.merge.planning.pairs import Pairs, Shown
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, skipped
 from mstore.merge.planning.surveyed import (
-    KEEPS_NONE,
     NOTHING_KEPT,
+    Candidate,
     Counts,
     ExpertTensor,
     Survey,
     SurveyedTensor,
 )
-from mstore.merge.planning.tied import first_names
+from mstore.merge.planning.tied import first_names, left_out_names
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.applied import AppliedTensor
-from mstore.objects.shapes import (
-    Globs,
-    chosen,
-    differ_in_vocabulary,
-    matching,
-    require_matches,
-    require_same_shapes,
-    told_difference,
-)
+from mstore.objects.shapes import chosen, require_same_shapes
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, Text, call, few, joined, phrase
+from mstore.phrases import Option, call, few, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.recipes.layout import Layout, layers_of
-from mstore.stats.chunk import CHUNK, Rows, finite
-from mstore.stats.chunks import chunk_elements, tensor_chunk
-from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
-from mstore.stats.known import keep_products
-from mstore.stats.products import product_rows
+from mstore.stats.chunk import CHUNK, finite
+from mstore.stats.chunks import tensor_chunk
 from mstore.stats.store import StatsStore
-from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in
+from mstore.store.models import config_of, models_in
 from mstore.store.tied import ties_embeddings
 
 # Late: most methods need no facts, and most surveys find statistics.
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import Facts
-
-
-class Candidate(NamedTuple):
-    """A tensor to survey: its record in the base and in each expert."""
-
-    name: str
-    base_id: TensorId
-    base: Tensor
-    pairs: list[tuple[TensorId, Tensor]]
-    copies: int
-
-
-class _Numbers(NamedTuple):
-    """What statistics show of one expert's delta.
-
-    rows: at the plan's chunks, None if there are none. thresholds, band: as in `ExpertTensor`.
-    is_finite: whether all rows are known to be.
-    """
-
-    rows: np.ndarray[Any, Any] | None
-    thresholds: tuple[Threshold, ...]
-    band: float = math.nan
-    is_finite: bool = False
 
 
 class Surveyor:
@@ -126,13 +80,12 @@ class Surveyor:
         self._progress = progress
         self.analyzed = Meter("analyzed")
         self.factors = Meter("factors")
-        self._missing: list[tuple[str, str]] = []
         self._unreliable: list[tuple[int, str]] = []
         self._base_not_finite: list[str] = []
         self._squares_of: dict[str, float] = {}
         self._copied: list[tuple[str, str]] = []
-        self._known = KnownPairs(statistics, request)
-        self._compared: dict[str, tuple[int, Bools, Counts, Counts]] = {}
+        self._comparer = Comparer(catalog, request)
+        self._pairs = Pairs(catalog, statistics, request, lambda: self._facts, self.factors)
 
     @cached_property
     def _facts(self) -> Facts:
@@ -179,7 +132,7 @@ class Surveyor:
             *(catalog, base_id, expert_ids, names),
             choice=request.choice,
             fill=request.allow_missing,
-            fishers=request.fishers,
+            companions=[role for role, _ in request.companions],
             only=request.only,
             skip=request.skip,
         )
@@ -187,14 +140,10 @@ class Surveyor:
         records = _tensors(inputs, inputs.base)
         experts: list[dict[str, tuple[TensorId, Tensor]]] = []
         has_missing = False
-        for number, (expert, ids, lacking) in enumerate(
-            zip(request.experts, inputs.experts, inputs.lacking, strict=True)
+        for expert, ids, lacking in zip(
+            request.models, inputs.models, inputs.lacking, strict=False
         ):
             found = _tensors(inputs, ids)
-            if number >= len(inputs.models):
-                has_missing |= self._check_fisher(number, records, found, experts)
-                experts.append(found)
-                continue
             ours = chosen(_shapes(records), request.only, request.skip)
             theirs = chosen(_shapes(found), request.only, request.skip)
             if request.allow_missing:
@@ -213,9 +162,14 @@ class Surveyor:
                     theirs,
                     what=f"cannot be merged into {request.base.name}",
                     where=expert.name,
-                    hint=_hint_for(request.base.name, expert.name, ours, theirs, records, found),
+                    hint=hint_for(request.base.name, expert.name, ours, theirs, records, found),
                 )
             experts.append(found)
+        for one, numbers in self._split(range(len(inputs.experts))):
+            for number in numbers:
+                found = _tensors(inputs, inputs.experts[number])
+                has_missing |= self._check_companion(one, number, records, found, experts)
+                experts.append(found)
         tensors: list[SurveyedTensor] = []
         self._require_rules(records)
         tied = ties_embeddings(catalog, base)
@@ -225,15 +179,14 @@ class Surveyor:
         left_out = left_out_names(first, request.only, request.skip, others=others)
         merged = [name for name in records if first[name] == name and name not in left_out]
         for expert, found in zip(request.experts, experts[: len(inputs.models)], strict=False):
-            _require_types(records, found, merged, base=request.base.name, where=expert.name)
+            require_types(records, found, merged, base=request.base.name, where=expert.name)
         copies = Counter(first.values())
         candidates = {
             name: Candidate(name, *records[name], [found[name] for found in experts], copies[name])
             for name in merged
         }
-        self._known.fetch(asked for one in candidates.values() for asked in self._measured(one))
-        self._look_up_lengths(candidates.values())
-        self._compare(candidates.values())
+        self._pairs.fetch(candidates.values())
+        self._comparer.compare(candidates.values())
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
         with ThreadPoolExecutor(self._threads, "survey") as pool:
@@ -261,41 +214,52 @@ class Surveyor:
             tensors=tuple(tensors),
             base_squares=squares,
             copied=tuple(self._copied),
-            missing=tuple(self._missing),
+            missing=tuple(self._pairs.missing),
             unreliable=tuple(self._unreliable),
             base_not_finite=tuple(self._base_not_finite),
             idle_rules=self._idle_rules({*first.values()} - left_out.keys()),
             squares=self._squares_of,
             has_missing=has_missing,
-            fishers=request.fishers,
+            listed=len(request.companions),
+            read=tuple([one for one in request.operation.method.companions if one.is_read]),
             without=inputs.without,
         )
 
-    def _check_fisher(
+    def _split(self, inputs: Sequence[Any]) -> list[tuple[Companion, Sequence[Any]]]:
+        """Return what the method asks for with its part of what there is of each expert."""
+        request = self._request
+        return split(request.operation.method.companions, len(request.models), inputs)
+
+    def _check_companion(
         self,
+        one: Companion,
         number: int,
         base: Mapping[str, tuple[TensorId, Tensor]],
         found: Mapping[str, tuple[TensorId, Tensor]],
         models: Sequence[Mapping[str, tuple[TensorId, Tensor]]],
     ) -> bool:
-        """Check a Fisher's tensors, and return whether it lacks some that an expert moves.
+        """Check a companion's tensors, and return whether it lacks some that an expert moves.
 
         Only these are needed.  Raises Incompatible for tensors that are missing and must not be, or
         that the base does not have, for other shapes, and for elements that are no numbers.
         """
         request, where = self._request, self._request.experts[number].name
-        count = len(request.experts) - request.fishers
         wanted = chosen(_shapes(base), request.only, request.skip)
         sources = {source for _, own in request.outputs for source in own}
-        numbers = {
-            name: id
-            for name, (id, record) in base.items()
+        shapes = {
+            name: shape
+            for name, (_, record) in base.items()
             if (name in wanted or name in sources) and record.dtype in ITEMSIZES
+            if (shape := one.shape(record.shape)) is not None
         }
         moved = {
             name
-            for name, id in numbers.items()
-            if any(one[name][0] != id for one in models[:count] if name in one)
+            for name in shapes
+            if any(
+                own[name][0] != base[name][0]
+                for own in models[: len(request.models)]
+                if name in own
+            )
         }
         lacks = [name for name in moved if not self._inputs.has(number, name)]
         others = [
@@ -308,54 +272,31 @@ class Surveyor:
             if names and not request.allow_missing:
                 allowed = Option("allow_missing", True)
                 raise Incompatible(
-                    f"{verb} {few(names)}: a Fisher has the tensors of the model",
+                    f"{verb} {few(names)}: a {one} has the tensors of the model",
                     where=where,
                     hint=phrase(
-                        "{allowed} leaves an expert out of the tensors that its Fisher lacks",
+                        "{allowed} leaves an expert out of the tensors that its {role} lacks",
                         allowed=allowed,
+                        role=str(one),
                     ),
                 )
         if moved and len(lacks) == len(moved):
             raise Incompatible(
-                f"has none of the tensors of {request.base.name} that are merged: it is the Fisher "
+                f"has none of the tensors of {request.base.name} that are merged: it is the {one} "
                 "of another model",
                 where=where,
             )
-        for name in numbers:
+        for name, shape in shapes.items():
             record = found[name][1]
-            if record.shape != base[name][1].shape or record.dtype not in ITEMSIZES:
+            is_own = one.is_read or self._inputs.has(number, name)
+            if is_own and (record.shape != shape or record.dtype not in ITEMSIZES):
+                whose = "the model's shape" if one.is_read else "the shape"
                 raise Incompatible(
-                    f"{name} is {record.dtype} {list(record.shape)}: a Fisher has the model's "
-                    f"shape, {list(base[name][1].shape)}, and is {', '.join(sorted(ITEMSIZES))}",
+                    f"{name} is {record.dtype} {list(record.shape)}: a {one} has {whose}, "
+                    f"{list(shape)}, and is {', '.join(sorted(ITEMSIZES))}",
                     where=where,
                 )
         return bool(lacks or others)
-
-    def _look_up_lengths(self, candidates: Iterable[Candidate]) -> None:
-        """Look up what the blocks of all tensors cost at once: it is remembered for each."""
-        self._catalog.lengths.of(
-            [
-                record.blocks
-                for one in candidates
-                for id, record in one.pairs
-                if id != one.base_id and not isinstance(record, AppliedTensor)
-            ]
-        )
-
-    def _measured(
-        self, one: Candidate
-    ) -> Iterator[tuple[tuple[TensorId, TensorId], int, int, Operation, int]]:
-        """Yield the pairs of a tensor whose statistics are probably needed (`KnownPairs.fetch`)."""
-        operation = self._request.operation_of(one.name)
-        if one.base.dtype not in ITEMSIZES or not has_digest(operation):
-            return
-        elements, weightless = math.prod(one.base.shape), operation.weightless
-        size, base = self._catalog.block_size, one.base.dtype
-        models = one.pairs[: len(one.pairs) - self._request.fishers]
-        for number, (id, record) in enumerate(models):
-            if id != one.base_id and record.dtype in ITEMSIZES and not weightless[number]:
-                chunk = chunk_elements(size, base, record.dtype)
-                yield (one.base_id, id), elements, chunk, operation, number
 
     def _require_rules(self, records: Collection[str]) -> None:
         """Raise BadRequest for a rule or an output that cannot be what the caller meant."""
@@ -442,8 +383,8 @@ class Surveyor:
         rule = self._request.rule_of(name)
         operation = self._request.operation_of(name)
         dtype = None if rule is None else rule.dtype
-        count = len(pairs) - self._request.fishers
-        pairs, fishers = pairs[:count], pairs[count:]
+        every, pairs = pairs, pairs[: len(self._request.models)]
+        named = sources[1:] or (name,) * len(every)
         changed = [id != base_id for id, _ in pairs]
         dtypes = [record.dtype for _, record in pairs]
         if not {base.dtype, *dtypes} <= ITEMSIZES.keys():
@@ -457,50 +398,40 @@ class Surveyor:
         known = Measured()
         if operation.measures:
             source = sources[0] if sources else name
-            facts = self._facts.of(name, (base_id, base), pairs, pool, source=source)
+            facts = self._facts.of(
+                *(name, (base_id, base), pairs, pool),
+                source=source,
+                companions=self._beside(every, named),
+            )
             operation, known = operation.measured(facts)
-        compared = None if sources else self._compared.get(name)
-        if compared is not None:
-            chunk, equal, twin, cost = compared
-        else:
-            records, size = [record for _, record in pairs], self._catalog.block_size
-            others = [*records, *(record for _, record in fishers)]
-            chunk = tensor_chunk(size, base, others, output, whole=operation.needs_rows)
-            ids = chunk_ids(base, chunk, size)
-            sides = [chunk_ids(record, chunk, size) for record in records]
-            equal = equal_chunks(ids, base.dtype, sides, dtypes)
-            twin = twins(sides, dtypes)
-            cost = self._costs(sides, equal, twin, records)
-        informed: Sequence[Fisher | None] = [None] * len(pairs)
-        if fishers:
-            named = sources or (name,) * (1 + 2 * count)
-            informed, twin = self._fishers(*(named, operation, fishers, chunk, (equal, twin), pool))
+        compared = None if sources else self._comparer.found(name)
+        if compared is None:
+            records = [record for _, record in pairs]
+            read = [own for one, own in self._split(every) if one.is_read]
+            others = [*records, *(record for own in read for _, record in own)]
+            whole = operation.needs_rows
+            chunk = tensor_chunk(self._catalog.block_size, base, others, output, whole=whole)
+            compared = chunk, *self._comparer.of(base, records, chunk)
+        chunk, equal, twin, cost = compared
+        if self._request.companions:
+            # What is not read is not shared.
+            twin = np.where(equal, np.arange(len(pairs))[:, None], twin)
+        parts = chunk, equal, twin
+        shared, beside = self._together(every, named, operation, parts, pool)
         weightless = operation.weightless
         moving = {
             k: (base_id, id)
             for k, (id, _) in enumerate(pairs)
             if id != base_id and not weightless[k]
         }
-        numbers = self._digested(operation, elements, chunk, moving)
-        numbers |= self._product_rows(operation, (base_id, base), pairs, moving, chunk, pool)
-        # One lookup for all of them; several experts may share a tensor.
-        missing = list(dict.fromkeys(pair for k, pair in moving.items() if k not in numbers))
-        tables = dict(zip(missing, self._statistics.pairs(missing), strict=True)) if missing else {}
+        shown = self._pairs.shown(name, operation, (base_id, base), pairs, moving, chunk, pool)
         none = (NOTHING_KEPT,) * len(operation.selection.ranks(elements))
-        still = _Numbers(np.zeros(equal.shape[1], dtype=CHUNK), none, is_finite=True)
+        still = Shown(np.zeros(equal.shape[1], dtype=CHUNK), none, is_finite=True)
         is_told = (sources[0] if sources else name) in self._base_not_finite
         experts: list[ExpertTensor] = []
         for number, (id, record) in enumerate(pairs):
             pair = base_id, id
-            if number in moving and number not in numbers:
-                found = tables[pair]
-                table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
-                if table is not None:
-                    tables[pair] = table
-                numbers[number] = self._numbers(
-                    name, pair, number, operation, elements, chunk, table
-                )
-            own = numbers.get(number, still)
+            own = shown.get(number, still)
             rows, cuts = own.rows, own.thresholds
             is_sure = is_told or own.is_finite
             if rows is not None and not (is_sure or (finite(rows) | equal[number]).all()):
@@ -510,14 +441,15 @@ class Surveyor:
                     pair,
                     record,
                     equal[number],
-                    twin[number],
+                    shared[number],
                     cost[number],
                     rows,
                     cuts,
-                    self._surplus(pair, number, operation, cuts, elements, chunk),
+                    self._pairs.surplus(pair, number, operation, cuts, elements, chunk),
                     # What is measured of the tensor goes before what its table shows.
                     own.band if math.isnan(known.band) else known.band,
-                    informed[number],
+                    beside[number],
+                    twin[number],
                 )
             )
         return SurveyedTensor(
@@ -525,246 +457,53 @@ class Surveyor:
             *(copies, operation, sources, dtype, known.planned(len(experts))),
         )
 
-    def _compare(self, candidates: Iterable[Candidate]) -> None:
-        """Compare the blocks of stored tensors, and what they cost, many at a time."""
-        if self._request.fishers:
-            return
-        size, count = self._catalog.block_size, len(self._request.experts)
-        groups: dict[tuple[str, tuple[str, ...], int], list[Candidate]] = {}
-        for one in candidates:
-            operation = self._request.operation_of(one.name)
-            output = self._request.dtype_of(one.name, one.base.dtype)
-            records = [record for _, record in one.pairs]
-            dtypes = tuple(record.dtype for record in records)
-            if (
-                {one.base.dtype, *dtypes} <= ITEMSIZES.keys()
-                and 0 not in one.base.shape
-                and any(id != one.base_id for id, _ in one.pairs)
-                and not any(isinstance(record, AppliedTensor) for record in records)
-            ):
-                chunk = tensor_chunk(size, one.base, records, output, whole=operation.needs_rows)
-                groups.setdefault((one.base.dtype, dtypes, chunk), []).append(one)
-        for (base_dtype, dtypes, chunk), members in groups.items():
-            chunks = [-(-math.prod(one.base.shape) // chunk) for one in members]
-            for some in batched(members, chunks):
-                ids = joined_ids([one.base for one in some], chunk, size)
-                sides = [
-                    joined_ids([one.pairs[k][1] for one in some], chunk, size) for k in range(count)
-                ]
-                equal = equal_chunks(ids, base_dtype, sides, dtypes)
-                twin = twins(sides, dtypes)
-                cost = self._stored(some, [side.shape[1] // ID_WORDS for side in sides], equal)
-                cost = np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
-                end = 0
-                for one in some:
-                    start, end = end, end - (-math.prod(one.base.shape) // chunk)
-                    at = slice(start, end)
-                    self._compared[one.name] = chunk, equal[:, at], twin[:, at], cost[:, at]
+    def _beside(
+        self, inputs: Sequence[tuple[TensorId, Tensor]], names: Sequence[str]
+    ) -> dict[str, list[tuple[TensorId, Tensor] | None]]:
+        """Return the tensors of companions that are facts; None where one has none.
 
-    def _stored(self, some: Sequence[Candidate], per_chunk: Sequence[int], equal: Bools) -> Counts:
-        """Return the stored bytes of chunks, int64[K, chunks]; per_chunk: blocks of each expert's.
-
-        0 for a tensor that is the base's.
+        names: of the tensor in each expert and companion.
         """
-        members = [
-            (k, one.pairs[k][1].blocks, one.pairs[k][0] != one.base_id)
-            for k in range(len(per_chunk))
-            for one in some
-        ]
-        found = iter(
-            self._catalog.lengths.of([blocks for _, blocks, differs in members if differs])
-        )
-        cost: list[list[Counts]] = [[] for _ in per_chunk]
-        for k, blocks, differs in members:
-            cost[k].append(
-                _by_chunk(next(found), per_chunk[k])
-                if differs
-                else np.zeros(-(-len(blocks) // (ID_BYTES * per_chunk[k])), dtype=np.int64)
-            )
-        return np.array([np.concatenate(side) for side in cost]).reshape(equal.shape)
+        return {
+            one.role: [inputs[n] if self._inputs.has(n, names[n]) else None for n in numbers]
+            for one, numbers in self._split(range(len(inputs)))
+            if not one.is_read
+        }
 
-    def _costs(
-        self, sides: Sequence[Words], equal: Bools, twin: Counts, records: Sequence[Tensor]
-    ) -> Counts:
-        """Return stored bytes of each expert's chunks, int64[K, chunks]: 0 if equal to the base.
-
-        An applied tensor is read whole or not at all: its bytes are those of its first chunk.
-        """
-        cost = np.zeros(equal.shape, dtype=np.int64)
-        wanted = ~equal & (twin == np.arange(len(sides))[:, None])
-        for k, record in enumerate(records):
-            if isinstance(record, AppliedTensor):
-                wanted[k] = False
-                cost[k, 0] = low_rank.stored_bytes(self._catalog, record)
-        read = np.flatnonzero(wanted.any(axis=1)).tolist()
-        found = self._catalog.lengths.of([records[k].blocks for k in read])
-        for k, lengths in zip(read, found, strict=True):
-            whole = _by_chunk(lengths, sides[k].shape[1] // ID_WORDS)
-            cost[k] = np.where(wanted[k], whole, cost[k])
-        return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
-
-    def _fishers(
+    def _together(
         self,
+        inputs: Sequence[tuple[TensorId, Tensor]],
         names: Sequence[str],
         operation: Operation,
-        fishers: Sequence[tuple[TensorId, Tensor]],
-        chunk: int,
-        models: tuple[Bools, Counts],
+        compared: tuple[int, Bools, Counts],
         pool: ThreadPoolExecutor,
-    ) -> tuple[list[Fisher], Counts]:
-        """Return the Fishers of one tensor's experts, and the first of those that share blocks.
+    ) -> tuple[Counts, list[tuple[Beside, ...]]]:
+        """Return the first expert that shares blocks, and the companions read with each.
 
-        names: of the tensor in the base, in each expert and in each Fisher. models: equal and twin
-        of the experts.
+        names: as for `_beside`. compared: elements of a chunk, equal and twin of the experts.
         """
-        equal, twin = models
-        count = len(fishers)
-        own = np.broadcast_to(np.arange(count)[:, None], equal.shape)
-        # What is not read is not shared.
-        twin = np.where(equal, own, twin)
-        records = [record for _, record in fishers]
-        sides = [chunk_ids(record, chunk, self._catalog.block_size) for record in records]
-        mates = twins(sides, [record.dtype for record in records])
-        cost = self._costs(sides, np.zeros_like(equal), mates, records)
-        found = []
-        for k, (id, record) in enumerate(fishers):
-            is_there = self._inputs.has(count + k, names[1 + count + k])
-            sums, squares = None, None
-            # Where no expert moves, no Fisher counts.
-            if is_there and not equal.all() and not operation.weightless[k]:
-                where = f"{self._request.experts[count + k].name}: {names[1 + count + k]}"
-                measured = self._facts.fisher(where, id, record, chunk, pool)
-                if measured is not None:
-                    sums, squares = measured
-            size = ITEMSIZES[record.dtype]
-            found.append(Fisher(mates[k], cost[k], sums, squares, size, is_there, twin[k]))
-        return found, grouped((twin, mates))
-
-    def _product_rows(
-        self,
-        operation: Operation,
-        base: tuple[TensorId, Tensor],
-        experts: Sequence[tuple[TensorId, Tensor]],
-        moving: Mapping[int, tuple[TensorId, TensorId]],
-        chunk: int,
-        pool: ThreadPoolExecutor,
-    ) -> dict[int, _Numbers]:
-        """Return upper bounds on the rows of products, where planning needs no more of them."""
-        products = {
-            pair: record
-            for k, pair in moving.items()
-            for record in (experts[k][1],)
-            if isinstance(record, AppliedTensor) and record.magnitude is None
-        }
-        if not (products and self._request.analyze and operation.needs_only_norms):
-            return {}
-        squares = self._facts.squares(base, pool)
-        elements = math.prod(base[1].shape)
-
-        def rows_of(record: AppliedTensor) -> Rows:
-            factors = low_rank.load_factors(self._catalog, record, self.factors)
-            return product_rows(factors, squares, elements, chunk)
-
-        found = dict(zip(products, pool.map(rows_of, products.values()), strict=True))
-        keep_products(self._statistics, found)
-        return {k: _Numbers(found[pair], ()) for k, pair in moving.items() if pair in found}
-
-    def _checked(
-        self,
-        name: str,
-        number: int,
-        base_id: TensorId,
-        base: Tensor,
-        id: TensorId,
-        record: Tensor,
-        chunk: int,
-        pool: ThreadPoolExecutor,
-        table: DeltaTable | None,
-    ) -> DeltaTable | None:
-        """Return existing or newly computed statistics; None, with the cause noted, if neither."""
-        if table is not None and _fits(table, base, chunk):
-            return table
-        if not self._request.analyze:
-            cause = "no statistics" if table is None else "statistics of another tensor"
-            self._missing.append((f"{self._request.experts[number].name}: {name}", cause))
-            return None
-        return self._facts.measured((base_id, base), (id, record), pool)
-
-    def _digested(
-        self,
-        operation: Operation,
-        elements: int,
-        chunk: int,
-        moving: Mapping[int, tuple[TensorId, TensorId]],
-    ) -> dict[int, _Numbers]:
-        """Return what is known of experts without their tables."""
-        found: dict[int, _Numbers] = {}
-        if not has_digest(operation):
-            return found
-        ranks_of = operation.selection.ranks
-        for number, pair in moving.items():
-            known = self._known.find(pair, elements, chunk, ranks_of(elements, number))
-            if known is not None:
-                row, cuts = known
-                rows = coarsen(row.rows, chunk // row.chunk_elements)
-                # Sums of what is finite are.
-                found[number] = _Numbers(rows, cuts, is_finite=row.is_finite)
-        return found
-
-    def _numbers(
-        self,
-        name: str,
-        pair: tuple[TensorId, TensorId],
-        number: int,
-        operation: Operation,
-        elements: int,
-        chunk: int,
-        table: DeltaTable | None,
-    ) -> _Numbers:
-        """Return what a table shows of an expert that moves the tensor."""
-        ranks = operation.selection.ranks(elements, number)
-        if table is None:
-            if ranks:
-                raise BadRequest(
-                    "trimming needs the statistics of this expert against the base",
-                    where=f"{self._request.experts[number].name}: {name}",
-                    hint=phrase(
-                        "{analyze}, or add the expert with {base}",
-                        analyze=NEEDS_ANALYSIS,
-                        base=Option("base"),
-                    ),
-                )
-            return _Numbers(None, ())
-        rows = coarsen(table.rows, chunk // table.chunk_elements)
-        histogram = _without_nan(table.histogram) if ranks else table.histogram
-        thresholds = tuple(
-            select(histogram, rank, table.elements) if rank else KEEPS_NONE for rank in ranks
-        )
-        if has_digest(operation):
-            self._known.learn(pair, table, ranks, thresholds)
-            return _Numbers(rows, thresholds)
-        squares = [kept_squares(histogram, threshold) for threshold in thresholds]
-        return _Numbers(rows, thresholds, squares[0] - squares[1])
-
-    def _surplus(
-        self,
-        pair: tuple[TensorId, TensorId],
-        number: int,
-        operation: Operation,
-        cuts: tuple[Threshold, ...],
-        elements: int,
-        chunk: int,
-    ) -> tuple[int, int]:
-        """Return `ExpertTensor.surplus`; zeros if the data may be read, or was read before."""
-        # Of two thresholds both must be exact (`thresholds`), so they keep no element too many.
-        if len(cuts) != 1 or self._request.analyze or cuts[0].needed in (0, cuts[0].in_bin):
-            return 0, 0
-        (cut,) = cuts
-        (keep,) = operation.selection.ranks(elements, number)
-        beyond = cut.in_bin - cut.needed
-        if not cut.exact and self._statistics.threshold(*pair, keep) is None:
-            return beyond, beyond
-        return 0, 0 if self._statistics.ties(*pair, keep, chunk) is not None else beyond
+        chunk, equal, own = compared
+        found, twin = [], [own]
+        for one, numbers in self._split(range(len(inputs))):
+            if not one.is_read:
+                continue
+            mates, cost = self._comparer.shared([inputs[n][1] for n in numbers], chunk)
+            twin.append(mates)
+            role = []
+            for k, number in enumerate(numbers):
+                is_there, length = self._inputs.has(number, names[number]), equal.shape[1]
+                totals = np.full((one.totals, length), np.nan)
+                # Where no expert moves, no companion counts.
+                if is_there and not equal.all() and not operation.weightless[k]:
+                    where = f"{self._request.experts[number].name}: {names[number]}"
+                    known = self._facts.totals(one, where, inputs[number], chunk, pool)
+                    totals = totals if known is None else known
+                size = np.full(length, ITEMSIZES[inputs[number][1].dtype])
+                there = np.full(length, is_there)
+                role.append(Beside(mates[k], cost[k], totals, size, there))
+            found.append(role)
+        none: list[tuple[Beside, ...]] = [()] * len(own)
+        return grouped(twin) if found else own, [*zip(*found, strict=True)] if found else none
 
     # -- the base ----------------------------------------------------------------------------
 
@@ -791,127 +530,5 @@ def _tensors(inputs: Inputs, ids: Names) -> dict[str, tuple[TensorId, Tensor]]:
     return dict(zip(ids, zip(ids.values(), records, strict=True), strict=True))
 
 
-def _hint_for(
-    base: str,
-    expert: str,
-    ours: Mapping[str, tuple[int, ...]],
-    theirs: Mapping[str, tuple[int, ...]],
-    records: Mapping[str, tuple[TensorId, Tensor]],
-    found: Mapping[str, tuple[TensorId, Tensor]],
-) -> Text:
-    """Return what to do about an expert whose tensors have not the names and shapes of the base's.
-
-    base, expert: their names. ours, theirs: shapes of what is merged. records, found: all tensors.
-    """
-    from mstore.merge.planning.castable import hint_for_scales
-
-    hint = told_difference(base, expert)
-    if ours.keys() != theirs.keys():
-        allowed = Option("allow_missing", True)
-        hint = phrase("{told}, {allowed} merges the others", told=hint, allowed=allowed)
-    if differ_in_vocabulary(ours, theirs):
-        models = {"base": base, "experts": (expert,)}
-        hint = phrase("{align} gives them one vocabulary", align=call("align", **models))
-    return hint_for_scales(base, _types(records), expert, _types(found)) or hint
-
-
 def _shapes(tensors: Mapping[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int, ...]]:
     return {name: record.shape for name, (_, record) in tensors.items()}
-
-
-def _types(tensors: Mapping[str, tuple[TensorId, Tensor]]) -> dict[str, str]:
-    return {name: record.dtype for name, (_, record) in tensors.items()}
-
-
-def odd_types(base: Tensor, other: Tensor) -> set[str]:
-    """Return element types without arithmetic here of tensors that differ; none if they may."""
-    types = {base.dtype, other.dtype} - ITEMSIZES.keys()
-    return types if types and other != base and 0 not in base.shape else set()
-
-
-def _require_types(
-    base_records: Mapping[str, tuple[TensorId, Tensor]],
-    records: Mapping[str, tuple[TensorId, Tensor]],
-    names: Sequence[str],
-    *,
-    base: str,
-    where: str,
-) -> None:
-    """Raise Incompatible if elements differ from the base's that have no arithmetic here."""
-    odd = {
-        name: types
-        for name in names
-        if (types := odd_types(base_records[name][1], records[name][1]))
-    }
-    if odd:
-        from mstore.merge.planning.castable import hint_for_types
-
-        kinds = sorted(set().union(*odd.values()))
-        pairs = [(base_records[name][1].dtype, records[name][1].dtype) for name in odd]
-        skip = phrase(
-            "{skip} leaves them as they are in the base",
-            skip=Option("skip", next(iter(odd)) if len(odd) == 1 else ("PATTERN",)),
-        )
-        raise Incompatible(
-            f"elements of {', '.join(kinds)} cannot be merged, and have other values than "
-            f"in {base}: {few(list(odd))}",
-            where=where,
-            hint=joined(hint_for_types(base, where, pairs), skip, between="; "),
-        )
-
-
-def _without_nan(histogram: Histogram) -> Histogram:
-    """Drop NaNs: a NaN exceeds no threshold, so it is never kept and uses up no quota."""
-    if not len(histogram.bins) or histogram.bins[-1] < NAN_BIN:
-        return histogram
-    counted = histogram.bins < NAN_BIN
-    return Histogram(histogram.bins[counted], histogram.counts[counted], histogram.inexact[counted])
-
-
-def coarsen(rows: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
-    """Merge the rows of `factor` chunks each into one; drops the sketch."""
-    if factor == 1:
-        return rows
-    starts = np.arange(0, len(rows), factor)
-    coarse = np.zeros(len(starts), dtype=CHUNK)
-    for name in ("nonzeros", "sum_abs", "sum_squares", "base_squares"):
-        coarse[name] = np.add.reduceat(rows[name], starts)
-    coarse["max_abs"] = np.maximum.reduceat(rows["max_abs"], starts)
-    return coarse
-
-
-def left_out_names(
-    first: Mapping[str, str],
-    only: Sequence[str],
-    skip: Sequence[str],
-    *,
-    others: Collection[str] = (),
-) -> dict[str, str]:
-    """Return the tensors that patterns leave to the base, and why; by the first of their names.
-
-    A tensor of several names is skipped if one of them is to be skipped, and merged if at least one
-    is to be merged.  Raises BadRequest for a pattern that matches neither a tensor nor one of
-    `others`, which experts have.
-    """
-    require_matches({*first, *others}, only, skip)
-    left_out = {}
-    if only:
-        wanted = {first[name] for name in matching(first, only)}
-        left_out = dict.fromkeys(set(first.values()) - wanted, NOT_AMONG_ONLY)
-    skipping = Globs(skip)
-    for name, tensor in first.items():
-        number = skipping.first(name)
-        if number is not None:
-            left_out[tensor] = skipped(skip[number])
-    return left_out
-
-
-def _by_chunk(lengths: Counts, blocks: int) -> Counts:
-    """Return the sums of the lengths of blocks, `blocks` to a chunk; fewer in the last."""
-    if blocks == 1:
-        return lengths
-    return np.add.reduceat(lengths, np.arange(0, len(lengths), blocks))
-
-
-def _fits(table: DeltaTable, base: Tensor, chunk: int) -> bool:
-    return table.elements == math.prod(base.shape) and chunk % table.chunk_elements == 0

@@ -17,8 +17,9 @@ from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import split_name
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
+from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, skipped
 from mstore.objects.plan import Criteria, Plan
-from mstore.objects.shapes import EMBEDDINGS, matching
+from mstore.objects.shapes import EMBEDDINGS, Globs, matching, require_matches
 from mstore.store.catalog import Catalog
 from mstore.store.tied import KEY, own_head, sizes_of, ties_embeddings
 
@@ -90,3 +91,29 @@ def left_to_base(names: Mapping[str, object], criteria: Criteria) -> set[str]:
     """Return the names that the patterns leave to the base."""
     left_out = matching(names, criteria.skip)
     return left_out | names.keys() - matching(names, criteria.only or ("*",))
+
+
+def left_out_names(
+    first: Mapping[str, str],
+    only: Sequence[str],
+    skip: Sequence[str],
+    *,
+    others: Collection[str] = (),
+) -> dict[str, str]:
+    """Return the tensors that patterns leave to the base, and why; by the first of their names.
+
+    A tensor of several names is skipped if one of them is to be skipped, and merged if at least one
+    is to be merged.  Raises BadRequest for a pattern that matches neither a tensor nor one of
+    `others`, which experts have.
+    """
+    require_matches({*first, *others}, only, skip)
+    left_out = {}
+    if only:
+        wanted = {first[name] for name in matching(first, only)}
+        left_out = dict.fromkeys(set(first.values()) - wanted, NOT_AMONG_ONLY)
+    skipping = Globs(skip)
+    for name, tensor in first.items():
+        number = skipping.first(name)
+        if number is not None:
+            left_out[tensor] = skipped(skip[number])
+    return left_out

@@ -29,8 +29,7 @@ from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.phrases import few
 from mstore.store.catalog import Catalog
-from mstore.store.configs import config_of
-from mstore.store.models import models_in, paired, tensors_of
+from mstore.store.models import config_of, models_in, paired, tensors_of
 from mstore.store.not_finite import NotFiniteTensor
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.vocabulary import tokenizer as tokenizers
@@ -185,7 +184,7 @@ def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Merge
             name for name, id in stand_ins(base, own).items() if name in merged and id == base[name]
         ]
         if k >= models:
-            # What no expert moves needs no Fisher.
+            # What no expert moves needs no companion.
             lacking = [name for name in lacking if name in moved]
         if lacking:
             so = "the base's count for them" if k < models else "its expert has no part in them"

@@ -24,10 +24,9 @@ import numpy.typing as npt
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
-from mstore.blocks.meter import Meter
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import PackGone
-from mstore.blocks.reader import decode_into, verify
+from mstore.blocks.reader import Meter, decode_into, verify
 from mstore.errors import Corrupt
 from mstore.ids import BlockId
 from mstore.merge.running.task import ChunkTask, Row, Source

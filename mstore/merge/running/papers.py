@@ -88,9 +88,9 @@ in its own content; those of its parents' contents can, and `mstore show ID` tak
 class Parent(msgspec.Struct, frozen=True):
     """A parent as its own files describe it.
 
-    role: base, expert N from 1 on, or Fisher N, of that expert: it is no model. name: from its
-    card; for the base also the name that all experts' cards give their base; None if there is none.
-    licence: what its card states, None for nothing. texts: its licence files.
+    role: base, expert N from 1 on, or a companion's and N, of that expert: it is no model. name:
+    from its card; for the base also the name that all experts' cards give their base; None if there
+    is none. licence: what its card states, None for nothing. texts: its licence files.
     """
 
     role: str
@@ -208,6 +208,9 @@ class Papers:
         yield self._title()
         yield ""
         yield "Made by mstore. This card stands in place of the base's own."
+        if self._plan.model is not None:
+            model = json.dumps(self._plan.model) if self._plan.model else "model at its top"
+            yield f"\nOnly the base's {model} was merged: all its other models are as they were."
         if not_finite:
             yield from ("", _odd(not_finite))
         yield from ("", "## Parents", "")

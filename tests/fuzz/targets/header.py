@@ -8,7 +8,7 @@ from checkpoints import safetensors_bytes
 from mutation import Form
 
 from mstore.checkpoint.header import parse_header
-from mstore.checkpoint.small_files import LENGTH_BYTES
+from mstore.checkpoint.strict_json import LENGTH_BYTES
 
 FORM = Form.HEADER
 REST = 24

@@ -6,7 +6,7 @@ import json
 
 from mutation import Form
 
-from mstore.vocabulary.papers import renumbered, with_added
+from mstore.vocabulary.members import renumbered, with_added
 from mstore.vocabulary.tokenizer import parse, union
 
 FORM = Form.TEXT

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import numpy as np
 
-from mstore.merge.arithmetic.competition import Competition
-from mstore.merge.arithmetic.turns import Turn
-from mstore.merge.measures.grid import Floats
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.arithmetic import competition
+from mstore.merge.arithmetic.tiles import BALANCED
+from mstore.merge.measures.grid import Bools, Floats, added
+from mstore.merge.methods.method import Combination, Operation
 from mstore.merge.methods.model import Model
-from mstore.merge.methods.parameters import Value
 
 
 class BalancedModel(Model):
     """As `Model`, for shares of those that win an element."""
 
-    def _coefficients(self) -> Floats:
-        """Return a guess: each wins elements of its own, and has all of them."""
-        found: Floats = self._weights * self._undivided()
-        return found
+    def likely(self, left_out: Bools, taken: Bools) -> Floats:
+        """Return a guess, float64[C]: each wins elements of its own, and has all of them."""
+        return added(np.where(left_out, self._typical, 0.0) ** 2)
 
 
-class Balanced(Sum):
+class Balanced(Combination):
     """A sum with factors of each element."""
 
+    kind = BALANCED
+    kernel = staticmethod(competition.run)
     model = BalancedModel
     unbounded = "weighs elements by who competes for them"
 
@@ -32,6 +32,6 @@ class Balanced(Sum):
         """Elements count."""
         return False
 
-    def turn(self, parameters: Mapping[str, Value]) -> Turn:
-        """Return the competition."""
-        return Competition()
+    def who(self, operation: Operation, k: int, listed: int) -> bytes:
+        """Return how many compete: scores follow from that, too."""
+        return sum(weight != 0 for weight in operation.weights).to_bytes(2, "little")

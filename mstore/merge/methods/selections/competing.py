@@ -1,25 +1,25 @@
 """COMPETING: d_k where its score is among those that are not dropped (`arithmetic.competition`).
 
 Of n elements of a tensor, an expert's score of rank int(n (1 - ratio)) from the smallest, 0, is the
-least that counts.  The largest delta of each expert is found in a first pass, the upper half of
-that score's bits in a second and the lower in a third; all read all experts.  No pass keeps more
-than chunks.
+least that counts.  Statistics know the largest delta of each expert.  A first pass over all experts
+finds the upper half of that score's bits, and a second the lower.  Scores of a tensor are kept from
+the first pass on if they are up to 32 Mi, so that the second reads nothing; of a larger one no pass
+keeps more than chunks.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from blake3 import blake3
 
-from mstore.merge.arithmetic.competition import LIMITS, scores
+from mstore.merge.arithmetic.competition import LIMITS, scores, singles_of
 from mstore.merge.arithmetic.kernels import UNLIMITED
-from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.measures.deltas import Chunks
 from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.parameters import Parameter, Range, Value
@@ -30,10 +30,10 @@ from mstore.objects.plan import Threshold
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 RATIO: Final = Parameter("ratio", "float", 0.1, Range(0.0, 1.0, above_low=True))
-_SIGN: Final = np.uint32(1 << 31)
+_MOST_KEPT: Final = 1 << 25
+"""So many scores of a tensor are kept: 128 MiB."""
 _LACK: Final = "a difference of two inputs is beyond float32", "its experts cannot compete"
 
 
@@ -55,26 +55,28 @@ class Competing(Selection, frozen=True):
         """Return it with the parameter ratio."""
         return cls(experts, common(parameters, RATIO))
 
-    def weightless(self, weights: Sequence[float]) -> tuple[bool, ...]:
-        """Return False for all: whoever competes is read, whatever its weight."""
-        return (False,) * len(weights)
+    def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
+        """Return the largest delta of each, and the least and largest scores that count.
 
-    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
-        """Return the largest delta of each, and the least and largest scores that count."""
-        ids = [id for id, _ in facts.sides[1:]]
+        Who has no weight does not compete, and has zeros.
+        """
+        own = [side for side in facts.experts if not weightless[side - 1]]
+        ids = [facts.sides[side][0] for side in own]
         what = struct.pack("<d", self.ratio) + b"".join(ids)
         keys = [
             (id, blake3(b"competition %d %d" % (place, k) + what).digest(length=16))
             for place in range(LIMITS)
             for k, id in enumerate(ids)
         ]
-        known = facts.known(keys)
-        if known is None:
-            known = _limits(facts.chunks(), self.ratio, facts.pool)
-            facts.keep(keys, known)
-        sides = range(len(facts.sides))
-        found = [facts.finite(one, sides, _LACK) for one in known]
-        return Measured(thresholds=tuple([Threshold(one, -1) for one in found]))
+
+        def limits() -> list[float]:
+            largest = [facts.largest(side, _LACK) for side in own]
+            return [*largest, *_limits(facts.chunks(own), self.ratio, largest, facts.pool)]
+
+        known = facts.once(keys, limits)
+        found = np.zeros((LIMITS, self.experts))
+        found[:, [side - 1 for side in own]] = np.array(known).reshape(LIMITS, len(own))
+        return Measured(thresholds=tuple([Threshold(one, -1) for one in found.ravel().tolist()]))
 
     def squares(self, grid: Grid) -> Floats:
         """Return a guess: what competes best is mostly also what moves most."""
@@ -89,54 +91,54 @@ class Competing(Selection, frozen=True):
         """Those of each expert."""
         return LIMITS
 
+    @property
+    def cuts(self) -> int:
+        """As many for the kernel."""
+        return LIMITS
+
     def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
-        """Return them for `Competition`; the kernel itself trims nothing."""
+        """Return them; nothing ties at them."""
         return (
             np.array([one.value for one in planned], dtype=np.float32),
             np.full(len(planned), UNLIMITED, dtype=np.int64),
         )
 
 
-def _ordered(score: Singles) -> Bits:
-    """Return numbers without a sign that order as the scores do."""
-    bits = score.view(np.uint32)
-    found: Bits = np.where(bits & _SIGN, ~bits, bits | _SIGN)
-    return found
+class _Scores:
+    """A tensor's scores, chunk by chunk, kept if they are few.  Any thread may ask for a chunk."""
+
+    def __init__(self, chunks: Chunks, largest: Sequence[float]) -> None:
+        self._chunks = chunks
+        self._largest = largest
+        self._keeps = chunks.elements * chunks.experts <= _MOST_KEPT
+        self._kept: dict[int, list[Bits]] = {}
+
+    def of(self, number: int) -> Iterable[Bits]:
+        """Return those of a chunk, in pieces: uint32[K, n]."""
+        kept = self._kept.get(number)
+        if kept is not None:
+            return kept
+        found = (scores(deltas, self._largest) for deltas in self._chunks.deltas(number))
+        return self._kept.setdefault(number, list(found)) if self._keeps else found
 
 
-def _score(ordered: int) -> float:
-    bits = np.uint32(ordered)
-    return float((bits ^ _SIGN if bits & _SIGN else ~bits).view(np.float32))
+def _limits(
+    chunks: Chunks, ratio: float, largest: Sequence[float], pool: ThreadPoolExecutor
+) -> list[float]:
+    """Return the least score and the largest of each expert, in this order."""
+    experts, every = range(chunks.experts), _Scores(chunks, largest)
 
-
-def _limits(chunks: Chunks, ratio: float, pool: ThreadPoolExecutor) -> list[float]:
-    """Return the largest delta, the least score and the largest of each expert, in this order.
-
-    NaN or infinity for tensors that are not finite.
-    """
-    experts = range(chunks.experts)
-
-    def largest_in(number: int) -> Floats:
-        found = np.zeros(chunks.experts)
-        for deltas in chunks.deltas(number):
-            found = np.maximum(found, [np.abs(one).max() for one in deltas])
-        return found
-
-    largest = np.max(list(pool.map(largest_in, chunks.numbers)), axis=0).tolist()
-    if not all(map(math.isfinite, largest)):
-        return [math.nan] * (LIMITS * chunks.experts)
-
-    def upper(number: int) -> tuple[list[Counts], list[float]]:
-        found, most = [halves.no_counts() for _ in experts], [-math.inf for _ in experts]
-        for deltas in chunks.deltas(number):
-            for k, score in enumerate(scores(deltas, largest)):
-                halves.count_upper(_ordered(score), found[k])
-                most[k] = max(most[k], float(score.max()))
+    def upper(number: int) -> tuple[list[Counts], Bits]:
+        found, most = [halves.no_counts() for _ in experts], np.zeros(len(experts), dtype=np.uint32)
+        for ordered in every.of(number):
+            for k in experts:
+                halves.count_upper(ordered[k], found[k])
+            most = np.maximum(most, ordered.max(axis=1))
         return found, most
 
-    high, most = [halves.no_counts() for _ in experts], [-math.inf for _ in experts]
+    high, most = [halves.no_counts() for _ in experts], np.zeros(len(experts), dtype=np.uint32)
     for counts, own in pool.map(upper, chunks.numbers):
-        most = list(map(max, most, own))
+        most = np.maximum(most, own)
         for k in experts:
             high[k] += counts[k]
     # The rank from the largest, 1.
@@ -145,9 +147,9 @@ def _limits(chunks: Chunks, ratio: float, pool: ThreadPoolExecutor) -> list[floa
 
     def lower(number: int) -> list[Counts]:
         found = [halves.no_counts() for _ in experts]
-        for deltas in chunks.deltas(number):
-            for k, score in enumerate(scores(deltas, largest)):
-                halves.count_lower(_ordered(score), places[k][0], found[k])
+        for ordered in every.of(number):
+            for k in experts:
+                halves.count_lower(ordered[k], places[k][0], found[k])
         return found
 
     low = [halves.no_counts() for _ in experts]
@@ -155,7 +157,8 @@ def _limits(chunks: Chunks, ratio: float, pool: ThreadPoolExecutor) -> list[floa
         for k in experts:
             low[k] += counts[k]
     least = [
-        _score(halves.joined(top, halves.place(own, left)[0]))
+        halves.joined(top, halves.place(own, left)[0])
         for own, (top, left) in zip(low, places, strict=True)
     ]
-    return [*largest, *least, *most]
+    found: list[float] = singles_of(np.array([*least, *most.tolist()], dtype=np.uint32)).tolist()
+    return found

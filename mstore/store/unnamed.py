@@ -1,11 +1,17 @@
-"""lost+found: packs that no row names, and replaced indexes, kept instead of deleted.
+"""Packs that no row names: condemned ones in packs/, and what lies in lost+found/.
+
+Garbage collection and repair *condemn* packs in the transaction that removes their last rows. A
+holder of a lease at that moment may have looked up a block before and read it now. So the file
+stays until all those leases have ended; later leases see only the new rows. Readers without a lease
+look the block up again when a pack is gone. The file is removed before its row; the next sweep
+removes a row without a file.
 
     lost+found/<UTC time>/<PackId>.pack    a pack that no row names
     lost+found/<UTC time>/index/           an index that was replaced although it had other content
 
-A pack that the index does not name is either garbage of a killed writer, or data that an outdated
-index has lost track of; the index alone cannot tell. So garbage collection moves it here, and only
-`empty` removes it. `reindex` takes packs back. The time is for people.
+A pack that the index does not name at all is either garbage of a killed writer, or data that an
+outdated index has lost track of; the index alone cannot tell. So garbage collection moves it here,
+and only `empty_aside` removes it. `reindex` takes packs back. The time is for people.
 """
 
 from __future__ import annotations
@@ -16,12 +22,55 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from mstore import fs
+from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.pack_files import ScatteredPacks
-from mstore.blocks.pack_store import Packs
+from mstore.blocks.pack_store import Packs, Places
 from mstore.blocks.packs import Footer, SealedPack
-from mstore.errors import Corrupt, Incompatible
+from mstore.blocks.schema import Condemned
+from mstore.errors import Corrupt, Incompatible, StorageFailed
 from mstore.ids import PackId
+from mstore.store import leases
 from mstore.store.layout import Layout
+
+
+def condemn(index: Index, transaction: IndexTransaction, pack: PackId) -> None:
+    """Condemn a pack that no row names any more, and note which leases protect its file."""
+    index.condemn(transaction, pack, leases.names(index, transaction))
+
+
+def listed(index: Index) -> list[Condemned]:
+    """Return every condemned pack. Its file is garbage, whether it still exists or not."""
+    with index.env.read() as transaction:
+        return index.condemned(transaction)
+
+
+def holders(layout: Layout, packs: list[Condemned]) -> set[str]:
+    """Return the leases that still protect files of these packs."""
+    names = {name for pack in packs for name in pack.leases}
+    return {name for name in names if leases.is_live(layout, name)}
+
+
+def sweep(layout: Layout, index: Index, places: Places) -> list[Condemned]:
+    """Remove the files that no lease protects any more; return those packs.
+
+    Call with the writer lock held. Skips files that cannot be removed (another user's, for
+    example).
+    """
+    waiting = listed(index)
+    if not waiting:
+        return []
+    held = holders(layout, waiting)
+    gone = []
+    for pack in waiting:
+        if held.isdisjoint(pack.leases):
+            with suppress(StorageFailed):
+                places[pack.place].remove(pack.pack)
+                gone.append(pack)
+    if gone:
+        with index.env.write() as transaction:
+            index.forget_condemned(transaction, gone)
+    return gone
 
 
 def put_aside(layout: Layout, packs: Packs, unknown: Sequence[PackId]) -> Sequence[PackId]:
@@ -54,7 +103,7 @@ def _directory(layout: Layout) -> Path:
     return path
 
 
-def packs(layout: Layout) -> ScatteredPacks:
+def aside_packs(layout: Layout) -> ScatteredPacks:
     """Open the packs in lost+found; the caller closes them.  Raises StorageFailed."""
     return ScatteredPacks(layout.lost_found)
 
@@ -67,7 +116,7 @@ def bring_back(
     Call with the lock of garbage collection held.
     """
     found = []
-    with closing(packs(layout)) as aside:
+    with closing(aside_packs(layout)) as aside:
         for pack in aside.listed():
             try:
                 footer = aside.table(pack)
@@ -83,7 +132,7 @@ def bring_back(
     return found
 
 
-def size(layout: Layout) -> int:
+def aside_bytes(layout: Layout) -> int:
     """Return the bytes of all files in lost+found."""
     total = 0
     for path in layout.lost_found.rglob("*"):
@@ -93,8 +142,8 @@ def size(layout: Layout) -> int:
     return total
 
 
-def empty(layout: Layout) -> int:
+def empty_aside(layout: Layout) -> int:
     """Remove everything in lost+found; return the bytes that are freed."""
-    freed = size(layout)
+    freed = aside_bytes(layout)
     fs.remove_tree(layout.lost_found)
     return freed

@@ -3,23 +3,30 @@
 Handles one pack at a time, so that memory does not grow with the store. Counts show first whether
 rows lack an entry (rows that name a pack, rows that match its footer); only packs whose counts
 differ are then compared row by row.
+
+Payloads are read, decoded and hashed pack by pack, on several threads: all of them, or a *sample*:
+each block is in it with the same probability, drawn from a seed, so that the same store and seed
+read the same blocks.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from mstore.ahead import in_groups, in_order
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, base_of, pack_number, raw_length
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackGone
 from mstore.check.findings import RECORDS, Findings
-from mstore.errors import Corrupt
-from mstore.ids import PackId
+from mstore.errors import Corrupt, Unreadable
+from mstore.ids import BlockId, PackId
 from mstore.objects.canonical import decode
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.store.catalog import Catalog
 
 
@@ -229,3 +236,83 @@ def check_record(catalog: Catalog, kind: Kind, id: bytes, location: Location) ->
         record.check(catalog.block_size, id.hex())
     elif isinstance(record, VirtualTensor):
         record.check(id.hex())
+
+
+_GROUP_BYTES = 8 << 20
+_Block = tuple[BlockId, Location, Row]
+_Failure = tuple[BlockId, Row, Corrupt]
+
+
+class Payloads:
+    """One pass over the payloads of sound packs."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        findings: Findings,
+        tick: Callable[[int], None],
+        *,
+        threads: int,
+        share: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self._catalog = catalog
+        self._findings = findings
+        self._tick = tick
+        self._threads = threads
+        self._share = share
+        self._random = random.Random(seed)  # noqa: S311 -- a sample, not a secret
+        self.bytes_read = 0
+
+    def run(self, packs: list[PackId]) -> None:
+        """Read every block (or the sampled ones) that the index has in these packs."""
+        with ThreadPoolExecutor(self._threads, "fsck") as pool:
+            reading = in_order(
+                lambda group: pool.submit(self._read, group),
+                self._groups(packs),
+                ahead=2 * self._threads,
+            )
+            for group, failures in reading:
+                for block, row, error in failures:
+                    self._findings.tell_row(Kind.BLOCK, block, row, error.what)
+                    if isinstance(error, Unreadable):
+                        self._findings.unreadable.add((Kind.BLOCK, bytes(block)))
+                self.bytes_read += sum(location.stored_length for _, location, _ in group)
+                self._tick(self.bytes_read)
+
+    def _groups(self, packs: list[PackId]) -> Iterator[list[_Block]]:
+        for pack in packs:
+            yield from in_groups(self._blocks(pack), lambda one: one[1].stored_length, _GROUP_BYTES)
+
+    def _blocks(self, pack: PackId) -> list[_Block]:
+        """Return the blocks of a pack that the index has there, in pack order."""
+        try:
+            entries = self._catalog.packs.table(pack).entries
+        except Corrupt as error:
+            self._findings.tell_pack(pack, error.what)
+            return []
+        ids = [
+            entry.id
+            for entry in entries
+            if entry.kind == Kind.BLOCK
+            and (self._share >= 1 or self._random.random() < self._share)
+        ]
+        index = self._catalog.index
+        found = []
+        with index.env.read() as transaction:
+            for id, row in zip(ids, index.block_rows(transaction, ids), strict=True):
+                if row is not None:
+                    location = index.location(transaction, row)
+                    if location.pack == pack:
+                        found.append((BlockId(id), location, row))
+        found.sort(key=lambda block: block[1].offset)
+        return found
+
+    def _read(self, group: list[_Block]) -> list[_Failure]:
+        failures = []
+        for block, location, row in group:
+            try:
+                self._catalog.read_block(block, location)
+            except Corrupt as error:
+                failures.append((block, row, error))
+        return failures

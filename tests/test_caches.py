@@ -10,8 +10,8 @@ from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import TensorId
 from mstore.objects.tensor import Tensor
+from mstore.store.caches import RecordCache
 from mstore.store.catalog import Catalog
-from mstore.store.record_cache import RecordCache
 from mstore.store.transaction import Transaction
 
 BLOCK = 64 << 10
