@@ -474,26 +474,30 @@ def test_all_of_it(made: Made, indexed: IndependentStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "is_behind"),
+    ("commits", "lost", "is_behind"),
     [
-        ((), True),
-        (("mirror", "mirror.*", "packs.*"), True),
-        (("mirror", "packs.*", "*.pack"), True),
-        (("mirror", "mirror.*", "*.pack"), True),
-        (("mirror", "mirror.*", "packs.*", "*.pack"), False),
+        (1, (), True),
+        (1, ("mirror", "packs.*", "*.pack"), True),
+        (1, ("mirror", "mirror.*", "packs.*"), True),
+        (1, ("mirror", "mirror.*"), True),
+        (1, ("mirror", "mirror.*", "*.pack"), False),
+        (2, ("mirror", "mirror.*", "*.pack"), True),
+        (2, ("mirror", "mirror.*", "packs.*", "*.pack"), False),
     ],
 )
-def test_an_index_that_is_behind(tmp_path: Path, lost: tuple[str, ...], is_behind: bool) -> None:
+def test_an_index_that_is_behind(
+    tmp_path: Path, commits: int, lost: tuple[str, ...], is_behind: bool
+) -> None:
     """Mirror, replaced mirror, list of packs, and packs each tell of later commits than an old
     index knows.
     """
     path = tmp_path / "store"
-    save_file({"w": np.zeros(3)}, tmp_path / "model.safetensors")
+    save_file({"w": np.full(3, -1)}, tmp_path / "model.safetensors")
     with mstore.Store.init(path) as store:
         store.add(tmp_path / "model.safetensors", name="one")
     shutil.copy(path / "index" / "data.mdb", tmp_path)
     before = set(path.rglob("*.pack"))
-    for number in (1, 2):
+    for number in range(commits):
         save_file({"w": np.full(3, number)}, tmp_path / "model.safetensors")
         with mstore.Store.open(path) as store:
             store.add(tmp_path / "model.safetensors", name=f"more{number}")
