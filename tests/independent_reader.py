@@ -424,7 +424,7 @@ def fields(**kinds: Type) -> Type:
 
 def parameter(value: Any, what: str) -> Any:
     if type(value) is list:
-        return [real(item, what) for item in value]
+        return tuple(real(item, what) for item in value)
     need(type(value) in (bool, int, float, str), f"{what} is no parameter")
     return text(value, what) if type(value) is str else value
 
@@ -613,7 +613,7 @@ def plan_rules(record: Record) -> None:
         need(len(operation.weights) == experts, "another number of weights than of experts")
         operation.parameters = dict(operation.parameters)
         for name, value in operation.parameters.items():
-            if type(value) is list:
+            if type(value) is tuple:
                 need(len(value) == experts, f"another number of {name} than of experts")
                 need(len(set(value)) > 1, f"a list of {name} for equal values")
 
