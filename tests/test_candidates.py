@@ -174,6 +174,18 @@ def test_a_move_is_a_compare_and_swap(store: Store) -> None:
         store.move("v1", base, e0)
 
 
+def test_a_candidate_is_not_renamed_to_a_branch(store: Store) -> None:
+    """The error names the call that makes a branch of a candidate."""
+    merge(store)
+    with pytest.raises(BadName) as refused:
+        store.rename(NAME, "better")
+    assert refused.value.hint == f"store.reset('better', '{NAME}')"
+    with pytest.raises(BadName) as refused:
+        store.rename("e0", "a b")
+    assert "use letters" in str(refused.value.hint)
+    assert store.rename(NAME, "candidates/other/m").kind == CANDIDATE
+
+
 # -- how long it is kept ---------------------------------------------------------------------------
 
 

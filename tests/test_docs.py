@@ -296,6 +296,9 @@ def test_a_command_before_the_branch_moves(fails: bool, tmp_path: Path) -> None:
     found = run("mstore refs -q 'r*'")
     assert (found == "release\n") == (not fails)
     assert "candidates" not in run("mstore refs -q")
+    listed = run("mstore refs")
+    assert "candidates/try-7" not in listed
+    assert ("\n1 candidate: mstore refs 'candidates/*'\n" in listed) == fails
     again = run("mstore merge --plan plan.json --name release --candidate two")
     expected = "mstore reset release candidates/two/release --expect "
     assert expected in again, again

@@ -12,7 +12,7 @@ from mstore import lineage
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import Conflict
+from mstore.errors import BadName, Conflict
 from mstore.frozen import frozen
 from mstore.ids import NoteId, Revision, SnapshotId
 from mstore.phrases import call, joined
@@ -225,7 +225,12 @@ class Naming(OpenStore):
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
             ref = refs_in(index, transaction).require(old)
-            refs.check(new, ref.kind)
+            try:
+                refs.check(new, ref.kind)
+            except BadName as error:
+                if ref.kind in refs.DIRECTORIES:
+                    error.advise(call("reset", new, old))
+                raise
             if refs_in(index, transaction).get(new) is not None:
                 raise Conflict("the name is taken", where=new, hint="choose another name")
             # Remove the old one first: one may be a directory of the other.

@@ -226,7 +226,7 @@ def _method_remarks(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[s
     """Return what the methods of a plan say of its errors and weights."""
     remarks: list[str] = []
     used = Operations(plan).used(plan)
-    estimated = any(not operation.is_additive for operation in used)
+    estimated = any(not operation.has_bound for operation in used)
     if estimated and plan.error_estimate and leaves_out:
         # Figures of bench/estimates.py.
         why = (
