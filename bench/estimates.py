@@ -265,7 +265,7 @@ def compare(
                 experts=list(zip(experts, weights[:count], strict=False)),
                 method=method,
                 companions={f"fisher:{name}": f"{name}-fisher" for name in experts}
-                if METHODS[method].fishers
+                if METHODS[method].companions
                 else {},
                 parameters=parameters,
             ),

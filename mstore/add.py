@@ -32,7 +32,7 @@ from mstore import fs
 from mstore.adapters.config import CONFIG, MAX_CONFIG
 from mstore.adapters.fit import check_adapter, is_any_adapter
 from mstore.adapters.targets import is_adapter
-from mstore.ahead import in_order
+from mstore.ahead import in_groups, in_order
 from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.location import Location
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
@@ -269,17 +269,12 @@ class _FileReader:
         self._spare = spare
 
     def _groups(self) -> Iterator[list[_Span]]:
-        group: list[_Span] = []
-        size = 0
-        for number, part in enumerate(self._parts):
-            for block, (start, length) in enumerate(partition(part.nbytes, self._block_size)):
-                if group and size + length > GROUP_BYTES:
-                    yield group
-                    group, size = [], 0
-                group.append(_Span(number, block, part.begin + start, length))
-                size += length
-        if group:
-            yield group
+        spans = (
+            _Span(number, block, part.begin + start, length)
+            for number, part in enumerate(self._parts)
+            for block, (start, length) in enumerate(partition(part.nbytes, self._block_size))
+        )
+        return in_groups(spans, lambda span: span.length, GROUP_BYTES)
 
     def _load(self, spans: list[_Span]) -> _Group:
         length = sum(span.length for span in spans)

@@ -1,4 +1,4 @@
-"""Run work ahead on a pool and return the results in order."""
+"""Work on a pool: ahead, in groups of neighbours, with the results in order."""
 
 from __future__ import annotations
 
@@ -48,6 +48,22 @@ def in_order(
         for _, future in waiting:
             if not future.cancelled():
                 future.exception()
+
+
+def in_groups(
+    items: Iterable[Item], length: Callable[[Item], int], most: int
+) -> Generator[list[Item]]:
+    """Yield neighbours together: up to `most` bytes of them, or one item that is longer."""
+    group: list[Item] = []
+    size = 0
+    for item in items:
+        if group and size + length(item) > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += length(item)
+    if group:
+        yield group
 
 
 def _first(

@@ -26,8 +26,7 @@ from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.ids import ID_BYTES, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, Models, models_in, paired

@@ -31,8 +31,8 @@ from mstore.checkpoint.reading import changed, open_stamped, read_range, require
 from mstore.errors import Incompatible
 from mstore.frozen import frozen
 from mstore.ids import TensorId
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
-from mstore.numeric.singles import singles
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.shapes import matching
 from mstore.objects.tensor import Tensor

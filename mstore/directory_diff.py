@@ -33,8 +33,7 @@ from mstore.errors import BadCheckpoint
 from mstore.frozen import frozen
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest
-from mstore.objects.tensor import BYTES, Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import BYTES, Tensor, VirtualTensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, models_in, paired

@@ -30,8 +30,7 @@ from mstore.notes import NoteReport, SignatureReport
 from mstore.objects.manifest import File
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.store import listing
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
@@ -199,19 +198,12 @@ def describe(
     """Report one snapshot. Raises NotFound if it is missing."""
     # A requested snapshot must be readable; only ancestors may be missing.
     catalog.manifest_of(id)
-    return _described(catalog, id, names, _pruned(catalog, names), _pinned(catalog))
+    return _described(catalog, id, names, _pruned(catalog, names), catalog.index.marked(PINNED))
 
 
 def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[SnapshotId]:
     """Return the pruned snapshots that no ref names; a ref keeps the contents of its own."""
-    with catalog.index.env.read() as transaction:
-        pruned = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
-    return pruned - names.keys()
-
-
-def _pinned(catalog: Catalog) -> set[SnapshotId]:
-    with catalog.index.env.read() as transaction:
-        return {id for id, _ in catalog.index.walk(transaction, PINNED)}
+    return catalog.index.marked(PRUNED) - names.keys()
 
 
 def _described(
@@ -321,7 +313,7 @@ def log(
         named = catalog.refs().values()
         starts = {ref.snapshot_id() for ref in named if ref.kind != ref_rows.CANDIDATE}
     reached = ancestry(catalog, starts, limit)
-    pruned, pinned = _pruned(catalog, names), _pinned(catalog)
+    pruned, pinned = _pruned(catalog, names), catalog.index.marked(PINNED)
     return [_described(catalog, id, names, pruned, pinned) for id in reached]
 
 
@@ -397,7 +389,7 @@ def refs(catalog: Catalog) -> list[RefReport]:
         named = dict(refs_in(catalog.index, transaction).walk())
         for name, move in refs_in(catalog.index, transaction).reflogs():
             moved[name] = move.time_ns
-    pinned = _pinned(catalog)
+    pinned = catalog.index.marked(PINNED)
     contents = catalog.contents(ref.snapshot_id() for ref in named.values())
     return [_named(name, ref, contents, moved.get(name, 0), pinned) for name, ref in named.items()]
 
@@ -409,7 +401,7 @@ def ref(catalog: Catalog, name: str) -> RefReport:
         moves = refs_in(catalog.index, transaction).reflog(name)
     time_ns = moves[-1].time_ns if moves else 0
     contents = catalog.contents([found.snapshot_id()])
-    return _named(name, found, contents, time_ns, _pinned(catalog))
+    return _named(name, found, contents, time_ns, catalog.index.marked(PINNED))
 
 
 def _named(

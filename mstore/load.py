@@ -25,8 +25,7 @@ from mstore.blocks.packs import PackGone
 from mstore.blocks.reader import verify
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.ids import BlockId, PackId, TensorId
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents
 from mstore.store.catalog import Catalog

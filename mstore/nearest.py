@@ -568,7 +568,7 @@ def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> li
             if base is not None:
                 bases[id] = base
                 pending.append(base)
-    lost = _pruned(catalog) - names.keys()
+    lost = catalog.index.marked(PRUNED) - names.keys()
     is_base = set(bases.values())
     found = [
         _Candidate(
@@ -604,11 +604,6 @@ def _root(id: SnapshotId, bases: dict[SnapshotId, SnapshotId]) -> SnapshotId:
     while id in bases:
         id = bases[id]
     return id
-
-
-def _pruned(catalog: Catalog) -> set[SnapshotId]:
-    with catalog.index.env.read() as transaction:
-        return {id for id, _ in catalog.index.walk(transaction, PRUNED)}
 
 
 def _is_called(candidate: _Candidate, name: str) -> bool:

@@ -39,8 +39,7 @@ from mstore.objects.canonical import Record, decode
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.phrases import call, phrase
 from mstore.store import leases, listing, refs
 from mstore.store.catalog import Catalog

@@ -14,14 +14,12 @@ import math
 import operator
 from collections.abc import Iterator
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
 from mstore.errors import BadRequest, Unavailable
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.view import SnapshotView, array_form
 
 _NUMPY: Final = ("np", "numpy")
@@ -77,12 +75,7 @@ class SafeOpen:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing to close: the store that it reads from stays open."""
 
     def keys(self) -> list[str]:

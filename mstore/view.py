@@ -31,8 +31,7 @@ from mstore.errors import BadRequest, Incompatible, MstoreError, NotFound, did_y
 from mstore.frozen import frozen
 from mstore.ids import BlockId, Buffer, ManifestId, PackId, SnapshotId, TensorId, VirtualId
 from mstore.objects.manifest import SAFETENSORS, File, Manifest
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.phrases import call, phrase
 from mstore.store import contents
 from mstore.store.catalog import Catalog

@@ -511,7 +511,7 @@ def _read_plan(data: bytes) -> Plan:
     experts = [one for one in named if one.role == "expert"]
     made = [_read_operation(row, len(experts)) for row in _items(operations, "operations")]
     others = len(named) - 1
-    rows = [_read_plan_tensor(row, others) for row in _items(tensors, "tensors")]
+    rows = [_read_plan_tensor(row, others, len(experts)) for row in _items(tensors, "tensors")]
     require(made, "no operation of the merge's own")
     used = {0, *(tensor.operation for tensor in rows)}
     require(used == set(range(len(made))), "operations that are not used, or lack")
@@ -540,7 +540,8 @@ def _read_plan(data: bytes) -> Plan:
     return plan
 
 
-INPUTS = ("base", "expert", "fisher")
+INPUTS = ("base", "expert")
+ROLE = re.compile(r"[a-z][a-z0-9-]{0,62}")
 
 
 def _read_inputs(rows: Any) -> list[Input]:
@@ -555,16 +556,17 @@ def _read_inputs(rows: Any) -> list[Input]:
         for role, of, manifest, model in (_items(r, "input", 4) for r in _items(rows, "inputs"))
     ]
     roles = [one.role for one in inputs]
-    require(all(role in INPUTS for role in roles), "an input of no known role")
+    require(all(map(ROLE.fullmatch, roles)), "an input of no role")
     require(roles[:1] == ["base"] and "base" not in roles[1:], "the first input alone is the base")
     experts = roles.count("expert")
     places = []
     for one in inputs:
-        is_companion = one.role not in ("base", "expert")
+        is_companion = one.role not in INPUTS
         require(is_companion or one.of is None, "a base or an expert of another input")
         require(one.of is None or one.of <= experts, "a companion of no base or expert")
         # What belongs to the merge comes before what belongs to an input.
-        places.append((INPUTS.index(one.role), -1 if one.of is None else one.of))
+        rank = len(INPUTS) if is_companion else INPUTS.index(one.role)
+        places.append((rank, one.role, -1 if one.of is None else one.of))
     require(places == sorted(places), "inputs out of order")
     companions = places[1 + experts :]
     require(len(set(companions)) == len(companions), "two companions of one role and input")
@@ -633,8 +635,8 @@ def _read_criteria(row: list[Any]) -> Criteria:
     )
 
 
-def _read_plan_tensor(row: Any, others: int) -> PlanTensor:
-    """One tensor of a plan with so many inputs besides the base."""
+def _read_plan_tensor(row: Any, others: int, experts: int) -> PlanTensor:
+    """One tensor of a plan with so many inputs besides the base, experts among them."""
     fields = _items(row, "tensor", 9)
     name, chunk_elements, rows, pairs, norms, operation, sources, dtype, mixture = fields
     states = [_bin(s, "states") for s in _items(rows, "states", others)]
@@ -655,7 +657,7 @@ def _read_plan_tensor(row: Any, others: int) -> PlanTensor:
         _count(operation, "operation"),
         named,
         _maybe(_text, dtype, "dtype"),
-        None if mixture is None else _read_mixture(mixture, others),
+        None if mixture is None else _read_mixture(mixture, experts),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.ahead import in_order
+from mstore.ahead import in_groups, in_order
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +165,10 @@ def test_ctrl_c_in_the_helping_thread_ends_it_at_once() -> None:
         )
         with pytest.raises(KeyboardInterrupt):
             next(found)
+
+
+def test_groups_of_neighbours() -> None:
+    """Neighbours come together, in order, up to a number of bytes; a longer item comes alone."""
+    items = [3, 3, 4, 11, 1, 9, 1]
+    assert list(in_groups(items, int, 10)) == [[3, 3, 4], [11], [1, 9], [1]]
+    assert list(in_groups([], int, 10)) == []

@@ -135,7 +135,7 @@ def test_damaged_statistics_are_taken_again(store: Store) -> None:
     good = tables(store, "e0", "base")
     name = next(iter(good))
     base, expert = _ids(store, "base")[name], _ids(store, "e0")[name]
-    store._statistics._put_row(PAIRS, base + expert, b"MDT2 but no more")
+    store._statistics._put(PAIRS, [(base + expert, b"MDT2 but no more")])
     store._statistics.flush()
     assert store._statistics.pair(base, expert) is None
     assert [n for n, table in tables(store, "e0", "base").items() if table is None] == [name]

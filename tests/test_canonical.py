@@ -49,8 +49,7 @@ from mstore.objects.plan import (
     Threshold,
 )
 from mstore.objects.snapshot import BASE, MADE, PREVIOUS, Origin, Parent, SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 
 A, B, C = (bytes([n]) * 32 for n in (0xAA, 0xBB, 0xCC))
 

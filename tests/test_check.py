@@ -509,7 +509,7 @@ def test_a_condemned_pack_is_garbage(store: Store) -> None:
     path.write_bytes(b"anything")
     index = store._catalog.index
     with index.env.write() as rows:
-        index.put(rows, CONDEMNED, 256, (pack, 0, ()))
+        index.put(rows, CONDEMNED, 256, (pack, 0, 0, ()))
     report = store.fsck(read_data=True)
     assert report.problems == ()
     assert str(path.relative_to(store.path)) in report.garbage

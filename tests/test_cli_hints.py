@@ -23,7 +23,7 @@ import mstore_fuse
 import mstore_serve
 from mstore import fs
 from mstore.errors import StorageFailed
-from mstore.sharing import Sharing
+from mstore.fs.rights import Sharing
 from mstore_cli.errors import with_store
 from mstore_cli.output import Output
 from mstore_cli.sizes import counted

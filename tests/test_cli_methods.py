@@ -52,7 +52,7 @@ def test_a_report_holds_the_declaration(name: str) -> None:
             assert own.parse(own.default) == own.default
         for word in told.words:
             own.parse(word)
-    assert report.certified == method.is_additive
+    assert report.certified == method.has_bound
 
 
 def test_python_lists_them_too() -> None:

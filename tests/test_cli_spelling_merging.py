@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mstore import MergeRequest, Store, TensorRule
-from mstore.merge.measures.unknown import NEEDS_ANALYSIS
+from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.planning import noop, stored_texts
 from mstore.objects.shapes import told_difference
 from mstore.phrases import Call, Option, Phrase, Text, as_phrase, call, phrase

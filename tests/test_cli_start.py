@@ -14,7 +14,7 @@ from cli_runs import Program
 # Index, hashes, and records with what they import themselves.
 PACKAGES = {"blake3", "lmdb", "msgspec", "typing_extensions"}
 MODULES = {
-    "mstore": "errors frozen fs ids lineage neighbours notes phrases sharing sizes",
+    "mstore": "errors frozen fs ids lineage notes phrases sizes",
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "
@@ -22,7 +22,7 @@ MODULES = {
     ),
     "mstore.checkpoint": "dtypes models paths",
     "mstore.fs": "disks files locks rights roots trees",
-    "mstore.objects": "canonical coverage manifest note plan snapshot tensor virtual",
+    "mstore.objects": "canonical coverage manifest note plan snapshot tensor",
     "mstore.store": (
         "caches catalog config contents generation layout leases listing mirror models not_finite "
         "pack_list ref_store refs revisions sealed_text"
@@ -100,7 +100,7 @@ NOT_FOR_A_MERGE = {
     *("mstore.checkpoint.directory", "mstore.checkpoint.header", "mstore.checkpoint.tree"),
     *("mstore.merge.methods.dare_ties", "mstore.merge.measures.facts"),
     *("mstore.merge.planning.recipes", "mstore.merge.planning.stack", "mstore.recipes.parse"),
-    *("mstore.merge.running.remote", "importlib.metadata", "tomllib"),
+    *("importlib.metadata", "tomllib"),
 }
 
 

@@ -99,7 +99,7 @@ def asked(method: Method, draw: random.Random) -> MergeRequest:
     count = method.experts or draw.randint(max(method.least, 2), EXPERTS)
     experts = draw.sample([f"e{k}" for k in range(EXPERTS)], count)
     # Directions that balance out have no mean.
-    balanced = method.combine.by_norms and not method.fishers
+    balanced = method.combine.by_norms and not method.companions
     choices = [1.0, 0.5, -0.25, 0.7] if balanced else [1.0, 0.5, 0.7]
     weights = [draw.choice(choices) if method.weighted else 1.0 for _ in experts]
     for _ in range(100):
@@ -114,7 +114,7 @@ def asked(method: Method, draw: random.Random) -> MergeRequest:
             method=method.name,
             parameters=given,
             companions=families.fishers_for(experts, [one.replace("e", "f") for one in experts])
-            if method.fishers
+            if method.companions
             else {},
             dtype="F32",
         )
@@ -175,7 +175,7 @@ def test_a_budget_is_kept_and_its_bound(name: str, seed: int, place: Place) -> N
         assert done.expert_bytes_read == plan.planned_expert_bytes
         if plan.planned_expert_bytes == whole.full_expert_bytes:
             continue
-        assert (plan.error_bound is not None) == operation(request).is_additive
+        assert (plan.error_bound is not None) == operation(request).has_bound
         assert plan.error_estimate is not None
         if plan.error_bound is not None:
             assert place.error(place.tensors("part"), full) <= plan.error_bound

@@ -99,7 +99,7 @@ def is_clean(store: Store) -> bool:
 
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the merge receive each slice before it hands out the next one."""
-    monkeypatch.setattr("mstore.merge.running.remote._HANDED_OUT", 1)
+    monkeypatch.setattr("mstore.merge.running.runners._HANDED_OUT", 1)
 
 
 # -- frameworks ----------------------------------------------------------------------------------

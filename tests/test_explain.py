@@ -17,7 +17,7 @@ from families import BLOCK
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, NotFound
 from mstore.merge.arithmetic import kernels
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.method import Combination
 from mstore.objects.coverage import Coverage, bit, bitmap
 from mstore.reports import ExpertShare, MergeReport, PlanReport
 

@@ -20,12 +20,12 @@ from test_budget import Place, make
 from mstore import MergeRequest, Store, TensorRule, Vocabulary
 from mstore.errors import BadRequest, Incompatible
 from mstore.merge.arithmetic.informed import sums_of
+from mstore.merge.methods.combinations.informed import FISHER
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.validate import check_fits
 from mstore.objects.plan import (
     BELOW,
     EQUAL,
-    FISHER,
     OMITTED,
     READ,
     SHARED,

@@ -34,11 +34,11 @@ from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.merge.planning.request import resolve
 from mstore.merge.planning.session import request_key
-from mstore.merge.running.batches import batch_chunks
 from mstore.merge.running.engine import Engine, Resources
 from mstore.merge.running.loading import SPARE_SIDES, Scratch, load, will_need
 from mstore.merge.running.memory import RESERVE, bounds
 from mstore.merge.running.resume import Leftovers
+from mstore.merge.running.slices import batch_chunks
 from mstore.merge.running.task import ChunkTask, Row, Source, Tasks
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
@@ -823,7 +823,7 @@ import os, signal, sys
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
 from mstore.merge.running.commit import run_merge
-from mstore.merge.running.local import LocalRunner
+from mstore.merge.running.runners import LocalRunner
 from mstore.objects.plan import Plan
 from mstore.store.plans import find, sources_of
 

@@ -22,11 +22,10 @@ from mstore.api import Store
 from mstore.errors import Corrupt
 from mstore.ids import BlockId
 from mstore.merge.methods import registry
-from mstore.merge.running import ready
-from mstore.merge.running.memo_hits import memo_expert_bytes
+from mstore.merge.running import known
+from mstore.merge.running.compute import ALL_FINITE, NotFinite
+from mstore.merge.running.known import Ready, memo_expert_bytes
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
-from mstore.merge.running.not_finite import ALL_FINITE, NotFinite
-from mstore.merge.running.ready import Ready
 from mstore.merge.running.task import Tasks, TensorTask
 from mstore.objects.plan import Plan
 from mstore.reports import MergeReport, PlanReport
@@ -338,10 +337,10 @@ def test_a_large_plan_keeps_nothing_for_its_merge(
     plan = place.plan("ties", ["e0", "e1", "e2"])
     assert place.store._ready is not None
     states = [one for tensor in place.store._ready.plan.tensors for one in tensor.states]
-    monkeypatch.setattr(ready, "MOST", sum(map(len, states)))
+    monkeypatch.setattr(known, "MOST", sum(map(len, states)))
     assert place.plan("ties", ["e0", "e1", "e2"]).plan == plan.plan
     assert place.store._ready is not None
-    monkeypatch.setattr(ready, "MOST", sum(map(len, states)) - 1)
+    monkeypatch.setattr(known, "MOST", sum(map(len, states)) - 1)
     assert place.plan("ties", ["e0", "e1", "e2"]).memo_expert_bytes == plan.memo_expert_bytes
     assert place.store._ready is None
     assert place.merge(plan, "three").memo_expert_bytes == plan.memo_expert_bytes

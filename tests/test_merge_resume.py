@@ -29,7 +29,7 @@ PROGRAM = """
 import os, signal, sys
 from mstore.api import Store
 from mstore.merge.running.commit import run_merge
-from mstore.merge.running.local import LocalRunner
+from mstore.merge.running.runners import LocalRunner
 from mstore.objects.plan import Plan
 from mstore.store.plans import find, sources_of
 
@@ -219,7 +219,7 @@ def test_a_failure_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch)
     def refuse(self: object, pack: object) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr("mstore.merge.running.local.LocalRunner._publish", refuse)
+    monkeypatch.setattr("mstore.merge.running.runners.LocalRunner._publish", refuse)
     with pytest.raises(OSError, match="no"):
         merge(store, plan_of(store))
     assert list((store.path / "tmp").iterdir()) == []

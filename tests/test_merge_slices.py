@@ -249,7 +249,7 @@ execute(pickle.loads(sys.stdin.buffer.read()))
 def test_a_slice_may_run_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are killed with a pack half written, slices run twice, receipts come in the reverse
     order: the merge is the same, reads no more, and leaves nothing behind."""
-    monkeypatch.setattr("mstore.merge.running.remote._HANDED_OUT", 3)
+    monkeypatch.setattr("mstore.merge.running.runners._HANDED_OUT", 3)
     plan = plan_of(store, "linear", dtype="F32")
     pool = Unlucky()
     merged = merge(store, plan, executor=pool)

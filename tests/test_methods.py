@@ -416,7 +416,7 @@ def test_another_package_brings_a_method(tmp_path: Path, monkeypatch: pytest.Mon
     install(tmp_path, "broken", "import nothing_of_that_name")
     install(tmp_path, "fake", "METHOD = 3")
     monkeypatch.syspath_prepend(tmp_path)
-    assert find("halves").is_additive
+    assert find("halves").has_bound
     assert "halves" in names()
     for name in ("broken", "fake"):
         with pytest.raises(Unavailable, match=name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -545,3 +546,30 @@ def test_a_merge_tells_which_models_it_took(store: Store) -> None:
         ("expert", None),
     ]
     assert "Only the base's" not in store["merged"].read("README.md").decode()
+
+
+def test_forms_that_a_budget_tells_apart_are_told(tmp_path: Path) -> None:
+    """Blocks of a model and of its variant are chosen by themselves: where some are left out, the
+    plan says that the two may differ."""
+    rng = np.random.default_rng(1)
+
+    def both(name: str, step: float) -> Path:
+        for path, dtype in (("model.safetensors", "f4"), ("model.fp16.safetensors", "f2")):
+            values = np.random.default_rng(0).standard_normal((4, 40_000)).astype("f4")
+            moved = values + step * rng.standard_normal(values.shape)
+            write_checkpoint(tmp_path / "made", {"a": moved.astype(dtype)})
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / "made" / "model.safetensors").rename(tmp_path / name / path)
+            shutil.rmtree(tmp_path / "made")
+        return tmp_path / name
+
+    told = "the model at the top and @fp16 are forms of one model"
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        store.add(both("base", 0.0), name="base", base=None)
+        store.add(both("one", 0.01), name="one", base="base")
+        request = MergeRequest(base="base", experts=["one"], method="linear")
+        assert not any(told in one for one in store.plan(request).remarks)
+        half = dataclasses.replace(request, budget="50%")
+        assert any(told in one for one in store.plan(half).remarks)
+        only = dataclasses.replace(half, skip=["@fp16:*"])
+        assert not any(told in one for one in store.plan(only).remarks)

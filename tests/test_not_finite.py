@@ -16,7 +16,7 @@ from families import BLOCK
 from mstore import MergeRequest, Store
 from mstore.errors import Incompatible, NotFound
 from mstore.merge.planning.warnings import NOT_FINITE, OVERFLOW
-from mstore.merge.running.not_finite import _is_finite, not_finite
+from mstore.merge.running.compute import _is_finite, not_finite
 from mstore.numeric.codes import LARGEST, can_overflow
 from mstore.reports import NotFiniteTensor
 

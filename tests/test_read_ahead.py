@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
 from mstore.merge.running.computer import Computer
-from mstore.merge.running.read_ahead import read_ahead
+from mstore.merge.running.stream import read_ahead
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import yaml
 
 from mstore.errors import BadRequest
 from mstore.recipes.documents import read_documents
-from mstore.recipes.nodes import Entries, Items, Node, YamlLimits
 from mstore.recipes.parse import parse
+from mstore.recipes.recipe import Entries, Items, Node, YamlLimits
 
 SLERP = """\
 slices:

@@ -383,7 +383,7 @@ def test_angles_are_near_those_of_the_c_library() -> None:
 def turn(method: str, parameters: dict[str, Any]) -> Turn:
     """How a method's factors of rows follow from them."""
     found = operation(method, parameters, [1.0, 1.0]).turn
-    assert found is not None
+    assert found.code
     return found
 
 

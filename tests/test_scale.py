@@ -65,7 +65,7 @@ class Place:
             method=method,
             parameters=parameters | options.pop("parameters", {}),
             companions=families.fishers_for(self.family.names, self.family.fisher_names)
-            if find(method).fishers
+            if find(method).companions
             else {},
             dtype="float32",
             **options,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +16,15 @@ from test_methods import install
 
 import mstore
 from mstore import MergeRequest, Store
+from mstore.errors import MstoreError
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import METHODS
+from mstore.objects.plan import Plan
 
 LIBRARY = Path(mstore.__file__).parent
 FOLDERS = ("mstore.merge.methods.selections.", "mstore.merge.methods.combinations.")
-BASES = ("selection", "combination")
+BASES = ("selection",)
 
 
 def applied(name: str) -> Operation:
@@ -47,7 +51,7 @@ def test_a_selection_travels(name: str) -> None:
 def test_what_is_declared_is_what_holds(name: str) -> None:
     """A method has a bound if neither part says why not; what has none says what it does."""
     method, operation = METHODS[name], applied(name)
-    assert method.is_additive == (operation.unbounded is None)
+    assert method.has_bound == (operation.unbounded is None)
     assert operation.needs_facts <= (method.facts is not None)
     assert len(operation.weightless) == len(operation.rescales) == operation.selection.experts
     assert operation.unscored("norm") is None
@@ -70,8 +74,7 @@ def test_nothing_else_names_a_selection_or_a_combination() -> None:
 EVERY_OTHER = '''
 import numpy as np
 
-from mstore.merge.arithmetic.tiles import ADDITIVE
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selections.selection import Selection, alike
 
@@ -93,10 +96,8 @@ class EveryOther(Selection, frozen=True):
         return bytes([first_index % 2])
 
 
-class Halved(Combination):
+class Halved(Sum):
     """Half of the sum."""
-
-    kind = ADDITIVE
 
     def normalizes(self, operation):
         return True
@@ -144,4 +145,201 @@ def test_a_package_brings_a_selection_and_a_combination(
         assert part.error_bound is not None
         error = np.linalg.norm(store["part"].tensor("w") - whole)
         assert 0 < error <= part.error_bound * np.linalg.norm(base)
-    assert registry.find("every_other").is_additive
+    assert registry.find("every_other").has_bound
+
+
+TRACED = '''
+import numpy as np
+
+from mstore.merge.measures.companions import Companion
+from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selections.delta import Delta
+from mstore.objects.plan import Mixture
+
+
+def of_inputs(shape):
+    return (shape[1], shape[1]) if len(shape) == 2 else None
+
+
+class Traced(Sum):
+    """A delta counts as much as its layer's inputs are large."""
+
+    companions = (Companion("gram", shape=of_inputs),)
+
+    def facts(self, select):
+        return "traces of Gram matrices"
+
+    def needs_facts(self, operation):
+        return True
+
+    def settle(self, operation, facts, measured):
+        sides = facts.companions["gram"]
+        traces = [1.0 if one is None else float(np.trace(facts.array(one))) for one in sides]
+        factors = [w * one / sum(traces) for w, one in zip(operation.given, traces)]
+        return operation.settled(Mixture(1.0, tuple(factors), keeps_base=True))
+
+
+METHOD = Method(
+    name="traced",
+    summary="sum of the deltas, weighed by the traces of Gram matrices",
+    formula="base + sum w_k tr(G_k) d_k / sum tr(G_k)",
+    source="a test",
+    parameters=(),
+    select=Delta,
+    combine=Traced(),
+)
+'''
+HEATED = '''
+import numpy as np
+
+from mstore.merge.measures.companions import Companion
+from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selections.delta import Delta
+from mstore.numeric.singles import singles
+
+
+def run(mix, chunk, out, out_dtype, masks=None, row_weights=None):
+    base = singles(chunk.base, chunk.base_dtype, chunk.n)
+    total = base.copy()
+    half = len(chunk.row_of) // 2
+    for own, heat, weight in zip(chunk.row_of, chunk.row_of[half:], mix.weights):
+        if own >= 0 and heat >= 0:
+            moved, by = (
+                singles(chunk.rows[row], chunk.row_dtypes[row], chunk.n) for row in (own, heat)
+            )
+            total += weight * by * (moved - base)
+    out[: 4 * chunk.n] = total.view(np.uint8)
+    return ()
+
+
+class Heated(Sum):
+    """Each element times the heat that a companion has there."""
+
+    companions = (Companion("heat", is_read=True),)
+    kernel = staticmethod(run)
+    unbounded = "weighs elements by their heat"
+
+
+METHOD = Method(
+    name="heated",
+    summary="sum of the deltas, each element times its heat",
+    formula="base + sum w_k h_k d_k",
+    source="a test",
+    parameters=(),
+    select=Delta,
+    combine=Heated(),
+)
+'''
+WEIGHTS = (1.0, 0.5)
+
+
+@pytest.fixture
+def family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Store, dict[str, np.ndarray]]]:
+    """A base and two experts of a matrix and a vector, and for each a Gram matrix and heat."""
+    install(tmp_path, "traced", TRACED)
+    install(tmp_path, "heated", HEATED)
+    monkeypatch.syspath_prepend(tmp_path)
+    rng = np.random.default_rng(5)
+    shapes = {"w": (900, 160), "v": (160,)}
+    models: dict[str, dict[str, np.ndarray]] = {
+        "base": {name: rng.normal(0, 1, shape) for name, shape in shapes.items()}
+    }
+    for k in range(2):
+        moved = {name: one + rng.normal(0, 0.1, one.shape) for name, one in models["base"].items()}
+        inputs = rng.normal(0, 1 + k, (50, 160))
+        models[f"e{k}"], models[f"g{k}"] = moved, {"w": inputs.T @ inputs}
+        models[f"h{k}"] = {name: rng.random(shape) for name, shape in shapes.items()}
+    models["odd"], models["none"] = {"w": np.ones((160, 200))}, {"v": np.ones(160)}
+    found = {}
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name, arrays in models.items():
+            path = tmp_path / f"{name}.safetensors"
+            stored = {one: array.astype(np.float32) for one, array in arrays.items()}
+            write_safetensors(path, [(n, "F32", a.shape, a.tobytes()) for n, a in stored.items()])
+            store.add(path, name=name)
+            found |= {f"{name}.{one}": array for one, array in stored.items()}
+        yield store, found
+
+
+def asking(method: str, **companions: str) -> MergeRequest:
+    role = {"traced": "gram", "heated": "heat"}[method]
+    return MergeRequest(
+        base="base",
+        experts=[(f"e{k}", weight) for k, weight in enumerate(WEIGHTS)],
+        method=method,
+        companions={f"{role}:{name}": one for name, one in companions.items()},
+    )
+
+
+def same_everywhere(store: Store, request: MergeRequest, wanted: dict[str, np.ndarray]) -> None:
+    """Whole, virtual, replayed, and with all of a budget."""
+    plan = store.plan(request)
+    store.merge(plan, name="whole", memo=False)
+    store.merge(plan, name="virtual", virtual=True)
+    for name, one in wanted.items():
+        whole = store["whole"].tensor(name)
+        np.testing.assert_allclose(whole, one, atol=1e-5)
+        assert np.array_equal(store["virtual"].tensor(name), whole)
+    assert store.replay("whole").same
+    again = store.merge(store.plan(request), name="again")
+    assert again.manifest == store["whole"].manifest
+
+
+def test_a_package_asks_for_companions_that_are_facts(
+    family: tuple[Store, dict[str, np.ndarray]],
+) -> None:
+    """A method gets matrices of other shapes than the model's, one for each expert, by their role:
+    it reads them as it plans; nothing of the library knows of them."""
+    store, arrays = family
+    request = asking("traced", e0="g0", e1="g1")
+    traces = [float(np.trace(arrays[f"g{k}.w"])) for k in range(2)]
+    wanted = {}
+    for name, sizes in (("w", traces), ("v", [1.0, 1.0])):
+        shares = [w * own / sum(sizes) for w, own in zip(WEIGHTS, sizes, strict=True)]
+        base = arrays[f"base.{name}"]
+        moved = [arrays[f"e{k}.{name}"] - base for k in range(2)]
+        wanted[name] = base + sum(own * one for own, one in zip(shares, moved, strict=True))
+    same_everywhere(store, request, wanted)
+    assert store.plan(request).companions == (("gram:e0", "g0"), ("gram:e1", "g1"))
+    part = store.merge(store.plan(replace(request, budget="60%")), name="part")
+    assert part.error_bound is not None
+    error = np.linalg.norm(store["part"].tensor("w") - store["whole"].tensor("w"))
+    norm = np.linalg.norm(np.concatenate([arrays[f"base.{n}"].ravel() for n in "wv"]))
+    assert 0 < error <= part.error_bound * norm
+    for given, told in (
+        ({"e0": "g0"}, "traced takes a Gram for each expert: e1 has none"),
+        ({"e0": "g0", "e1": "none"}, "lacks w"),
+        ({"e0": "g0", "e1": "odd"}, "w is F32 [160, 200]: a Gram has the shape, [160, 160]"),
+    ):
+        with pytest.raises(MstoreError, match=re.escape(told)):
+            store.plan(asking("traced", **given))
+
+
+def test_a_package_asks_for_companions_that_are_read(
+    family: tuple[Store, dict[str, np.ndarray]],
+) -> None:
+    """The kernel gets a side of each chunk for each expert, read with the expert's or not at all,
+    within the budget; whose it is counts in what is remembered."""
+    store, arrays = family
+    request = asking("heated", e0="h0", e1="h1")
+    wanted = {}
+    for name in ("w", "v"):
+        base = arrays[f"base.{name}"]
+        wanted[name] = base + sum(
+            weight * arrays[f"h{k}.{name}"] * (arrays[f"e{k}.{name}"] - base)
+            for k, weight in enumerate(WEIGHTS)
+        )
+    same_everywhere(store, request, wanted)
+    swapped = asking("heated", e0="h1", e1="h0")
+    store.merge(store.plan(swapped), name="swapped")
+    assert store["swapped"].manifest != store["whole"].manifest
+    plan = store.plan(replace(request, budget="50%"))
+    assert 0 < plan.planned_expert_bytes <= plan.full_expert_bytes / 2
+    assert store.merge(plan, name="part", memo=False).expert_bytes_read == plan.planned_expert_bytes
+    record = store._catalog.record(Plan, plan.plan)
+    for tensor in record.tensors:
+        assert tensor.states[:2] == tensor.states[2:]

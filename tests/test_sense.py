@@ -195,7 +195,7 @@ def test_every_method_can_be_asked(method: str, store: Store) -> None:
     """Warnings follow from statistics for each method, and stop none."""
     one = METHODS[method]
     experts = FINE[: one.experts or 3]
-    fishers = ["squares"] * len(experts) if one.fishers else []
+    fishers = ["squares"] * len(experts) if one.companions else []
     needed = {own.name: 0.5 for own in one.parameters if own.default is None}
     request = MergeRequest(
         base="base",

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import fs
-from mstore.sharing import DIRECTORY, FILE, SEALED, Sharing, mode
+from mstore.fs.rights import DIRECTORY, FILE, SEALED, Sharing, mode_of
 
 KINDS = (FILE, SEALED, DIRECTORY)
 ANY_UMASK = st.integers(0, 0o777)
@@ -41,23 +41,23 @@ def test_modes(
     sealed: int,
 ) -> None:
     """Each kind of file has the mode that the table says."""
-    assert mode(sharing, FILE, umask) == plain
-    assert mode(sharing, FILE, umask, private=True) == private
-    assert mode(sharing, DIRECTORY, umask) == directory
-    assert mode(sharing, DIRECTORY, umask, private=True) == private_directory
-    assert mode(sharing, SEALED, umask) == sealed
+    assert mode_of(sharing, FILE, umask) == plain
+    assert mode_of(sharing, FILE, umask, private=True) == private
+    assert mode_of(sharing, DIRECTORY, umask) == directory
+    assert mode_of(sharing, DIRECTORY, umask, private=True) == private_directory
+    assert mode_of(sharing, SEALED, umask) == sealed
 
 
 @given(st.sampled_from(Sharing), st.sampled_from(KINDS), ANY_UMASK)
 def test_who_reads_what_is_private_may_write_it(sharing: Sharing, kind: int, umask: int) -> None:
     """Nobody but the owner is let into something private whom the plain thing's mode would not
     let write, and sharing takes nothing from anybody."""
-    plain = mode(sharing, kind, umask)
-    private = mode(sharing, kind, umask, private=True)
+    plain = mode_of(sharing, kind, umask)
+    private = mode_of(sharing, kind, umask, private=True)
     for shift in (3, 0):
         assert not private >> shift & 0o4 or plain >> shift & 0o2
     assert private & plain == private
-    assert mode(Sharing.UMASK, kind, umask) & plain == mode(Sharing.UMASK, kind, umask)
+    assert mode_of(Sharing.UMASK, kind, umask) & plain == mode_of(Sharing.UMASK, kind, umask)
     assert kind != SEALED or not plain & 0o222
 
 
@@ -71,7 +71,7 @@ def test_what_is_made_has_its_mode(
     try:
         fs.share(root, sharing)
         file = fs.NewFile(root / "pack")
-        assert is_like(root / "pack", mode(sharing, FILE, umask, private=True))
+        assert is_like(root / "pack", mode_of(sharing, FILE, umask, private=True))
         file.protect()
         file.close()
         fs.LockFile(root / "lock").release()
@@ -83,12 +83,12 @@ def test_what_is_made_has_its_mode(
     finally:
         fs.share(root, Sharing.UMASK)
         os.umask(before)
-    assert is_like(root / "pack", mode(sharing, SEALED, umask))
-    assert is_like(root / "lock", mode(sharing, FILE, umask, private=True))
-    assert is_like(root / "plain", mode(sharing, DIRECTORY, umask))
-    assert is_like(root / "private", mode(sharing, DIRECTORY, umask, private=True))
+    assert is_like(root / "pack", mode_of(sharing, SEALED, umask))
+    assert is_like(root / "lock", mode_of(sharing, FILE, umask, private=True))
+    assert is_like(root / "plain", mode_of(sharing, DIRECTORY, umask))
+    assert is_like(root / "private", mode_of(sharing, DIRECTORY, umask, private=True))
     for name in ("plain/text", "stamp", "whole"):
-        assert is_like(root / name, mode(sharing, FILE, umask))
+        assert is_like(root / name, mode_of(sharing, FILE, umask))
 
 
 def test_no_umask_closes_a_groups_store(tmp_path: Path) -> None:

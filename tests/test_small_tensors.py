@@ -20,7 +20,7 @@ from mstore.blocks.location import Location
 from mstore.errors import Corrupt, StorageFailed
 from mstore.ids import BlockId, Id, ManifestId
 from mstore.merge.planning.pairs import KnownPairs
-from mstore.merge.running import batches, computer
+from mstore.merge.running import computer, slices
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
 from mstore.objects.canonical import Record
@@ -108,7 +108,7 @@ def test_together_as_alone(
     with filled(tmp_path / "together", written) as store:
         together = merged(store, method, budget)
     monkeypatch.setattr(KnownPairs, "_open", lambda self, singles: None)
-    monkeypatch.setattr(batches, "BATCH_BYTES", 1)
+    monkeypatch.setattr(slices, "BATCH_BYTES", 1)
     with filled(tmp_path / "alone", written) as store:
         alone = merged(store, method, budget)
     assert together[:2] == alone[:2]
@@ -126,7 +126,7 @@ def test_small_tensors_are_taken_together(
         surveyed_together.append(len(values))
         return decode(values, keep)
 
-    def computed(self: computer.Computer, batch: batches.Batch) -> computer.Computed:
+    def computed(self: computer.Computer, batch: slices.Batch) -> computer.Computed:
         sizes.append(len({part.run.tensor.name for part in batch.parts}))
         return compute(self, batch)
 

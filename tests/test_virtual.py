@@ -22,7 +22,7 @@ from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import Tasks
 from mstore.merge.virtual import blocks
 from mstore.objects.plan import Plan
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import VirtualTensor
 from mstore.view import SnapshotView
 
 FAMILY = families.layered(rows=160).informed(dtypes=("BF16",))

@@ -59,18 +59,9 @@ def require_own(store: Path, safe_stores: Callable[[], Collection[str]]) -> None
 
     named = shlex.quote(str(store))
     raise Conflict(
-        f"this store belongs to user {_name(stranger)}, and was only found, not named",
+        f"this store belongs to user {fs.user_name(stranger)}, and was only found, not named",
         where=str(store),
         hint=f"if you trust it: mstore --store {named} ...    (for one command)\n"
         f"export MSTORE_STORE={named}    (for this shell)\n"
         f"mstore config --user safe_stores {named}    (for all your commands)",
     )
-
-
-def _name(user: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(user).pw_name
-    except KeyError:
-        return f"#{user}"

@@ -21,7 +21,15 @@ from mstore.frozen import frozen
 from mstore_cli.declared import HOW_MUCH, RESULT, WHAT, WHICH, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
-from mstore_cli.recipes import RecipeFile, RecipeText, Strict, documents, request_of_recipe
+from mstore_cli.recipes import (
+    RecipeFile,
+    RecipeText,
+    Strict,
+    Vocab,
+    aligned,
+    documents,
+    request_of_recipe,
+)
 from mstore_cli.session import Session
 from mstore_cli.sizes import (
     format_percent,
@@ -30,7 +38,6 @@ from mstore_cli.sizes import (
     format_size,
     parse_budget,
 )
-from mstore_cli.vocabularies import Vocab, aligned
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store

@@ -19,6 +19,15 @@ _REVISION = Argument(
     completes="refs",
 )
 Revision = Annotated[str, _REVISION]
+OneModel = Annotated[
+    str,
+    Argument(
+        metavar="REF[:MODEL]",
+        help="A snapshot, or one model of it with what lies beside it.",
+        show_default=False,
+        completes="refs",
+    ),
+]
 MaybeRevision = Annotated[str | None, _REVISION]
 RefNames = Annotated[
     list[str] | None,

@@ -2,6 +2,8 @@
 
 Owns where a recipe's models are: refs of the store, or directories, which are added first.  Does
 not own what a recipe means (`Store.read_recipe`).
+
+Also `--vocab`: base and experts of a merge with the same token in the same row of each.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,11 +19,50 @@ from mstore.frozen import frozen
 from mstore_cli.declared import WHAT, Option
 from mstore_cli.errors import remarks, warn
 from mstore_cli.session import Session
-from mstore_cli.vocabularies import aligned
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
     from mstore.recipes.recipe import Recipe, Text
+    from mstore.reports import AlignedModel, AlignReport
+    from mstore.requests import Vocabulary
+
+
+Vocab = Annotated[
+    str | None,
+    Option(
+        "--vocab",
+        metavar="union|base|common|REF",
+        help="First align the models' vocabularies: union keeps the tokens of all, base those of "
+        "the base, common those that all have, REF those of this model (see `mstore align`).",
+        completes="refs",
+        group=WHAT,
+    ),
+]
+
+
+def aligned(
+    session: Session, store: Store, request: MergeRequest, vocabulary: Vocabulary
+) -> MergeRequest:
+    """Return the request with aligned models, and print which those are."""
+    with session.progress() as tick:
+        report = store.align(request, vocabulary, progress=tick)
+    remarks([*report.remarks, *_told(report)])
+    return report.applied(request)
+
+
+def _told(report: AlignReport) -> Iterator[str]:
+    for one in dict.fromkeys((report.base, *report.experts)):
+        if one.new_snapshot:
+            yield f"stored {one.name} as {one.ref}, {told_change(one, report)}"
+
+
+def told_change(one: AlignedModel, report: AlignReport) -> str:
+    """Return what alignment changed in a model."""
+    if one.ref is None:
+        return "as it is"
+    more = f", {one.tokens_missing} that it lacked" if one.tokens_missing else ""
+    return f"with {report.tokens} tokens{more}"
+
 
 STDIN = "-"
 _ID = re.compile("[0-9a-f]{64}")
@@ -65,7 +106,7 @@ class RecipeText:
     def read(cls, file: str, *, strict: bool) -> RecipeText:
         """Read FILE, or standard input.  Raises BadRequest, NotFound, OSError."""
         from mstore.errors import BadRequest, NotFound
-        from mstore.recipes.nodes import DEFAULT_LIMITS
+        from mstore.recipes.recipe import DEFAULT_LIMITS
 
         most = DEFAULT_LIMITS.max_bytes + 1
         if file == STDIN:
@@ -112,7 +153,7 @@ def request_of_recipe(
     whatever adding raises.
     """
     from mstore.errors import BadRequest
-    from mstore.recipes.nodes import at
+    from mstore.recipes.recipe import at
 
     # Whatever is wrong with any of them must be known before anything is added.
     every = documents(recipe)
@@ -219,7 +260,7 @@ class _Models:
         return own if own and self._is_here(own) and not self._is_here(name) else name
 
     def _ignored(self, model: Text) -> str:
-        from mstore.recipes.nodes import at
+        from mstore.recipes.recipe import at
 
         told = "is not looked up: the model is that of this store"
         return f"{at(self._recipe.where, model.line)}: the revision of {model} {told}"
@@ -260,7 +301,7 @@ class _Models:
 
     def _not_found(self, missing: list[Text]) -> Exception:
         from mstore.errors import NotFound
-        from mstore.recipes.nodes import at
+        from mstore.recipes.recipe import at
 
         first = missing[0]
         if _ID.fullmatch(first.text):

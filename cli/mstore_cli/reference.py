@@ -116,7 +116,7 @@ def of_methods() -> str:
 
 def _method(method: Method) -> str:
     parameters = ", ".join(_parameter(p) for p in method.parameters)
-    bound = "certified" if method.is_additive else "estimate"
+    bound = "certified" if method.has_bound else "estimate"
     formula = method.formula.replace("|", "\\|")
     return f"| `{method.name}` | {formula} | {parameters} | {bound} | {method.source} |\n"
 

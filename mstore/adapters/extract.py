@@ -24,8 +24,8 @@ from mstore.errors import BadRequest, Incompatible
 from mstore.frozen import frozen
 from mstore.ids import SnapshotId, TensorId
 from mstore.made.snapshots import Publication
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
-from mstore.numeric.singles import singles
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import (
     EMBEDDINGS,

@@ -108,9 +108,9 @@ class Inputs:
     base: its tensors. experts: those of each expert, with the base's names. names: what errors call
     the base and the experts, in their order; ids otherwise. choice: the models to take; without, of
     the base all, but those in `without`. fill: in a model that lacks tensors of the base, the
-    base's stand for them. fishers: how many of the experts, the last ones, are Fishers of the
-    others: of what they lack, too, the base's hold the place. lacking: the names of what an expert
-    lacks, for each; none without `fill`, but for Fishers. without, only, skip: as in `ModelPairs`.
+    base's stand for them. companions: the roles of the last of the experts: of
+    what they lack, too, the base's hold the place. lacking: the names of what an expert lacks, for
+    each; none without `fill`, but for companions. without, only, skip: as in `ModelPairs`.
 
     Raises Incompatible for an adapter that cannot be applied to the base, and as `ModelPairs`,
     NotFound, Corrupt, StorageFailed.
@@ -125,7 +125,7 @@ class Inputs:
         *,
         choice: ModelChoice | None = None,
         fill: bool = False,
-        fishers: int = 0,
+        companions: Sequence[str] = (),
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
     ) -> None:
@@ -145,34 +145,36 @@ class Inputs:
         for number, (own, pair, where) in enumerate(
             zip(members, pairs.pairs, names[1:], strict=True)
         ):
-            is_fisher = number >= len(experts) - fishers
+            is_model = number < len(experts) - len(companions)
             tensors: dict[str, TensorId] = {}
             for ours, theirs in pair.items():
-                tensors |= self._taken(own, ours, theirs, where, counts=not fishers)
-            lacks = stand_ins(self.base, tensors) if fill or is_fisher else {}
+                tensors |= self._taken(own, ours, theirs, where, companions)
+            lacks = stand_ins(self.base, tensors) if fill or not is_model else {}
             found.append({**tensors, **lacks} if lacks else tensors)
             lacking.append(tuple(lacks))
         self.experts: tuple[Names, ...] = tuple(found)
         self.lacking: tuple[tuple[str, ...], ...] = tuple(lacking)
-        self.fishers = fishers
+        self.models = self.experts[: len(experts) - len(companions)]
+        """Each expert, without the companions."""
 
     def _taken(
-        self, own: Models, ours: str, theirs: str, where: str, *, counts: bool
+        self, own: Models, ours: str, theirs: str, where: str, companions: Sequence[str]
     ) -> Mapping[str, TensorId]:
         """Return what a model of an expert makes of one of the base, by the base's names.
 
-        counts: whether an adapter may count as what it makes of the base.
+        companions: the roles of all; without them an adapter counts as what it makes of the base.
         """
         tensors = own.in_model(theirs)
         base = self._models.in_model(ours)
         has_config = own.manifest.file(own.named[theirs].path(CONFIG)) is not None
         if self._takes_adapters and is_any_adapter(tensors, base, has_config):
-            if not counts:
+            if companions:
+                role = companions[0].capitalize()
                 raise Incompatible(
-                    "an adapter, and a Fisher is one of a whole model's tensors",
+                    f"an adapter, and a {role} is one of a whole model's tensors",
                     where=where,
                     hint="merge the adapter into the base alone, and give that merge and its "
-                    "Fisher",
+                    + role,
                 )
             tensors = dict(self._applied_to_base(own, theirs, ours, where))
         elif not self._takes_adapters and not is_adapter(tensors):
@@ -193,15 +195,10 @@ class Inputs:
             *(catalog, base.manifest_id(), experts),
             choice=choice,
             fill=plan.allow_missing,
-            fishers=len(plan.companions),
+            companions=[one.role for one in plan.companions],
             only=plan.criteria.only,
             skip=plan.criteria.skip,
         )
-
-    @property
-    def models(self) -> tuple[Names, ...]:
-        """Each expert, without the Fishers."""
-        return self.experts[: len(self.experts) - self.fishers]
 
     def has(self, expert: int, name: str) -> bool:
         """Return whether an expert's tensor is its own: nothing holds its place."""

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from mstore.blocks.reader import Meter
 from mstore.ids import TensorId
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
-from mstore.numeric.singles import singles
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.ready import Ready
+    from mstore.merge.running.known import Ready
     from mstore.merge.running.replay import ReplayReport
     from mstore.merge.running.report import MergeReport
     from mstore.merge.virtual.deferred import MaterializeReport
@@ -400,8 +400,7 @@ class Merging(OpenStore):
         """
         if not self._memo.has_outputs():
             return 0
-        from mstore.merge.running.memo_hits import memo_expert_bytes
-        from mstore.merge.running.ready import Ready
+        from mstore.merge.running.known import Ready, memo_expert_bytes
 
         ready = Ready(self._catalog, plan, keeps=True)
         self._ready = ready if ready.keeps else None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, RLock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from mstore.api.arguments import checked
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from mstore.blocks.schema import Sources
     from mstore.ids import PlanId
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.ready import Ready
+    from mstore.merge.running.known import Ready
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.objects.manifest import File
     from mstore.objects.plan import Plan
@@ -230,12 +229,7 @@ class OpenStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

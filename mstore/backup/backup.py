@@ -38,10 +38,10 @@ from mstore.blocks.schema import PRUNED, Condemned, NamedPack
 from mstore.check.findings import Affected, AffectedTensors, Problem
 from mstore.errors import Conflict, StorageFailed
 from mstore.frozen import frozen
+from mstore.fs.rights import Sharing
 from mstore.ids import PackId
 from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
-from mstore.sharing import Sharing
 from mstore.store import generation, leases, mirror, pack_list, refs, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
@@ -291,9 +291,7 @@ class _Backup(Attempt):
         if not self._findings.problems:
             return ()
         with closing(Catalog(self._layout)) as catalog:
-            with catalog.index.env.read() as transaction:
-                pruned = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
-            return AffectedTensors(catalog, self._findings).all(names, pruned)
+            return AffectedTensors(catalog, self._findings).all(names, catalog.index.marked(PRUNED))
 
     def _hint(self) -> Phrase | None:
         if not self._findings.problems:

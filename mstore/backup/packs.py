@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mstore import fs
-from mstore.ahead import in_order
+from mstore.ahead import in_groups, in_order
 from mstore.backup import source
 from mstore.blocks.index import Index
 from mstore.blocks.location import Location, Row, pack_number
@@ -120,7 +120,8 @@ class Proof:
 
         def groups() -> Iterator[list[_Payload]]:
             for pack in packs:
-                yield from self._groups(pack)
+                payloads = self._payloads(pack)
+                yield from in_groups(payloads, lambda one: one[2].stored_length, _GROUP_BYTES)
                 tick(pack.size)
 
         with ThreadPoolExecutor(threads, "proof") as pool:
@@ -130,18 +131,6 @@ class Proof:
             for _, failures in proving:
                 for kind, id, row, error in failures:
                     self._findings.tell_row(kind, id, row, error.what)
-
-    def _groups(self, pack: NamedPack) -> Iterator[list[_Payload]]:
-        group: list[_Payload] = []
-        size = 0
-        for payload in self._payloads(pack):
-            group.append(payload)
-            size += payload[2].stored_length
-            if size > _GROUP_BYTES:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
 
     def _payloads(self, pack: NamedPack) -> list[_Payload]:
         """Return the payloads that rows have in this pack, in pack order."""

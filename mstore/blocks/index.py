@@ -42,7 +42,7 @@ from mstore.blocks.schema import (
 )
 from mstore.blocks.tables import Table
 from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, BlockId, PackId
+from mstore.ids import ID_BYTES, BlockId, PackId, SnapshotId
 from mstore.phrases import call
 
 _NEXT_PACK: Final = "packs"
@@ -115,6 +115,11 @@ class Index:
         with transaction.cursor(db=self.db(table.name)) as cursor:
             while cursor.set_range(prefix) and cursor.key().startswith(prefix):
                 cursor.delete()
+
+    def marked(self, table: Table[SnapshotId, Any]) -> set[SnapshotId]:
+        """Return the snapshots that have a row in this table, which marks them."""
+        with self.env.read() as transaction:
+            return {id for id, _ in self.walk(transaction, table)}
 
     def walk(
         self, transaction: IndexTransaction, table: Table[_K, _V], *begin: object

@@ -27,8 +27,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.note import Note
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 

@@ -19,8 +19,7 @@ from mstore.ids import Id, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.phrases import few
 from mstore.store import listing, mirror, pack_list, refs
 from mstore.store.catalog import Catalog
@@ -71,8 +70,7 @@ class Graph:
 
     def _pruned(self) -> set[SnapshotId]:
         """Return the snapshots that need no contents; one that a ref names directly needs them."""
-        with self._index.env.read() as transaction:
-            marked = {id for id, _ in self._index.walk(transaction, PRUNED)}
+        marked = self._index.marked(PRUNED)
         return marked - {ref.snapshot_id() for ref in self.names.values()}
 
     def _unlisted(self, known: set[SnapshotId]) -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mstore.ahead import in_order
+from mstore.ahead import in_groups, in_order
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, base_of, pack_number, raw_length
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackGone
@@ -26,8 +26,7 @@ from mstore.check.findings import RECORDS, Findings
 from mstore.errors import Corrupt, Unreadable
 from mstore.ids import BlockId, PackId
 from mstore.objects.canonical import decode
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.store.catalog import Catalog
 
 
@@ -283,16 +282,7 @@ class Payloads:
 
     def _groups(self, packs: list[PackId]) -> Iterator[list[_Block]]:
         for pack in packs:
-            group: list[_Block] = []
-            size = 0
-            for block in self._blocks(pack):
-                if group and size + block[1].stored_length > _GROUP_BYTES:
-                    yield group
-                    group, size = [], 0
-                group.append(block)
-                size += block[1].stored_length
-            if group:
-                yield group
+            yield from in_groups(self._blocks(pack), lambda one: one[1].stored_length, _GROUP_BYTES)
 
     def _blocks(self, pack: PackId) -> list[_Block]:
         """Return the blocks of a pack that the index has there, in pack order."""

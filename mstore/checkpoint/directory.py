@@ -42,6 +42,7 @@ from mstore.checkpoint.models import (
     is_index,
     models_of,
     own_name,
+    place_of,
     single_of,
     split_name,
 )
@@ -341,14 +342,14 @@ def _remark_of_several(checkpoint: Checkpoint) -> Iterator[Phrase]:
     Forms of one model may have the same tensors, and so may those that a file at the top names.
     """
     top = {file.path for file in checkpoint.files if "/" not in file.path}
-    places = {one.name.partition("@")[0]: one for one in reversed(checkpoint.models)}
+    places = {place_of(one.name): one for one in reversed(checkpoint.models)}
     is_one = "" in places or any(path.endswith(PICKLE_SUFFIXES) for path in top)
     if is_one or top & _TOP_OF_ONE:
         return
     seen: dict[str, str] = {}
     for full in checkpoint.tensors():
         model, name = split_name(full)
-        place = model.partition("@")[0]
+        place = place_of(model)
         other = seen.setdefault(name, place)
         if other != place:
             paths = [

@@ -67,6 +67,12 @@ def own_name(directory: str) -> str:
     return directory.replace("%", "%25").replace(":", "%3A")
 
 
+def place_of(model: str) -> str:
+    """Return what a model is called without its variant."""
+    place, at, _ = model.rpartition("@")
+    return place if at else model
+
+
 def full_name(model: str, name: str) -> str:
     """Return what a tensor of a model is called."""
     return f"{model}:{name}" if model or ":" in name else name

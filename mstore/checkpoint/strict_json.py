@@ -1,7 +1,7 @@
 """Strict parsing of untrusted JSON objects, with bounded cost and predictable types.
 
 Refuses what `json.loads` accepts: repeated keys, NaN and Infinity, nesting beyond the stack. Knows
-nothing of safetensors.
+nothing of safetensors. Also writes JSON as the output has it, in headers and in small files.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The names and the meaning of all of them are those of PEFT's `add_weighted_adapt
     magnitude_prune   as linear, of the largest elements
     ..._svd           the same with products in place of factors, truncated to a rank
 
-Owns parsing.  Does not own the arithmetic (`elements`).
+Owns parsing.  Does not own the arithmetic (`products`).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from mstore.fs.files import (
     unnamed,
 )
 from mstore.fs.locks import LockFile
-from mstore.fs.rights import may_write, owners, require_writable, share, share_tree
+from mstore.fs.rights import may_write, owners, require_writable, share, share_tree, user_name
 from mstore.fs.roots import (
     Root,
     directory,
@@ -126,4 +126,5 @@ __all__ = [
     "unlink",
     "unnamed",
     "unread",
+    "user_name",
 ]

@@ -29,7 +29,17 @@ from typing import Final, NamedTuple
 import msgspec
 
 from mstore.errors import Conflict, StorageFailed
-from mstore.fs.rights import are_special, first_mode, settle, sharing_of, umask
+from mstore.fs.rights import (
+    DIRECTORY,
+    FILE,
+    SEALED,
+    are_special,
+    first_mode,
+    mode_of,
+    settle,
+    sharing_of,
+    umask,
+)
 from mstore.fs.roots import (
     directory,
     open_file,
@@ -40,7 +50,6 @@ from mstore.fs.roots import (
     unexpected,
 )
 from mstore.ids import Buffer
-from mstore.sharing import DIRECTORY, FILE, SEALED, mode
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -195,7 +204,7 @@ class NewFile:
     def protect(self) -> None:
         """Make the file read-only, for all who may read the store; it never changes again."""
         with translated(self.path):
-            os.fchmod(self._fd, mode(sharing_of(self.path), SEALED, umask()))
+            os.fchmod(self._fd, mode_of(sharing_of(self.path), SEALED, umask()))
 
     def close(self) -> None:
         """Close; idempotent."""

@@ -3,6 +3,16 @@
 Owns the modes and owners of what is created in a store. What root creates there belongs to the
 owner of the store's directory: otherwise a command by root would leave files that the owner's
 commands cannot change.
+
+Who besides its creator may use a file of a store is like git's core.sharedRepository:
+
+    umask   what the creator's umask leaves
+    group   its group may also read and write it, whatever the umask; directories are setgid, so
+            that what is created in them later belongs to the same group
+    all     the same, and everyone may read it
+
+A *private* file or directory (a lock, or one being written) is only for users who may also write
+it: a user who may open a lock can hold it. A *sealed* file is written by no one.
 """
 
 from __future__ import annotations
@@ -13,13 +23,41 @@ import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
 from mstore.errors import StorageFailed
 from mstore.fs.roots import identity, listed, parent, root_of, status_of, translated
 from mstore.phrases import Text, call, phrase
-from mstore.sharing import DIRECTORY, FILE, SEALED, Sharing, mode
+
+FILE: Final = 0o666
+SEALED: Final = 0o444
+DIRECTORY: Final = 0o777
+_SETGID: Final = 0o2000
+
+
+class Sharing(StrEnum):
+    """Who besides its creator may use what is created in a store."""
+
+    UMASK = "umask"
+    GROUP = "group"
+    ALL = "all"
+
+
+def mode_of(sharing: Sharing, kind: int, umask: int, *, private: bool = False) -> int:
+    """Return the mode of something new; `kind` is FILE, SEALED or DIRECTORY."""
+    allowed = kind & ~umask
+    if sharing is not Sharing.UMASK:
+        allowed |= kind & 0o660
+        if kind == DIRECTORY:
+            allowed |= 0o070 | _SETGID
+    if sharing is Sharing.ALL:
+        allowed |= kind & 0o555
+    if private:
+        # Exactly those who may write may read.
+        allowed &= 0o2700 | (0o070 if allowed & 0o020 else 0) | (0o007 if allowed & 0o002 else 0)
+    return allowed
 
 
 def require_giving(path: Path) -> None:
@@ -41,7 +79,7 @@ def settle(descriptor: int, path: Path, kind: int, *, private: bool) -> None:
     sharing = sharing_of(path)
     if sharing is not Sharing.UMASK:
         with translated(path):
-            os.fchmod(descriptor, mode(sharing, kind, umask(), private=private))
+            os.fchmod(descriptor, mode_of(sharing, kind, umask(), private=private))
 
 
 def are_special(path: Path) -> bool:
@@ -92,7 +130,7 @@ def share_tree(root: Path, sharing: Sharing, *, private: Sequence[Path] = ()) ->
             wanted = now | _shared_bits(status, sharing, is_private=is_private)
             if wanted != now and os.geteuid() not in (0, status.st_uid):
                 raise StorageFailed(
-                    f"this is user {_user(status.st_uid)}'s, who has to share it, or root",
+                    f"this is user {user_name(status.st_uid)}'s, who has to share it, or root",
                     where=str(path),
                     hint=phrase(
                         "sudo {share}",
@@ -139,7 +177,7 @@ def _shared_bits(status: os.stat_result, sharing: Sharing, *, is_private: bool) 
         kind = FILE if now & 0o200 else SEALED
     else:
         return 0
-    return mode(sharing, kind, 0o777 & ~now, private=is_private)
+    return mode_of(sharing, kind, 0o777 & ~now, private=is_private)
 
 
 def sharing_of(path: Path) -> Sharing:
@@ -153,7 +191,7 @@ def sharing_of(path: Path) -> Sharing:
 
 def first_mode(path: Path, kind: int, *, private: bool) -> int:
     """Return the mode to create something with: never more than its final mode."""
-    return mode(sharing_of(path), kind, umask(), private=True) & 0o777 if private else kind
+    return mode_of(sharing_of(path), kind, umask(), private=True) & 0o777 if private else kind
 
 
 def umask() -> int:
@@ -200,13 +238,12 @@ def require_writable(root: Path, paths: Sequence[Path]) -> None:
     with translated(path):
         owner = os.stat(path).st_uid
     me = os.geteuid()
-    what = (
-        f"this store can be read and not written by user {_user(me)}: it is user {_user(owner)}'s"
-    )
+    names = user_name(me), user_name(owner)
+    what = "this store can be read and not written by user {}: it is user {}'s".format(*names)
     advice: Text = phrase(
         "sudo -u {owner} ...    (the same command as the store's owner)\n"
         "or its owner shares it: chgrp -R GROUP {store} && {share}",
-        owner=shlex.quote(_user(owner)),
+        owner=shlex.quote(user_name(owner)),
         store=shlex.quote(str(root)),
         share=call("configure", "shared", "group"),
     )
@@ -216,7 +253,7 @@ def require_writable(root: Path, paths: Sequence[Path]) -> None:
     raise StorageFailed(what, where=str(path), hint=advice, errno=code)
 
 
-def _user(number: int) -> str:
+def user_name(number: int) -> str:
     """Return a user's name, as sudo accepts it."""
     import pwd
 

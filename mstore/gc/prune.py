@@ -184,8 +184,7 @@ def _chain(catalog: Catalog, tip: SnapshotId) -> list[SnapshotId]:
 def _unpruned(
     catalog: Catalog, snapshots: Iterable[SnapshotId], tagged: dict[str, refs.Ref]
 ) -> list[SnapshotId]:
-    with catalog.index.env.read() as transaction:
-        known = {id for id, _ in catalog.index.walk(transaction, PRUNED)}
+    known = catalog.index.marked(PRUNED)
     named = {ref.snapshot_id() for ref in tagged.values()}
     found = [id for id in snapshots if id not in known or id in named]
     # A missing snapshot has no contents to prune.

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.numeric.codes import EIGHT_BITS
-from mstore.numeric.singles import singles
 
 Singles = npt.NDArray[np.float32]
 
@@ -152,3 +151,16 @@ def _of_halves(dtype: str) -> Bytes:
         rounded = values.astype(np.dtype(getattr(ml_dtypes, _ML_DTYPES[dtype])))
     found: Bytes = rounded.view(np.uint8)
     return found
+
+
+def singles(data: npt.NDArray[np.uint8], dtype: str, n: int) -> npt.NDArray[np.float32]:
+    """Return the first n elements of type BF16, F16 or F32 as float32[n], exactly.
+
+    data: their stored bytes, little-endian.  Of F32 the result is a view.
+    """
+    if dtype == "F32":
+        return data[: 4 * n].view(np.float32)
+    words = data[: 2 * n].view(np.uint16)
+    if dtype == "F16":
+        return words.view(np.float16).astype(np.float32)
+    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)

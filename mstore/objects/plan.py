@@ -19,6 +19,7 @@ Tensors are named as `checkpoint.models` calls them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -52,9 +53,8 @@ DROPPED = 5
 
 BASE = "base"
 EXPERT = "expert"
-FISHER = "fisher"
-COMPANIONS = (FISHER,)
-"""Roles of inputs beside base and experts."""
+_ROLE = re.compile(r"[a-z][a-z0-9-]{0,62}")
+"""Any other role is that of a companion: the method says what it is."""
 
 
 class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -139,8 +139,13 @@ class PlanTensor(
         """Return its name in the base (member 0) or in expert `member` - 1."""
         return self.sources[member] if self.sources else self.name
 
-    def problem(self, experts: int, operations: int, limits: RecordLimits) -> str | None:
-        """Return what is wrong with it in a plan of so many experts and operations, or None."""
+    def problem(
+        self, experts: int, models: int, operations: int, limits: RecordLimits
+    ) -> str | None:
+        """Return what is wrong with it in a plan of so many experts and operations, or None.
+
+        models: how many of the experts are no companions.
+        """
         if len(self.states) != experts or len(self.omitted) != experts:
             return "a tensor with another number of experts"
         if len(self.thresholds) % max(1, experts):
@@ -151,7 +156,7 @@ class PlanTensor(
             return "a tensor with another number of sources"
         if self.sources and set(self.sources) == {self.name}:
             return "a tensor with sources that are its own name"
-        if self.mixture is not None and len(self.mixture.experts) != experts:
+        if self.mixture is not None and len(self.mixture.experts) != models:
             return "a tensor with another number of coefficients"
         if len({len(states) for states in self.states}) > 1:
             return "a tensor with different numbers of chunks"
@@ -168,7 +173,7 @@ class PlanTensor(
 class PlanInput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An input: the base, an expert, or a companion.
 
-    role: base, expert, or one of COMPANIONS. of: of a companion, the number of the input that it
+    role: base, expert, or that of a companion. of: of a companion, the number of the input that it
     belongs to (0: the base, k: the k-th expert), None if it belongs to the merge; None for others.
     model: the one of its models that is taken, None for the namesakes of the base's, of the base
     all.
@@ -276,7 +281,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
     @property
     def companions(self) -> tuple[PlanInput, ...]:
         """The companions, in order."""
-        return tuple(one for one in self.inputs if one.role in COMPANIONS)
+        return tuple(one for one in self.inputs if one.role not in (BASE, EXPERT))
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -320,18 +325,18 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
         if not used.issuperset(range(len(self.operations))):
             yield "an operation that no tensor has"
         for tensor in self.tensors:
-            yield tensor.problem(len(self.inputs) - 1, len(self.operations), limits)
+            experts = len(self.inputs) - 1
+            yield tensor.problem(experts, len(self.experts), len(self.operations), limits)
         yield from self._problems_of_stack(limits)
 
     def _problem_of_inputs(self, limits: RecordLimits) -> str | None:
         roles = [one.role for one in self.inputs]
-        if roles.count(BASE) != 1 or not set(roles) <= {BASE, EXPERT, *COMPANIONS}:
+        if roles.count(BASE) != 1 or not all(map(_ROLE.fullmatch, roles)):
             return "inputs without one base, or of unknown roles"
-        if roles != sorted(roles, key=(BASE, EXPERT, *COMPANIONS).index):
-            return "inputs that are out of order"
         experts = len(self.experts)
-        belongs = [one.of for one in self.inputs if one.role not in COMPANIONS]
-        if any(of is not None for of in belongs):
+        if roles[: 1 + experts] != [BASE, *[EXPERT] * experts]:
+            return "inputs that are out of order"
+        if any(one.of is not None for one in self.inputs[: 1 + experts]):
             return "a base or an expert that belongs to another input"
         keys = [(one.role, -1 if one.of is None else one.of) for one in self.companions]
         if keys != sorted(set(keys)) or any(of > experts for _, of in keys):

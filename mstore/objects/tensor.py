@@ -1,4 +1,10 @@
-"""The tensor record: dtype, shape and block list of one tensor, or of one file's plain bytes."""
+"""The tensor record: dtype, shape and block list of one tensor, or of one file's plain bytes.
+
+A virtual one is of a merge that was planned, not computed.  It takes the place of a tensor record
+in a real merge's manifest, and holds all that a reader of headers, configs and sizes needs.  Its
+bytes are the plan's output for its inputs; `merge.virtual` computes them on demand.  Equal ids mean
+equal bytes.  The same bytes may have several ids (one per plan), and a TensorId once stored.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,16 @@ from typing import ClassVar
 from mstore.blocks.packs import Kind
 from mstore.checkpoint.dtypes import nbytes
 from mstore.errors import BadCheckpoint, Corrupt
-from mstore.ids import ID_BYTES, BlockId, TensorId
-from mstore.objects.canonical import Count, Record, RecordLimits, too_many
+from mstore.ids import ID_BYTES, BlockId, PlanId, TensorId, VirtualId
+from mstore.objects.canonical import (
+    DEFAULT_LIMITS,
+    Count,
+    IdBytes,
+    Record,
+    RecordLimits,
+    too_long,
+    too_many,
+)
 
 # The dtype of headers and of files that are not safetensors: a plain run of bytes.
 BYTES = "BYTES"
@@ -76,3 +90,47 @@ def shape_problem(
     except BadCheckpoint as error:
         return error.what
     return None if expected == length else "dtype, shape and length do not agree"
+
+
+class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
+    """The tensor called `tensor` in `plan`; tied names share the record of the first of them.
+
+    dtype: a safetensors dtype name.  nbytes: length of the plain bytes, as dtype and shape say.
+    """
+
+    kind: ClassVar[Kind] = Kind.VIRTUAL
+    id_type: ClassVar[type[VirtualId]] = VirtualId
+
+    dtype: str
+    shape: tuple[Count, ...]
+    nbytes: Count
+    plan: IdBytes
+    tensor: str
+
+    def id(self) -> VirtualId:
+        return VirtualId.of(self.encode())
+
+    def problem(self, limits: RecordLimits) -> str | None:
+        if self.dtype == BYTES:
+            return "plain bytes are no tensor of a plan"
+        return too_long("a tensor name", self.tensor, limits.name_bytes) or shape_problem(
+            self.dtype, self.shape, self.nbytes, limits
+        )
+
+    def plan_id(self) -> PlanId:
+        """The plan that computes it."""
+        return PlanId(self.plan)
+
+    def blocks(self, block_size: int) -> int:
+        """Return the number of blocks; 0 for an empty tensor."""
+        return -(-self.nbytes // block_size)
+
+    def block_length(self, number: int, block_size: int) -> int:
+        """Plain bytes of block `number`."""
+        return min(block_size, self.nbytes - number * block_size)
+
+    def check(self, where: str) -> None:
+        """Raise Corrupt unless dtype and shape give the length."""
+        problem = self.problem(DEFAULT_LIMITS)
+        if problem is not None:
+            raise Corrupt(problem, where=where)

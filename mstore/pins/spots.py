@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from mstore.ahead import in_groups
 from mstore.blocks.codecs import Codec, Elements, elements_of
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE
@@ -48,17 +49,8 @@ class Group(NamedTuple):
 
 
 def groups(file: str, spots: Iterable[Spot]) -> Iterator[Group]:
-    """Yield the blocks of a file in groups of up to GROUP_BYTES, or of a longer one."""
-    group: list[Spot] = []
-    size = 0
-    for spot in spots:
-        if group and size + spot.length > GROUP_BYTES:
-            yield Group(file, group)
-            group, size = [], 0
-        group.append(spot)
-        size += spot.length
-    if group:
-        yield Group(file, group)
+    """Return the blocks of a file in groups of up to GROUP_BYTES, or of a longer one."""
+    return (Group(file, group) for group in in_groups(spots, lambda one: one.length, GROUP_BYTES))
 
 
 def of_file(catalog: Catalog, file: File) -> Iterator[Spot]:
@@ -96,10 +88,8 @@ def of_others(catalog: Catalog, id: SnapshotId) -> set[BlockId]:
 
     What is damaged there must neither stop work on this one nor bare what is whole there.
     """
-    with catalog.index.env.read() as transaction:
-        pinned = {id for id, _ in catalog.index.walk(transaction, PINNED)}
     found: set[BlockId] = set()
-    for other in pinned - {id}:
+    for other in catalog.index.marked(PINNED) - {id}:
         # A version that knows nothing of pins leaves their marks when it collects a snapshot.
         # And the contents of a pruned one may be gone.
         with suppress(*_UNREADABLE):

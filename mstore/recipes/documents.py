@@ -14,7 +14,16 @@ from typing import Any, NoReturn
 import yaml
 
 from mstore.errors import BadRequest
-from mstore.recipes.nodes import DEFAULT_LIMITS, Entries, Items, Node, Scalar, Value, YamlLimits, at
+from mstore.recipes.recipe import (
+    DEFAULT_LIMITS,
+    Entries,
+    Items,
+    Node,
+    Scalar,
+    Value,
+    YamlLimits,
+    at,
+)
 
 _PREFIX = "tag:yaml.org,2002:"
 _KINDS = ("null", "bool", "int", "float", "str")

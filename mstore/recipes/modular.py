@@ -30,8 +30,7 @@ from mstore.frozen import frozen
 from mstore.objects.shapes import literal_name, literal_pattern
 from mstore.recipes import resolve as single
 from mstore.recipes.layout import AHEAD, BEHIND, Layout
-from mstore.recipes.nodes import at
-from mstore.recipes.recipe import Module, Recipe, Setting, Settings
+from mstore.recipes.recipe import Module, Recipe, Setting, Settings, at
 from mstore.recipes.resolve import KnownMethod, base_of
 from mstore.requests import MergeRequest, RecipeRequest, TensorRule, Vocabulary
 

@@ -10,23 +10,19 @@ from types import MappingProxyType
 from typing import Final, TypeGuard, TypeVar
 
 from mstore.errors import BadRequest, did_you_mean
-from mstore.recipes.nodes import (
-    DEFAULT_LIMITS,
-    Entries,
-    Items,
-    Node,
-    Scalar,
-    YamlLimits,
-    at,
-)
 from mstore.recipes.recipe import (
     ANY,
+    DEFAULT_LIMITS,
     Condition,
+    Entries,
     Given,
     Ignored,
+    Items,
     Module,
+    Node,
     NotThatKind,
     Recipe,
+    Scalar,
     Setting,
     Settings,
     Slice,
@@ -34,6 +30,8 @@ from mstore.recipes.recipe import (
     Text,
     TokenizerSource,
     TokenSource,
+    YamlLimits,
+    at,
     converted,
 )
 from mstore.requests import AUTO, UNION

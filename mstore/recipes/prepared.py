@@ -21,8 +21,17 @@ from msgspec.structs import replace
 
 from mstore.errors import BadRequest
 from mstore.frozen import frozen
-from mstore.recipes.nodes import at
-from mstore.recipes.recipe import Condition, Module, Recipe, Setting, Settings, Slice, Source, Text
+from mstore.recipes.recipe import (
+    Condition,
+    Module,
+    Recipe,
+    Setting,
+    Settings,
+    Slice,
+    Source,
+    Text,
+    at,
+)
 from mstore.recipes.resolve import PREFIX, WEIGHT, KnownMethod, base_of
 
 APPLY: Final = "task_arithmetic"

@@ -23,6 +23,53 @@ import msgspec
 
 from mstore.requests import BASE, UNION
 
+Value = bool | int | float | str | None
+
+
+class YamlLimits(msgspec.Struct, frozen=True):
+    """How large a file may be. nodes: scalars, lists and mappings, aliases written out."""
+
+    max_bytes: int = 1 << 20
+    max_depth: int = 32
+    max_nodes: int = 100_000
+    max_documents: int = 64
+
+
+DEFAULT_LIMITS = YamlLimits()
+
+
+class Scalar(msgspec.Struct, frozen=True):
+    """A value and its line, counted from 1."""
+
+    value: Value
+    line: int
+    size: int = 1
+
+
+class Items(msgspec.Struct, frozen=True):
+    """A list. size: how many nodes it has, itself included."""
+
+    items: tuple[Node, ...]
+    line: int
+    size: int
+
+
+class Entries(msgspec.Struct, frozen=True):
+    """A mapping; its keys are different texts."""
+
+    entries: tuple[tuple[Scalar, Node], ...]
+    line: int
+    size: int
+
+
+Node = Scalar | Items | Entries
+
+
+def at(where: str, line: int) -> str:
+    """Return the place that an error names."""
+    return f"{where}, line {line}"
+
+
 Given = bool | int | float | str
 Kind = Literal["float", "int", "bool", "choice"]
 """A choice is true, false, or a word."""

@@ -24,7 +24,6 @@ import msgspec
 from mstore.errors import BadRequest, MstoreError, did_you_mean
 from mstore.objects.shapes import literal_pattern
 from mstore.recipes.layout import Layout
-from mstore.recipes.nodes import at
 from mstore.recipes.recipe import (
     Given,
     Ignored,
@@ -35,6 +34,7 @@ from mstore.recipes.recipe import (
     Slice,
     Source,
     Text,
+    at,
 )
 from mstore.requests import (
     BASE,

@@ -8,17 +8,15 @@ large.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mstore.blocks import disposable
-from mstore.blocks.disposable import Tell, silent
+from mstore.blocks.disposable import DisposableTables, Tell, rows_of, silent
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.tables import (
@@ -41,8 +39,6 @@ from mstore.stats.table import DeltaTable, MeasuredPair
 PENDING_ROWS = 256
 PENDING_BYTES = 4 << 20
 BATCH_BYTES = 1 << 16
-_OF_ROW = 256
-"""Memory overhead of a pending row, beside its bytes."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -117,86 +113,33 @@ TABLES: Final[tuple[Table[Any, Any], ...]] = tuple(
 DATABASES: Final = tuple(table.name for table in TABLES)
 
 
-class StatsStore:
-    """Open statistics of one store; safe for any number of threads.
-
-    New entries are visible at once, and on disk after `flush`: a synced commit per tensor would
-    cost more than the statistics themselves.  Entries lost in a crash are computed again.  For a
-    user without write permission, new entries stay in this object.
-    """
+class StatsStore(DisposableTables):
+    """Open statistics of one store."""
 
     def __init__(self, path: Path, tell: Tell = silent) -> None:
         """Open the statistics; recreate them if missing or damaged, and report damage to `tell`."""
-        self._env = disposable.acquire(path, DATABASES, "statistics table", tell)
-        self._lock = Lock()
-        self._is_closed = False
-        self._pending: dict[tuple[Table[Any, Any], bytes], bytes] = {}
-        self._pending_bytes = 0
-
-    def close(self) -> None:
-        """Release the environment once running reads have ended; idempotent.
-
-        Raises Unavailable inside a call of this thread's own.
-        """
-        self.require_outside()
-        with self._lock:
-            is_first, self._is_closed = not self._is_closed, True
-        if is_first and self._env is not None:
-            self._env.release()
-
-    def require_outside(self) -> None:
-        """Raise Unavailable inside a transaction of this thread's own."""
-        if self._env is not None:
-            self._env.require_outside()
+        super().__init__(path, DATABASES, "statistics table", tell, most_pending=PENDING_BYTES)
+        self._open(create=True)
 
     def _get(self, table: Table[_K, _V], key: _K) -> _V | None:
         return self._many(table, [key])[0]
 
     def _many(self, table: Table[_K, _V], keys: Iterable[_K]) -> list[_V | None]:
-        """Return the values of rows, None for one that is missing or damaged, with one lookup."""
-        encoded = list(map(table.key.encode, keys))
-        decode = table.value.decode
-        with self._lock:
-            waiting = {key: self._pending.get((table, key)) for key in encoded}
-        found = {key: None if value is None else decode(value) for key, value in waiting.items()}
-        # In the order of the table: neighbours are found without another descent.
-        asked = sorted(key for key, value in found.items() if value is None)
-        env = self._env
-        if asked and env is not None:
-            with env.read() as transaction:
-                rows = _rows(env, transaction, table, asked)
-            found.update((key, table.found(key, row)) for key, row in rows.items())
-        return [found[key] for key in encoded]
+        return self._found(table, list(map(table.key.encode, keys)))
 
-    def _put(self, table: Table[_K, _V], key: _K, value: _V) -> None:
-        self._put_row(table, table.key.encode(key), table.value.encode(value))
+    def _add(self, table: Table[_K, _V], key: _K, value: _V) -> None:
+        self._put(table, [(table.key.encode(key), table.value.encode(value))])
 
-    def _put_row(self, table: Table[Any, Any], key: bytes, value: bytes) -> None:
-        with self._lock:
-            self._pending[table, key] = value
-            self._pending_bytes += len(key) + len(value) + _OF_ROW
-            full = self._pending_bytes >= PENDING_BYTES
-        if full:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write pending entries in one transaction.  Raises StorageFailed."""
-        env = self._env
-        if env is None or not env.may_write():
-            return
-        with self._lock:
-            waiting, self._pending = self._pending, {}
-            self._pending_bytes = 0
-        if waiting:
-            # Nothing in it depends on the files that were there before.
-            env.follow()
-            pairs = {key: value for (table, key), value in waiting.items() if table is PAIRS}
-            with env.write() as transaction:
-                for (table, key), value in waiting.items():
-                    if table is not PAIRS:
-                        row = table.sealed(key, value)
-                        transaction.put(key, row, db=env.databases[table.name])
-                self._insert_pairs(env, transaction, pairs)
+    def _insert(
+        self,
+        env: Environment,
+        transaction: IndexTransaction,
+        rows: Mapping[tuple[Table[Any, Any], bytes], bytes],
+    ) -> None:
+        others = {place: value for place, value in rows.items() if place[0] is not PAIRS}
+        super()._insert(env, transaction, others)
+        pairs = {key: value for (table, key), value in rows.items() if table is PAIRS}
+        self._insert_pairs(env, transaction, pairs)
 
     def _insert_pairs(
         self, env: Environment, transaction: IndexTransaction, pairs: dict[bytes, bytes]
@@ -230,13 +173,13 @@ class StatsStore:
         with self._lock:
             found = {key: self._pending.get((PAIRS, key)) for key in wanted}
         asked = sorted(key for key, value in found.items() if value is None)
-        env = self._env
-        if asked and env is not None:
+        env = self._open(create=False) if asked else None
+        if env is not None:
             with env.read() as transaction:
-                rows = _rows(env, transaction, PAIRS, asked)
+                rows = rows_of(env, transaction, PAIRS, asked)
                 places = {key: PAIRS.found(key, row) for key, row in rows.items()}
                 numbers = {BATCHES.key.encode(place[0]) for place in places.values() if place}
-                batches = _rows(env, transaction, BATCHES, sorted(numbers))
+                batches = rows_of(env, transaction, BATCHES, sorted(numbers))
             for key, place in places.items():
                 if place is not None:
                     number, offset, length, check = place
@@ -262,19 +205,19 @@ class StatsStore:
         """Add the digest of a pair's table, if it has one."""
         row = digests.digest(table.rows, table.elements, table.chunk_elements)
         if row is not None:
-            self._put(DIGESTS, (base, expert), row)
+            self._add(DIGESTS, (base, expert), row)
 
     def put_cut(self, base: TensorId, expert: TensorId, rank: int, cut: Threshold) -> None:
         """Add where a pair's table is cut at a rank."""
         told = cut.value, cut.above, cut.needed, cut.in_bin, cut.inexact
-        self._put(CUTS, (base, expert, rank), told)
+        self._add(CUTS, (base, expert, rank), told)
 
     def put_pair(self, pair: MeasuredPair) -> None:
         """Add a finished measurement; a pair without a difference adds only the base's squares."""
         if pair.table is not None:
-            self._put_row(PAIRS, pair.base + pair.expert, pair.table)
+            self._put(PAIRS, [(pair.base + pair.expert, pair.table)])
         if pair.digest is not None:
-            self._put(DIGESTS, (pair.base, pair.expert), pair.digest)
+            self._add(DIGESTS, (pair.base, pair.expert), pair.digest)
         self.put_squares(pair.base, pair.base_squares)
 
     def squares(self, tensor: TensorId) -> float | None:
@@ -287,7 +230,7 @@ class StatsStore:
 
     def put_squares(self, tensor: TensorId, value: float) -> None:
         """Add a sum of squares."""
-        self._put(SQUARES, tensor, (value,))
+        self._add(SQUARES, tensor, (value,))
 
     def facts(self, keys: Sequence[tuple[TensorId, TensorId, bytes]]) -> list[float | None]:
         """Return a fact about each difference, or None.  A key ends in 16 bytes that name it."""
@@ -295,7 +238,7 @@ class StatsStore:
 
     def put_fact(self, base: TensorId, expert: TensorId, what: bytes, value: float) -> None:
         """Add such a fact."""
-        self._put(FACTS, (base, expert, what), (value,))
+        self._add(FACTS, (base, expert, what), (value,))
 
     def sums(self, tensor: TensorId, what: bytes) -> npt.NDArray[np.float64] | None:
         """Return sums over the chunks of a tensor, or None.  what: 16 bytes that stand for them."""
@@ -303,7 +246,7 @@ class StatsStore:
 
     def put_sums(self, tensor: TensorId, what: bytes, sums: npt.NDArray[np.float64]) -> None:
         """Add such sums."""
-        self._put(SUMS, (tensor, what), sums)
+        self._add(SUMS, (tensor, what), sums)
 
     def threshold(self, base: TensorId, expert: TensorId, keep: int) -> tuple[float, int] | None:
         """Return the exact magnitude of the `keep`-th largest delta and its quota, or None."""
@@ -314,7 +257,7 @@ class StatsStore:
         self, base: TensorId, expert: TensorId, keep: int, value: float, quota: int
     ) -> None:
         """Add an exact threshold."""
-        self._put(THRESHOLDS, (base, expert, keep), (value, quota))
+        self._add(THRESHOLDS, (base, expert, keep), (value, quota))
 
     def ties(
         self, base: TensorId, expert: TensorId, keep: int, chunk: int
@@ -332,11 +275,11 @@ class StatsStore:
         counts: npt.NDArray[np.int64],
     ) -> None:
         """Add such counts: int64[chunks], up to the chunk where the quota ends."""
-        self._put(TIES, (base, expert, keep, chunk), counts)
+        self._add(TIES, (base, expert, keep, chunk), counts)
 
     def tidy(self, stored: Callable[[Sequence[bytes]], list[bool]]) -> None:
         """Drop entries of tensors that are not stored, and empty batches."""
-        env = self._env
+        env = self._open(create=False)
         if env is None:
             return
         with env.write() as transaction:
@@ -352,10 +295,6 @@ class StatsStore:
                 unused = [key for key in cursor.iternext(values=False) if key not in used]
             for key in unused:
                 transaction.delete(key, db=tables)
-
-    def file_bytes(self) -> int:
-        """Return the size on disk; 0 if there are no statistics, or this user cannot read them."""
-        return 0 if self._env is None else self._env.file_bytes()
 
 
 def _gone(
@@ -377,13 +316,6 @@ def _gone(
                 if not all(there[id] for id in ids)
             ]
     return gone
-
-
-def _rows(
-    env: Environment, transaction: IndexTransaction, table: Table[Any, Any], keys: Sequence[bytes]
-) -> dict[bytes, bytes]:
-    with transaction.cursor(db=env.databases[table.name]) as cursor:
-        return dict(cursor.getmulti(keys))
 
 
 def _tensors(key: bytes) -> list[bytes]:

@@ -44,8 +44,7 @@ from mstore.ids import (
 from mstore.objects.canonical import MAX_COUNT, Record, decode
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.phrases import call
 from mstore.store import generation, listing, mirror, revisions
 from mstore.store import layout as layouts

@@ -25,8 +25,8 @@ import msgspec
 from mstore import fs
 from mstore.blocks.codecs import Policy
 from mstore.errors import BadRequest, Corrupt, StorageFailed
+from mstore.fs.rights import Sharing
 from mstore.phrases import call
-from mstore.sharing import Sharing
 from mstore.store.layout import Layout, locate, require_writable
 
 MAX_BYTES: Final = 1 << 16

@@ -35,8 +35,8 @@ from mstore.errors import (
     StorageFailed,
     Unavailable,
 )
+from mstore.fs.rights import Sharing
 from mstore.phrases import Call, Text, call, phrase
-from mstore.sharing import Sharing
 
 BACKUP_MARKER = "backup"
 """The file that says which store a directory is a backup of (`mstore.backup.destination`)."""

@@ -15,12 +15,10 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from threading import Lock
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from mstore.blocks import disposable
-from mstore.blocks.disposable import Tell, silent
-from mstore.blocks.lmdb_env import Environment, closed
+from mstore.blocks.disposable import DisposableTables, Tell, silent
+from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.tables import Table, form, id_of, raw
 from mstore.ids import ID_BYTES, PlanId
 
@@ -42,47 +40,21 @@ TABLES: Final[tuple[Table[Any, Any], ...]] = OUTPUTS, REQUESTS
 DATABASES: Final = tuple(table.name for table in TABLES)
 _BATCH = 4096
 _END = struct.Struct("<IIH")
-_V = TypeVar("_V")
 
 
-class Memo:
-    """The open memo table of one store; safe for any number of threads.
+class Memo(DisposableTables):
+    """The open memo table of one store.
 
-    New rows are visible at once, and on disk after `flush`, in one transaction.  The first flush
-    creates the environment: a store that never merges has none, and reading creates nothing.  For a
-    user without write permission, new rows stay in this object.
+    The first flush creates the environment: a store that never merges has none, and reading creates
+    nothing.
     """
 
     def __init__(self, path: Path, tell: Tell = silent) -> None:
-        self._path = path
-        self._tell = tell
-        self._lock = Lock()
-        self._env: Environment | None = None
-        self._is_out_of_reach = False
-        self._is_closed = False
-        self._pending: dict[tuple[Table[Any, Any], bytes], Any] = {}
-
-    def close(self) -> None:
-        """Release the environment once running reads have ended; idempotent.
-
-        Unflushed rows are lost.  Raises Unavailable inside a call of this thread's own.
-        """
-        self.require_outside()
-        with self._lock:
-            env, self._env = self._env, None
-            self._is_closed = True
-        if env is not None:
-            env.release()
-
-    def require_outside(self) -> None:
-        """Raise Unavailable inside a transaction of this thread's own."""
-        env = self._env
-        if env is not None:
-            env.require_outside()
+        super().__init__(path, DATABASES, "memo table", tell)
 
     def outputs(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the rows of these memo keys, None for a missing one; one read transaction."""
-        return self._get(OUTPUTS, keys)
+        return self._found(OUTPUTS, keys)
 
     def has_outputs(self) -> bool:
         """Return whether any merge outputs are stored.
@@ -104,30 +76,11 @@ class Memo:
 
     def plan(self, key: bytes) -> PlanId | None:
         """Return the plan made for a request, or None.  The plan may no longer be stored."""
-        return self._get(REQUESTS, [key])[0]
+        return self._found(REQUESTS, [key])[0]
 
     def put_plan(self, key: bytes, plan: PlanId) -> None:
         """Remember the plan of a request."""
-        self._put(REQUESTS, [(key, plan)])
-
-    def flush(self) -> None:
-        """Write pending rows in one transaction.  Raises StorageFailed, Corrupt."""
-        if not self._pending:
-            return
-        env = self._open(create=True)
-        if env is None or not env.may_write():
-            return
-        with self._lock:
-            waiting, self._pending = self._pending, {}
-        if not waiting:
-            return
-        # Nothing in it depends on the files that were there before.
-        env.follow()
-        with env.write() as transaction:
-            for (table, key), value in sorted(
-                waiting.items(), key=lambda one: (one[0][0].name, one[0][1])
-            ):
-                transaction.put(*table.row(key, value), db=env.databases[table.name])
+        self._put(REQUESTS, [(key, REQUESTS.value.encode(plan))])
 
     def tidy(
         self, stored: Callable[[Sequence[bytes]], list[bool]], planned: Callable[[PlanId], bool]
@@ -152,40 +105,6 @@ class Memo:
                 transaction.delete(key, db=env.databases[OUTPUTS.name])
             if stale:
                 transaction.drop(env.databases[REQUESTS.name], delete=False)
-
-    def file_bytes(self) -> int:
-        """Return the size on disk; 0 if there is no table yet."""
-        env = self._open(create=False)
-        return 0 if env is None else env.file_bytes()
-
-    def _get(self, table: Table[bytes, _V], keys: Sequence[bytes]) -> list[_V | None]:
-        env = self._open(create=False)
-        found: dict[bytes, _V | None] = {}
-        if env is not None:
-            with (
-                env.read() as transaction,
-                transaction.cursor(db=env.databases[table.name]) as cursor,
-            ):
-                rows = cursor.getmulti(keys)
-                found.update((key, table.found(key, row)) for key, row in rows)
-        with self._lock:
-            waiting = self._pending
-            return [waiting.get((table, key), found.get(key)) for key in keys]
-
-    def _put(self, table: Table[bytes, _V], rows: Iterable[tuple[bytes, _V]]) -> None:
-        with self._lock:
-            self._pending.update({(table, key): value for key, value in rows})
-
-    def _open(self, *, create: bool) -> Environment | None:
-        with self._lock:
-            if self._is_closed:
-                raise closed(self._path)
-            if self._env is None and not self._is_out_of_reach:
-                if not create and not (self._path / "data.mdb").exists():
-                    return None
-                self._env = disposable.acquire(self._path, DATABASES, "memo table", self._tell)
-                self._is_out_of_reach = self._env is None
-            return self._env
 
 
 def forget_requests(path: Path) -> None:

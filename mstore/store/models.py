@@ -15,8 +15,7 @@ from typing import Final
 import msgspec
 from msgspec import structs
 
-from mstore.checkpoint.models import Model, WeightMap, full_name, is_weights, models_of
-from mstore.checkpoint.strict_json import json_object
+from mstore.checkpoint.models import Model, WeightMap, full_name, is_weights, models_of, place_of
 from mstore.errors import BadCheckpoint, BadRequest, Incompatible, NotFound, did_you_mean
 from mstore.ids import Revision, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest, Part
@@ -264,7 +263,7 @@ def paired(
         ours = next(iter(base))
     if ours is None:
         forms, lone = _lone_forms(own), _lone_forms(base).values()
-        pairs = {name: name if name in own else forms.get(_place(name)) for name in base}
+        pairs = {name: name if name in own else forms.get(place_of(name)) for name in base}
         return {
             name: other
             for name, other in pairs.items()
@@ -280,19 +279,13 @@ def _meant(name: str, models: Collection[str]) -> str:
     if name in models:
         return name
     only = next(iter(models)) if len(models) == 1 else name
-    return _lone_forms(models).get(_place(name), only)
-
-
-def _place(model: str) -> str:
-    """Return what a model is called without its variant."""
-    place, at, _ = model.rpartition("@")
-    return place if at else model
+    return _lone_forms(models).get(place_of(name), only)
 
 
 def _lone_forms(models: Collection[str]) -> dict[str, str]:
     """Return the models of which there is one form, by what they are called without a variant."""
-    places = Counter(map(_place, models))
-    return {place: name for name in models if places[place := _place(name)] == 1}
+    places = Counter(map(place_of, models))
+    return {place: name for name in models if places[place := place_of(name)] == 1}
 
 
 def models_in(catalog: Catalog, manifest: Manifest) -> Models:
@@ -311,6 +304,8 @@ def tensors_of(catalog: Catalog, manifest: Manifest) -> Mapping[str, TensorId]:
 
 
 def _weight_map(catalog: Catalog, index: File | None) -> WeightMap:
+    from mstore.checkpoint.strict_json import json_object  # late: few snapshots have an index
+
     # Whatever is wrong with it, a loader stops there; the files are then what their names say.
     entries = json_object(catalog.read_small(index, _MAX_INDEX) or b"").get("weight_map")
     found = entries if isinstance(entries, dict) else {}

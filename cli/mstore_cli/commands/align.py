@@ -8,9 +8,9 @@ from mstore_cli.command import command
 from mstore_cli.declared import Option
 from mstore_cli.merging import Base, Experts, experts_of, with_patterns
 from mstore_cli.output import Column, Screen
+from mstore_cli.recipes import told_change
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
-from mstore_cli.vocabularies import told_change
 
 COLUMNS = (
     Column("MODEL", style="yellow"),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
-from mstore_cli.options import Revision, Threads
+from mstore_cli.options import OneModel, Threads
 from mstore_cli.output import Screen, near, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
@@ -21,7 +21,7 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 )
 def checkout(
     session: Session,
-    revision: Revision,
+    revision: OneModel,
     directory: Annotated[
         Path,
         Argument(metavar="DIR", help="A directory that is new or empty.", show_default=False),
@@ -52,9 +52,10 @@ def checkout(
     ] = "auto",
     threads: Threads = None,
 ) -> None:
-    """Write the files of a snapshot into a directory.
+    """Write the files of a snapshot or of a model into a directory.
 
-    A PATTERN must match a whole path; `*` also matches `/`.
+    Paths of REF:MODEL begin in the model's directory. A PATTERN must match a whole path; `*` also
+    matches `/`.
     """
     with session.open() as store, session.progress() as tick:
         report = store.checkout(

@@ -34,7 +34,7 @@ def compare(
     models: Annotated[
         list[str],
         Argument(
-            metavar="REF",
+            metavar="REF[:MODEL]",
             help="The models; 'runs/*' means all refs that match.",
             show_default=False,
             completes="refs",
@@ -44,7 +44,7 @@ def compare(
         str | None,
         Option(
             "--base",
-            metavar="REF",
+            metavar="REF[:MODEL]",
             help="The model that they were made from [default: the nearest one that the lineage of "
             "all of them names].",
             show_default=False,

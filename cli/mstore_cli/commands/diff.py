@@ -47,7 +47,7 @@ def diff(
         str,
         Argument(
             metavar="A",
-            help="From this snapshot.",
+            help="From this snapshot, or from one model of it (REF:MODEL).",
             show_default=False,
             completes="refs",
         ),
@@ -56,8 +56,8 @@ def diff(
         str,
         Argument(
             metavar="B",
-            help="To this snapshot; or to this directory or file, where no snapshot has the name "
-            "or it begins with / or ./.",
+            help="To this snapshot or model; or to this directory or file, where no snapshot has "
+            "the name or it begins with / or ./.",
             show_default=False,
             completes="refs",
         ),
@@ -82,8 +82,8 @@ def diff(
     exit status does not depend on whether they differ.
 
     A directory is read as `mstore add` reads it, with the same exclude patterns. Every byte is
-    hashed and nothing is written. "removed" marks what the directory lacks, "added" what only the
-    directory has.
+    hashed and nothing is written. With REF:MODEL, the files of the model's directory are compared.
+    "removed" marks what the directory lacks, "added" what only the directory has.
     """
     with session.open() as store, session.progress() as tick:
         _require_snapshot_first(store, a, b)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
 from mstore_cli.declared import Option
-from mstore_cli.options import Revision
+from mstore_cli.options import OneModel
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
@@ -27,12 +27,12 @@ TENSOR_COLUMNS = (
 @command(example="mstore ls llama/merged")
 def ls(
     session: Session,
-    revision: Revision,
+    revision: OneModel,
     tensors: Annotated[
         bool, Option("--tensors", help="The tensors in the files, not the files.")
     ] = False,
 ) -> None:
-    """List the files of a snapshot, or its tensors."""
+    """List the files of a snapshot or of a model, or its tensors."""
     with session.open_to_look() as store:
         if tensors:
             _emit_tensors(session, store.tensors(revision))

@@ -32,8 +32,9 @@ def mount(
     target: Annotated[
         list[str],
         Argument(
-            metavar="[REF] DIR",
-            help="The snapshot and an empty directory; with --all only the directory.",
+            metavar="[REF[:MODEL]] DIR",
+            help="The snapshot, or one model of it, and an empty directory; with --all only the "
+            "directory.",
             show_default=False,
             completes="mounted",
         ),
@@ -83,10 +84,10 @@ def mount(
         ),
     ] = Verify.ONCE,
 ) -> None:
-    """Show a snapshot, or the whole store, as a directory.
+    """Show a snapshot, one model of it, or the whole store, as a directory.
 
-    The directory is read-only. The command returns when the mount works. The mount stays after you
-    close the shell.
+    The directory is read-only. Paths of REF:MODEL begin in the model's directory. The command
+    returns when the mount works. The mount stays after you close the shell.
     """
     if len(target) != (1 if everything else 2):
         wanted = "--all takes only DIR" if everything else "give REF and DIR, or --all and DIR"

@@ -22,8 +22,8 @@ from pathlib import Path
 from mstore import Store, fs
 from mstore.blocks.packs import PackGone
 from mstore.errors import Conflict, StorageFailed, Unavailable
+from mstore.fs.trees import require_alone
 from mstore.ids import PackId
-from mstore.neighbours import require_alone
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease

@@ -290,7 +290,7 @@ class _Run:
         """Return the experts with their weights in one planned tensor."""
         if name not in self._weights:
             return who
-        # Fishers come last, and are not among them.
+        # Companions come last, and are not among them.
         return [(own, weight) for (own, _), weight in zip(who, self._weights[name], strict=False)]
 
     def attributions(self, tensor: str | None) -> dict[str, Measured]:

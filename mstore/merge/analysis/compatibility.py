@@ -120,8 +120,8 @@ class _Model:
 def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> CompatibilityReport:
     """Compare the experts of a request with its base; see `Store.check_merge`."""
     began = time.monotonic()
-    # Fishers are no models: whether they fit, planning says.
-    experts = request.experts[: len(request.experts) - request.fishers]
+    # Companions are no models: whether they fit, planning says.
+    experts = request.models
     manifests = [catalog.manifest_of(one.snapshot) for one in (request.base, *experts)]
     called = [one.name for one in (request.base, *experts)]
     members = [models_in(catalog, one) for one in manifests]

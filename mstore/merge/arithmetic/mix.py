@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from mstore.merge.arithmetic.tiles import DIRECT
-
-# The arguments of a pass, which turns have chunks of, are made of a mix.
-if TYPE_CHECKING:
-    from mstore.merge.arithmetic.turns import Turn
 
 
 class Mix(msgspec.Struct, frozen=True, eq=False):
     """One operation in the form that the kernel takes.
 
     `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself
-    (`has_base`); INFORMED: K of experts and K of their Fishers, the same again; `factors` is
-    float32[2]: fixed divisor, lambda times scale (NEAR: divisor, its reach; INFORMED: scale, the
-    floor); `flags` is
-    int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, masked (1: at random,
-    or by variance, 2: by rank, 3: by what experts need, 4: by importance; 5 and 6: none, and
-    the weights are those of a turn).
+    (`has_base`); with companions that are read, those of K experts, and the same again for each
+    role; `factors` is float32[2]: fixed divisor, lambda times scale (NEAR: divisor, its reach;
+    INFORMED: scale, the floor); `flags` is int64[4]: kind, normalize (for DIRECT: keeps the base),
+    cuts per expert, masked (1: at random, or by variance, 2: by rank, 3: by what experts need, 4:
+    by importance; 5 and 6: none, and the weights are those of a turn).
     One per weight:
     `rescales` is float32, the factor of a drawn delta; `mask_limits` are as in `Selection`.
-    `chances` are bytes of each expert that say what else its mask follows from.  With a turn each
-    row has weights of its own, which follow from these.
+    `chances` are bytes of each expert that say what else its mask follows from.
     """
 
     weights: npt.NDArray[np.float32]
@@ -39,16 +30,10 @@ class Mix(msgspec.Struct, frozen=True, eq=False):
     mask_limits: tuple[int, ...]
     has_base: bool = False
     chances: tuple[bytes, ...] = ()
-    turn: Turn | None = None
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether whole experts are summed, not their deltas."""
-        return bool(self.flags[0] == DIRECT)
 
     @property
     def experts(self) -> int:
-        """How many experts it mixes, K; Fishers count as experts."""
+        """How many experts it mixes, K; companions that are read count, too."""
         return self.weights.size - self.has_base
 
     def signature(self) -> bytes:

@@ -14,8 +14,8 @@ from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.tiles import TOGETHER, rows_together
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
-from mstore.numeric.singles import singles
 
 Stored = tuple[npt.NDArray[np.uint8], str]
 """The bytes of a chunk, and their element type."""

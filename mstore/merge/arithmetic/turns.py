@@ -14,20 +14,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.angles import Doubles
+from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.tiles import LANES, address, rows_together
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.passes import Pass
-from mstore.numeric.singles import singles
-
-if TYPE_CHECKING:
-    from mstore.merge.arithmetic.arguments import Chunk
 
 _HERE: Final = Path(__file__)
 _products: Final = Pass(
@@ -48,13 +46,36 @@ def products(parts: Singles) -> Doubles:
     return found
 
 
-class Turn(ABC):
-    """How the factors of a row follow from its parts, one an expert.
+class Turn:
+    """How factors follow from what is read of a chunk; of this class: not at all.
 
-    Has no state; code: what stands for it in a kernel's flags, and so in memo keys.
+    Has no state; code: what stands for it in a kernel's flags, and so in memo keys; 0 where the
+    factors are those of the tensor.
     """
 
-    code: ClassVar[int]
+    code: ClassVar[int] = 0
+
+    def weights(
+        self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
+    ) -> Singles | None:
+        """Return the factor of each row of each expert of a chunk, float32[R, K].
+
+        None for those of the tensor. whole: experts are mixed, not their deltas; an absent one is
+        the base.
+        """
+        return None
+
+    def room(self, experts: int) -> int:
+        """Return how many bytes it takes for each element."""
+        return 0
+
+
+STILL: Final = Turn()
+"""That of tensors with factors of their own."""
+
+
+class RowTurn(Turn, ABC):
+    """How the factors of a row follow from its parts, one an expert."""
 
     @abstractmethod
     def factors(self, parts: Singles, weights: Sequence[float]) -> Doubles:
@@ -76,10 +97,7 @@ class Turn(ABC):
     def weights(
         self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
     ) -> Singles:
-        """Return the factor of each row of each expert of a chunk, float32[R, K].
-
-        whole: experts are mixed, not their deltas; an absent one is the base.
-        """
+        """Return the factor of each row of each expert of a chunk, float32[R, K]."""
         found = np.empty((chunk.n // row_length, len(chunk.row_of)), dtype=np.float32)
         step = rows_together(row_length)
         for start in range(0, chunk.n, step):

@@ -1,7 +1,7 @@
 """Facts: what a method must know of whole tensors before the first element is computed.
 
 Owns how facts are read, measured and kept, and the errors where they cannot be: sums of squares of
-tensors, of their differences and of Fishers, and any number that a selection or a combination
+tensors, of their differences and of companions, and any number that a selection or a combination
 measures of a pair of tensors.  In which layer a tensor is, is a fact that needs no reading.  Each
 says itself what it needs (`Selection.measure`, `Combination.settle`).  Statistics keep facts by
 content: what was measured once is not read again.  Trim thresholds are facts, too
@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +22,11 @@ from blake3 import blake3
 from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
-from mstore.merge.arithmetic.informed import sums_of, unsound_fisher
+from mstore.merge.measures import NEEDS_ANALYSIS
+from mstore.merge.measures.companions import Companion
 from mstore.merge.measures.deltas import Chunks
-from mstore.merge.measures.unknown import NEEDS_ANALYSIS
 from mstore.numeric.codes import ITEMSIZES
+from mstore.numeric.singles import singles
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.stats.analysis import measure_apart, measure_pair, measure_squares
@@ -37,11 +37,9 @@ from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
 
 Side = tuple[TensorId, Tensor]
-_FISHER: Final = b"fisher"
 
 Lack = tuple[str, str]
 """What is wrong where all elements are finite, and what a tensor lacks then."""
-BEYOND: Final = "a difference of two inputs is beyond float32"
 
 
 class Facts:
@@ -77,38 +75,41 @@ class Facts:
         pool: ThreadPoolExecutor,
         *,
         source: str | None = None,
+        companions: Mapping[str, Sequence[Side | None]] | None = None,
     ) -> TensorFacts:
         """Return the facts of one tensor in the base and in each expert.
 
-        source: its name in the base, if it has another one there.
+        source: its name in the base, if it has another one there. companions: as `TensorFacts`.
         """
-        return TensorFacts(self, name, source or name, (base, *experts), pool)
+        return TensorFacts(self, name, source or name, (base, *experts), pool, companions or {})
 
-    def fisher(
-        self, where: str, id: TensorId, record: Tensor, chunk: int, pool: ThreadPoolExecutor
+    def totals(
+        self, one: Companion, where: str, side: Side, chunk: int, pool: ThreadPoolExecutor
     ) -> npt.NDArray[np.float64] | None:
-        """Return the sums of a Fisher's tensor over chunks, and of its squares: float64[2, chunks].
+        """Return the sums over chunks of a companion's tensor: float64[totals, chunks].
 
-        None if they are not known and may not be measured.
-
-        Raises Incompatible, with `where`, for elements that are negative, infinite or NaN.
+        None if they are not known and may not be measured.  Raises, with `where`, what the
+        companion says of elements that are none of its role.
         """
-        what = blake3(_FISHER + chunk.to_bytes(8, "little")).digest(length=16)
+        measure, (id, record) = one.measure, side
+        if measure is None:
+            return None
+        what = blake3(one.role.encode() + chunk.to_bytes(8, "little")).digest(length=16)
         chunks = -(-math.prod(record.shape) // chunk)
         found = self.statistics.sums(id, what)
-        if found is not None and len(found) == 2 * chunks:
-            return found.reshape(2, chunks)
+        if found is not None and len(found) == one.totals * chunks:
+            return found.reshape(one.totals, chunks)
         if not self.analyze:
             return None
         read = chunk_reader(self.catalog, record, chunk, self.meter)
 
-        def totals(number: int) -> tuple[float, float]:
+        def of_chunk(number: int) -> Sequence[float]:
             data = read(number)
-            return sums_of(data, record.dtype, len(data) // ITEMSIZES[record.dtype])
+            return measure(data, record.dtype, len(data) // ITEMSIZES[record.dtype])
 
-        sums = np.array(list(pool.map(totals, range(chunks))), dtype=np.float64).T
-        if np.isnan(sums).any():
-            raise unsound_fisher(where)
+        sums = np.array(list(pool.map(of_chunk, range(chunks))), dtype=np.float64).T
+        if one.refuse is not None and np.isnan(sums).any():
+            raise one.refuse(where)
         self.statistics.put_sums(id, what, sums.ravel())
         return sums
 
@@ -131,6 +132,9 @@ class Facts:
 class TensorFacts:
     """The facts of one tensor; `sides` are the base, 0, and each expert, from 1 on.
 
+    companions: by role the tensors of those that are not read with experts, None where one has
+    none.
+
     Every call raises BadRequest if a fact is not known and may not be measured, or is not finite.
     """
 
@@ -141,8 +145,10 @@ class TensorFacts:
         source: str,
         sides: tuple[Side, ...],
         pool: ThreadPoolExecutor,
+        companions: Mapping[str, Sequence[Side | None]],
     ) -> None:
         self._facts = facts
+        self.companions = companions
         self._source = source
         self.name = name
         self.sides = sides
@@ -172,23 +178,22 @@ class TensorFacts:
         """Return whether an expert's tensor is the base's."""
         return self.sides[side][0] == self.sides[0][0]
 
-    def known(self, what: Iterable[tuple[TensorId, bytes]]) -> list[float] | None:
-        """Return facts of the base with other tensors, each under 16 bytes; None if one lacks.
+    def once(
+        self, what: Sequence[tuple[TensorId, bytes]], measure: Callable[[], Iterable[float]]
+    ) -> list[float]:
+        """Return facts of the base with other tensors, each kept under 16 bytes.
 
-        Raises BadRequest if they are not known and may not be measured.
+        measure: makes all, if one is not known.  Raises BadRequest if it may not.
         """
-        base = self.sides[0][0]
-        found = self._facts.statistics.facts([(base, id, key) for id, key in what])
+        base, statistics = self.sides[0][0], self._facts.statistics
+        found = statistics.facts([(base, id, key) for id, key in what])
         known = [one for one in found if one is not None]
-        if len(known) == len(found):
-            return known
-        self._require_analysis()
-        return None
-
-    def keep(self, what: Iterable[tuple[TensorId, bytes]], values: Iterable[float]) -> None:
-        """Keep facts that `known` lacks."""
-        for (id, key), value in zip(what, values, strict=True):
-            self._facts.statistics.put_fact(self.sides[0][0], id, key, float(value))
+        if len(known) < len(found):
+            self._require_analysis()
+            known = list(map(float, measure()))
+            for (id, key), value in zip(what, known, strict=True):
+                statistics.put_fact(base, id, key, value)
+        return known
 
     def squares(self, side: int, lack: Lack) -> float:
         """Return the sum of squares of a side."""
@@ -244,6 +249,16 @@ class TensorFacts:
         own = self.experts if experts is None else experts
         records = [self.sides[side][1] for side in (0, *own)]
         return Chunks(self._facts.catalog, records, self._facts.meter)
+
+    def array(self, side: Side) -> npt.NDArray[np.float32]:
+        """Read a companion's whole tensor, in its shape."""
+        facts, (_, record) = self._facts, side
+        self._require_analysis()
+        elements = math.prod(record.shape)
+        chunk = tensor_chunk(facts.catalog.block_size, record, [])
+        read = chunk_reader(facts.catalog, record, chunk, facts.meter)
+        data = np.concatenate(list(self.pool.map(read, range(-(-elements // chunk)))))
+        return singles(data, record.dtype, elements).reshape(record.shape)
 
     def readers(self, side: int, *, whole: bool) -> tuple[int, ReadChunk, ReadChunk]:
         """Return the elements of a chunk, and what reads those of the base and of an expert.

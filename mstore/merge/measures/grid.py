@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mstore.merge.measures.fishers import FisherGrid
+from mstore.merge.measures.companions import Together
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -30,7 +30,7 @@ class Grid(msgspec.Struct, frozen=True):
     `ExpertTensor`). rows: CHUNK[C] per expert, zeros if not known. threshold: float64[K, C], where
     trimming cuts, and `ceiling`, from where all is dropped; NaN for no threshold. band:
     float64[K, C], that of each chunk's tensor (see `ExpertTensor`), and surplus: float64[tensors,
-    K, 2]. fishers: of the experts, if each has one.
+    K, 2]. together: experts with their companions, if any are read with them.
     """
 
     starts: Ints
@@ -46,7 +46,7 @@ class Grid(msgspec.Struct, frozen=True):
     ceiling: Floats
     band: Floats
     surplus: Floats
-    fishers: FisherGrid | None = None
+    together: Together | None = None
 
     def part(self, tensors: Sequence[int]) -> Grid:
         """Return the grid of some of its tensors, by their positions in order."""
@@ -66,7 +66,7 @@ class Grid(msgspec.Struct, frozen=True):
             ceiling=self.ceiling[:, own],
             band=self.band[:, own],
             surplus=self.surplus[list(tensors)],
-            fishers=None if self.fishers is None else self.fishers.part(own),
+            together=None if self.together is None else self.together.part(own),
         )
 
     @property

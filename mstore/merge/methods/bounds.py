@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from mstore.errors import BadRequest
+from mstore.merge.methods.method import Operation
 from mstore.phrases import call, phrase
-
-if TYPE_CHECKING:
-    from mstore.merge.methods.method import Operation
 
 
 def coefficients(operation: Operation) -> list[float]:
@@ -95,8 +93,12 @@ _UNIT: Final = Fraction(1, 2**24)
 _SUBNORMAL: Final = Fraction(1, 2**150)
 
 
-def of_deltas(operation: Operation) -> Rounding:
-    """Return what float32 adds to the error of a sum of deltas; see `Rounding`."""
+def rounding(operation: Operation) -> Rounding:
+    """Return what float32 adds to the error of an operation's merge; see `Rounding`."""
+    return _of_whole(operation) if operation.selection.is_whole else _of_deltas(operation)
+
+
+def _of_deltas(operation: Operation) -> Rounding:
     exact = [Fraction(weight) for weight in operation.weights]
     divisor, lam = abs(Fraction(operation.divisor)), abs(Fraction(operation.factor))
     grown = _grown(len(exact) + 3)
@@ -106,12 +108,9 @@ def of_deltas(operation: Operation) -> Rounding:
     return _rounding(operation, deltas, _UNIT, floor * (1 + grown), is_whole=False)
 
 
-def of_whole(operation: Operation, more: int = 0) -> Rounding:
-    """Return what float32 adds to the error of a sum of whole experts; see `Rounding`.
-
-    more: steps of a share of the expert and the rest of the base, and products of each.
-    """
-    weights = operation.weights
+def _of_whole(operation: Operation) -> Rounding:
+    # Steps of a share of the expert and the rest of the base, and products of each.
+    weights, more = operation.weights, operation.selection.steps
     if operation.has_base:
         weights = (operation.base_weight, *weights)
     exact = [Fraction(weight) for weight in weights]

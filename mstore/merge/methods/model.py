@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mstore.merge.measures.estimates import elected
 from mstore.merge.measures.grid import Bools, Floats, Grid, added
-from mstore.merge.methods.bounds import Rounding, coefficients
+from mstore.merge.methods.bounds import Rounding, coefficients, rounding
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import MAX_SINGLE
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, READ, SHARED
-
-if TYPE_CHECKING:
-    from mstore.merge.methods.method import Operation
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -43,11 +41,6 @@ class Model:
         self._typical = scaled(self._scale, self.squares)
         self.roots = self.certain if selection.ranks_by_bound else self._typical
 
-    @property
-    def is_additive(self) -> bool:
-        """Whether errors have a certified bound."""
-        return self.operation.is_additive
-
     def free(self) -> States:
         """Return uint8[K, C]: READ, unless the state is known without reading."""
         states = np.full(self._grid.shape, READ, dtype=np.uint8)
@@ -66,10 +59,10 @@ class Model:
 
     def _coefficients(self) -> Floats:
         """Return |c_k|, float64[K, C] or [K, 1]: certified for additive methods, else a guess."""
-        if self.operation.is_additive:
+        if self.operation.has_bound:
             return np.array(coefficients(self.operation))[:, None]
         weights, scale = self._weights, self._undivided()
-        if self.operation.turn is not None:
+        if self.operation.turns:
             # A guess: shares of all, whatever the angles.
             shared: Floats = weights * scale / max(float(weights.sum()), 1e-30)
             return shared
@@ -92,11 +85,11 @@ class Model:
     def largest(self, left: Floats) -> Floats:
         """Return float64[C], what leaving out these roots (0 where kept) costs, squared."""
         with np.errstate(over="ignore"):
-            return added(left) ** 2 if self.is_additive else added(left**2)
+            return added(left) ** 2 if self.operation.has_bound else added(left**2)
 
     def ranked(self, score: str) -> Floats:
         """Return the roots to rank units by, where gains do not fall as units are taken."""
-        if self.is_additive:
+        if self.operation.has_bound:
             return self.roots
         squares = self.operation.selection.scored(self._grid, self.squares, score)
         return self.roots if squares is self.squares else scaled(self._scale, squares)
@@ -109,7 +102,7 @@ class Model:
         Averages over random masks, too.
         """
         operation, selection = self.operation, self.operation.selection
-        if operation.is_additive or operation.turn is not None:
+        if operation.has_bound or operation.turns:
             # The coefficients hold for every mask: with `rescale` they include 1 / p.
             squares = np.where(left_out, self._typical, 0.0) ** 2
             if operation.is_even:
@@ -141,6 +134,10 @@ class Model:
         """
         return elected(squares, kept, self.operation.weights, left_out, normalize=False)
 
+    @cached_property
+    def _rounding(self) -> Rounding:
+        return rounding(self.operation)
+
     def float32_error(self, free: States) -> float:
         """Return what float32 may add to the distance of two merges; infinite if it may overflow.
 
@@ -148,10 +145,10 @@ class Model:
         anything may be left out, so that the result does not depend on the budget. free: the
         states before units are taken.
         """
-        if not self.operation.is_additive:
+        if not self.operation.has_bound:
             return math.inf
         grid = self._grid
-        error = self.operation.rounding
+        error = self._rounding
         computed = np.isin(free, (READ, DROPPED)).any(axis=0)
         if not computed.any():
             return 0.0
@@ -193,7 +190,7 @@ class Model:
 
         Uses the largest deltas, where statistics exist.
         """
-        grid, error = self._grid, self.operation.rounding
+        grid, error = self._grid, self._rounding
         divisor, lam, rescale = error.factors
         weights = self._largest_weights()
         with np.errstate(over="ignore", invalid="ignore"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from mstore.merge.arithmetic.angles import Doubles
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.turns import Turn, at_least, clipped, products
+from mstore.merge.arithmetic.turns import STILL, RowTurn, Turn, at_least, clipped, products
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Scalar, Value
@@ -44,7 +44,7 @@ def _mix(gram: Gram, _: Mapping[str, Scalar], weights: Sequence[float]) -> Mixtu
 _FILTER_WISE: Final = Parameter("filter_wise", "bool", False, of_rows=True)
 
 
-class _Stock(Turn):
+class _Stock(RowTurn):
     """A share for each row."""
 
     code = 6
@@ -67,8 +67,8 @@ class _Stock(Turn):
         return np.repeat(share[None], count, axis=0)
 
 
-def _turn(parameters: Mapping[str, Value]) -> Turn | None:
-    return _Stock() if parameters.get(_FILTER_WISE.name, False) else None
+def _turn(parameters: Mapping[str, Value]) -> Turn:
+    return _Stock() if parameters.get(_FILTER_WISE.name, False) else STILL
 
 
 METHOD: Final = Method(

@@ -15,7 +15,7 @@ import numpy as np
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.angles import Doubles, arc_cosine, sine
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.turns import Turn, at_least, clipped, products
+from mstore.merge.arithmetic.turns import STILL, RowTurn, Turn, at_least, clipped, products
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Scalar, Value
@@ -60,7 +60,7 @@ _FLATTEN: Final = Parameter("nuslerp_flatten", "bool", True, of_rows=True)
 _ROW_WISE: Final = Parameter("nuslerp_row_wise", "bool", False, of_rows=True)
 
 
-class _Slerp(Turn):
+class _Slerp(RowTurn):
     """Rows turned each by its own angle."""
 
     code = 5
@@ -87,13 +87,13 @@ class _Slerp(Turn):
         return np.where(straight, np.array([[1.0 - t], [t]]), turned)
 
 
-def _turn(parameters: Mapping[str, Value]) -> Turn | None:
+def _turn(parameters: Mapping[str, Value]) -> Turn:
     """Return whether rows are turned, each by its own angle.
 
     As in mergekit 0.1.5, nuslerp_row_wise has no effect on whole tensors, and else turns columns.
     """
     if parameters.get(_FLATTEN.name, _FLATTEN.default):
-        return None
+        return STILL
     if parameters.get(_ROW_WISE.name, _ROW_WISE.default):
         raise BadRequest(
             "nuslerp_row_wise turns columns, which needs whole tensors in memory; a merge has no "

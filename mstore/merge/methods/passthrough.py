@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.combinations.alone import Alone
+from mstore.merge.methods.combinations.sum import Alone
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range
 from mstore.merge.methods.selections.whole import Whole

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from mstore.errors import BadRequest, Unavailable, did_you_mean
 from mstore.merge import methods
+from mstore.merge.measures.companions import split
 from mstore.merge.methods.method import Method, Operation
 from mstore.objects.plan import Plan, PlanOperation, PlanTensor
 from mstore.phrases import call, phrase
@@ -92,6 +93,11 @@ def find(name: str) -> Method:
     raise BadRequest(f"unknown method {name[:_SHOWN]!r}; methods: {', '.join(known)}", hint=hint)
 
 
+def roles(method: str) -> list[str]:
+    """Return the roles of companions that methods here, or this one, ask for.  Raises as `find`."""
+    return sorted({one.role for own in (*METHODS.values(), find(method)) for one in own.companions})
+
+
 def operation(method: str, parameters: Mapping[str, object], weights: Sequence[float]) -> Operation:
     """Return the method of this name with parameters and weights; see `find` and `Method.apply`."""
     return find(method).apply(parameters, weights)
@@ -115,13 +121,19 @@ class Operations:
     def match(self, plan: Plan) -> bool:
         """Return whether the plan's records are as these operations would be written."""
         return all(
-            tuple(sorted(made.parameters.items())) == one.parameters and made.listed == one.weights
+            tuple(sorted(made.parameters.items())) == one.parameters and made.given == one.weights
             for made, one in zip(self._all, _operations(plan), strict=True)
         ) and all(
             self._all[tensor.operation].needs_facts == (tensor.mixture is not None)
             and (tensor.mixture is None or self.of(tensor).mixture == tensor.mixture)
             for tensor in plan.tensors
         )
+
+    def read(self, plan: Plan) -> list[int]:
+        """Return the numbers of the inputs that a run reads: not of companions that are facts."""
+        experts, inputs = len(plan.experts), range(1, len(plan.inputs))
+        asked = split(self.main.method.companions, experts, inputs)
+        return [*range(1 + experts), *(n for one, own in asked if one.is_read for n in own)]
 
     def used(self, plan: Plan) -> list[Operation]:
         """Return those that a tensor of the plan has; `main` if it has no tensors."""

@@ -75,7 +75,7 @@ def _described(method: Method) -> MethodReport:
         weighted=method.weighted,
         parameters=tuple(map(_parameter, method.accepted)),
         facts=() if method.facts is None else (method.facts,),
-        certified=method.is_additive,
+        certified=method.has_bound,
     )
 
 

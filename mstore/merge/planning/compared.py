@@ -127,7 +127,7 @@ class Comparer:
                 if id != one.base_id and not isinstance(record, AppliedTensor)
             ]
         )
-        if self._request.fishers:
+        if self._request.companions:
             return
         size, count = self._catalog.block_size, len(self._request.experts)
         groups: dict[tuple[str, tuple[str, ...], int], list[Candidate]] = {}

@@ -36,13 +36,12 @@ def require_effect(catalog: Catalog, plan: Plan, *, in_bytes: Collection[str] = 
             "base itself",
             hint=phrase("change a weight; {allow}", allow=_ALLOW),
         )
-    if _selects_nothing(plan):
+    lacks = _of_one(plan)
+    if lacks is not None:
+        why, change = lacks
         raise BadRequest(
-            "what varies among the experts is selected, and there is one: this merge would be the "
-            "base itself",
-            hint=phrase(
-                "{all}; {allow}", all=Option("parameters", {"select_topk": 1}), allow=_ALLOW
-            ),
+            f"{why}: this merge would be the base itself",
+            hint=phrase("{change}; {allow}", change=change, allow=_ALLOW),
         )
     leaves_out = any(OMITTED in states for tensor in plan.tensors for states in tensor.states)
     if plan.taken or plan.dropped:
@@ -102,16 +101,16 @@ def _cancels(plan: Plan) -> bool:
         for expert, weight in zip(plan.experts, plan.weights, strict=True)
         if weight
     ]
-    if len(weighted) != 2 or not (operation.is_additive and operation.selection.cancels):
+    if len(weighted) != 2 or not operation.cancels:
         return False
     (one, weight), (other, other_weight) = weighted
     return one == other and weight == -other_weight
 
 
-def _selects_nothing(plan: Plan) -> bool:
-    """Return whether elements are selected by how experts differ, of only one."""
-    used = Operations(plan).used(plan)
-    return len(plan.experts) == 1 and all(operation.selection.needs_several for operation in used)
+def _of_one(plan: Plan) -> tuple[str, Option] | None:
+    """Return why nothing is selected of the only expert, and what to change; None if it is."""
+    told = [operation.selection.of_one for operation in Operations(plan).used(plan)]
+    return told[0] if len(plan.experts) == 1 and None not in told else None
 
 
 def _reads(plan: Plan) -> bool:

@@ -22,7 +22,7 @@ from mstore.adapters import low_rank
 from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
-from mstore.merge.measures.unknown import NEEDS_ANALYSIS
+from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import KEEPS_NONE, Candidate
@@ -68,7 +68,7 @@ class Shown(NamedTuple):
 
 def has_digest(operation: Operation) -> bool:
     """Return whether a digest tells all of a pair: not between two thresholds."""
-    return not operation.selection.trims or operation.selection.planned == 1
+    return len(operation.selection.ranks(1)) < 2
 
 
 class KnownPairs:
@@ -226,7 +226,7 @@ class Pairs:
             return
         elements, weightless = math.prod(one.base.shape), operation.weightless
         size, base = self._catalog.block_size, one.base.dtype
-        models = one.pairs[: len(one.pairs) - self._request.fishers]
+        models = one.pairs[: len(self._request.models)]
         for number, (id, record) in enumerate(models):
             if id != one.base_id and record.dtype in ITEMSIZES and not weightless[number]:
                 chunk = chunk_elements(size, base, record.dtype)

@@ -39,7 +39,7 @@ from mstore.merge.planning.ranking import Ranking, Units, lottery, seed
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import Survey, SurveyedTensor, grid_of
 from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
-from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED
+from mstore.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED
 from mstore.phrases import Option, few, phrase
 from mstore.sizes import exact_size
 
@@ -151,9 +151,9 @@ class Planner:
         self._ranking = Ranking(self._units, score=self._scores(), nested=request.score == "random")
 
     @property
-    def _is_additive(self) -> bool:
+    def _has_bound(self) -> bool:
         """Whether every operation is, so that there is a bound."""
-        return all(part.model.is_additive for part in self._parts)
+        return all(part.model.operation.has_bound for part in self._parts)
 
     def _joined(self, dtype: Any, own: Callable[[_Part], np.ndarray[Any, Any]]) -> Any:
         """Return [K, C] from the [K, columns] of each part."""
@@ -203,9 +203,17 @@ class Planner:
         )
 
     def _listed(self, states: States) -> States:
-        """Return the states of all that a plan lists: those of Fishers after those of experts."""
-        fishers = self._grid.fishers
-        return states if fishers is None else fishers.split(states, self._grid.equal)
+        """Return the states of all that a plan lists: companions come after experts."""
+        together = self._grid.together
+        asked = self._request.operation.method.companions
+        if not asked:
+            return states
+        read = iter([states] if together is None else together.split(states, self._grid.equal))
+        listed, columns = [next(read)], states.shape[1]
+        for one in asked:
+            count = len(one.places(len(states)))
+            listed.append(next(read) if one.is_read else np.full((count, columns), BELOW, np.uint8))
+        return np.concatenate(listed)
 
     def _bytes(self, budget: int | float | None) -> int | None:
         return int(budget * self.full_expert_bytes) if isinstance(budget, float) else budget
@@ -226,11 +234,11 @@ class Planner:
         """Return the bytes of each expert's chunks, at rest and plain: [K, C].
 
         An adapter's tensors are read for all chunks at once: their bytes are at the first one that
-        leads.  With Fishers, what leads pays for all that it brings.
+        leads.  With companions, what leads pays for all that it brings.
         """
         grid, plain = self._grid, self._grid.elements * self._itemsizes()
-        if grid.fishers is not None:
-            return grid.fishers.costs(grid.equal, grid.cost, plain, grid.elements, leaders)
+        if grid.together is not None:
+            return grid.together.costs(grid.equal, grid.cost, plain, grid.elements, leaders)
         if not self._applied.any():
             return grid.cost, plain
         cost = grid.cost.copy()
@@ -344,7 +352,7 @@ class Planner:
                 [[seed(*e.pair) for e in t.experts] for t in self._survey.tensors], dtype=np.uint64
             ).reshape(-1, grid.shape[0])
             return lottery(seeds[units.tensor, units.expert], units.chunk)
-        if self._is_additive:
+        if self._has_bound:
             return None
         score = self._request.score
         roots = self._joined(np.float64, lambda part: part.model.ranked(score))
@@ -367,7 +375,7 @@ class Planner:
             chosen = np.zeros(len(self._units), dtype=bool)
             chosen[taken[:count]] = True
             bound, estimate = self._errors(self._apply(chosen))
-            number = bound if self._is_additive else estimate
+            number = bound if self._has_bound else estimate
             return math.inf if number is None else number
 
         kept = error(len(taken))
@@ -415,7 +423,7 @@ class Planner:
             ]
         )
         if not left_out.any() and not surplus.any():
-            return (0.0 if self._is_additive else None), 0.0
+            return (0.0 if self._has_bound else None), 0.0
         base, known = self._survey.base_squares, self._grid.known
         # Where nothing is left out, norms do not matter, known or not.
         if not base or (left_out & ~known).any():
@@ -433,7 +441,7 @@ class Planner:
         estimate = math.sqrt(typical) / norm
         # For chunks read without statistics, the rounding error is unknown.
         in_dark = ((states == READ) | (states == SHARED)) & ~known & left_out.any(axis=0)
-        is_sure = self._is_additive and not in_dark.any() and not surplus.any()
+        is_sure = self._has_bound and not in_dark.any() and not surplus.any()
         if not is_sure or not math.isfinite(self._rounding):
             return None, estimate
         bound = (math.sqrt(worst) + self._rounding) / norm * (1 + _FLOAT64_ERROR)
@@ -446,7 +454,7 @@ class Planner:
 
         A sum of NaN is NaN; where signs are elected, a NaN takes no part.
         """
-        if self._survey.base_not_finite or (self._survey.unreliable and self._is_additive):
+        if self._survey.base_not_finite or (self._survey.unreliable and self._has_bound):
             return None, None
         return bound, estimate
 
@@ -498,22 +506,22 @@ class Planner:
     def _omitted(self, left_out: Bools) -> tuple[tuple[float, ...], ...]:
         """Return the norms of what is left out, per tensor and expert; -1 if unknown.
 
-        A Fisher has no delta.
+        A companion has no delta.
         """
         squares, starts = self._squares, self._grid.starts
         # A tensor of one chunk needs no sum.
         with np.errstate(invalid="ignore"):
             roots = np.where(np.isfinite(squares), np.sqrt(squares), -1.0)
         alone = list(map(tuple, np.where(left_out, roots, 0.0).T.tolist()))
-        of_fishers = (0.0,) * self._survey.fishers
+        of_companions = (0.0,) * self._survey.listed
         return tuple(
-            alone[start] + of_fishers
+            alone[start] + of_companions
             if end - start == 1
             else tuple(
                 _norm(own[mask]) if mask.any() else 0.0
                 for own, mask in zip(squares[:, start:end], left_out[:, start:end], strict=True)
             )
-            + of_fishers
+            + of_companions
             for start, end in itertools.pairwise(starts.tolist())
         )
 

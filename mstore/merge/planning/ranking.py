@@ -70,7 +70,7 @@ SCORES: Final[tuple[Score, ...]] = get_args(Score)
 def score_of(operation: Operation, asked: str | None) -> Score:
     """Return the score to rank by; `asked` None means the method's default.  Raises BadRequest."""
     if asked is None:
-        return "trimmed" if operation.selection.trims else "norm"
+        return operation.selection.score
     score = next((name for name in SCORES if name == asked), None)
     if score is None:
         raise BadRequest(f"unknown score {asked!r}; scores: {', '.join(SCORES)}")

@@ -19,7 +19,7 @@ from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, P
 from mstore.merge.planning.noop import is_retyped
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import PREPARE
-from mstore.recipes.nodes import DEFAULT_LIMITS
+from mstore.recipes.recipe import DEFAULT_LIMITS
 from mstore.recipes.resolve import KnownMethod, KnownParameter
 from mstore.recipes.write import named, recipe_of
 from mstore.store.catalog import Catalog
@@ -125,7 +125,6 @@ def _stack_told(catalog: Catalog, member: ManifestId) -> str:
         return ""
     # Few merges have a parent with a recipe, and only these read one.
     from mstore.recipes.parse import parse
-    from mstore.recipes.prepared import STACK
 
     try:
         text = raw.decode()
@@ -133,7 +132,8 @@ def _stack_told(catalog: Catalog, member: ManifestId) -> str:
     except (UnicodeDecodeError, ValueError, BadRequest):
         # Of another program, or of none: it says nothing that could be told here.
         return ""
-    if recipe.method.text != STACK or not recipe.slices:
+    method = registry.METHODS.get(recipe.method.text)
+    if method is None or not (method.combine.stacks and recipe.slices):
         return ""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     told = "".join(f"#   {line}\n" for line in lines)

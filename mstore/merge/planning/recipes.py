@@ -27,10 +27,9 @@ from mstore.numeric.codes import CODES
 from mstore.phrases import Call
 from mstore.recipes.layout import Layout, layers_of
 from mstore.recipes.modular import check, resolve
-from mstore.recipes.nodes import at
 from mstore.recipes.parse import parse
 from mstore.recipes.prepared import APPLY, STACK, Applied, Needed, prepare
-from mstore.recipes.recipe import Parts, Recipe, Text
+from mstore.recipes.recipe import Parts, Recipe, Text, at
 from mstore.recipes.resolve import DTYPES, KnownMethod, base_of
 from mstore.requests import PREPARED, MergeRequest, RecipeRequest
 from mstore.store.catalog import Catalog

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from mstore.blocks.schema import Sources
+from mstore.checkpoint.models import place_of, split_name
 from mstore.errors import BadRequest, NotFound, Unavailable
 from mstore.frozen import frozen
 from mstore.ids import PlanId
@@ -225,7 +226,7 @@ def _method_remarks(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[s
     """Return what the methods of a plan say of its errors and weights."""
     remarks: list[str] = []
     used = Operations(plan).used(plan)
-    estimated = any(not operation.is_additive for operation in used)
+    estimated = any(not operation.has_bound for operation in used)
     if estimated and plan.error_estimate and leaves_out:
         # Figures of bench/estimates.py.
         why = (
@@ -243,8 +244,23 @@ def _method_remarks(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[s
             f"{divider} divides by the sum of all"
         )
     if leaves_out:
+        remarks += _remarks_of_forms(plan)
         remarks += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
     return remarks
+
+
+def _remarks_of_forms(plan: Plan) -> Iterator[str]:
+    """Yield which forms of one model may differ: blocks of each are chosen by themselves."""
+    models = dict.fromkeys(split_name(one.name)[0] for one in plan.tensors)
+    forms: dict[str, list[str]] = {}
+    for model in models:
+        forms.setdefault(place_of(model), []).append(model or "the model at the top")
+    for several in forms.values():
+        if len(several) > 1:
+            yield (
+                f"{' and '.join(several)} are forms of one model, and blocks of each are chosen by "
+                "themselves: what is left out of one may be in another"
+            )
 
 
 def _divides_by_only_weight(plan: Plan) -> str | None:

@@ -16,7 +16,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.planning.ranking import Score, score_of
 from mstore.numeric.codes import output_dtype
 from mstore.objects.canonical import DEFAULT_LIMITS
-from mstore.objects.plan import BASE, COMPANIONS, EXPERT, FISHER, PlanInput
+from mstore.objects.plan import BASE, EXPERT, PlanInput
 from mstore.objects.shapes import Globs, require_patterns, unmatched
 from mstore.phrases import Option, few, phrase
 from mstore.requests import MergeRequest, TensorRule
@@ -114,9 +114,9 @@ class Request(msgspec.Struct, frozen=True):
     companions: tuple[tuple[str, int | None], ...] = ()
 
     @property
-    def fishers(self) -> int:
-        """How many of `experts`, the last ones, are Fishers of the others, in their order."""
-        return sum(role == FISHER for role, _ in self.companions)
+    def models(self) -> tuple[Input, ...]:
+        """Each expert, without the companions."""
+        return self.experts[: len(self.experts) - len(self.companions)]
 
     @property
     def choice(self) -> ModelChoice:
@@ -126,7 +126,7 @@ class Request(msgspec.Struct, frozen=True):
     def told_companions(self) -> tuple[tuple[str, str], ...]:
         """Return the companions as reports tell them: role and what it belongs to, and name."""
         names = (BASE, *(one.name for one in self.experts))
-        own = self.experts[len(self.experts) - len(self.companions) :]
+        own = self.experts[len(self.models) :]
         return tuple(
             (role if of is None else f"{role}:{names[of]}", one.name)
             for (role, of), one in zip(self.companions, own, strict=True)
@@ -134,8 +134,7 @@ class Request(msgspec.Struct, frozen=True):
 
     def inputs(self, base: ManifestId, others: Sequence[ManifestId]) -> tuple[PlanInput, ...]:
         """Return the inputs of a plan: these contents, in the order of `experts`."""
-        experts = len(self.experts) - len(self.companions)
-        roles = [(EXPERT, None)] * experts + [*self.companions]
+        roles = [(EXPERT, None)] * len(self.models) + [*self.companions]
         return (
             PlanInput(BASE, None, base, self.base.model),
             *(
@@ -224,13 +223,14 @@ def _companions(
     for number, (revision, _) in enumerate(asked.weighted(), start=1):
         numbers.setdefault(str(revision), []).append(number)
     found: dict[tuple[str, int | None], Input] = {}
+    roles = registry.roles(asked.method) if given else []
     for key, one in given.items():
         role, colon, of = key.partition(":")
-        if role not in COMPANIONS:
+        if role not in roles:
             raise BadRequest(
-                f"no companion has the role {role[:_SHOWN]!r}; the roles: {', '.join(COMPANIONS)}",
+                f"no companion has the role {role[:_SHOWN]!r}; the roles: {', '.join(roles)}",
                 where=Option("companions"),
-                hint=did_you_mean(role, COMPANIONS),
+                hint=did_you_mean(role, roles),
             )
         belongs: list[int | None] = [*numbers.get(of, [])] if colon else [None]
         if not belongs and of == BASE:
@@ -246,10 +246,10 @@ def _companions(
         for each in belongs:
             found[role, each] = one
 
-    def place(key: tuple[str, int | None]) -> tuple[int, int]:
+    def place(key: tuple[str, int | None]) -> tuple[str, int]:
         role, of = key
         # As in a plan, what belongs to the whole merge comes first.
-        return COMPANIONS.index(role), -1 if of is None else of
+        return role, -1 if of is None else of
 
     return {key: found[key] for key in sorted(found, key=place)}
 
@@ -260,28 +260,35 @@ def _check_companions(
     experts: Sequence[object],
     given: Sequence[tuple[str, int | None]],
 ) -> None:
-    """Raise BadRequest unless there is a Fisher for each expert, or the method takes none."""
+    """Raise BadRequest unless there is what the method asks for, and nothing else."""
     method = operation.method
     for rule in rules:
         other = rule.operation.method
-        if other.fishers != method.fishers:
-            which = method if method.fishers else other
+        if other.companions != method.companions:
+            own = method if method.companions else other
             raise BadRequest(
-                f"{which.name} takes a Fisher for each expert, so it is the method of all tensors "
-                "or of none",
+                f"{own.name} takes {' and '.join(one.told for one in own.companions)}, so it is "
+                "the method of all tensors or of none",
                 where=f"the rule for {rule}",
             )
-    wanted = [(FISHER, n) for n in range(1, 1 + len(experts))] if method.fishers else []
-    if given and not wanted:
-        raise BadRequest(f"{method.name} takes no companions", where=Option("companions"))
-    if [*given] != wanted:
-        lacking = [str(one) for n, one in enumerate(experts, 1) if (FISHER, n) not in given]
+    others = {role for role, _ in given} - {one.role for one in method.companions}
+    if others:
+        which = f" in the role {min(others)}" if method.companions else ""
+        raise BadRequest(f"{method.name} takes no companions{which}", where=Option("companions"))
+    names = ("the base", *map(str, experts))
+    for asked in method.companions:
+        places = asked.places(len(experts))
+        found = [of for role, of in given if role == asked.role]
+        if found == [*places]:
+            continue
+        lacking = [names[of] for of in places if of is not None and of not in found]
         has = "has" if len(lacking) == 1 else "have"
         told = f"{few(lacking)} {has} none" if lacking else "and nothing else has one"
+        whose = {EXPERT: f":{next(iter(lacking), 'EXPERT')}", BASE: f":{BASE}", None: ""}
         raise BadRequest(
-            f"{method.name} takes a Fisher for each expert: {told}",
+            f"{method.name} takes {asked.told}: {told}",
             where=Option("companions"),
-            hint=Option("companions", {f"fisher:{next(iter(lacking), 'EXPERT')}": "REF"}),
+            hint=Option("companions", {asked.role + whose[asked.of]: "REF"}),
         )
 
 

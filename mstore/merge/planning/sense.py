@@ -134,8 +134,7 @@ def senseless(
     manifests = [expert.manifest_id() for expert in plan.experts[:models]]
     base = Input(sources.base.snapshot_id(), sources.base.name)
     found = []
-    if not all(one.selection.is_whole for one in operations):
-        # Whole models that are mixed have no order.
+    if any(one.has_origin for one in operations):
         found = [
             MergeWarning(SWAPPED, names[k], why)
             for k, why in swapped(catalog, base, manifests, names)

@@ -195,7 +195,7 @@ class Planning:
     def _finished(self, selection: Selection, request: Request) -> Planned:
         remarks = list(selection.remarks)
         thresholds = [one.thresholds for one in self._survey.tensors]
-        if any(tensor.operation.selection.trims for tensor in self._survey.tensors):
+        if any(tensor.cuts for tensor in self._survey.tensors):
             with ThreadPoolExecutor(self._threads, "second look") as pool:
                 cut = Thresholds(
                     self.catalog,
@@ -280,7 +280,7 @@ _Key = tuple[str, tuple[tuple[str, Value], ...], tuple[float, ...]]
 
 def _shape(operation: Operation) -> _Key:
     """Return what tells operations apart in a plan: all but the mixture of one tensor."""
-    return operation.method.name, tuple(sorted(operation.parameters.items())), operation.listed
+    return operation.method.name, tuple(sorted(operation.parameters.items())), operation.given
 
 
 def _numbered(survey: Survey, request: Request) -> tuple[list[int], tuple[PlanOperation, ...]]:

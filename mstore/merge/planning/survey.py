@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import TensorId
-from mstore.merge.measures.fishers import Fisher, grouped
+from mstore.merge.measures.companions import Beside, Companion, grouped, split
 from mstore.merge.measures.grid import Bools
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.selections.selection import Measured
@@ -132,7 +132,7 @@ class Surveyor:
             *(catalog, base_id, expert_ids, names),
             choice=request.choice,
             fill=request.allow_missing,
-            fishers=request.fishers,
+            companions=[role for role, _ in request.companions],
             only=request.only,
             skip=request.skip,
         )
@@ -140,14 +140,10 @@ class Surveyor:
         records = _tensors(inputs, inputs.base)
         experts: list[dict[str, tuple[TensorId, Tensor]]] = []
         has_missing = False
-        for number, (expert, ids, lacking) in enumerate(
-            zip(request.experts, inputs.experts, inputs.lacking, strict=True)
+        for expert, ids, lacking in zip(
+            request.models, inputs.models, inputs.lacking, strict=False
         ):
             found = _tensors(inputs, ids)
-            if number >= len(inputs.models):
-                has_missing |= self._check_fisher(number, records, found, experts)
-                experts.append(found)
-                continue
             ours = chosen(_shapes(records), request.only, request.skip)
             theirs = chosen(_shapes(found), request.only, request.skip)
             if request.allow_missing:
@@ -169,6 +165,11 @@ class Surveyor:
                     hint=hint_for(request.base.name, expert.name, ours, theirs, records, found),
                 )
             experts.append(found)
+        for one, numbers in self._split(range(len(inputs.experts))):
+            for number in numbers:
+                found = _tensors(inputs, inputs.experts[number])
+                has_missing |= self._check_companion(one, number, records, found, experts)
+                experts.append(found)
         tensors: list[SurveyedTensor] = []
         self._require_rules(records)
         tied = ties_embeddings(catalog, base)
@@ -219,35 +220,46 @@ class Surveyor:
             idle_rules=self._idle_rules({*first.values()} - left_out.keys()),
             squares=self._squares_of,
             has_missing=has_missing,
-            fishers=request.fishers,
+            listed=len(request.companions),
+            read=tuple([one for one in request.operation.method.companions if one.is_read]),
             without=inputs.without,
         )
 
-    def _check_fisher(
+    def _split(self, inputs: Sequence[Any]) -> list[tuple[Companion, Sequence[Any]]]:
+        """Return what the method asks for with its part of what there is of each expert."""
+        request = self._request
+        return split(request.operation.method.companions, len(request.models), inputs)
+
+    def _check_companion(
         self,
+        one: Companion,
         number: int,
         base: Mapping[str, tuple[TensorId, Tensor]],
         found: Mapping[str, tuple[TensorId, Tensor]],
         models: Sequence[Mapping[str, tuple[TensorId, Tensor]]],
     ) -> bool:
-        """Check a Fisher's tensors, and return whether it lacks some that an expert moves.
+        """Check a companion's tensors, and return whether it lacks some that an expert moves.
 
         Only these are needed.  Raises Incompatible for tensors that are missing and must not be, or
         that the base does not have, for other shapes, and for elements that are no numbers.
         """
         request, where = self._request, self._request.experts[number].name
-        count = len(request.experts) - request.fishers
         wanted = chosen(_shapes(base), request.only, request.skip)
         sources = {source for _, own in request.outputs for source in own}
-        numbers = {
-            name: id
-            for name, (id, record) in base.items()
+        shapes = {
+            name: shape
+            for name, (_, record) in base.items()
             if (name in wanted or name in sources) and record.dtype in ITEMSIZES
+            if (shape := one.shape(record.shape)) is not None
         }
         moved = {
             name
-            for name, id in numbers.items()
-            if any(one[name][0] != id for one in models[:count] if name in one)
+            for name in shapes
+            if any(
+                own[name][0] != base[name][0]
+                for own in models[: len(request.models)]
+                if name in own
+            )
         }
         lacks = [name for name in moved if not self._inputs.has(number, name)]
         others = [
@@ -260,25 +272,28 @@ class Surveyor:
             if names and not request.allow_missing:
                 allowed = Option("allow_missing", True)
                 raise Incompatible(
-                    f"{verb} {few(names)}: a Fisher has the tensors of the model",
+                    f"{verb} {few(names)}: a {one} has the tensors of the model",
                     where=where,
                     hint=phrase(
-                        "{allowed} leaves an expert out of the tensors that its Fisher lacks",
+                        "{allowed} leaves an expert out of the tensors that its {role} lacks",
                         allowed=allowed,
+                        role=str(one),
                     ),
                 )
         if moved and len(lacks) == len(moved):
             raise Incompatible(
-                f"has none of the tensors of {request.base.name} that are merged: it is the Fisher "
+                f"has none of the tensors of {request.base.name} that are merged: it is the {one} "
                 "of another model",
                 where=where,
             )
-        for name in numbers:
+        for name, shape in shapes.items():
             record = found[name][1]
-            if record.shape != base[name][1].shape or record.dtype not in ITEMSIZES:
+            is_own = one.is_read or self._inputs.has(number, name)
+            if is_own and (record.shape != shape or record.dtype not in ITEMSIZES):
+                whose = "the model's shape" if one.is_read else "the shape"
                 raise Incompatible(
-                    f"{name} is {record.dtype} {list(record.shape)}: a Fisher has the model's "
-                    f"shape, {list(base[name][1].shape)}, and is {', '.join(sorted(ITEMSIZES))}",
+                    f"{name} is {record.dtype} {list(record.shape)}: a {one} has {whose}, "
+                    f"{list(shape)}, and is {', '.join(sorted(ITEMSIZES))}",
                     where=where,
                 )
         return bool(lacks or others)
@@ -368,8 +383,8 @@ class Surveyor:
         rule = self._request.rule_of(name)
         operation = self._request.operation_of(name)
         dtype = None if rule is None else rule.dtype
-        count = len(pairs) - self._request.fishers
-        pairs, fishers = pairs[:count], pairs[count:]
+        every, pairs = pairs, pairs[: len(self._request.models)]
+        named = sources[1:] or (name,) * len(every)
         changed = [id != base_id for id, _ in pairs]
         dtypes = [record.dtype for _, record in pairs]
         if not {base.dtype, *dtypes} <= ITEMSIZES.keys():
@@ -383,20 +398,26 @@ class Surveyor:
         known = Measured()
         if operation.measures:
             source = sources[0] if sources else name
-            facts = self._facts.of(name, (base_id, base), pairs, pool, source=source)
+            facts = self._facts.of(
+                *(name, (base_id, base), pairs, pool),
+                source=source,
+                companions=self._beside(every, named),
+            )
             operation, known = operation.measured(facts)
         compared = None if sources else self._comparer.found(name)
         if compared is None:
             records = [record for _, record in pairs]
-            others = [*records, *(record for _, record in fishers)]
+            read = [own for one, own in self._split(every) if one.is_read]
+            others = [*records, *(record for own in read for _, record in own)]
             whole = operation.needs_rows
             chunk = tensor_chunk(self._catalog.block_size, base, others, output, whole=whole)
             compared = chunk, *self._comparer.of(base, records, chunk)
         chunk, equal, twin, cost = compared
-        informed: Sequence[Fisher | None] = [None] * len(pairs)
-        if fishers:
-            named = sources or (name,) * (1 + 2 * count)
-            informed, twin = self._fishers(*(named, operation, fishers, chunk, (equal, twin), pool))
+        if self._request.companions:
+            # What is not read is not shared.
+            twin = np.where(equal, np.arange(len(pairs))[:, None], twin)
+        parts = chunk, equal, twin
+        shared, beside = self._together(every, named, operation, parts, pool)
         weightless = operation.weightless
         moving = {
             k: (base_id, id)
@@ -420,14 +441,15 @@ class Surveyor:
                     pair,
                     record,
                     equal[number],
-                    twin[number],
+                    shared[number],
                     cost[number],
                     rows,
                     cuts,
                     self._pairs.surplus(pair, number, operation, cuts, elements, chunk),
                     # What is measured of the tensor goes before what its table shows.
                     own.band if math.isnan(known.band) else known.band,
-                    informed[number],
+                    beside[number],
+                    twin[number],
                 )
             )
         return SurveyedTensor(
@@ -435,39 +457,53 @@ class Surveyor:
             *(copies, operation, sources, dtype, known.planned(len(experts))),
         )
 
-    def _fishers(
+    def _beside(
+        self, inputs: Sequence[tuple[TensorId, Tensor]], names: Sequence[str]
+    ) -> dict[str, list[tuple[TensorId, Tensor] | None]]:
+        """Return the tensors of companions that are facts; None where one has none.
+
+        names: of the tensor in each expert and companion.
+        """
+        return {
+            one.role: [inputs[n] if self._inputs.has(n, names[n]) else None for n in numbers]
+            for one, numbers in self._split(range(len(inputs)))
+            if not one.is_read
+        }
+
+    def _together(
         self,
+        inputs: Sequence[tuple[TensorId, Tensor]],
         names: Sequence[str],
         operation: Operation,
-        fishers: Sequence[tuple[TensorId, Tensor]],
-        chunk: int,
-        models: tuple[Bools, Counts],
+        compared: tuple[int, Bools, Counts],
         pool: ThreadPoolExecutor,
-    ) -> tuple[list[Fisher], Counts]:
-        """Return the Fishers of one tensor's experts, and the first of those that share blocks.
+    ) -> tuple[Counts, list[tuple[Beside, ...]]]:
+        """Return the first expert that shares blocks, and the companions read with each.
 
-        names: of the tensor in the base, in each expert and in each Fisher. models: equal and twin
-        of the experts.
+        names: as for `_beside`. compared: elements of a chunk, equal and twin of the experts.
         """
-        equal, twin = models
-        count = len(fishers)
-        own = np.broadcast_to(np.arange(count)[:, None], equal.shape)
-        # What is not read is not shared.
-        twin = np.where(equal, own, twin)
-        mates, cost = self._comparer.shared([record for _, record in fishers], chunk)
-        found = []
-        for k, (id, record) in enumerate(fishers):
-            is_there = self._inputs.has(count + k, names[1 + count + k])
-            sums, squares = None, None
-            # Where no expert moves, no Fisher counts.
-            if is_there and not equal.all() and not operation.weightless[k]:
-                where = f"{self._request.experts[count + k].name}: {names[1 + count + k]}"
-                measured = self._facts.fisher(where, id, record, chunk, pool)
-                if measured is not None:
-                    sums, squares = measured
-            size = ITEMSIZES[record.dtype]
-            found.append(Fisher(mates[k], cost[k], sums, squares, size, is_there, twin[k]))
-        return found, grouped((twin, mates))
+        chunk, equal, own = compared
+        found, twin = [], [own]
+        for one, numbers in self._split(range(len(inputs))):
+            if not one.is_read:
+                continue
+            mates, cost = self._comparer.shared([inputs[n][1] for n in numbers], chunk)
+            twin.append(mates)
+            role = []
+            for k, number in enumerate(numbers):
+                is_there, length = self._inputs.has(number, names[number]), equal.shape[1]
+                totals = np.full((one.totals, length), np.nan)
+                # Where no expert moves, no companion counts.
+                if is_there and not equal.all() and not operation.weightless[k]:
+                    where = f"{self._request.experts[number].name}: {names[number]}"
+                    known = self._facts.totals(one, where, inputs[number], chunk, pool)
+                    totals = totals if known is None else known
+                size = np.full(length, ITEMSIZES[inputs[number][1].dtype])
+                there = np.full(length, is_there)
+                role.append(Beside(mates[k], cost[k], totals, size, there))
+            found.append(role)
+        none: list[tuple[Beside, ...]] = [()] * len(own)
+        return grouped(twin) if found else own, [*zip(*found, strict=True)] if found else none
 
     # -- the base ----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from mstore.ids import ManifestId, TensorId
-from mstore.merge.measures.fishers import Fisher, FisherGrid
+from mstore.merge.measures.companions import Beside, Companion, Together
 from mstore.merge.measures.grid import Bools, Floats, Grid, Ints
 from mstore.merge.methods.method import Operation
 from mstore.objects import plan
@@ -52,8 +52,9 @@ class ExpertTensor(msgspec.Struct, frozen=True):
     if nothing is trimmed. surplus: elements that trimming keeps beyond k because it may not read
     the data to find the exact cut: if all of the expert is read, and if only part of it is. band:
     of the whole tensor, roughly the sum of squares that two thresholds leave, or at most the one
-    that a selection by importance leaves; NaN for others. fisher: of an expert that has one; `twin`
-    is then the first expert that shares the blocks of the tensor or of its Fisher.
+    that a selection by importance leaves; NaN for others. beside: of its
+    companions that are read with it, by role; `own_twin` is then the first expert with the same
+    blocks, and `twin` the first that shares those of the tensor or of a companion.
     """
 
     pair: tuple[TensorId, TensorId]
@@ -65,7 +66,8 @@ class ExpertTensor(msgspec.Struct, frozen=True):
     thresholds: tuple[Threshold, ...]
     surplus: tuple[int, int] = (0, 0)
     band: float = math.nan
-    fisher: Fisher | None = None
+    beside: tuple[Beside, ...] = ()
+    own_twin: Counts | None = None
 
     @property
     def is_applied(self) -> bool:
@@ -103,6 +105,11 @@ class SurveyedTensor(msgspec.Struct, frozen=True):
         """Number of chunks."""
         return -(-self.elements // self.chunk_elements)
 
+    @property
+    def cuts(self) -> int:
+        """At how many ranks each expert's delta is cut; 0 if nothing is trimmed."""
+        return len(self.experts[0].thresholds)
+
 
 class Survey(msgspec.Struct, frozen=True):
     """The planner's whole input, besides the request.
@@ -113,8 +120,9 @@ class Survey(msgspec.Struct, frozen=True):
     expert, and tensor, of statistics with rows that are not finite although the base's tensor is.
     base_not_finite: tensors of the base with elements that are infinite or NaN. squares: sum of
     squares of each tensor of the base. idle_rules: patterns of rules that no tensor follows.
-    has_missing: an expert lacks tensors of the base, or has others. fishers: how many of the
-    experts, the last ones, are Fishers of the others. without: as in the plan.
+    has_missing: an expert lacks tensors of the base, or has others. listed: how many of the
+    experts, the last ones, are companions. read: those that are read with experts. without: as in
+    the plan.
     """
 
     base: ManifestId
@@ -129,7 +137,8 @@ class Survey(msgspec.Struct, frozen=True):
     idle_rules: tuple[str, ...] = ()
     squares: Mapping[str, float] = msgspec.field(default_factory=dict)
     has_missing: bool = False
-    fishers: int = 0
+    listed: int = 0
+    read: tuple[Companion, ...] = ()
     without: tuple[str, ...] = ()
 
 
@@ -137,7 +146,7 @@ def grid_of(survey: Survey) -> Grid:
     """Build the grid of a survey."""
     tensors = survey.tensors
     chunks = np.array([tensor.chunks for tensor in tensors], dtype=np.int64)
-    experts = range(len(survey.experts) - survey.fishers)
+    experts = range(len(survey.experts) - survey.listed)
     sides = [[tensor.experts[k] for tensor in tensors] for k in experts]
     tensor = np.repeat(np.arange(len(tensors)), chunks)
     return Grid(
@@ -156,10 +165,17 @@ def grid_of(survey: Survey) -> Grid:
         surplus=np.array(
             [[e.surplus for e in t.experts] for t in tensors], dtype=np.float64
         ).reshape(len(tensors), len(experts), 2),
-        fishers=FisherGrid.of([[e.fisher for e in side if e.fisher] for side in sides])
-        if survey.fishers
-        else None,
+        together=_together(survey.read, sides) if survey.read else None,
     )
+
+
+def _together(read: Sequence[Companion], sides: list[list[ExpertTensor]]) -> Together:
+    twin = [[e.twin if e.own_twin is None else e.own_twin for e in side] for side in sides]
+    grids = [
+        Beside.joined([[e.beside[number] for e in side] for side in sides], one.totals)
+        for number, one in enumerate(read)
+    ]
+    return Together(_joined(twin, np.int64), tuple(grids))
 
 
 def _cuts(sides: list[list[ExpertTensor]], place: int) -> list[list[float]]:

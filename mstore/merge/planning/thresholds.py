@@ -24,7 +24,7 @@ from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
-from mstore.merge.measures.unknown import NEEDS_ANALYSIS
+from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram
@@ -85,14 +85,14 @@ class Thresholds:
 
         states: uint8[K, chunks].  Empty if the tensor's operation trims nothing.
         """
-        selection = tensor.operation.selection
-        if not selection.trims:
+        if not tensor.cuts:
             return ()
-        ranks = [selection.ranks(tensor.elements, k) for k in range(len(tensor.experts))]
-        if len(ranks[0]) > 1 or states.shape[1] > 1:
+        ranks_of = tensor.operation.selection.ranks
+        ranks = [ranks_of(tensor.elements, k) for k in range(len(tensor.experts))]
+        if tensor.cuts > 1 or states.shape[1] > 1:
             return tuple(
                 self.of(tensor, expert, place, own_ranks[place], own)
-                for place in range(len(ranks[0]))
+                for place in range(tensor.cuts)
                 for expert, own, own_ranks in zip(tensor.experts, states, ranks, strict=True)
             )
         whole = self._known.singles.get(tensor.name)
@@ -154,7 +154,7 @@ class Thresholds:
 
     def _require_one(self, tensor: SurveyedTensor) -> None:
         """Raise BadRequest for a tensor with two thresholds: both must be exact."""
-        if tensor.operation.selection.planned > 1:
+        if tensor.cuts > 1:
             raise BadRequest(
                 f"{tensor.operation.method.name} needs exact thresholds, which the statistics of "
                 "this tensor do not show",

@@ -8,17 +8,19 @@ a plan selects is not checked; `planning.costs` computes what that costs in a st
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from mstore.adapters.inputs import Inputs
 from mstore.errors import BadRequest, Incompatible
+from mstore.merge.measures.companions import Companion, split
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.ranking import SCORES
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
 from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import BELOW, DROPPED, FISHER, OMITTED, READ, SHARED, Plan, PlanTensor
+from mstore.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, phrase
 from mstore.sizes import format_size
@@ -52,7 +54,7 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     inputs = Inputs.of(catalog, plan)
     if plan.without != inputs.without:
         raise BadRequest("not a sound plan: it leaves out other models than its inputs need")
-    _check_companions(plan, operations)
+    asked, read = _asked(plan, operations), operations.read(plan)
     first = names_of_plan(catalog, plan, inputs.base, inputs.experts)
     seen: set[str] = set()
     members = inputs.members
@@ -71,16 +73,17 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
         )
         for number, tensor in enumerate(tensors):
             own = records[number * len(members) : (number + 1) * len(members)]
-            _check_tensor(plan, tensor, own, operations.of(tensor))
-            _check_fishers(tensor, inputs)
+            _check_tensor(plan, tensor, [own[one] for one in read], operations.of(tensor))
+            _check_states(tensor, inputs, asked)
 
 
-def _check_companions(plan: Plan, operations: registry.Operations) -> None:
-    """Raise BadRequest unless the companions are those that the method needs."""
-    needs = operations.main.method.fishers
-    wanted = [(FISHER, number) for number in range(1, 1 + len(plan.experts))] if needs else []
+def _asked(plan: Plan, operations: registry.Operations) -> tuple[Companion, ...]:
+    """Return what the method asks for.  Raises BadRequest unless the plan has that."""
+    asked = operations.main.method.companions
+    wanted = [(one.role, of) for one in asked for of in one.places(len(plan.experts))]
     if [(one.role, one.of) for one in plan.companions] != wanted:
         raise BadRequest("not a sound plan: its companions are not those of its method")
+    return asked
 
 
 def _check_stack(plan: Plan, inputs: Inputs) -> None:
@@ -125,7 +128,7 @@ def _check_criteria(plan: Plan) -> None:
 def _check_tensor(
     plan: Plan, tensor: PlanTensor, records: list[Tensor], operation: Operation
 ) -> None:
-    """Check one tensor; records: of the base and of each expert."""
+    """Check one tensor; records: of the inputs that are read, the base's first."""
     dtypes = {record.dtype for record in records}
     output = tensor.dtype or plan.dtype or records[0].dtype
     if output not in CODES or operation.needs_facts:
@@ -148,24 +151,29 @@ def _check_tensor(
         raise _unfit(tensor)
 
 
-def _check_fishers(tensor: PlanTensor, inputs: Inputs) -> None:
-    """Check that what is read of an expert is read of its Fisher, too, and that it has one."""
-    count = inputs.fishers
-    for k in range(count):
-        expert, fisher = tensor.states[k], tensor.states[count + k]
-        if any(state not in _WITH[own] for own, state in zip(expert, fisher, strict=True)):
-            raise _unfit(tensor)
-        is_used = not _READ.isdisjoint(fisher)
-        if is_used and not inputs.has(count + k, tensor.source(1 + count + k)):
-            raise _unfit(tensor)
+def _check_states(tensor: PlanTensor, inputs: Inputs, asked: Sequence[Companion]) -> None:
+    """Check that what is read of an expert is read of its companions, too, and that it has them."""
+    count = len(inputs.models)
+    for one, numbers in split(asked, count, range(len(tensor.states))):
+        for k, number in enumerate(numbers):
+            own = tensor.states[number]
+            if not one.is_read:
+                if set(own) - {BELOW}:
+                    raise _unfit(tensor)
+                continue
+            if any(s not in _WITH[of] for of, s in zip(tensor.states[k], own, strict=True)):
+                raise _unfit(tensor)
+            is_used = not _READ.isdisjoint(own)
+            if is_used and not inputs.has(number, tensor.source(1 + number)):
+                raise _unfit(tensor)
 
 
 _READ: Final = frozenset((READ, SHARED))
 _UNREAD: Final = frozenset((BELOW, OMITTED, DROPPED))
 _WITH: Final = (_READ, _READ, _READ | _UNREAD, _UNREAD, _UNREAD, _UNREAD)
-"""By the state of an expert's chunk: what that of its Fisher may be.
+"""By the state of an expert's chunk: what that of its companion may be.
 
-A Fisher counts where the expert is the base's, too.
+A companion counts where the expert is the base's, too.
 """
 
 

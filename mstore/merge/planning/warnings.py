@@ -184,7 +184,7 @@ def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Merge
             name for name, id in stand_ins(base, own).items() if name in merged and id == base[name]
         ]
         if k >= models:
-            # What no expert moves needs no Fisher.
+            # What no expert moves needs no companion.
             lacking = [name for name in lacking if name in moved]
         if lacking:
             so = "the base's count for them" if k < models else "its expert has no part in them"

@@ -15,8 +15,8 @@ from mstore.ids import ManifestId, SnapshotId
 from mstore.made.snapshots import Publication, made_of
 from mstore.merge.planning.warnings import told_counts
 from mstore.merge.running.engine import Engine, Outcome, Resources
+from mstore.merge.running.known import Ready
 from mstore.merge.running.memory import MEMORY
-from mstore.merge.running.ready import Ready
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import READ, SHARED, Plan
 from mstore.objects.snapshot import BASE, COMPANION, EXPERT, MERGE, Parent, SnapshotRecord

@@ -21,12 +21,10 @@ from mstore.blocks.reader import Meter
 from mstore.checkpoint.partition import partition
 from mstore.ids import BlockId
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
-from mstore.merge.running.batches import Batch, Part
-from mstore.merge.running.compute import blend
+from mstore.merge.running.compute import blend, count_new
 from mstore.merge.running.loading import Loaded, Moved, Scratch, load, will_need
 from mstore.merge.running.memo_keys import Remembered
-from mstore.merge.running.not_finite import count_new
-from mstore.merge.running.slices import Result, Slice
+from mstore.merge.running.slices import Batch, Part, Result, Slice
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):

@@ -1,8 +1,8 @@
 """The engine: runs a plan into a sink, and reads and writes only what does not exist yet.
 
 Wires the parts of a run: the work list yields slices of what must be computed (`work_list`), a
-runner computes them, on threads of this process (`local`) or on any executor (`remote`), and the
-records of the output come last (`records`).
+runner computes them, on threads of this process or on any executor (`runners`), and the records of
+the output come last (`output`).
 
 Budget-sound: a task names planned blocks only, and every read of an expert byte is charged before
 the `pread` to a meter whose limit is the size of those blocks in this store.  A slice that runs
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,20 +24,17 @@ from mstore.blocks.pack_store import HERE
 from mstore.blocks.reader import Meter
 from mstore.errors import BudgetExceeded
 from mstore.ids import BlockId
+from mstore.made.files import blocks_of
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.computer import Computer
-from mstore.merge.running.cutting import Cutter
-from mstore.merge.running.known import KnownChunks
-from mstore.merge.running.local import LocalRunner
+from mstore.merge.running.known import KnownChunks, Ready
 from mstore.merge.running.memory import MEMORY, bounds
-from mstore.merge.running.output import Layout
+from mstore.merge.running.output import Layout, Records
 from mstore.merge.running.papers import Papers
-from mstore.merge.running.ready import Ready
-from mstore.merge.running.records import Records, coverage
-from mstore.merge.running.sink import Sink
+from mstore.merge.running.runners import LocalRunner, RemoteRunner
 from mstore.merge.running.slices import SLICE_BYTES, Slice
-from mstore.merge.running.work_list import WorkList
+from mstore.merge.running.work_list import Cutter, WorkList, coverage
 from mstore.objects.coverage import Coverage
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
@@ -46,9 +42,7 @@ from mstore.objects.tensor import Tensor
 from mstore.progress import ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
-
-if TYPE_CHECKING:
-    from mstore.merge.running.remote import RemoteRunner
+from mstore.store.transaction import Transaction
 
 
 class Resources(msgspec.Struct, frozen=True):
@@ -100,7 +94,7 @@ class Engine:
         self,
         catalog: Catalog,
         plan: Plan,
-        sink: Sink | None,
+        sink: Transaction | None,
         *,
         resources: Resources,
         policy: Policy | None = None,
@@ -144,18 +138,11 @@ class Engine:
             )
             self._runner = LocalRunner(computer, limits, sink, written)
         else:
-            from mstore.merge.running.remote import RemoteRunner
-
             self._runner = RemoteRunner(
                 resources.executor, sink, self._expert_meter, self._base_meter
             )
-        self._records = Records(
-            catalog,
-            layout,
-            sink,
-            policy=policy,
-            papers=Papers(catalog, plan),
-        )
+        self._layout, self._papers = layout, Papers(catalog, plan)
+        self._records = Records(catalog.block_size, sink, policy)
 
     def run(self) -> Outcome:
         """Compute everything.  Raises BadRequest, BudgetExceeded, Corrupt, StorageFailed."""
@@ -169,8 +156,14 @@ class Engine:
         jobs = self._work.jobs
         tensors = {name: job.record() for name, job in jobs.items()}
         odd = sum([job.not_finite.new for job in jobs.values()])
-        manifest = self._records.manifest(tensors, odd)
-        total = self._records.blocks_total
+        manifest = self._layout.manifest(
+            self._papers,
+            odd,
+            record_of=lambda name, *_: tensors[name],
+            put_records=self._records.put_records,
+            put_bytes=self._records.put_bytes,
+        )
+        total = blocks_of(manifest, self._plan.block_size)
         read, resumed = self._expert_meter.total, self._known.resumed_bytes
         return Outcome(
             manifest=manifest,

@@ -10,8 +10,8 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            methods that mix the experts themselves all weights; for a selection by variance or
            importance the threshold, the number of experts, and how far into the chunk equal ones
            count; for one by what experts need, what makes it a need, and of how many; for
-           rows with factors of their own all weights, and which expert each is; for an average by
-           Fishers, which expert's Fisher it is
+           rows with factors of their own all weights, and which expert each is; of what is read
+           with companions, whose each is
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u32: how many elements are infinite or NaN, and are
            finite in the base; u32: how many of these are finite in every expert; u16: how many
@@ -35,7 +35,7 @@ from blake3 import blake3
 from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.methods.method import Operation
-from mstore.merge.running.not_finite import ALL_FINITE, NotFinite
+from mstore.merge.running.compute import ALL_FINITE, NotFinite
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
 from mstore.objects.plan import DROPPED, OMITTED
 from mstore.stats.chunks import blocks_per_chunk
@@ -223,7 +223,7 @@ class _Chain:
         k = slot % len(members.experts)
         quota = int(tensor.quotas[slot]).to_bytes(8, "little")
         self.fixed = members.base_id + members.expert_ids[k] + quota
-        states = members.plan.states[k]
+        states = members.states[k]
         is_whole = OMITTED not in states and DROPPED not in states
         self._out = (
             [] if is_whole else [n for n, state in enumerate(states) if state in (OMITTED, DROPPED)]

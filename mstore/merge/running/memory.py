@@ -16,9 +16,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from mstore.errors import BadRequest
-from mstore.merge.running.batches import BATCH_BYTES, batch_chunks
 from mstore.merge.running.loading import SPARE_SIDES
-from mstore.merge.running.slices import Bounds
+from mstore.merge.running.slices import BATCH_BYTES, Bounds, batch_chunks
 from mstore.merge.running.task import Tasks, item_size
 from mstore.phrases import Option, phrase
 from mstore.sizes import format_size
@@ -102,9 +101,7 @@ def _shapes(tasks: Tasks) -> _Shapes:
         there = int(members.present.sum(axis=0).max(initial=0))
         elements = min(tensor.elements, tensor.chunk_elements * batch_chunks(tensor))
         total += tensor.elements
-        beside = tensor.selection.mask_bytes(there)
-        if tensor.mix.turn is not None:
-            beside += tensor.mix.turn.room(len(members.experts))
+        beside = tensor.selection.mask_bytes(there) + tensor.turn.room(len(members.experts))
         masks = -(-beside // wide)
         shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)

@@ -1,33 +1,38 @@
 """The merged checkpoint's files: those of the base, with another dtype if that was requested.
 
 Determines the output's files before any element is computed: which tensors are merged, converted or
-the base's own, and the bytes of headers, shard indexes and the config.
+the base's own, and the bytes of headers, shard indexes and the config.  Of a stack, a tensor of a
+name that the base has stands where the base's stood; a new one follows the tensors of the file that
+has its source's name in the base, else of the last file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from mstore.adapters.inputs import files_merged_into
+from mstore.adapters.inputs import Inputs, files_merged_into
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import name_in_model
+from mstore.checkpoint.partition import partition
 from mstore.checkpoint.strict_json import json_bytes, json_object
-from mstore.ids import Id
+from mstore.ids import BlockId, Id
 from mstore.made.files import Slot, assembled, slots_of, texts_of, with_dtype
 from mstore.merge.planning.noop import is_base
+from mstore.merge.planning.stacked_config import stacked_config
 from mstore.merge.planning.tied import left_to_base, own_head_of
 from mstore.merge.running.papers import Papers
-from mstore.merge.running.stacking import Stack
 from mstore.merge.running.task import Tasks
 from mstore.numeric.codes import CASTS, CODES
 from mstore.objects.canonical import Record
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.plan import PlanTensor
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.plan import Plan, PlanTensor
+from mstore.objects.tensor import BYTES, Tensor, VirtualTensor
 from mstore.store.catalog import Catalog
-from mstore.store.models import models_in
+from mstore.store.models import config_of, models_in
 from mstore.store.tied import untied
+from mstore.store.transaction import Transaction
 
 
 class Layout:
@@ -227,3 +232,81 @@ def tensor_bytes(file: File) -> int:
 def is_safetensors(file: File) -> bool:
     """Return whether a file has a header and tensors."""
     return file.form == SAFETENSORS
+
+
+class Stack:
+    """The files of one plan with layers.  Reads configs, no weights."""
+
+    def __init__(self, catalog: Catalog, plan: Plan, inputs: Inputs, base: Manifest) -> None:
+        self._catalog = catalog
+        self._plan = plan
+        ids = [inputs.members[one.member][one.source] for one in plan.taken]
+        records = inputs.records(ids)
+        taken = {
+            one.name: Part(name_in_model(one.name), id, record.nbytes)
+            for one, id, record in zip(plan.taken, ids, records, strict=True)
+        }
+        dropped = set(plan.dropped)
+        self._files: dict[str, File] = {}
+        files = [file for file in base.files if file.form == SAFETENSORS]
+        models = models_in(catalog, base)
+        places = {name: file.path for file in reversed(files) for _, name in models.parts(file)}
+        added: dict[str, list[str]] = {}
+        for one in plan.taken:
+            if one.name not in inputs.base:
+                path = places.get(one.source, files[-1].path)
+                added.setdefault(path, []).append(one.name)
+        for file in files:
+            parts = [file.parts[0]]
+            for part in file.tensors():
+                name = models.name(file.path, part)
+                if name is None:
+                    parts.append(part)
+                elif name not in dropped:
+                    parts.append(taken.get(name, part))
+            parts += [taken[name] for name in added.get(file.path, [])]
+            self._files[file.path] = File(
+                file.path, file.form, sum(part.nbytes for part in parts), tuple(parts)
+            )
+
+    def file(self, file: File) -> File:
+        """Return a file of the base with the tensors that it has in the stack, below its header."""
+        return self._files.get(file.path, file)
+
+    def config(self, file: File) -> bytes | None:
+        """Return the config for these layers, in place of the base's; None if it stays."""
+        fields = json_object(self._catalog.read_parts(file.parts))
+        experts = [one.manifest_id() for one in self._plan.experts]
+        others = [config_of(self._catalog, self._catalog.manifest(one)) for one in experts]
+        changed = stacked_config([fields, *others], self._plan.layers).fields
+        return None if changed == fields else json_bytes(changed)
+
+
+class Records:
+    """Stores the records of one output: headers, small files and the manifest.
+
+    sink: None to make them without storing. policy: how new files are coded.
+    """
+
+    def __init__(self, block_size: int, sink: Transaction | None, policy: Policy) -> None:
+        self._block_size = block_size
+        self._sink = sink
+        self._policy = policy
+
+    def put_bytes(self, data: bytes, path: str) -> Part:
+        """Store a file of plain bytes."""
+        ids = []
+        for start, length in partition(len(data), self._block_size):
+            block = data[start : start + length]
+            ids.append(BlockId.of(block))
+            if self._sink is not None and not self._sink.has_blocks(ids[-1:])[0]:
+                encoded = codecs.encode(block, codecs.PLAIN_BYTES, self._policy)
+                self._sink.put_block(ids[-1], encoded, path, start)
+        tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
+        return Part(None, self.put_records([tensor])[0], len(data))
+
+    def put_records(self, records: Sequence[Record]) -> Sequence[Id]:
+        """Store records; return their ids."""
+        if self._sink is None:
+            return [record.id() for record in records]
+        return self._sink.put_records(records)

@@ -88,9 +88,9 @@ in its own content; those of its parents' contents can, and `mstore show ID` tak
 class Parent(msgspec.Struct, frozen=True):
     """A parent as its own files describe it.
 
-    role: base, expert N from 1 on, or Fisher N, of that expert: it is no model. name: from its
-    card; for the base also the name that all experts' cards give their base; None if there is none.
-    licence: what its card states, None for nothing. texts: its licence files.
+    role: base, expert N from 1 on, or a companion's and N, of that expert: it is no model. name:
+    from its card; for the base also the name that all experts' cards give their base; None if there
+    is none. licence: what its card states, None for nothing. texts: its licence files.
     """
 
     role: str

@@ -28,8 +28,8 @@ from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.spread import Cut
-from mstore.merge.methods.combinations.combination import Kernel
-from mstore.merge.methods.method import Operation
+from mstore.merge.arithmetic.turns import Turn
+from mstore.merge.methods.method import Kernel, Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.methods.selections.selection import Selection
 from mstore.merge.planning.tied import names_of_plan
@@ -81,6 +81,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     limited     whether any of the quotas is less than all
     keys        uint32[K, 2], zeros if nothing is random
     selection   what is taken of each expert
+    turn        how factors follow from what is read
     kernel      what computes a chunk
     cut         where a selection of all experts together ends; None for others
     file        the output file of the tensor, and `offset`, its position there; they only say
@@ -101,6 +102,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     file: str
     offset: int
     selection: Selection
+    turn: Turn
     kernel: Kernel
     cut: Cut | None = None
 
@@ -180,16 +182,17 @@ _TAKES_PART: Final = bytes(state in (READ, SHARED) for state in range(256))
 
 
 class Members(msgspec.Struct, frozen=True, gc=False):
-    """One planned tensor in the base and in each expert of the plan, as records.
+    """One planned tensor in the base, each expert and each companion that is read, as records.
 
-    present     bool[K, chunks]: which experts take part in which chunk
+    states      a byte per chunk of each, as in the plan
+    present     bool[K, chunks]: which of them take part in which chunk
     """
 
-    plan: PlanTensor
     base_id: TensorId
     base: Tensor
     expert_ids: tuple[TensorId, ...]
     experts: tuple[Tensor, ...]
+    states: tuple[bytes, ...]
     present: npt.NDArray[np.bool_]
 
 
@@ -217,8 +220,9 @@ class Tasks:
         self._members: dict[str, Members] = {}
         self.inputs = Inputs.of(catalog, plan)
         self._base, self._experts = self.inputs.base, self.inputs.experts
+        self._read = self._operations.read(plan)
         self._factors = FactorCache(catalog, expert_meter)
-        count = len(plan.inputs) - 1
+        count = len(self._read) - 1
         # Shared by tensors without trimming or random draws.
         self._nothing = (
             np.zeros(count, dtype=np.float32),
@@ -270,17 +274,22 @@ class Tasks:
     def _load(self, first: int) -> None:
         """Load the members of a planned tensor together with those of the next ones."""
         tensors = self.plan.tensors[first : first + _TOGETHER]
-        sides = self.inputs.members
-        ids = [side[tensor.source(k)] for tensor in tensors for k, side in enumerate(sides)]
+        sides = [self.inputs.members[number] for number in self._read]
+        ids = [
+            side[tensor.source(k)]
+            for tensor in tensors
+            for k, side in zip(self._read, sides, strict=True)
+        ]
         records = self.inputs.records(ids)
         for number, tensor in enumerate(tensors):
             at = slice(number * len(sides), (number + 1) * len(sides))
             base_id, *expert_ids = ids[at]
             base, *experts = records[at]
-            states = b"".join(tensor.states).translate(_TAKES_PART)
-            present = np.frombuffer(states, dtype=np.bool_).reshape(len(tensor.states), -1)
+            states = tuple([tensor.states[k - 1] for k in self._read[1:]])
+            takes_part = b"".join(states).translate(_TAKES_PART)
+            present = np.frombuffer(takes_part, dtype=np.bool_).reshape(len(states), -1)
             self._members[tensor.name] = Members(
-                tensor, base_id, base, tuple(expert_ids), tuple(experts), present
+                base_id, base, tuple(expert_ids), tuple(experts), states, present
             )
 
     def tensor(self, name: str, file: str = "", offset: int = 0) -> TensorTask:
@@ -311,6 +320,7 @@ class Tasks:
             file=file,
             offset=offset,
             selection=selection,
+            turn=operation.turn,
             kernel=operation.method.combine.kernel,
             cut=selection.cut(planned.thresholds),
         )

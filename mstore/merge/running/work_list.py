@@ -1,22 +1,114 @@
 """The work list: the tensors of a plan in file order, as slices of what must be computed.
 
 A chunk needs only its ids if its output is the base's own or is known (`known`).  The others are
-cut into slices (`cutting`).  Slices are made lazily, while others are computed.
+cut into slices of about equal output.  Slices are made lazily, while others are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mstore.merge.running.cutting import Cutter
-from mstore.merge.running.jobs import Job
-from mstore.merge.running.known import KnownChunks
-from mstore.merge.running.memo_hits import TOGETHER
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from mstore.ids import ID_BYTES, BlockId
+from mstore.merge.running.compute import ALL_FINITE, NotFinite
+from mstore.merge.running.known import TOGETHER, KnownChunks, Shape
 from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
 from mstore.merge.running.slices import Result, Run, Slice
-from mstore.merge.running.task import Tasks, TensorTask, item_size
+from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
+from mstore.objects.coverage import Coverage, TensorCoverage, bitmap
+from mstore.objects.plan import Plan
+from mstore.objects.tensor import Tensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
+
+
+class Job(msgspec.Struct):
+    """One tensor in progress.  `ids` is complete once every chunk was put.
+
+    not_finite: new elements so far.
+    """
+
+    tensor: TensorTask
+    members: Members
+    shape: Shape
+    ids: bytearray
+    not_finite: NotFinite = ALL_FINITE
+
+    @classmethod
+    def of(cls, tensor: TensorTask, members: Members, block_size: int) -> Job:
+        """Return a job without any output yet."""
+        shape = Shape(tensor, members, block_size)
+        return cls(tensor, members, shape, bytearray(shape.blocks * ID_BYTES))
+
+    def put(self, number: int, blocks: Sequence[BlockId], not_finite: NotFinite) -> None:
+        """Set the blocks of a chunk, with its new elements that are not finite."""
+        if not_finite is not ALL_FINITE:
+            self.not_finite += not_finite
+        at = number * self.shape.per_chunk * ID_BYTES
+        self.ids[at : at + len(blocks) * ID_BYTES] = b"".join(blocks)
+
+    def put_base(self, number: int) -> None:
+        """Set the blocks of a chunk to those of the base."""
+        span = self.shape.per_chunk * ID_BYTES
+        at = slice(number * span, (number + 1) * span)
+        self.ids[at] = self.members.base.blocks[at]
+
+    def record(self) -> Tensor:
+        """Return the output tensor."""
+        tensor = self.tensor
+        return Tensor(tensor.out_dtype, tensor.shape, tensor.out_bytes, bytes(self.ids))
+
+
+class Cutter:
+    """Collects runs and cuts them.  Belongs to one thread.
+
+    first: the first slice, without its runs; the others are like it, each with a pack of its own.
+    slice_bytes: plain bytes of output per slice.  A tensor whose tie quota ends within it is not
+    cut.
+    """
+
+    def __init__(self, first: Slice, slice_bytes: int) -> None:
+        self._first = first
+        self._limit = slice_bytes
+        self._count = 0
+        self._runs: list[Run] = []
+        self._length = 0
+
+    def add(self, run: Run) -> Iterator[Slice]:
+        """Add a run, and yield the slices that are full."""
+        length = sum(task.out_bytes for task in run.chunks)
+        if run.tensor.limited:
+            if self._runs and self._length + length > self._limit:
+                yield self._cut()
+            self._runs.append(run)
+            self._length += length
+            if self._length >= self._limit:
+                yield self._cut()
+            return
+        start = 0
+        for number, task in enumerate(run.chunks, start=1):
+            self._length += task.out_bytes
+            if self._length >= self._limit or number == len(run.chunks):
+                part = slice(start, number)
+                self._runs.append(Run(run.tensor, run.chunks[part], run.keys[part]))
+                start = number
+            if self._length >= self._limit:
+                yield self._cut()
+
+    def rest(self) -> Iterator[Slice]:
+        """Yield the last slice, unless all runs are in slices."""
+        if self._runs:
+            yield self._cut()
+
+    def _cut(self) -> Slice:
+        target = self._first.target.with_name(f"{self._count}.pack")
+        made = replace(self._first, target=target, runs=tuple(self._runs))
+        self._count += 1
+        self._runs, self._length = [], 0
+        return made
 
 
 class WorkList:
@@ -94,7 +186,7 @@ class WorkList:
     def _runs_of(self, jobs: Sequence[Job]) -> list[Run]:
         """Return what to compute of these tensors, with one memo table and index lookup for all."""
         keys = [self._keys_of(job) for job in jobs]
-        found = self._known.find(jobs, keys)
+        found = self._known.find([job.shape for job in jobs], keys)
         wanted = []
         for job, named, rows in zip(jobs, keys, found, strict=True):
             for number, row in rows.items():
@@ -139,3 +231,32 @@ class WorkList:
 def _is_enough(jobs: Sequence[Job]) -> bool:
     """Return whether to look these up now: many jobs, or one large one, which must not wait."""
     return len(jobs) >= TOGETHER or jobs[-1].shape.blocks > 1
+
+
+def coverage(plan: Plan, jobs: Sequence[Job]) -> Coverage:
+    """Return what became of each tensor. jobs: in the order of the plan's tensors."""
+    odd = tuple((job.tensor.name, job.not_finite.new) for job in jobs if job.not_finite.new)
+    return Coverage(plan.id(), tuple(_covered(job) for job in jobs), odd)
+
+
+def _covered(job: Job) -> TensorCoverage:
+    count = len(job.ids) // ID_BYTES
+    if count == 1:
+        like_base = job.tensor.out_dtype == job.tensor.base_dtype
+        is_base = like_base and job.ids == job.members.base.blocks
+        there = job.members.present[:, 0].tolist()
+        return TensorCoverage(
+            job.tensor.name, 1, bitmap([is_base]), tuple(bitmap([flag]) for flag in there)
+        )
+    ids = np.frombuffer(bytes(job.ids), dtype=np.uint8).reshape(count, ID_BYTES)
+    reused = np.zeros(count, dtype=np.bool_)
+    if job.tensor.out_dtype == job.tensor.base_dtype:
+        base = np.frombuffer(job.members.base.blocks, dtype=np.uint8)
+        reused = (ids == base.reshape(count, ID_BYTES)).all(axis=1)
+    contributed = np.repeat(job.members.present, job.shape.per_chunk, axis=1)[:, :count]
+    return TensorCoverage(
+        job.tensor.name,
+        count,
+        bitmap(reused.tolist()),
+        tuple(bitmap(row) for row in contributed.tolist()),
+    )

@@ -29,16 +29,14 @@ from mstore.checkpoint.partition import partition
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import BlockId, Buffer, PlanId, VirtualId
 from mstore.merge.planning.validate import check_fits
-from mstore.merge.running.compute import blend, tie_counts
+from mstore.merge.running.compute import blend, count_new, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
-from mstore.merge.running.not_finite import count_new
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import grant_of
 from mstore.merge.virtual.tie_prefix import TiePrefix
 from mstore.objects.plan import READ, Plan
-from mstore.objects.tensor import Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.phrases import call
 from mstore.store.catalog import LOOKS, Catalog
 from mstore.store.memo import Memo
@@ -77,7 +75,7 @@ class _Tensor:
             raise Corrupt("its plan makes another dtype or shape", where=where, hint=call("fsck"))
         members = plan.tasks.members(record.tensor)
         self.base: Tensor = members.base
-        self.states = members.plan.states
+        self.states = members.states
         self.reused: npt.NDArray[np.bool_] = plan.tasks.reused(self.task)
         self.blocks = record.blocks(catalog.block_size)
         self.per_chunk = (

@@ -25,7 +25,7 @@ from mstore.merge.running.task import Tasks
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import MERGE, SnapshotRecord
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import VirtualTensor
 from mstore.phrases import Phrase, call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import refs

@@ -34,8 +34,7 @@ from mstore.objects.snapshot import (
     Parent,
     SnapshotRecord,
 )
-from mstore.objects.tensor import BYTES, Tensor
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import BYTES, Tensor, VirtualTensor
 
 A, B, C = (bytes([n]) * 32 for n in (0xAA, 0xBB, 0xCC))
 

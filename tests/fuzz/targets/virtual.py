@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from mutation import Form
 
 from mstore.objects.canonical import decode
-from mstore.objects.virtual import VirtualTensor
+from mstore.objects.tensor import VirtualTensor
 from targets import samples
 
 FORM = Form.MESSAGEPACK

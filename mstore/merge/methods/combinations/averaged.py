@@ -15,7 +15,7 @@ from mstore.merge.arithmetic.agreement import shared_counts
 from mstore.merge.arithmetic.tiles import AVERAGED
 from mstore.merge.measures.estimates import averaged
 from mstore.merge.measures.grid import Bools, Floats
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.method import Combination, Operation
 from mstore.merge.methods.model import Model
 from mstore.merge.methods.parameters import Scalar
 from mstore.merge.methods.selections.above import Above
@@ -24,7 +24,6 @@ from mstore.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 
 class AveragedModel(Model):
@@ -72,11 +71,8 @@ class Averaged(Combination):
             for k, id in enumerate(ids)
             for key in _keys(least, [other for j, other in enumerate(ids) if j != k])
         ]
-        known = facts.known(keys)
-        if known is None:
-            known = [float(one) for own in _counts(least, facts) for one in own]
-            facts.keep(keys, known)
-        numbers = [int(one) for one in known]
+        known = facts.once(keys, lambda: [one for own in _counts(least, facts) for one in own])
+        numbers = list(map(int, known))
         return self.counted(operation, list(zip(numbers[::2], numbers[1::2], strict=True)))
 
     def counted(self, operation: Operation, counts: Sequence[tuple[int, int]]) -> Operation:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from mstore.merge.arithmetic import competition
 from mstore.merge.arithmetic.tiles import BALANCED
 from mstore.merge.measures.grid import Bools, Floats, added
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.method import Combination, Operation
 from mstore.merge.methods.model import Model
-
-if TYPE_CHECKING:
-    from mstore.merge.methods.method import Operation
 
 
 class BalancedModel(Model):

@@ -5,18 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mstore.merge.arithmetic.tiles import CONSENSUS
 from mstore.merge.measures.estimates import elected
 from mstore.merge.measures.grid import Bools, Floats, Grid
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.method import Combination, Operation
 from mstore.merge.methods.model import Model, scaled
-
-if TYPE_CHECKING:
-    from mstore.merge.methods.method import Operation
 
 
 class ElectedModel(Model):

@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mstore.merge.arithmetic.tiles import FUSED
+from mstore.merge.measures import BEYOND
 from mstore.merge.measures.grid import Grid
 from mstore.merge.methods.combinations.elected import Elected, ElectedModel
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.selections.selection import Measured
 from mstore.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 
 class FusedModel(ElectedModel):
@@ -50,9 +51,6 @@ class Fused(Elected):
 
     def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
         """Return the operation with what `weigh` makes of the squares."""
-        # Late: most merges need no facts.
-        from mstore.merge.measures.facts import BEYOND
-
         lack = BEYOND, "its experts cannot be weighed by squares of deltas"
         if measured.squares is None:
             squares = [facts.apart(side, lack) for side in facts.experts]

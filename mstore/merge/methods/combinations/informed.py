@@ -29,23 +29,24 @@ An estimate, no bound: shares of single elements may be anything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from mstore.errors import BadRequest
 from mstore.merge.arithmetic import informed
 from mstore.merge.arithmetic.tiles import INFORMED
-from mstore.merge.measures.fishers import FisherGrid
+from mstore.merge.measures.companions import Companion
 from mstore.merge.measures.grid import Bools, Floats, Grid, added
-from mstore.merge.methods.combinations.combination import Combination
+from mstore.merge.methods.method import Combination, Operation
 from mstore.merge.methods.model import Model, States
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, single
 from mstore.merge.methods.selections.selection import Selection, common
 from mstore.objects.plan import BELOW, EQUAL, READ
+from mstore.phrases import Option
 
-if TYPE_CHECKING:
-    from mstore.merge.methods.method import Operation
-
+FISHER: Final = "fisher"
+"""The role of the diagonal Fisher of an expert: of each tensor one of the same name and shape."""
 FLOOR: Final = Parameter("floor", "float", 0.0, Range(0.0, MAX_SINGLE))
 
 
@@ -59,8 +60,9 @@ class InformedModel(Model):
 
     def __init__(self, operation: Operation, grid: Grid) -> None:
         super().__init__(operation, grid)
-        assert grid.fishers is not None
-        self._fishers: FisherGrid = grid.fishers
+        assert grid.together is not None
+        (self._fishers,) = grid.together.companions
+        self._sums, self._squares_sums = np.moveaxis(self._fishers.totals, 1, 0)
         self._counts = self.free() == READ
         self._parts = self._informed()
         self._concentration = self._concentrated()
@@ -72,7 +74,7 @@ class InformedModel(Model):
         states = np.full(grid.shape, READ, dtype=np.uint8)
         nothing = ~fishers.is_there
         if _floor(self.operation) == 0:
-            nothing = nothing | (fishers.sums == 0)
+            nothing = nothing | (self._sums == 0)
         nothing[list(self.operation.weightless)] = True
         states[nothing] = BELOW
         still = grid.equal | (grid.known & (grid.column("nonzeros") == 0))
@@ -86,18 +88,17 @@ class InformedModel(Model):
 
         Where not all are known, all are taken to be alike.
         """
-        fishers = self._fishers
-        means = np.maximum(fishers.sums / self._grid.elements, _floor(self.operation))
-        known = (~np.isnan(fishers.sums) | ~self._counts).all(axis=0)
+        means = np.maximum(self._sums / self._grid.elements, _floor(self.operation))
+        known = (~np.isnan(self._sums) | ~self._counts).all(axis=0)
         weights = np.array(self.operation.weights)[:, None]
         parts: Floats = np.where(self._counts, weights * np.where(known, means, 1.0), 0.0)
         return parts
 
     def _concentrated(self) -> Floats:
         """Return the concentration of shares, float64[C]: infinite where Fishers do not vary."""
-        fishers, elements = self._fishers, self._grid.elements
+        sums, elements = self._sums, self._grid.elements
         with np.errstate(invalid="ignore", divide="ignore"):
-            varies = fishers.squares * elements / (fishers.sums * fishers.sums) - 1.0
+            varies = self._squares_sums * elements / (sums * sums) - 1.0
             own = np.where(varies > 0, 1.0 / varies, np.inf)
         # Who takes no part, or is not known, does not make shares more even.
         known = self._counts & ~np.isnan(varies)
@@ -153,10 +154,22 @@ class Informed(Combination):
 
     kind = INFORMED
     kernel = staticmethod(informed.run)
-    per_expert = 2
     model = InformedModel
     unbounded = "divides by sums of Fishers"
-    fishers = True
+    companions = (
+        Companion(
+            FISHER, is_read=True, totals=2, measure=informed.sums_of, refuse=informed.unsound_fisher
+        ),
+    )
+
+    def check(self, operation: Operation) -> None:
+        """Raise BadRequest for a negative weight."""
+        if min(operation.weights) < 0:
+            raise BadRequest(
+                f"a weight of {operation.method.name} must not be negative: it divides by sums of "
+                "weights",
+                where=Option("experts"),
+            )
 
     def facts(self, select: type[Selection]) -> str:
         """Return the sums of Fishers."""
@@ -177,11 +190,6 @@ class Informed(Combination):
     def factors(self, operation: Operation) -> tuple[float, float]:
         """Return scale and floor."""
         return operation.factor, _floor(operation)
-
-    def who(self, operation: Operation, k: int, listed: int) -> bytes:
-        """Return whose Fisher it is, or which expert: one counts without the other."""
-        half = listed // 2
-        return (k % half).to_bytes(2, "little") + bytes([k >= half])
 
 
 def _over(part: Floats, whole: Floats) -> Floats:

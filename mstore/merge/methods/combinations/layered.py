@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range
 from mstore.merge.methods.selections.selection import Measured, Selection, common
 from mstore.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 _ANY: Final = Range(-MAX_SINGLE, MAX_SINGLE)
 ALPHA: Final = Parameter("alpha", "float", None, _ANY)

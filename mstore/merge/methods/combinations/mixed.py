@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.turns import Turn
+from mstore.merge.arithmetic.turns import STILL, Turn
+from mstore.merge.measures import BEYOND
 from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Scalar, Value
 from mstore.merge.methods.selections.selection import Measured, Selection
 from mstore.objects.plan import Mixture
@@ -21,7 +23,6 @@ from mstore.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 Gram = Sequence[Sequence[float]]
 """Inner products, float64, of the base and each expert, whole tensors: rows and columns in this
@@ -46,7 +47,7 @@ class Mixed(Sum):
         *,
         pairs: bool = False,
         of_deltas: bool = False,
-        turn: Callable[[Mapping[str, Value]], Turn | None] | None = None,
+        turn: Callable[[Mapping[str, Value]], Turn] = lambda _: STILL,
     ) -> None:
         self._mix = mix
         self._pairs = pairs
@@ -55,7 +56,7 @@ class Mixed(Sum):
 
     def check(self, operation: Operation) -> None:
         """Raise BadRequest for rows of nothing."""
-        if operation.turn is not None and operation.selection.is_whole and not any(operation.given):
+        if operation.turns and operation.selection.is_whole and not any(operation.given):
             raise BadRequest(
                 f"{operation.method.name} of two experts of weight 0 is nothing",
                 hint="give one of them a weight",
@@ -79,11 +80,11 @@ class Mixed(Sum):
 
     def needs_facts(self, operation: Operation) -> bool:
         """Return whether factors are the tensor's."""
-        return operation.turn is None
+        return not operation.turns
 
     def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
         """Return the operation with what `mix` makes of the inner products."""
-        if operation.turn is not None:
+        if operation.turns:
             return operation
         nothing = operation.settled(Mixture(1.0, (0.0,) * len(facts.experts), keeps_base=True))
         if operation.outer == 0:
@@ -114,9 +115,6 @@ class Mixed(Sum):
 
         The base is the origin if deltas are compared, else zero is.
         """
-        # Late: most merges need no facts.
-        from mstore.merge.measures.facts import BEYOND
-
         lack = BEYOND, "its angles cannot be measured"
         experts = [k for k in facts.experts if not operation.weightless[k - 1]]
         counted = [0, *experts]
@@ -136,9 +134,9 @@ class Mixed(Sum):
             gram[i][j] = gram[j][i] = (gram[i][i] + gram[j][j] - apart) / 2
         return gram
 
-    def turn(self, parameters: Mapping[str, Value]) -> Turn | None:
+    def turn(self, parameters: Mapping[str, Value]) -> Turn:
         """Return what the method says."""
-        return None if self._turn is None else self._turn(parameters)
+        return self._turn(parameters)
 
     def most(self, operation: Operation) -> tuple[float, ...]:
         """Return 1 for each: means on spheres are no longer than what they are means of."""

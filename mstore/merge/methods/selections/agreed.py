@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, Value, single
 from mstore.merge.methods.selections.selection import Masks, Selection, alike, common, each
 from mstore.phrases import Option, phrase
-
-if TYPE_CHECKING:
-    from mstore.merge.methods.method import Operation
 
 LEAST: Final = Parameter("k", "int", 2, Range(1, 2**31))
 RATIO: Final = Parameter("tall_mask_lambda", "float", 1.0, Range(0.0, MAX_SINGLE), each=True)
@@ -51,21 +48,21 @@ class Agreed(Selection, frozen=True):
         ratios = tuple([single(ratio) for ratio in each(parameters, RATIO, experts)])
         return cls(experts, ratios, int(common(parameters, LEAST)))
 
-    def check(self, operation: Operation) -> None:
+    def check(self, weights: Sequence[float], method: str) -> None:
         """Raise BadRequest if no element can be needed by as many experts as must need it."""
-        needs = [r for w, r in zip(operation.weights, self.ratios, strict=True) if w]
+        needs = [r for w, r in zip(weights, self.ratios, strict=True) if w]
         if self.least > len(needs):
             raise BadRequest(
                 f"k is {self.least}: no element can be needed by so many of "
                 f"{len(needs)} experts that have a weight",
-                where=operation.method.name,
+                where=method,
                 hint=Option("parameters", {"k": max(1, len(needs))}),
             )
         # Each of two would have to move an element further than the other does.
         if self.least == len(needs) == 2 and math.prod(needs) >= 1:
             raise BadRequest(
                 "of two experts both need an element only where tall_mask_lambda is below 1",
-                where=operation.method.name,
+                where=method,
                 hint=phrase(
                     "{smaller} or {one}",
                     smaller=Option("parameters", {"tall_mask_lambda": 0.4}),

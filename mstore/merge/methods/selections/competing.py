@@ -30,7 +30,6 @@ from mstore.objects.plan import Threshold
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 RATIO: Final = Parameter("ratio", "float", 0.1, Range(0.0, 1.0, above_low=True))
 _MOST_KEPT: Final = 1 << 25
@@ -56,12 +55,12 @@ class Competing(Selection, frozen=True):
         """Return it with the parameter ratio."""
         return cls(experts, common(parameters, RATIO))
 
-    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
+    def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
         """Return the largest delta of each, and the least and largest scores that count.
 
         Who has no weight does not compete, and has zeros.
         """
-        own = [side for side in facts.experts if not operation.weightless[side - 1]]
+        own = [side for side in facts.experts if not weightless[side - 1]]
         ids = [facts.sides[side][0] for side in own]
         what = struct.pack("<d", self.ratio) + b"".join(ids)
         keys = [
@@ -69,11 +68,12 @@ class Competing(Selection, frozen=True):
             for place in range(LIMITS)
             for k, id in enumerate(ids)
         ]
-        known = facts.known(keys)
-        if known is None:
+
+        def limits() -> list[float]:
             largest = [facts.largest(side, _LACK) for side in own]
-            known = [*largest, *_limits(facts.chunks(own), self.ratio, largest, facts.pool)]
-            facts.keep(keys, known)
+            return [*largest, *_limits(facts.chunks(own), self.ratio, largest, facts.pool)]
+
+        known = facts.once(keys, limits)
         found = np.zeros((LIMITS, self.experts))
         found[:, [side - 1 for side in own]] = np.array(known).reshape(LIMITS, len(own))
         return Measured(thresholds=tuple([Threshold(one, -1) for one in found.ravel().tolist()]))

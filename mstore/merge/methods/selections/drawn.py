@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
@@ -19,6 +19,7 @@ from blake3 import blake3
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.measures import BEYOND
 from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.parameters import MASK_DENSITY, NORM, SEED, Value, single
 from mstore.merge.methods.selections.selection import Measured, Selection, each
@@ -26,7 +27,6 @@ from mstore.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 Sides = tuple[npt.NDArray[np.uint8], str, npt.NDArray[np.uint8], str, int]
 """Stored bytes of base and expert, each with its element type, and the number of elements."""
@@ -49,6 +49,7 @@ class Drawn(Selection, frozen=True):
     by_norm: bool
 
     facts = f"L1 norms of deltas before and after the mask, with rescale={NORM}"
+    weighs = False
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -68,39 +69,33 @@ class Drawn(Selection, frozen=True):
         """Drawn elements differ between experts, unless all are kept."""
         return min(self.densities) >= 1
 
-    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
+    def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
         """Return the factors that restore the L1 norm of each expert's delta.
 
         The norms are those of the whole delta before and after the mask; the factor is 1 where one
         of them is below 1e-7.
         """
-        if not self.needs_facts or operation.mixture is not None:
+        if not self.needs_facts:
             return Measured()
         keys = mask_keys(self.seed, self.experts, facts.name)
         factors = []
         for k, side in enumerate(facts.experts):
-            if facts.is_base(side) or operation.weightless[k] or self.densities[k] >= 1:
+            if facts.is_base(side) or weightless[k] or self.densities[k] >= 1:
                 factors.append(1.0)
                 continue
             what = _NORMS + struct.pack("<2d", *self._chances(k)) + keys[k].tobytes()
             key = [(facts.sides[side][0], blake3(what).digest(length=16))]
-            known = facts.known(key)
-            if known is None:
-                known = [self._ratio(facts, side, keys[k])]
-                facts.keep(key, known)
-            # Late: most merges need no facts.
-            from mstore.merge.measures.facts import BEYOND
-
+            (ratio,) = facts.once(key, partial(self._ratio, facts, side, keys[k]))
             lack = BEYOND, "the L1 norm of a delta cannot be restored"
-            factors.append(facts.finite(known[0], (0, side), lack))
+            factors.append(facts.finite(ratio, (0, side), lack))
         return Measured(factors=tuple(factors))
 
     def _chances(self, expert: int) -> tuple[float, float]:
         """Return what the probabilities of an expert's elements follow from."""
         return self.densities[expert], -1
 
-    def _ratio(self, facts: TensorFacts, side: int, key: npt.NDArray[np.uint32]) -> float:
-        """Measure the L1 norm of a delta over that of what the mask leaves of it."""
+    def _ratio(self, facts: TensorFacts, side: int, key: npt.NDArray[np.uint32]) -> list[float]:
+        """Measure the L1 norm of a delta over that of what the mask leaves of it, one number."""
         chunk, read_base, read_other = facts.readers(side, whole=self.needs_rows)
 
         def norms(number: int) -> tuple[float, float]:
@@ -112,7 +107,7 @@ class Drawn(Selection, frozen=True):
 
         found = list(facts.pool.map(norms, range(-(-facts.elements // chunk))))
         before, after = (math.fsum(column) for column in zip(*found, strict=True))
-        return 1.0 if min(before, after) < _SMALLEST_NORM else before / after
+        return [1.0 if min(before, after) < _SMALLEST_NORM else before / after]
 
     def _norms(
         self,
@@ -161,10 +156,6 @@ class Drawn(Selection, frozen=True):
         if not self.rescale:
             return (1.0,) * self.experts
         return tuple([single(1.0 / density) for density in self.densities])
-
-    def settled(self, operation: Operation, mixture: Mixture) -> Operation:
-        """Return it with the factors of each expert's kept delta; its weights stay."""
-        return msgspec.structs.replace(operation, mixture=mixture)
 
     def keys(self, name: str) -> npt.NDArray[np.uint32]:
         """Return those of the seed."""

@@ -29,7 +29,6 @@ from mstore.stats.chunks import row_length as length_of
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 _QUARTERS: Final = (1, 2, 3)
 _REACH: Final = np.float32(1.5)
@@ -51,16 +50,12 @@ class Important(CutTogether, frozen=True):
     by_norms = False
     ranks_by_bound = True
 
-    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
+    def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
         """Return from where on elements are important, and at most their sum of squares."""
         if facts.is_base(1):
             return Measured(cut=Cut(0.0, -1), band=0.0)
         what = [(facts.sides[1][0], key) for key in _KEYS]
-        known = facts.known(what)
-        if known is None:
-            known = [*_select(facts)]
-            facts.keep(what, known)
-        least, kept = known
+        least, kept = facts.once(what, lambda: _select(facts))
         return Measured(cut=Cut(facts.finite(least, (0, 1), _LACK), -1), band=kept)
 
     def idle(self, grid: Grid) -> Bools:

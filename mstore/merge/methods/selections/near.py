@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from mstore.merge.arithmetic.tiles import NEAR
 from mstore.merge.measures.grid import Floats, Grid
-from mstore.merge.methods import bounds
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, Value, single
 from mstore.merge.methods.selections.selection import Selection, common
 from mstore.merge.methods.selections.whole import Whole
-
-if TYPE_CHECKING:
-    from mstore.merge.methods.bounds import Rounding
-    from mstore.merge.methods.combinations.combination import Combination
-    from mstore.merge.methods.method import Operation
 
 REACH: Final = Parameter("t", "float", None, Range(0.0, MAX_SINGLE))
 _REACHED: Final = 1.0 + 2.0**-20
@@ -30,6 +24,9 @@ class Near(Whole, frozen=True):
 
     lists_base = False
     by_norms = False
+    leaves_base = True
+    steps = 1
+    code = NEAR
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -39,10 +36,6 @@ class Near(Whole, frozen=True):
     def weightless(self, weights: Sequence[float]) -> tuple[bool, ...]:
         """Return True for all if nothing is within reach."""
         return tuple([weight == 0 or self.reach == 0 for weight in weights])
-
-    def keeps_base(self, operation: Operation) -> bool:
-        """Return True: an equal element stays."""
-        return True
 
     def squares(self, grid: Grid) -> Floats:
         """Return a bound on what of the deltas is within reach.
@@ -57,14 +50,6 @@ class Near(Whole, frozen=True):
         # Where the row is not finite, nothing is known.
         return np.where(np.isfinite(whole), np.fmin(whole, near), whole)
 
-    def rounding(self, operation: Operation) -> Rounding:
-        """Return that of a sum whose term takes a step more, and a product of the base's own."""
-        return bounds.of_whole(operation, more=1)
-
-    def kind(self, combination: Combination) -> int:
-        """Return its code."""
-        return NEAR
-
-    def factor(self, operation: Operation) -> float:
-        """Return the reach: the kernel has it in place of a factor, which whole experts lack."""
+    def factor(self, factor: float) -> float:
+        """Return the reach: whole experts have no factor."""
         return self.reach

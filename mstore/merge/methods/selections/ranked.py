@@ -23,7 +23,6 @@ from mstore.stats.chunks import row_length as length_of
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 
 class Ranked(Drawn, frozen=True):
@@ -42,14 +41,14 @@ class Ranked(Drawn, frozen=True):
         densities, epsilons = (each(parameters, one, experts) for one in (MASK_DENSITY, EPSILON))
         return cls(experts, densities, seed, rescale, rescale, epsilons)
 
-    def check(self, operation: Operation) -> None:
+    def check(self, weights: Sequence[float], method: str) -> None:
         """Raise BadRequest for probabilities beyond 0 and 1."""
         for density, epsilon in zip(self.densities, self.epsilons, strict=True):
             if density < 1 and not epsilon < density < 1 - epsilon:
                 raise BadRequest(
                     f"density - epsilon and density + epsilon are between 0 and 1; density is "
                     f"{density:g}, epsilon {epsilon:g}",
-                    where=operation.method.name,
+                    where=method,
                 )
 
     def _chances(self, expert: int) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,15 +18,12 @@ import numpy.typing as npt
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.measures.grid import Bools, Floats, Grid
-from mstore.merge.methods import bounds
 from mstore.merge.methods.parameters import Parameter, Value
 from mstore.objects.plan import Mixture, Threshold
+from mstore.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.bounds import Rounding
-    from mstore.merge.methods.combinations.combination import Combination
-    from mstore.merge.methods.method import Operation
 
 Masks = npt.NDArray[np.uint8]
 Cuts = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
@@ -64,9 +61,9 @@ class Selection(msgspec.Struct, frozen=True):
     - what is said of it: `facts`, `unbounded`, `estimated`, `leaves_nothing`
     - what it needs of whole tensors: `needs_facts`, `measure`, `ranks`
     - what need not be read: `weightless`, `idle`
-    - what leaving out costs: `squares`, `certain`, `kept`, `shares`, `rounding`
+    - what leaving out costs: `squares`, `certain`, `kept`, `shares`, `steps`
     - what a plan keeps of it: `planned`, `fits`
-    - how a chunk is computed: `kind`, `masked`, `cuts`, `thresholds`, `cut`, `keys`, `masks`
+    - how a chunk is computed: `code`, `masked`, `cuts`, `thresholds`, `cut`, `keys`, `masks`
     - what determines its result: `chances`, `words`, `place`
 
     Arrays of planning are [K, C]: experts by chunks.
@@ -98,14 +95,22 @@ class Selection(msgspec.Struct, frozen=True):
     """Whether units are ranked by what is certain: then a larger budget has no larger bound."""
     is_told: ClassVar[bool] = True
     """Whether norms of deltas tell how much is selected."""
+    leaves_base: ClassVar[bool] = True
+    """Whether a chunk keeps the base's bytes if no expert moves it, however it is combined."""
+    weighs: ClassVar[bool] = True
+    """Whether factors of a mixture take the place of weights; else kept deltas have both."""
+    steps: ClassVar[int] = 0
+    """Roundings of an element before it is combined, of whole experts (`bounds.Rounding`)."""
+    code: ClassVar[int | None] = None
+    """The kernel's code for what it does (`arithmetic.tiles`), if it is not the combination's."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
         """Return the selection with complete parameters (`Method.parse`)."""
         return cls(experts)
 
-    def check(self, operation: Operation) -> None:
-        """Raise BadRequest for parameters or weights that do not fit together."""
+    def check(self, weights: Sequence[float], method: str) -> None:
+        """Raise BadRequest, with the method's name, for parameters and weights that do not fit."""
 
     # -- facts -------------------------------------------------------------------------------
 
@@ -114,8 +119,11 @@ class Selection(msgspec.Struct, frozen=True):
         """Whether factors of kept deltas follow from facts of the whole tensor."""
         return False
 
-    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
-        """Return what must be known of a tensor.  Raises BadRequest as `TensorFacts` does."""
+    def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
+        """Return what must be known of a tensor.  Raises BadRequest as `TensorFacts` does.
+
+        weightless: for each expert whether it is multiplied by 0.
+        """
         return Measured()
 
     def ranks(self, elements: int, expert: int = 0) -> tuple[int, ...]:
@@ -128,9 +136,14 @@ class Selection(msgspec.Struct, frozen=True):
         return False
 
     @property
-    def needs_several(self) -> bool:
-        """Whether nothing is selected of an expert that is alone."""
-        return False
+    def score(self) -> Literal["norm", "trimmed"]:
+        """What units are ranked by, unless the caller says."""
+        return "norm"
+
+    @property
+    def of_one(self) -> tuple[str, Option] | None:
+        """Why nothing is selected of an expert that is alone, and what to change; None if it is."""
+        return None
 
     @property
     def cancels(self) -> bool:
@@ -146,10 +159,6 @@ class Selection(msgspec.Struct, frozen=True):
     def idle(self, grid: Grid) -> Bools:
         """Return bool[K, C]: where nothing of an expert is selected."""
         return grid.nothing
-
-    def keeps_base(self, operation: Operation) -> bool:
-        """Return whether a chunk keeps the base's bytes if no expert moves it."""
-        return True
 
     # -- what leaving out costs --------------------------------------------------------------
 
@@ -184,10 +193,6 @@ class Selection(msgspec.Struct, frozen=True):
         """What a kept delta's typical size is divided by, float64[K, 1]."""
         return np.ones((self.experts, 1))
 
-    def rounding(self, operation: Operation) -> Rounding:
-        """Return what float32 adds to the error; see `bounds.Rounding` for the proof."""
-        return bounds.of_deltas(operation)
-
     # -- plans -------------------------------------------------------------------------------
 
     @property
@@ -204,13 +209,9 @@ class Selection(msgspec.Struct, frozen=True):
 
     # -- computing ---------------------------------------------------------------------------
 
-    def kind(self, combination: Combination) -> int:
-        """Return the kernel's code for what it does (`arithmetic.tiles`)."""
-        return combination.kind
-
-    def factor(self, operation: Operation) -> float:
-        """Return what the kernel multiplies the combined delta by, a float32."""
-        return operation.factor
+    def factor(self, factor: float) -> float:
+        """Return the kernel's factor of the combined delta, a float32, or what it has instead."""
+        return factor
 
     @property
     def masked(self) -> int:
@@ -233,14 +234,6 @@ class Selection(msgspec.Struct, frozen=True):
         Where it is a fact that is not known yet: what it is near.
         """
         return (1.0,) * self.experts
-
-    def settled(self, operation: Operation, mixture: Mixture) -> Operation:
-        """Return the operation with a mixture that was rounded to float32.
-
-        To deltas the base is added as it is.
-        """
-        own = Mixture(1.0, mixture.experts, keeps_base=True) if not self.is_whole else mixture
-        return msgspec.structs.replace(operation, weights=own.experts, mixture=own).scaled()
 
     def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
         """Return the kernel's thresholds and quotas, from those of a plan; None if it has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -37,6 +38,11 @@ class Trimmed(Selection, frozen=True, dict=True):
     def trims(self) -> bool:
         """Whether an element of an expert is dropped."""
         return self._trims
+
+    @property
+    def score(self) -> Literal["norm", "trimmed"]:
+        """What is above thresholds, where there are any."""
+        return "trimmed" if self._trims else "norm"
 
     def ranks(self, elements: int, expert: int = 0) -> tuple[int, ...]:
         """Return max(1, int(density * n)), at most n."""

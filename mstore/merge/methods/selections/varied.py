@@ -37,10 +37,10 @@ from mstore.merge.methods.selections.selection import (
 from mstore.numeric import halves
 from mstore.numeric.halves import Bits, Counts
 from mstore.objects.plan import Threshold
+from mstore.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-    from mstore.merge.methods.method import Operation
 
 SHARE: Final = Parameter("select_topk", "float", 1.0, Range(0.0, 1.0, above_low=True))
 _MOST_KEPT: Final = 1 << 25
@@ -62,15 +62,16 @@ class Varied(CutTogether, frozen=True):
         return cls(experts, share) if share < 1 else _All(experts)
 
     @property
-    def needs_several(self) -> bool:
+    def of_one(self) -> tuple[str, Option]:
         """One expert alone has no variance."""
-        return True
+        why = "what varies among the experts is selected, and there is one"
+        return why, Option("parameters", {SHARE.name: 1})
 
     def weightless(self, weights: Sequence[float]) -> tuple[bool, ...]:
         """Return False for all: whoever counts in a variance is read, whatever its weight."""
         return (False,) * len(weights)
 
-    def measure(self, facts: TensorFacts, operation: Operation) -> Measured:
+    def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
         """Return where the selection ends, and the squares that it leaves of each expert."""
         ids = [id for id, _ in facts.sides[1:]]
         # Sums in another order may round otherwise.
@@ -79,14 +80,13 @@ class Varied(CutTogether, frozen=True):
             (ids[max(0, place)], blake3(b"spread 2 %d" % place + what).digest(length=16))
             for place in range(-2, len(ids))
         ]
-        known = facts.known(keys)
-        if known is None:
+
+        def select() -> Iterable[float]:
             cut, squares = _select(facts.chunks(), self.share, facts.pool)
-            facts.keep(keys, (*cut, *squares))
-        else:
-            value, before, *squares = known
-            cut = Cut(value, int(before))
-        return Measured(cut=cut, squares=squares)
+            return *cut, *squares
+
+        value, before, *squares = facts.once(keys, select)
+        return Measured(cut=Cut(value, int(before)), squares=squares)
 
     def squares(self, grid: Grid) -> Floats:
         """Return a guess: what varies most is also what moves most."""

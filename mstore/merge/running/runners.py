@@ -1,27 +1,101 @@
-"""The remote runner: hands slices to an executor and takes their receipts, in any order.
+"""The runners: compute the slices of a work list, on threads of this process or on an executor.
 
-Workers publish nothing and share no meter: a slice is charged whole before it is submitted, and
-refuses to read more than that.
+Here, one slice's pack is sealed while the next is computed.  The last pack stays open for the
+records of the output.
 
-A worker that dies is the executor's to replace: one that runs the slice again returns a receipt as
-if nothing had happened.  If the executor gives up instead, the run ends as Interrupted; receipts of
-the slices that were finished lie beside their packs for the next run (`resume`).
+On an executor, receipts come in any order.  Workers publish nothing and share no meter: a slice is
+charged whole before it is submitted, and refuses to read more than that.  A worker that dies is the
+executor's to replace: one that runs the slice again returns a receipt as if nothing had happened.
+If the executor gives up instead, the run ends as Interrupted; receipts of the slices that were
+finished lie beside their packs for the next run (`resume`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Final
 
+from mstore.blocks.packs import SealedPack
 from mstore.blocks.reader import Meter
 from mstore.errors import BadRequest, Interrupted, MstoreError
+from mstore.ids import BlockId
+from mstore.merge.running.computer import Computer
 from mstore.merge.running.resume import write_receipt
-from mstore.merge.running.sink import Sink
-from mstore.merge.running.slices import Receipt, Slice
+from mstore.merge.running.slices import Bounds, Receipt, Slice
+from mstore.merge.running.stream import computed
 from mstore.merge.running.work_list import WorkList
-from mstore.merge.running.worker import execute
+from mstore.merge.running.worker import SliceWriter, execute
+from mstore.store.transaction import Transaction
+
+_SEALING: Final = 2
+"""Number of packs that may be syncing while the next one is filled."""
+
+
+class LocalRunner:
+    """Runs a work list here.
+
+    sink: None to compute without storing. written: the blocks that this run has written; grows.
+    """
+
+    def __init__(
+        self, computer: Computer, bounds: Bounds, sink: Transaction | None, written: set[BlockId]
+    ) -> None:
+        self._computer = computer
+        self._bounds = bounds
+        self._sink = sink
+        self._written = written
+
+    def run(self, work: WorkList) -> None:
+        """Compute everything.  Raises BudgetExceeded, Corrupt, StorageFailed."""
+        with ThreadPoolExecutor(1, "seal") as sealer:
+            sealing: deque[Future[SealedPack | None]] = deque()
+            writer: SliceWriter | None = None
+            stream = computed(self._computer, self._bounds, work.slices())
+            try:
+                for batch in stream:
+                    work.take(batch.results)
+                    if self._sink is not None:
+                        if writer is None or writer.slice is not batch.slice:
+                            full, writer = writer, SliceWriter(batch.slice, self._written)
+                            if full is not None:
+                                sealing.append(sealer.submit(_seal, full))
+                            while len(sealing) > _SEALING:
+                                self._publish(sealing.popleft().result())
+                        writer.put(batch)
+                    self._computer.recycle(batch)
+                while sealing:
+                    self._publish(sealing.popleft().result())
+                if writer is not None:
+                    self._keep_open(writer)
+            except BaseException:
+                stream.close()
+                if writer is not None:
+                    writer.abandon()
+                raise
+
+    def _publish(self, pack: SealedPack | None) -> None:
+        if pack is not None:
+            assert self._sink is not None
+            self._sink.adopt(pack)
+
+    def _keep_open(self, writer: SliceWriter) -> None:
+        """Put the records into the last pack, too: one file less to sync and to open."""
+        pack = writer.release()
+        if pack is not None:
+            assert self._sink is not None
+            self._sink.go_on_with(pack, writer.new)
+
+
+def _seal(writer: SliceWriter) -> SealedPack | None:
+    """Sync a slice's pack and record its purpose, in a thread of its own."""
+    pack = writer.seal()
+    if pack is not None:
+        write_receipt(pack, writer.results)
+    return pack
+
 
 _HANDED_OUT: Final = 64
 """Number of slices that an executor has at a time."""
@@ -31,7 +105,7 @@ class RemoteRunner:
     """Runs a work list on an executor.  sink: None to compute without storing."""
 
     def __init__(
-        self, executor: Executor, sink: Sink | None, expert_meter: Meter, base_meter: Meter
+        self, executor: Executor, sink: Transaction | None, expert_meter: Meter, base_meter: Meter
     ) -> None:
         self._executor = executor
         self._sink = sink
