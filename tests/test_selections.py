@@ -197,7 +197,7 @@ from mstore.merge.measures.companions import Companion
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selections.delta import Delta
-from mstore.numeric.singles import singles
+from mstore.numeric.casts import singles
 
 
 def run(mix, chunk, out, out_dtype, masks=None, row_weights=None):

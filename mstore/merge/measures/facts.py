@@ -25,8 +25,8 @@ from mstore.ids import TensorId
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.measures.companions import Companion
 from mstore.merge.measures.deltas import Chunks
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
-from mstore.numeric.singles import singles
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.stats.analysis import measure_apart, measure_pair, measure_squares
