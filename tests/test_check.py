@@ -20,6 +20,7 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks import codecs
 from mstore.blocks.lmdb_env import Environment
+from mstore.blocks.pack_store import HERE
 from mstore.blocks.packs import PAGE, Kind
 from mstore.blocks.schema import CONDEMNED, PRUNED
 from mstore.errors import BadRequest, Corrupt, Incompatible
@@ -509,7 +510,7 @@ def test_a_condemned_pack_is_garbage(store: Store) -> None:
     path.write_bytes(b"anything")
     index = store._catalog.index
     with index.env.write() as rows:
-        index.put(rows, CONDEMNED, 256, (pack, 0, 0, ()))
+        index.put(rows, CONDEMNED, 256, (pack, 0, HERE, ()))
     report = store.fsck(read_data=True)
     assert report.problems == ()
     assert str(path.relative_to(store.path)) in report.garbage

@@ -186,7 +186,8 @@ def _strings() -> set[str]:
         for path in (ROOT / root).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.add(node.value)
+                    # `phrase` fills in `{name}`.
+                    found |= {node.value, re.sub(r"\{\w+\}", "...", node.value)}
                 elif isinstance(node, ast.JoinedStr):
                     parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
                     found.add(re.sub(r"(\.\.\.)+", "...", "".join(map(str, parts))))

@@ -15,6 +15,7 @@ from test_repair import contents, fine_tune, flip, packs, sources
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
+from mstore.blocks.pack_store import HERE
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import CONDEMNED, PRUNED
 from mstore.errors import Conflict, MstoreError, NotFound, StorageFailed
@@ -290,7 +291,7 @@ def test_a_condemned_pack_is_not_taken_in_again(path: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     shutil.copy(pack, target)
     with Store.open(path) as store, store._catalog.index.env.write() as rows:
-        row = PackId.parse(pack.stem), pack.stat().st_size, ()
+        row = PackId.parse(pack.stem), pack.stat().st_size, HERE, ()
         store._catalog.index.put(rows, CONDEMNED, 256, row)
     count = len(packs(path)) - 1
     assert Store.reindex(path).packs == count

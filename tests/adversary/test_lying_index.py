@@ -22,6 +22,7 @@ from small_models import small_model
 
 from mstore import MergeRequest
 from mstore.api import Store
+from mstore.blocks.pack_store import HERE
 from mstore.blocks.schema import BACKUP, CONDEMNED, PINNED, PRUNED, TABLES
 from mstore.check import reindex as reindexing
 from mstore.errors import Corrupt, MstoreError, Unavailable
@@ -293,7 +294,7 @@ def test_a_bit_in_a_row(life: Life, database: str, part: str, extra: Path) -> No
         store.prune(["merged", "one"], keep_last=1, unnamed_inputs=True)
         index = store._catalog.index
         with index.env.write() as rows:
-            index.put(rows, CONDEMNED, 256, (PackId(bytes(32)), 4096, ()))
+            index.put(rows, CONDEMNED, 256, (PackId(bytes(32)), 4096, HERE, ()))
             for marks in (PRUNED, PINNED):
                 index.put(rows, marks, SnapshotId(b"\1" * 32), 0)
             index.put(rows, BACKUP, 1, ())
