@@ -63,11 +63,20 @@ class Models:
 
     # `log` asks for models alone.
     @cached_property
-    def _taken(self) -> tuple[dict[str, TensorId], dict[str, str], dict[str, tuple[str, str]]]:
+    def _taken(
+        self,
+    ) -> tuple[
+        dict[str, TensorId],
+        dict[str, str],
+        dict[str, tuple[str, str]],
+        dict[str, dict[str, TensorId]],
+    ]:
         tensors: dict[str, TensorId] = {}
         homes: dict[str, str] = {}
         twice: dict[str, tuple[str, str]] = {}
+        inside: dict[str, dict[str, TensorId]] = {}
         for model in self.named.values():
+            own = inside[model.name] = {}
             weight_map = self.indexes.get(model.index or "", {})
             for path in model.files:
                 file = self.manifest.file(path)
@@ -80,9 +89,11 @@ class Models:
                         twice.setdefault(full, (other, path))
                         if model.path(weight_map.get(name, "")) == other:
                             continue
-                    tensors[full] = part.tensor_id()
+                        # Its place is that in the file which has it.
+                        own.pop(name, None)
+                    tensors[full] = own[name] = part.tensor_id()
                     homes[full] = path
-        return tensors, homes, twice
+        return tensors, homes, twice, inside
 
     def model(self, name: str, where: str) -> Model:
         """Return the model of this name.  Raises NotFound, which lists them."""
@@ -166,10 +177,9 @@ class Models:
         files = self.files(*models)
         return Manifest(tuple(structs.replace(one, path=one.path[begin:]) for one in files))
 
-    def in_model(self, model: str) -> dict[str, TensorId]:
+    def in_model(self, model: str) -> Mapping[str, TensorId]:
         """Return the tensors of a model by their names in its files."""
-        files = self.weights(model)
-        return {str(part.name): part.tensor_id() for file in files for part, _ in self.parts(file)}
+        return self._taken[3][model]
 
     def config(self, model: str) -> str:
         """Return the path of a model's config."""
