@@ -314,7 +314,10 @@ def tensors_of(catalog: Catalog, manifest: Manifest) -> Mapping[str, TensorId]:
 
 
 def _weight_map(catalog: Catalog, index: File | None) -> WeightMap:
-    from mstore.checkpoint.strict_json import json_object  # late: most models have no index
+    if index is None:
+        return {}
+    # Late: most models have no index.
+    from mstore.checkpoint.strict_json import json_object
 
     # Whatever is wrong with it, a loader stops there; the files are then what their names say.
     entries = json_object(catalog.read_small(index, _MAX_INDEX) or b"").get("weight_map")

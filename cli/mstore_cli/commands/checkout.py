@@ -52,7 +52,7 @@ def checkout(
     ] = "auto",
     threads: Threads = None,
 ) -> None:
-    """Write the files of a snapshot or model to a directory.
+    """Write the files of a snapshot, or one model of it.
 
     Paths of REF:MODEL begin in the model's directory. A PATTERN must match a whole path; `*` also
     matches `/`.
