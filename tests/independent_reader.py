@@ -596,8 +596,14 @@ def plan_rules(record: Record) -> None:
     roles = [one.role for one in record.inputs]
     experts = roles.count("expert")
     need(roles[: experts + 1] == ["base", *["expert"] * experts], "the order of inputs")
+<<<<<<< HEAD
     need(all(re.fullmatch("[a-z][a-z0-9-]{0,62}", role) for role in roles), "the role of an input")
     need(not {"base", "expert"} & set(roles[experts + 1 :]), "the order of inputs")
+=======
+    for role in roles[experts + 1 :]:
+        need(role not in ("base", "expert"), "the order of inputs")
+        need(re.fullmatch("[a-z][a-z0-9-]{0,62}", role), "the role of an input")
+>>>>>>> reader
     need(all(one.of is None for one in record.inputs[: experts + 1]), "a base or expert of another")
     companions = [(one.role, -1 if one.of is None else one.of) for one in record.inputs]
     need(ascends(companions[experts + 1 :]), "the order of companions")
@@ -642,7 +648,7 @@ def plan_rules(record: Record) -> None:
             need(len(tensor.sources) == others + 1, f"the number of sources {what}")
             need(set(tensor.sources) != {tensor.name}, f"sources that are its own name {what}")
         need(tensor.dtype is None or tensor.dtype in BITS, f"the dtype {what}")
-        need(tensor.mixture is None or len(tensor.mixture[1]) == others, f"factors {what}")
+        need(tensor.mixture is None or len(tensor.mixture[1]) == experts, f"factors {what}")
 
     if record.layers:
         need(not record.tensors and len(record.operations) == 1, "a stack with tensors")
@@ -737,7 +743,7 @@ def as_index(name: str) -> tuple[str, str] | None:
         return _split(found[1])
     ending = rf"(.+)\.safetensors\.(?:{_VARIANT}\.index|index\.{_VARIANT})\.json"
     found = re.fullmatch(ending, name)
-    return (found[1], found[2] or found[3]) if found else None
+    return (_split(found[1])[0], found[2] or found[3]) if found else None
 
 
 def as_shard(name: str) -> tuple[tuple[str, str], int, int] | None:
