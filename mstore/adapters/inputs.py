@@ -188,17 +188,21 @@ class Inputs:
     @classmethod
     def of(cls, catalog: Catalog, plan: Plan) -> Inputs:
         """Return the inputs of a plan; raises as the class."""
-        base, *others = plan.inputs
-        experts = [one.manifest_id() for one in others]
-        choice = ModelChoice(base.model, tuple(one.model for one in others))
-        return cls(
-            *(catalog, base.manifest_id(), experts),
-            choice=choice,
-            fill=plan.allow_missing,
-            companions=[one.role for one in plan.companions],
-            only=plan.criteria.only,
-            skip=plan.criteria.skip,
-        )
+        # They are a function of the plan, so they are kept beside it for whoever asks next.
+        found = plan.__dict__.get("inputs")
+        if not isinstance(found, cls) or found._catalog is not catalog:
+            base, *others = plan.inputs
+            experts = [one.manifest_id() for one in others]
+            choice = ModelChoice(base.model, tuple(one.model for one in others))
+            found = plan.__dict__["inputs"] = cls(
+                *(catalog, base.manifest_id(), experts),
+                choice=choice,
+                fill=plan.allow_missing,
+                companions=[one.role for one in plan.companions],
+                only=plan.criteria.only,
+                skip=plan.criteria.skip,
+            )
+        return found
 
     def has(self, expert: int, name: str) -> bool:
         """Return whether an expert's tensor is its own: nothing holds its place."""

@@ -255,7 +255,7 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     source: str
 
 
-class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
+class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
     """Inputs, operations, selection, expected cost and error bound.
 
     operations: the merge's own, then those of tensors that have another, each used by one at least.

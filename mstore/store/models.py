@@ -16,7 +16,6 @@ import msgspec
 from msgspec import structs
 
 from mstore.checkpoint.models import Model, WeightMap, full_name, is_weights, models_of, place_of
-from mstore.checkpoint.strict_json import json_object
 from mstore.errors import BadCheckpoint, BadRequest, Incompatible, NotFound, did_you_mean
 from mstore.ids import Revision, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest, Part
@@ -315,6 +314,11 @@ def tensors_of(catalog: Catalog, manifest: Manifest) -> Mapping[str, TensorId]:
 
 
 def _weight_map(catalog: Catalog, index: File | None) -> WeightMap:
+    if index is None:
+        return {}
+    # Late: most models have no index.
+    from mstore.checkpoint.strict_json import json_object
+
     # Whatever is wrong with it, a loader stops there; the files are then what their names say.
     entries = json_object(catalog.read_small(index, _MAX_INDEX) or b"").get("weight_map")
     found = entries if isinstance(entries, dict) else {}
