@@ -611,10 +611,7 @@ def plan_rules(record: Record) -> None:
         names = [name for name, _ in operation.parameters]
         need(ascends(names), "the order of parameters")
         need(len(operation.weights) == experts, "another number of weights than of experts")
-        operation.parameters = {
-            name: tuple(value) if type(value) is list else value
-            for name, value in operation.parameters
-        }
+        operation.parameters = dict(operation.parameters)
         for name, value in operation.parameters.items():
             if type(value) is tuple:
                 need(len(value) == experts, f"another number of {name} than of experts")
