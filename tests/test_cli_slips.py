@@ -314,9 +314,9 @@ def test_merge_help_names_recipes(mstore: Program) -> None:
         ("refs", "[REF]..."),
         ("rm", "REF..."),
         ("add", "PATH..."),
-        ("checkout", "REF DIR [PATTERN]..."),
+        ("checkout", "REF[:MODEL] DIR [PATTERN]..."),
         ("tag", "[NAME] [REF]"),
-        ("mount", "[REF] DIR"),
+        ("mount", "[REF[:MODEL]] DIR"),
         ("explain", "REF [TENSOR]"),
     ],
 )

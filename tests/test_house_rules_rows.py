@@ -23,6 +23,7 @@ WHOLE = {
     "mstore/backup/source.py": "copies rows as they are",
     "mstore/blocks/location.py": "knows the rows of blocks and records",
     "mstore/blocks/location_arrays.py": "reads all rows of blocks and records at once",
+    "mstore/blocks/disposable.py": "environments whose rows may be lost",
     "mstore/stats/store.py": "the environment of statistics",
     "mstore/store/memo.py": "the environment of the memo table",
 }

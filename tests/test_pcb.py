@@ -18,7 +18,7 @@ from families import Arrays, Family
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic import competition
-from mstore.merge.methods.selections import competing
+from mstore.merge.measures import deltas
 from mstore.objects.plan import READ, SHARED, Plan
 from mstore.reports import PlanReport
 
@@ -78,7 +78,7 @@ def test_it_is_the_definition(
 ) -> None:
     """Bit for bit the reference, stored, on read, and run again, whether scores are kept or not;
     facts are measured once."""
-    monkeypatch.setattr(competing, "_MOST_KEPT", kept)
+    monkeypatch.setattr(deltas, "_MOST_KEPT", kept)
     plan = place.plan(parameters={"ratio": ratio}, dtype=dtype)
     wanted = families.expected(place.family, "pcb", {"ratio": ratio}, WEIGHTS, dtype=dtype)
     place.store.merge(plan, name="merged")

@@ -20,9 +20,9 @@ from test_kernels import KINDS, _family
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
+from mstore.merge.measures import deltas
 from mstore.merge.methods.combinations.fused import Fused
 from mstore.merge.methods.registry import operation
-from mstore.merge.methods.selections import varied
 from mstore.objects.plan import Plan
 
 N = 3000
@@ -176,7 +176,7 @@ def test_a_large_tensor_is_read_once_more(
     of the experts."""
     found = []
     for most in (1 << 25, 0):
-        monkeypatch.setattr(varied, "_MOST_KEPT", most)
+        monkeypatch.setattr(deltas, "_MOST_KEPT", most)
         with Store.init(tmp_path / str(most), block_size=families.BLOCK) as store:
             for name in ("base", "e0", "e1", "e2"):
                 store.add(place.root / name, name=name, base=None if name == "base" else "base")

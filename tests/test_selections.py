@@ -71,6 +71,24 @@ def test_nothing_else_names_a_selection_or_a_combination() -> None:
     assert named == []
 
 
+def test_nothing_else_names_a_role_of_companions() -> None:
+    """Outside of merge/methods, and of the passes that compute with what has it, no name and no
+    constant of the library is a role of companions."""
+    roles = {one.role for method in METHODS.values() for one in method.companions}
+    assert roles
+    named = []
+    for path in sorted(LIBRARY.rglob("*.py")):
+        own = path.relative_to(LIBRARY).as_posix()
+        if own.startswith(("merge/methods/", "merge/arithmetic/")) or own.endswith("_passes.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [getattr(node, kind, None) or "" for kind in ("id", "attr", "name", "arg")]
+            named += [f"{own}: {one}" for one in names if any(r in one.lower() for r in roles)]
+            if isinstance(node, ast.Constant) and node.value in roles:
+                named.append(f"{own}: {node.value}")
+    assert named == []
+
+
 EVERY_OTHER = '''
 import numpy as np
 

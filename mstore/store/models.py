@@ -16,7 +16,6 @@ import msgspec
 from msgspec import structs
 
 from mstore.checkpoint.models import Model, WeightMap, full_name, is_weights, models_of, place_of
-from mstore.checkpoint.strict_json import json_object
 from mstore.errors import BadCheckpoint, BadRequest, Incompatible, NotFound, did_you_mean
 from mstore.ids import Revision, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest, Part
@@ -64,11 +63,20 @@ class Models:
 
     # `log` asks for models alone.
     @cached_property
-    def _taken(self) -> tuple[dict[str, TensorId], dict[str, str], dict[str, tuple[str, str]]]:
+    def _taken(
+        self,
+    ) -> tuple[
+        dict[str, TensorId],
+        dict[str, str],
+        dict[str, tuple[str, str]],
+        dict[str, dict[str, TensorId]],
+    ]:
         tensors: dict[str, TensorId] = {}
         homes: dict[str, str] = {}
         twice: dict[str, tuple[str, str]] = {}
+        inside: dict[str, dict[str, TensorId]] = {}
         for model in self.named.values():
+            own = inside[model.name] = {}
             weight_map = self.indexes.get(model.index or "", {})
             for path in model.files:
                 file = self.manifest.file(path)
@@ -81,9 +89,11 @@ class Models:
                         twice.setdefault(full, (other, path))
                         if model.path(weight_map.get(name, "")) == other:
                             continue
-                    tensors[full] = part.tensor_id()
+                        # Its place is that in the file which has it.
+                        own.pop(name, None)
+                    tensors[full] = own[name] = part.tensor_id()
                     homes[full] = path
-        return tensors, homes, twice
+        return tensors, homes, twice, inside
 
     def model(self, name: str, where: str) -> Model:
         """Return the model of this name.  Raises NotFound, which lists them."""
@@ -167,10 +177,9 @@ class Models:
         files = self.files(*models)
         return Manifest(tuple(structs.replace(one, path=one.path[begin:]) for one in files))
 
-    def in_model(self, model: str) -> dict[str, TensorId]:
+    def in_model(self, model: str) -> Mapping[str, TensorId]:
         """Return the tensors of a model by their names in its files."""
-        files = self.weights(model)
-        return {str(part.name): part.tensor_id() for file in files for part, _ in self.parts(file)}
+        return self._taken[3][model]
 
     def config(self, model: str) -> str:
         """Return the path of a model's config."""
@@ -305,6 +314,11 @@ def tensors_of(catalog: Catalog, manifest: Manifest) -> Mapping[str, TensorId]:
 
 
 def _weight_map(catalog: Catalog, index: File | None) -> WeightMap:
+    if index is None:
+        return {}
+    # Late: most models have no index.
+    from mstore.checkpoint.strict_json import json_object
+
     # Whatever is wrong with it, a loader stops there; the files are then what their names say.
     entries = json_object(catalog.read_small(index, _MAX_INDEX) or b"").get("weight_map")
     found = entries if isinstance(entries, dict) else {}

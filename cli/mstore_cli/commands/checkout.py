@@ -52,7 +52,7 @@ def checkout(
     ] = "auto",
     threads: Threads = None,
 ) -> None:
-    """Write the files of a snapshot or of a model into a directory.
+    """Write the files of a snapshot, or one model of it.
 
     Paths of REF:MODEL begin in the model's directory. A PATTERN must match a whole path; `*` also
     matches `/`.

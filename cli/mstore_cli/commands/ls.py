@@ -32,7 +32,7 @@ def ls(
         bool, Option("--tensors", help="The tensors in the files, not the files.")
     ] = False,
 ) -> None:
-    """List the files of a snapshot or of a model, or its tensors."""
+    """List files or tensors of a snapshot or of one model."""
     with session.open_to_look() as store:
         if tensors:
             _emit_tensors(session, store.tensors(revision))

@@ -84,7 +84,7 @@ def mount(
         ),
     ] = Verify.ONCE,
 ) -> None:
-    """Show a snapshot, one model of it, or the whole store, as a directory.
+    """Show a snapshot, one model or the store as a directory.
 
     The directory is read-only. Paths of REF:MODEL begin in the model's directory. The command
     returns when the mount works. The mount stays after you close the shell.

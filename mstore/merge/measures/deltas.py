@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic import pieces
 from mstore.merge.arithmetic.masks import Singles
+from mstore.numeric.halves import Bits
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
 from mstore.store.catalog import Catalog
+
+_MOST_KEPT: Final = 1 << 25
+"""So many numbers of a tensor are kept: 128 MiB."""
 
 
 class Chunks:
@@ -55,3 +59,34 @@ class Chunks:
     def _blocks(self, record: Tensor, number: int) -> tuple[Any, ...]:
         blocks = chunk_blocks(record, self.length, number, self._catalog.block_size)
         return record.dtype, *blocks
+
+
+class Ordered:
+    """Numbers of a tensor, chunk by chunk, as bits that order as they do; few are kept in memory.
+
+    of: makes those of a piece, uint32[..., n], of its deltas. count: how many there are.  Any
+    thread may ask for a chunk.
+    """
+
+    def __init__(self, chunks: Chunks, of: Callable[[list[Singles]], Bits], count: int) -> None:
+        self._chunks = chunks
+        self._of = of
+        self._keeps = count <= _MOST_KEPT
+        self._kept: dict[int, list[Bits]] = {}
+
+    def bits(self, number: int) -> Iterable[Bits]:
+        """Return those of a chunk, in pieces."""
+        kept = self._kept.get(number)
+        if kept is not None:
+            return kept
+        found = map(self._of, self._chunks.deltas(number))
+        return self._kept.setdefault(number, list(found)) if self._keeps else found
+
+    def with_deltas(self, number: int) -> Iterator[tuple[list[Singles], Bits]]:
+        """Yield the deltas of a chunk, and its bits, in pieces."""
+        kept = self._kept.get(number)
+        pieces_of = self._chunks.deltas(number)
+        if kept is None:
+            yield from ((deltas, self._of(deltas)) for deltas in pieces_of)
+        else:
+            yield from zip(pieces_of, kept, strict=True)

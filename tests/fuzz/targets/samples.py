@@ -15,7 +15,6 @@ from mstore.objects.coverage import Coverage, TensorCoverage
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.note import ED25519, REMOVAL, SIGNATURE, VALUE, Note, packed
 from mstore.objects.plan import (
-    FISHER,
     Criteria,
     Mixture,
     Plan,
@@ -105,9 +104,9 @@ PLANS += (
         PLANS[0],
         inputs=(
             *PLANS[0].inputs,
-            PlanInput(FISHER, None, C),
-            PlanInput(FISHER, 0, A),
-            PlanInput(FISHER, 2, B, ""),
+            PlanInput("fisher", None, C),
+            PlanInput("fisher", 0, A),
+            PlanInput("fisher", 2, B, ""),
         ),
         tensors=(PlanTensor("w", 128, (b"\0",) * 5, (), (-1.0,) * 5),),
     ),

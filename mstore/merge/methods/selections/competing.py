@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from mstore.merge.arithmetic.competition import LIMITS, scores, singles_of
 from mstore.merge.arithmetic.kernels import UNLIMITED
-from mstore.merge.measures.deltas import Chunks
+from mstore.merge.measures.deltas import Chunks, Ordered
 from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.parameters import Parameter, Range, Value
 from mstore.merge.methods.selections.selection import Cuts, Measured, Selection, common
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
 
 RATIO: Final = Parameter("ratio", "float", 0.1, Range(0.0, 1.0, above_low=True))
-_MOST_KEPT: Final = 1 << 25
-"""So many scores of a tensor are kept: 128 MiB."""
 _LACK: Final = "a difference of two inputs is beyond float32", "its experts cannot compete"
 
 
@@ -104,33 +102,16 @@ class Competing(Selection, frozen=True):
         )
 
 
-class _Scores:
-    """A tensor's scores, chunk by chunk, kept if they are few.  Any thread may ask for a chunk."""
-
-    def __init__(self, chunks: Chunks, largest: Sequence[float]) -> None:
-        self._chunks = chunks
-        self._largest = largest
-        self._keeps = chunks.elements * chunks.experts <= _MOST_KEPT
-        self._kept: dict[int, list[Bits]] = {}
-
-    def of(self, number: int) -> Iterable[Bits]:
-        """Return those of a chunk, in pieces: uint32[K, n]."""
-        kept = self._kept.get(number)
-        if kept is not None:
-            return kept
-        found = (scores(deltas, self._largest) for deltas in self._chunks.deltas(number))
-        return self._kept.setdefault(number, list(found)) if self._keeps else found
-
-
 def _limits(
     chunks: Chunks, ratio: float, largest: Sequence[float], pool: ThreadPoolExecutor
 ) -> list[float]:
     """Return the least score and the largest of each expert, in this order."""
-    experts, every = range(chunks.experts), _Scores(chunks, largest)
+    experts, count = range(chunks.experts), chunks.elements * chunks.experts
+    every = Ordered(chunks, lambda deltas: scores(deltas, largest), count)
 
     def upper(number: int) -> tuple[list[Counts], Bits]:
         found, most = [halves.no_counts() for _ in experts], np.zeros(len(experts), dtype=np.uint32)
-        for ordered in every.of(number):
+        for ordered in every.bits(number):
             for k in experts:
                 halves.count_upper(ordered[k], found[k])
             most = np.maximum(most, ordered.max(axis=1))
@@ -147,7 +128,7 @@ def _limits(
 
     def lower(number: int) -> list[Counts]:
         found = [halves.no_counts() for _ in experts]
-        for ordered in every.of(number):
+        for ordered in every.bits(number):
             for k in experts:
                 halves.count_lower(ordered[k], places[k][0], found[k])
         return found

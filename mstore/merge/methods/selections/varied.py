@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -23,7 +23,7 @@ from mstore.merge.arithmetic import masks, pieces
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Bools, Singles
 from mstore.merge.arithmetic.spread import Cut, selected, spreads
-from mstore.merge.measures.deltas import Chunks
+from mstore.merge.measures.deltas import Chunks, Ordered
 from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.parameters import Parameter, Range, Value, single
 from mstore.merge.methods.selections.selection import (
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
 
 SHARE: Final = Parameter("select_topk", "float", 1.0, Range(0.0, 1.0, above_low=True))
-_MOST_KEPT: Final = 1 << 25
-"""Spreads of a tensor of up to so many elements are kept: 128 MiB."""
 
 
 class Varied(CutTogether, frozen=True):
@@ -123,37 +121,6 @@ class _All(Selection, frozen=True):
     by_norms = False
 
 
-class _Spreads:
-    """The bits of a tensor's spreads, chunk by chunk; those of few elements are kept in memory.
-
-    Any thread may ask for a chunk.
-    """
-
-    def __init__(self, chunks: Chunks) -> None:
-        self._chunks = chunks
-        self._keeps = chunks.elements <= _MOST_KEPT
-        self._kept: dict[int, list[Bits]] = {}
-
-    def bits(self, number: int) -> Iterable[Bits]:
-        """Return the bits of a chunk, in pieces: uint32[n]."""
-        kept = self._kept.get(number)
-        if kept is not None:
-            return kept
-        found = (_bits(deltas) for deltas in self._chunks.deltas(number))
-        if not self._keeps:
-            return found
-        return self._kept.setdefault(number, list(found))
-
-    def with_deltas(self, number: int) -> Iterator[tuple[list[Singles], Bits]]:
-        """Yield the deltas of a chunk, and the bits of their spreads, in pieces."""
-        kept = self._kept.get(number)
-        pieces_of = self._chunks.deltas(number)
-        if kept is None:
-            yield from ((deltas, _bits(deltas)) for deltas in pieces_of)
-        else:
-            yield from zip(pieces_of, kept, strict=True)
-
-
 class _Sums(NamedTuple):
     """Of a chunk: elements at the threshold, and each expert's squares above it and at it."""
 
@@ -168,7 +135,7 @@ def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut
     The share is of the elements with a spread; their number is rounded down, as mergekit does.
     """
 
-    spread = _Spreads(chunks)
+    spread = Ordered(chunks, _bits, chunks.elements)
 
     def upper(number: int) -> Counts:
         found = halves.no_counts()
