@@ -16,7 +16,7 @@ from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.made.snapshots import Publication, made_of
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning, told_counts
-from mstore.merge.running.engine import Engine, Outcome, Resources
+from mstore.merge.running.engine import Outcome, Resources, run_plan
 from mstore.merge.running.known import Ready
 from mstore.merge.running.memory import MEMORY
 from mstore.merge.running.slices import SLICE_BYTES
@@ -194,7 +194,7 @@ def run_merge(
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
     engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
-    moved, nothing is published. ready: as in engine.Engine. made: one of
+    moved, nothing is published. ready: as in engine.run_plan. made: one of
     `snapshot.PLANNED`.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
@@ -210,7 +210,7 @@ def run_merge(
         current = materialized or branch_to_move(catalog, name, candidate)
         for source in inputs:
             contents.require(catalog, source.snapshot_id(), source.name)
-        outcome = Engine(
+        outcome = run_plan(
             catalog,
             plan,
             transaction,
@@ -219,7 +219,7 @@ def run_merge(
             memo=memo,
             progress=progress,
             ready=ready,
-        ).run()
+        )
         if outcome.made and not allow_nonfinite:
             raise _not_finite(counted(outcome.made, outcome.tensors), plan, sources)
         found = counted(dict(outcome.coverage.not_finite), outcome.tensors)
