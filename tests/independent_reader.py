@@ -1,705 +1,184 @@
-"""A second reader of stores, written from docs/format.md alone; it imports nothing of mstore.
+"""Reads a whole store, and shares no line with the library: written from docs/format.md alone.
 
-It is for proofs, not for use: it checks everything that the page says and is in no hurry.
-`IndependentStore(path)` finds things through the LMDB index, `IndependentStore(path, index=False)`
-through `format`, the packs and `refs/mirror` alone.  Ids are hex digits everywhere.  Whatever the
-page forbids raises FormatError.
+Whoever wants to know what the page means may read it here.  It checks all that the page tells a
+reader to check and says what is wrong in a `FormatError`.  Ids are 64 hex digits.  A record is a
+namespace with the page's fields; `FIELDS` has them in the page's order.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path, PurePosixPath
+from math import isfinite, prod
+from pathlib import Path
+from types import SimpleNamespace as Record
 from typing import Any
 
 import lmdb
+import msgpack
+import numpy as np
 import zstandard
 from blake3 import blake3
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 PAGE = 4096
 KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage", "virtual", "note")
 BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE, VIRTUAL, NOTE = range(8)
 RAW, CONSTANT, ZSTD, FLOATS, DELTA = range(5)
-CONTEXTS = {
-    TENSOR: "mstore 1 tensor record",
-    MANIFEST: "mstore 1 manifest",
-    SNAPSHOT: "mstore 1 snapshot",
-    PLAN: "mstore 1 plan",
-    COVERAGE: "mstore 1 coverage",
-    VIRTUAL: "mstore 1 virtual tensor",
-    NOTE: "mstore 1 note",
-}
-PACK_CONTEXT = "mstore 1 pack"
-ROLES = ("previous", "base", "expert", "companion")
-MADE = ("add", "merge", "prepare", "cast", "align", "extract", "combine")
-
-HEADER = struct.Struct("<8s I 4s 32s")
-UNCHECKED = ("blocks", "records", "leases")
-TAIL = struct.Struct("<Q Q 32s I 4s 8s")
-ENTRY = struct.Struct("<32s 32s Q I I B B B 5s")
-LOCATION = struct.Struct(">I Q I I B B")
-
-BITS = {
-    **dict.fromkeys(("F4",), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
-    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ", "BYTES"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-}
+ALONE, OF_FLOATS, OF_INTEGERS = range(3)
 
 
 class FormatError(Exception):
-    """The bytes are not what the page says."""
+    """Bytes that are not as the page says."""
 
 
-def require(ok: object, what: str) -> None:
-    if not ok:
-        raise FormatError(what)
+def need(condition: object, why: str) -> None:
+    if not condition:
+        raise FormatError(why)
 
 
-# --- MessagePack, as far as records need it ------------------------------------------------------
+def id_of(kind: int, data: bytes) -> str:
+    if kind == BLOCK:
+        return blake3(data).hexdigest()
+    what = {TENSOR: "tensor record", VIRTUAL: "virtual tensor"}.get(kind, KINDS[kind])
+    return blake3(data, derive_key_context=f"mstore 1 {what}").hexdigest()
 
 
-def encode(value: object) -> bytes:
-    """The one encoding of a value: everything in its shortest form, floats in 64 bits."""
-    if value is None:
-        return b"\xc0"
-    if isinstance(value, bool):
-        return b"\xc3" if value else b"\xc2"
-    if isinstance(value, int):
-        return _encode_integer(value)
-    if isinstance(value, float):
-        return b"\xcb" + struct.pack(">d", value)
-    if isinstance(value, str):
-        text = value.encode()
-        return _encode_length(len(text), (0xA0, 32), (0xD9, 0xDA, 0xDB)) + text
-    if isinstance(value, bytes):
-        return _encode_length(len(value), (0, 0), (0xC4, 0xC5, 0xC6)) + value
-    if isinstance(value, list):
-        head = _encode_length(len(value), (0x90, 16), (None, 0xDC, 0xDD))
-        return head + b"".join(map(encode, value))
-    if isinstance(value, dict):
-        head = _encode_length(len(value), (0x80, 16), (None, 0xDE, 0xDF))
-        return head + b"".join(encode(key) + encode(value[key]) for key in sorted(value))
-    raise FormatError(f"no record holds a {type(value).__name__}")
+# --- coded elements ------------------------------------------------------------------------------
 
 
-def _encode_integer(value: int) -> bytes:
-    if -32 <= value < 128:
-        return struct.pack(">b", value)
-    unsigned = [(0xCC, ">B"), (0xCD, ">H"), (0xCE, ">I"), (0xCF, ">Q")]
-    signed = [(0xD0, ">b"), (0xD1, ">h"), (0xD2, ">i"), (0xD3, ">q")]
-    for first, form in unsigned if value >= 0 else signed:
-        try:
-            return bytes([first]) + struct.pack(form, value)
-        except struct.error:
-            continue
-    raise FormatError("an integer of more than 64 bits")
+def read_coded(data: bytes, width: int, plain: int, *, is_delta: bool) -> Record:
+    """The parts of a payload of codec 3 or 4."""
+    at = 0
 
+    def take(size: int) -> bytes:
+        nonlocal at
+        at += size
+        need(at <= len(data), "the payload ends too early")
+        return data[at - size : at]
 
-def _encode_length(length: int, fix: tuple[int, int], firsts: tuple[int | None, int, int]) -> bytes:
-    if length < fix[1]:
-        return bytes([fix[0] | length])
-    for first, bits in zip(firsts, (8, 16, 32), strict=True):
-        if first is not None and length < 1 << bits:
-            return bytes([first]) + length.to_bytes(bits // 8, "big")
-    raise FormatError("longer than 32 bits can say")
-
-
-def decode(data: bytes, *, maps: bool = False) -> Any:
-    """The value of one whole MessagePack text, refused unless it encodes back to the same bytes."""
-    value, end = _decode(data, 0)
-    require(maps or not _has_map(value), "a map, which no record has")
-    require(end == len(data), "bytes after the record's end")
-    require(encode(value) == data, "not in canonical form")
-    return value
-
-
-def _decode(data: bytes, at: int) -> tuple[Any, int]:
-    first, at = _integer(data, at, 1)
-    if first < 0x80:
-        return first, at
-    if first >= 0xE0:
-        return first - 256, at
-    if 0x80 <= first < 0x90:
-        return _decode_map(data, at, first & 15)
-    if 0x90 <= first < 0xA0:
-        return _decode_array(data, at, first & 15)
-    if 0xA0 <= first < 0xC0:
-        return _decode_text(data, at, first & 31)
-    if first in (0xC0, 0xC2, 0xC3):
-        return {0xC0: None, 0xC2: False, 0xC3: True}[first], at
-    if first == 0xCB:
-        raw, at = _take(data, at, 8)
-        return struct.unpack(">d", raw)[0], at
-    if 0xCC <= first <= 0xD3:
-        return _integer(data, at, 1 << (first & 3), signed=first >= 0xD0)
-    if first in (0xC4, 0xC5, 0xC6):
-        length, at = _integer(data, at, 1 << (first - 0xC4))
-        return _take(data, at, length)
-    if first in (0xD9, 0xDA, 0xDB):
-        length, at = _integer(data, at, 1 << (first - 0xD9))
-        return _decode_text(data, at, length)
-    if first in (0xDC, 0xDD):
-        length, at = _integer(data, at, 2 << (first - 0xDC))
-        return _decode_array(data, at, length)
-    if first in (0xDE, 0xDF):
-        length, at = _integer(data, at, 2 << (first - 0xDE))
-        return _decode_map(data, at, length)
-    raise FormatError(f"MessagePack form {first:#x}, which no record uses")
-
-
-def _take(data: bytes, at: int, length: int) -> tuple[bytes, int]:
-    require(at + length <= len(data), "the record ends too early")
-    return data[at : at + length], at + length
-
-
-def _integer(data: bytes, at: int, length: int, *, signed: bool = False) -> tuple[int, int]:
-    raw, at = _take(data, at, length)
-    return int.from_bytes(raw, "big", signed=signed), at
-
-
-def _decode_text(data: bytes, at: int, length: int) -> tuple[str, int]:
-    raw, at = _take(data, at, length)
-    try:
-        return raw.decode(), at
-    except UnicodeDecodeError as error:
-        raise FormatError("text that is not UTF-8") from error
-
-
-def _decode_array(data: bytes, at: int, length: int) -> tuple[list[Any], int]:
-    values = []
-    for _ in range(length):
-        value, at = _decode(data, at)
-        values.append(value)
-    return values, at
-
-
-def _has_map(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_map, value)))
-
-
-def _decode_map(data: bytes, at: int, length: int) -> tuple[dict[str, Any], int]:
-    found = {}
-    for _ in range(length):
-        key, at = _decode(data, at)
-        require(isinstance(key, str), "a key that is no text")
-        found[key], at = _decode(data, at)
-    return found, at
-
-
-# --- records -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tensor:
-    dtype: str
-    shape: list[int]
-    size: int
-    blocks: list[str]
-
-
-@dataclass(frozen=True)
-class Virtual:
-    dtype: str
-    shape: list[int]
-    size: int
-    plan: str
-    tensor: str
-
-
-@dataclass(frozen=True)
-class Note:
-    snapshot: str
-    notes: list[str]
-    form: str
-    key: str
-    value: Any
-    author: str
-    time_ns: int
-
-
-@dataclass(frozen=True)
-class Part:
-    name: str | None
-    tensor: str
-    size: int
-
-
-@dataclass(frozen=True)
-class File:
-    path: str
-    form: int
-    size: int
-    parts: list[Part]
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    manifest: str
-    parents: list[tuple[str, str]]
-    made: str
-    origin: tuple[str, str, str] | None
-    author: str
-    plan: str | None
-    coverage: str | None
-    message: str
-    time_ns: int
-    tool: str
-
-
-@dataclass(frozen=True)
-class PlanTensor:
-    name: str
-    chunk_elements: int
-    states: list[bytes]
-    thresholds: list[tuple[float, int]]
-    omitted: list[float]
-    operation: int
-    sources: list[str]
-    dtype: str | None
-    mixture: tuple[float, list[float], bool] | None
-
-
-@dataclass(frozen=True)
-class Operation:
-    method: str
-    parameters: dict[str, Any]
-    weights: list[float]
-
-
-@dataclass(frozen=True)
-class Criteria:
-    score: str
-    max_error: float | None
-    expert_budget: int | None
-    only: list[str]
-    skip: list[str]
-    top_p: float | None
-
-
-@dataclass(frozen=True)
-class Input:
-    role: str
-    of: int | None
-    manifest: str
-    model: str | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    operations: list[Operation]
-    inputs: list[Input]
-    dtype: str | None
-    block_size: int
-    budget: int | None
-    criteria: Criteria
-    allow_missing: bool
-    full_expert_bytes: int
-    planned_expert_bytes: int
-    error_bound: float | None
-    error_estimate: float | None
-    tensors: list[PlanTensor]
-    copied: dict[str, str]
-    remarks: list[str]
-    layers: list[tuple[int, int]]
-    taken: list[tuple[str, int, str]]
-    dropped: list[str]
-    without: list[str]
-
-
-@dataclass(frozen=True)
-class CoveredTensor:
-    name: str
-    blocks: int
-    reused: list[bool]
-    contributed: list[list[bool]]
-
-
-@dataclass(frozen=True)
-class Coverage:
-    plan: str
-    tensors: list[CoveredTensor]
-    not_finite: dict[str, int]
-
-
-def _typed(value: Any, kind: type, what: str) -> Any:
-    require(type(value) is kind, f"{what} is no {kind.__name__}")
-    return value
-
-
-def _maybe(check: Callable[[Any, str], Any], value: Any, what: str) -> Any:
-    return None if value is None else check(value, what)
-
-
-def _text(value: Any, what: str) -> str:
-    return _typed(value, str, what)
-
-
-def _count(value: Any, what: str) -> int:
-    require(_typed(value, int, what) >= 0, f"{what} is negative")
-    return value
-
-
-def _number(value: Any, what: str) -> float:
-    return _typed(value, float, what)
-
-
-def _bin(value: Any, what: str) -> bytes:
-    return _typed(value, bytes, what)
-
-
-def _hex(value: Any, what: str) -> str:
-    require(len(_bin(value, what)) == 32, f"{what} is no id")
-    return value.hex()
-
-
-def _items(value: Any, what: str, length: int | None = None) -> list[Any]:
-    require(length in (None, len(_typed(value, list, what))), f"{what} has not {length} fields")
-    return value
-
-
-def _fields(data: bytes, tag: str, length: int) -> list[Any]:
-    fields = _items(decode(data), tag)
-    require(fields and fields[0] == tag, f"the record is no {tag}")
-    return _items(fields, tag, length)[1:]
-
-
-def _read_tensor(data: bytes) -> Tensor:
-    dtype, shape, size, blocks = _fields(data, "tensor/1", 5)
-    require(_text(dtype, "dtype") in BITS, f"dtype {dtype}")
-    elements = math.prod(_count(d, "dimension") for d in _items(shape, "shape"))
-    require(elements * BITS[dtype] == 8 * _count(size, "bytes"), "the shape has other bytes")
-    require(dtype != "BYTES" or len(shape) == 1, "BYTES with a shape")
-    require(len(_bin(blocks, "blocks")) % 32 == 0, "half a BlockId")
-    require(bool(blocks) == (size > 0), "blocks of an empty tensor, or none of another")
-    return Tensor(dtype, shape, size, [blocks[i : i + 32].hex() for i in range(0, len(blocks), 32)])
-
-
-def _read_virtual(data: bytes) -> Virtual:
-    dtype, shape, size, plan, tensor = _fields(data, "virtual/1", 6)
-    require(_text(dtype, "dtype") in BITS and dtype != "BYTES", f"dtype {dtype}")
-    elements = math.prod(_count(d, "dimension") for d in _items(shape, "shape"))
-    require(elements * BITS[dtype] == 8 * _count(size, "bytes"), "the shape has other bytes")
-    return Virtual(dtype, shape, size, _hex(plan, "PlanId"), _text(tensor, "tensor"))
-
-
-STATING = ("value", "evaluation", "verdict", "link")
-
-
-def _read_note(data: bytes) -> Note:
-    snapshot, notes, form, key, packed, author, time_ns = _fields(data, "note/1", 8)
-    names = [_hex(one, "NoteId") for one in _items(notes, "notes")]
-    require(len(_bin(packed, "value")) <= 65_536, "a long value")
-    value = decode(packed, maps=True)
-    _require_value(value, 16)
-    note = Note(
-        *(_hex(snapshot, "SnapshotId"), names, _text(form, "kind"), _text(key, "key"), value),
-        *(_text(author, "author"), _count(time_ns, "time_ns")),
+    need(width in (1, 2, 4), "wide elements that are coded")
+    mode, zeros, contexts, shift, lowest_class, lists, zero, count = struct.unpack(
+        "<BBBBBBHI", take(12)
     )
-    if form == "removal":
-        require(key == "" and value is None, "a removal of a key")
-        require(bool(names) and names == sorted(set(names)), "what is removed")
-    elif form == "signature":
-        _require_signature(note)
+    bits = 8 * width - zeros
+    need(mode in ((1, 2) if is_delta else (0,)), f"mode {mode}")
+    need(zeros <= (24 if width == 4 else 0), f"{zeros} zero bits")
+    need(1 <= contexts <= (8 if mode == OF_FLOATS else 1), f"{contexts} contexts")
+    need(shift < bits, f"a shift by {shift} bits")
+    need(mode == OF_FLOATS or shift == lowest_class == 0, "classes that nothing has")
+    need(lists <= (mode != ALONE) and zero == 0, "a header with other flags")
+    lanes = 32 if plain // width < 16384 else 128
+    rows = -(-plain // (width * lanes))
+    empty = np.zeros(rows, bool)
+    if lists:
+        listed = np.unpackbits(np.frombuffer(take(-(-rows // 8)), np.uint8), bitorder="little")
+        need(not listed[rows:].any(), "a row behind the last one")
+        empty = listed[:rows].astype(bool)
+    raw_bits = list(take(contexts))
+    need(max(raw_bits) < bits, "raw bits of a whole element")
+    frequencies = np.zeros((contexts, 256), np.uint64)
+    for table in frequencies:
+        first, last = take(2)
+        need(first <= last, "a table of no symbols")
+        symbol = first
+        while symbol <= last:
+            value = take(1)[0]
+            if value == 0:
+                symbol += take(1)[0] + 1
+                continue
+            if value >= 128:
+                value += 128 * take(1)[0] - 128
+                need(value >= 128, "a frequency in two bytes for one")
+            table[symbol] = value
+            symbol += 1
+        need(table[first] and table[last], "a table that begins or ends with frequency 0")
+        need(symbol == last + 1 and table.sum() == 1024, "a table with another sum")
+    words = np.frombuffer(take(2 * count), "<u2").astype(np.uint64)
+    states = np.frombuffer(take(4 * lanes), "<u4").astype(np.uint64)
+    need(at == len(data), "something behind the states")
+    need(states.min() >= 1 << 16, "a state that is none")
+    found = {"mode": mode, "width": width, "zeros": zeros, "bits": bits, "shift": shift}
+    found |= {"lowest_class": lowest_class, "lists": bool(lists), "empty": empty}
+    found |= {"raw_bits": raw_bits, "frequencies": frequencies, "words": words, "states": states}
+    return Record(**found)
+
+
+def from_coded(data: bytes, width: int, plain: int, base: bytes | None = None) -> bytes:
+    """The block of `plain` bytes of a payload of codec 3 or, with a base, of codec 4."""
+    read = read_coded(data, width, plain, is_delta=base is not None)
+    u = np.uint64
+    lanes, rows, bits = len(read.states), len(read.empty), read.bits
+    mask, top = u((1 << bits) - 1), u(1 << (bits - 1))
+    before = np.zeros((rows, lanes), u)
+    if base is not None:
+        need(len(base) == plain, "a base of another length")
+        elements = np.frombuffer(base, f"<u{width}").astype(u)
+        need(not (elements & u((1 << read.zeros) - 1)).any(), "a base with other low bits")
+        before.flat[: len(elements)] = elements >> u(read.zeros)
+    context = np.zeros(before.shape, np.int64)
+    if read.mode == OF_FLOATS:
+        classes = ((before & (mask >> u(1))) >> u(read.shift)).astype(np.int64)
+        context = np.clip(classes - read.lowest_class, 0, len(read.raw_bits) - 1)
+    symbols = np.arange(256)
+    slots = np.array([symbols.repeat(table.astype(int)) for table in read.frequencies])
+    starts = np.cumsum(read.frequencies, axis=1, dtype=u) - read.frequencies
+    raw_bits = np.array(read.raw_bits, u)
+
+    states, used = read.states.copy(), 0
+
+    def refill() -> None:
+        nonlocal used
+        low = np.flatnonzero(states < 1 << 16)
+        words = read.words[used : used + len(low)]
+        need(len(words) == len(low), "too few words")
+        states[low] = states[low] << u(16) | words
+        used += len(low)
+
+    z = np.zeros(before.shape, u)
+    for row in np.flatnonzero(~read.empty):
+        c = context[row]
+        slot = states & u(1023)
+        symbol = slots[c, slot.astype(int)]
+        states[:] = read.frequencies[c, symbol] * (states >> u(10)) + slot - starts[c, symbol]
+        refill()
+        escaped = symbol == 255
+        left = np.where(escaped, u(bits), np.where(symbol > 0, raw_bits[c], u(0)))
+        raw, done = np.zeros(lanes, u), u(0)
+        for _ in range(2):
+            now = np.minimum(left, u(16))
+            raw |= (states & ((u(1) << now) - u(1))) << done
+            states >>= now
+            refill()
+            left, done = left - now, now
+        told = (symbol.astype(u) - u(1) << raw_bits[c]) + raw + u(1)
+        z[row] = np.where(escaped, raw, np.where(symbol > 0, told, u(0)))
+        need((z[row] <= mask).all(), "a number of too many bits")
+        own = np.where(raw > 0, (raw - u(1) >> raw_bits[c]) + u(1), u(0))
+        own = np.minimum(own, u(255)).astype(int)
+        taken = escaped & (own < 255) & (read.frequencies[c, own] > 0)
+        need(not taken.any(), "a number that another symbol has")
+        need(not read.lists or z[row].any(), "an empty row that is not listed")
+    need((states == 1 << 16).all(), "a state at the end that is not 2^16")
+    need(used == len(read.words), "words that are left")
+
+    if read.mode == ALONE:
+        x = z >> u(1) | (z & u(1)) << u(bits - 1)
     else:
-        require(form in STATING, "an unknown kind of note")
-        require(key != "" and not names, "a value without a key, or of notes")
-    return note
-
-
-def _require_value(value: Any, depth: int) -> None:
-    """What JSON can say: no bytes, no number that is not finite, nothing nested too deeply."""
-    require(not isinstance(value, bytes), "bytes in a value")
-    require(not isinstance(value, float) or math.isfinite(value), "not a finite number")
-    if isinstance(value, list | dict):
-        require(depth > 0, "nested too deeply")
-        for one in value.values() if isinstance(value, dict) else value:
-            _require_value(one, depth - 1)
-
-
-def _require_signature(note: Note) -> None:
-    require(note.key == "ed25519", "an unknown algorithm")
-    require(len(note.notes) <= 1, "a signature of two notes")
-    require(isinstance(note.value, dict) and sorted(note.value) == ["key", "signature"], "parts")
-    key, signature = bytes.fromhex(note.value["key"]), bytes.fromhex(note.value["signature"])
-    require(len(key) == 32 and len(signature) == 64, "key lengths")
-    require(note.value == {"key": key.hex(), "signature": signature.hex()}, "digits")
-    line = "".join(f"mstore 1 note {one}\n" for one in note.notes)
-    line = line or f"mstore 1 snapshot {note.snapshot}\n"
-    strings = [b"mstore", b"", b"sha512", hashlib.sha512(line.encode()).digest()]
-    message = b"SSHSIG" + b"".join(len(s).to_bytes(4, "big") + s for s in strings)
-    try:
-        Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
-    except InvalidSignature as error:
-        raise FormatError("a signature that its key did not make") from error
-
-
-def _read_manifest(data: bytes) -> list[File]:
-    (rows,) = _fields(data, "manifest/1", 2)
-    files = [_read_file(_items(row, "file", 4)) for row in _items(rows, "files")]
-    # Python compares strings by code point, as the page does.
-    require(all(a.path < b.path for a, b in pairwise(files)), "files out of order")
-    return files
-
-
-def _read_file(row: list[Any]) -> File:
-    path, form, size, rows = row
-    parts = [
-        Part(_maybe(_text, name, "name"), _hex(tensor, "TensorId"), _count(length, "bytes"))
-        for name, tensor, length in (_items(part, "part", 3) for part in _items(rows, "parts"))
-    ]
-    steps = PurePosixPath(_text(path, "path"))
-    require(path and not steps.is_absolute() and str(steps) == path, f"path {path!r}")
-    require(path != "." and ".." not in steps.parts, f"path {path!r}")
-    require(_count(form, "form") in (0, 1), f"form {form}")
-    require(sum(part.size for part in parts) == _count(size, "size"), "the parts have other bytes")
-    require(parts and parts[0].name is None, "the first part has a name, or there is none")
-    require(form == 1 or len(parts) == 1, "an opaque file of many parts")
-    require(all(part.name is not None for part in parts[1:]), "a tensor without a name")
-    return File(path, form, size, parts)
-
-
-def _read_snapshot(data: bytes) -> Snapshot:
-    manifest, rows, made, origin, author, plan, coverage, message, time_ns, tool = _fields(
-        data, "snapshot/1", 11
-    )
-    parents = [_items(row, "parent", 2) for row in _items(rows, "parents")]
-    require(all(role in ROLES for role, _ in parents), "a parent of no known role")
-    require([r for r, _ in parents] == sorted((r for r, _ in parents), key=ROLES.index), "roles")
-    roles = [role for role, _ in parents]
-    require(roles.count("previous") < 2 and roles.count("base") < 2, "two parents of one role")
-    require(made in MADE, f"made {made!r}")
-    require((plan is not None) == (made in ("merge", "prepare")), f"a plan of {made}")
-    require(plan is not None or coverage is None, "coverage without a plan")
-    return Snapshot(
-        _hex(manifest, "ManifestId"),
-        [(role, _hex(parent, "SnapshotId")) for role, parent in parents],
-        made,
-        None if origin is None else _read_origin(origin),
-        _text(author, "author"),
-        _maybe(_hex, plan, "PlanId"),
-        _maybe(_hex, coverage, "CoverageId"),
-        _text(message, "message"),
-        _count(time_ns, "time_ns"),
-        _text(tool, "tool"),
-    )
-
-
-def _read_origin(row: object) -> tuple[str, str, str]:
-    url, revision, commit = _items(row, "origin", 3)
-    return _text(url, "URL"), _text(revision, "revision"), _text(commit, "commit")
-
-
-def _read_plan(data: bytes) -> Plan:
-    fields = _fields(data, "plan/1", 19)
-    operations, inputs, dtype, block_size, budget, criteria, allow_missing = fields[:7]
-    full, planned, bound, estimate, tensors, copied, remarks = fields[7:14]
-    layers, taken, dropped, without = fields[14:]
-    named = _read_inputs(inputs)
-    experts = [one for one in named if one.role == "expert"]
-    made = [_read_operation(row, len(experts)) for row in _items(operations, "operations")]
-    others = len(named) - 1
-    rows = [_read_plan_tensor(row, others, len(experts)) for row in _items(tensors, "tensors")]
-    require(made, "no operation of the merge's own")
-    used = {0, *(tensor.operation for tensor in rows)}
-    require(used == set(range(len(made))), "operations that are not used, or lack")
-    why = [_items(pair, "copied", 2) for pair in _items(copied, "copied tensors")]
-    plan = Plan(
-        made,
-        named,
-        _maybe(_text, dtype, "dtype"),
-        _count(block_size, "block size"),
-        _maybe(_count, budget, "budget"),
-        _read_criteria(_items(criteria, "criteria", 6)),
-        _typed(allow_missing, bool, "allow missing"),
-        _count(full, "full expert bytes"),
-        _count(planned, "planned expert bytes"),
-        _maybe(_number, bound, "error bound"),
-        _maybe(_number, estimate, "error estimate"),
-        rows,
-        {_text(name, "name"): _text(reason, "why") for name, reason in why},
-        [_text(remark, "remark") for remark in _items(remarks, "remarks")],
-        [_read_layer(pair) for pair in _items(layers, "layers")],
-        [_read_taken(row) for row in _items(taken, "all taken")],
-        _names(dropped, "dropped tensors"),
-        _names(without, "models"),
-    )
-    _check_stack(plan)
-    return plan
-
-
-INPUTS = ("base", "expert")
-ROLE = re.compile(r"[a-z][a-z0-9-]{0,62}")
-
-
-def _read_inputs(rows: Any) -> list[Input]:
-    """The base, the experts, and then the companions, by role and what they are of."""
-    inputs = [
-        Input(
-            _text(role, "role"),
-            _maybe(_count, of, "of"),
-            _hex(manifest, "ManifestId"),
-            _maybe(_text, model, "model"),
-        )
-        for role, of, manifest, model in (_items(r, "input", 4) for r in _items(rows, "inputs"))
-    ]
-    roles = [one.role for one in inputs]
-    require(all(map(ROLE.fullmatch, roles)), "an input of no role")
-    require(roles[:1] == ["base"] and "base" not in roles[1:], "the first input alone is the base")
-    experts = roles.count("expert")
-    places = []
-    for one in inputs:
-        is_companion = one.role not in INPUTS
-        require(is_companion or one.of is None, "a base or an expert of another input")
-        require(one.of is None or one.of <= experts, "a companion of no base or expert")
-        # What belongs to the merge comes before what belongs to an input.
-        rank = len(INPUTS) if is_companion else INPUTS.index(one.role)
-        places.append((rank, one.role, -1 if one.of is None else one.of))
-    require(places == sorted(places), "inputs out of order")
-    companions = places[1 + experts :]
-    require(len(set(companions)) == len(companions), "two companions of one role and input")
-    return inputs
-
-
-def _read_operation(row: Any, experts: int) -> Operation:
-    method, parameters, weights = _items(row, "operation", 3)
-    pairs = [_parameter(pair, experts) for pair in _items(parameters, "parameters")]
-    require(all(a < b for (a, _), (b, _) in pairwise(pairs)), "parameters out of order")
-    factors = [_number(w, "weight") for w in _items(weights, "weights", experts)]
-    return Operation(_text(method, "method"), dict(pairs), factors)
-
-
-def _parameter(pair: Any, experts: int) -> tuple[str, Any]:
-    name, value = _items(pair, "parameter", 2)
-    if isinstance(value, list):
-        value = tuple(_number(one, "a value of an expert") for one in value)
-        require(len(value) == experts, "a parameter with another number of values")
-        require(len(set(value)) > 1, "a parameter whose values are equal")
-    require(isinstance(value, bool | int | float | str | tuple), "a parameter without a value")
-    return _text(name, "parameter's name"), value
-
-
-def _read_layer(pair: Any) -> tuple[int, int]:
-    member, layer = _items(pair, "layer", 2)
-    return _count(member, "member"), _count(layer, "layer")
-
-
-def _read_taken(row: Any) -> tuple[str, int, str]:
-    name, member, source = _items(row, "taken", 3)
-    return _text(name, "name"), _count(member, "member"), _text(source, "source")
-
-
-def _names(value: Any, what: str) -> list[str]:
-    names = [_text(name, "name") for name in _items(value, what)]
-    require(all(a < b for a, b in pairwise(names)), f"{what} out of order")
-    return names
-
-
-def _check_stack(plan: Plan) -> None:
-    """Layers of inputs that exist, in a plan that merges nothing; without layers, no more of it."""
-    if not plan.layers:
-        require(not plan.taken and not plan.dropped, "tensors of a stack without layers")
-        return
-    require(not plan.tensors and len(plan.operations) == 1, "a stack that merges")
-    names = [name for name, _, _ in plan.taken]
-    require(all(a < b for a, b in pairwise(names)), "taken tensors out of order")
-    require(not set(names) & set(plan.dropped), "a tensor that is taken and is not there")
-    members = [member for member, _ in plan.layers] + [member for _, member, _ in plan.taken]
-    require(max(members) < len(plan.inputs), "a layer or a tensor of no input")
-
-
-def _read_criteria(row: list[Any]) -> Criteria:
-    score, max_error, expert_budget, only, skip, top_p = row
-    patterns = [
-        [_text(name, "pattern") for name in _items(names, "patterns")] for names in (only, skip)
-    ]
-    require(all(a < b for names in patterns for a, b in pairwise(names)), "patterns out of order")
-    return Criteria(
-        _text(score, "score"),
-        _maybe(_number, max_error, "max error"),
-        _maybe(_count, expert_budget, "expert budget"),
-        *patterns,
-        _maybe(_number, top_p, "top p"),
-    )
-
-
-def _read_plan_tensor(row: Any, others: int, experts: int) -> PlanTensor:
-    """One tensor of a plan with so many inputs besides the base, experts among them."""
-    fields = _items(row, "tensor", 9)
-    name, chunk_elements, rows, pairs, norms, operation, sources, dtype, mixture = fields
-    states = [_bin(s, "states") for s in _items(rows, "states", others)]
-    require(all(set(s) <= set(range(6)) for s in states), "a chunk in no known state")
-    require(len({len(s) for s in states}) <= 1, "experts with different numbers of chunks")
-    thresholds = [_items(pair, "threshold", 2) for pair in _items(pairs, "thresholds")]
-    require(len(thresholds) % max(1, others) == 0, "thresholds for some experts only")
-    require(all(_typed(quota, int, "quota") >= -1 for _, quota in thresholds), "quota")
-    named = [_text(one, "source") for one in _items(sources, "sources")]
-    require(len(named) in (0, 1 + others), "sources in some inputs only")
-    require(set(named) != {name}, "sources that are all its own name")
-    return PlanTensor(
-        _text(name, "name"),
-        _count(chunk_elements, "chunk elements"),
-        states,
-        [(_number(value, "value"), quota) for value, quota in thresholds],
-        [_number(norm, "omitted norm") for norm in _items(norms, "norms", others)],
-        _count(operation, "operation"),
-        named,
-        _maybe(_text, dtype, "dtype"),
-        None if mixture is None else _read_mixture(mixture, experts),
-    )
-
-
-def _read_mixture(row: Any, others: int) -> tuple[float, list[float], bool]:
-    base, factors, keeps = _items(row, "mixture", 3)
-    every = [_number(factor, "factor") for factor in _items(factors, "factors", others)]
-    return _number(base, "factor"), every, _typed(keeps, bool, "keeps base")
-
-
-def _read_coverage(data: bytes) -> Coverage:
-    plan, rows, counts = _fields(data, "coverage/1", 4)
-    tensors = []
-    for row in _items(rows, "tensors"):
-        name, blocks, reused, contributed = _items(row, "tensor", 4)
-        _count(blocks, "blocks")
-        bits = [_bits(bitmap, blocks) for bitmap in _items(contributed, "contributed")]
-        tensors.append(CoveredTensor(_text(name, "name"), blocks, _bits(reused, blocks), bits))
-    require(len({len(one.contributed) for one in tensors}) <= 1, "different numbers of experts")
-    pairs = [_items(pair, "count", 2) for pair in _items(counts, "counts")]
-    odd = {_text(name, "name"): _count(count, "count") for name, count in pairs}
-    require(all(odd.values()), "a count of no elements")
-    named = [one.name for one in tensors if one.name in odd]
-    require(named == [name for name, _ in pairs], "counts of no tensor, or out of order")
-    return Coverage(_hex(plan, "PlanId"), tensors, odd)
-
-
-def _bits(bitmap: bytes, count: int) -> list[bool]:
-    require(len(_bin(bitmap, "bitmap")) == -(-count // 8), "a bitmap of another length")
-    bits = [bool(byte >> i & 1) for byte in bitmap for i in range(8)]
-    require(not any(bits[count:]), "a bit behind the last block")
-    return bits[:count]
-
-
-READERS: dict[int, Callable[[bytes], Any]] = {
-    TENSOR: _read_tensor,
-    MANIFEST: _read_manifest,
-    SNAPSHOT: _read_snapshot,
-    PLAN: _read_plan,
-    COVERAGE: _read_coverage,
-    VIRTUAL: _read_virtual,
-    NOTE: _read_note,
-}
+        d = np.where(z & u(1), ~(z >> u(1)), z >> u(1))
+        if read.mode == OF_FLOATS:
+            y = d + np.where(before & top, ~before, before | top) & mask
+            x = np.where(y & top, y ^ top, ~y & mask)
+        else:
+            x = d + before & mask
+    x = x.ravel()
+    need(not x[plain // width :].any(), "an element behind the block that is not zero")
+    return (x[: plain // width] << u(read.zeros)).astype(f"<u{width}").tobytes()
 
 
 # --- packs ---------------------------------------------------------------------------------------
@@ -707,612 +186,1059 @@ READERS: dict[int, Callable[[bytes], Any]] = {
 
 @dataclass(frozen=True)
 class Entry:
+    """A row of a pack's table."""
+
     kind: int
     id: str
+    base: str | None
     offset: int
     stored: int
     plain: int
     codec: int
     width: int
-    base: str | None = None
 
     @property
     def is_delta(self) -> bool:
         return self.codec == DELTA
 
+    def check(self) -> None:
+        """The rules that an entry must keep by itself."""
+        need(self.kind < len(KINDS), f"kind {self.kind}")
+        what = f"{KINDS[self.kind]} {self.id}"
+        need(self.codec <= DELTA, f"codec {self.codec} of {what}")
+        need(self.kind == BLOCK or self.codec == RAW, f"codec {self.codec} for a {what}")
+        need(self.width in (1, 2, 4, 8), f"element width {self.width} of {what}")
+        need(self.kind == BLOCK or self.width == 1, f"a record with an element width: {what}")
+        need(self.stored and self.plain, f"an empty payload: {what}")
+        need(self.kind or self.plain <= 1 << 24, f"a long block: {what}")
+        need(not self.kind or self.plain <= LIMITS[self.kind], f"a long record: {what}")
+        need((self.base is not None) == self.is_delta, f"a base without a delta, or none: {what}")
+        need(self.base != self.id, f"a delta to itself: {what}")
+        if self.codec == RAW:
+            need(self.stored == self.plain, f"raw bytes of another length: {what}")
+            return
+        need(self.plain % self.width == 0, f"half an element: {what}")
+        if self.codec == CONSTANT:
+            need(self.stored == self.width, f"a constant of another width: {what}")
+            need(self.plain >= 2 * self.width, f"a constant of one element: {what}")
+        else:
+            need(self.stored < self.plain, f"a payload that saves nothing: {what}")
+
+    def decode(self, payload: bytes, base: bytes | None) -> bytes:
+        """The bytes that a payload stands for, proved by the id."""
+        data = payload
+        if self.codec == CONSTANT:
+            data = payload * (self.plain // self.width)
+        elif self.codec == ZSTD:
+            data = self._unpacked(payload)
+        elif self.codec in (FLOATS, DELTA):
+            data = from_coded(payload, self.width, self.plain, base)
+        need(id_of(self.kind, data) == self.id, f"{KINDS[self.kind]} {self.id} has other bytes")
+        return data
+
+    def _unpacked(self, payload: bytes) -> bytes:
+        why = f"the frame of block {self.id}"
+        try:
+            head = zstandard.get_frame_parameters(payload)
+            need(head.content_size == self.plain and head.window_size <= 1 << 20, why)
+            need(not head.dict_id and not head.has_checksum, why)
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            data = frame.decompress(payload)
+        except zstandard.ZstdError as error:
+            raise FormatError(why) from error
+        need(frame.eof and not frame.unused_data and len(data) == self.plain, why)
+        return data
+
 
 @dataclass(frozen=True)
 class Pack:
+    """Header and table of a pack."""
+
     id: str
-    size: int
     entries: list[Entry]
+    table: range
 
 
-def verify_pack(path: Path) -> Pack:
-    """Check all that one pack can tell about itself; the mode of the file is not looked at.
+def read_table(data: bytes, path: Path) -> Pack:
+    """The table of a pack, after all that it says was checked but for the payloads."""
+    size = len(data)
+    need(size >= 2 * PAGE and size % PAGE == 0, "a size that is no number of pages")
+    magic, version, zero = struct.unpack("<8sII", data[:16])
+    need((magic, version) == (b"MSTOREPK", 3), "magic or version of the header")
+    need(not zero and not any(data[48:PAGE]), "header with more than zeros")
+    start, length, hash, version, zero, magic = struct.unpack("<QQ32sII8s", data[-64:])
+    need((magic, version) == (b"KPEROTSM", 3), "magic or version of the tail")
+    need(not zero, "tail with more than zeros")
+    need(length % 88 == 0, "half an entry")
+    need(start >= PAGE and start + length <= size - 64, "table out of bounds")
+    table = data[start : start + length]
+    need(blake3(table).digest() == hash, "table hash")
+    padding = data[start + length : -64]
+    need(len(padding) < PAGE and not any(padding), "padding with more than zeros, or too long")
+    name = blake3(data[:48] + table, derive_key_context="mstore 1 pack").hexdigest()
+    need((path.parent.name, path.name) == (name[:2], f"{name}.pack"), "the name of another pack")
+    entries = []
+    for row in struct.iter_unpack("<32s32sQIIBBB5s", table):
+        id, base, *numbers, kind, codec, width, zeros = row
+        need(not any(zeros), "entry with more than zeros")
+        entry = Entry(kind, id.hex(), base.hex() if any(base) else None, *numbers, codec, width)
+        entry.check()
+        need(entry.offset >= PAGE, "a payload in the header")
+        need(entry.offset + entry.stored <= start, "a payload in the table")
+        entries.append(entry)
+    need(all((a.kind, a.id) < (b.kind, b.id) for a, b in pairwise(entries)), "entry order")
+    return Pack(name, entries, range(start, start + length))
 
-    Header, tail, table hash, PackId against name and directory, order and bounds of the entries,
-    every payload against its id, records' canonical form, and zero wherever nothing is said to be.
-    Of a delta whose base is in another pack only what stands before its words is looked at.
 
-    Page congruence can be checked for a raw block if a tensor record of this pack lists it and a
-    manifest of this pack names that tensor: block sizes are multiples of 4096, so each block of a
-    tensor has the tensor's own remainder, whatever the block size.  It cannot be checked where the
-    pack has no such manifest.  That the blocks of a run touch each other cannot be checked: a run
-    ends where a block was stored before or is constant, and a new one may begin anywhere.
-    """
-    return verify_pack_bytes(path.read_bytes(), path)
+def verify_pack_bytes(data: bytes, path: Path, bases: Callable[[str], bytes] | None = None) -> Pack:
+    """Check every byte of a pack; of deltas to blocks elsewhere only if `bases` gives these."""
+    pack = read_table(data, path)
+    blocks = {entry.id: entry for entry in pack.entries if entry.kind == BLOCK}
+    end = PAGE
+    for entry in sorted(pack.entries, key=lambda entry: entry.offset):
+        need(entry.offset >= end, f"{entry.id} begins in another payload")
+        need(not any(data[end : entry.offset]), "a gap with more than zeros")
+        end = entry.offset + entry.stored
+    need(not any(data[end : pack.table.start]), "a gap with more than zeros")
 
+    def plain(entry: Entry) -> bytes | None:
+        payload, base = data[entry.offset : entry.offset + entry.stored], None
+        if entry.base is not None:
+            own = blocks.get(entry.base)
+            need(own is None or not own.is_delta, "a delta to a delta")
+            base = bases(entry.base) if bases else own and plain(own)
+            if base is None:
+                read_coded(payload, entry.width, entry.plain, is_delta=True)
+                return None
+        return entry.decode(payload, base)
 
-def verify_pack_bytes(data: bytes, path: Path) -> Pack:
-    """The same for bytes that would lie at `path`."""
-    pack = _read_pack(data)
-    require(path.name == f"{pack.id}.pack", "the file has another pack's name")
-    require(path.parent.name == pack.id[:2], "the directory is another pack's")
-    payloads = {
-        (e.kind, e.id): read_payload(e, _slice(data, e)) for e in pack.entries if not e.is_delta
-    }
     for entry in pack.entries:
-        require((BLOCK, entry.base) != (BLOCK, entry.id), "a block that is its own base")
-        if entry.is_delta and (BLOCK, entry.base) in payloads:
-            read_payload(entry, _slice(data, entry), payloads[BLOCK, str(entry.base)])
-        elif entry.is_delta:
-            read_coded(_slice(data, entry), entry.width, entry.plain, is_delta=True)
-    records = {
-        key: READERS[key[0]](payload) for key, payload in payloads.items() if key[0] in READERS
-    }
-    offsets = _offsets_in_files(records)
-    for entry in pack.entries:
-        known = offsets.get(entry.id)
-        if entry.kind == BLOCK and entry.codec == RAW and known:
-            require(entry.offset % PAGE in known, f"block {entry.id} is off its page")
+        found = plain(entry)
+        if entry.kind != BLOCK:
+            read_record(entry.kind, found or b"")
     return pack
 
 
-def _read_pack(data: bytes) -> Pack:
-    require(len(data) >= PAGE + TAIL.size and len(data) % PAGE == 0, "no pack has this size")
-    magic, version, zero, _ = HEADER.unpack_from(data)
-    require(magic == b"MSTOREPK" and version == 3, "magic or version of the header")
-    require(_blank(zero) and _blank(data[HEADER.size : PAGE]), "header with more than zeros")
-    start, length, digest, again, zero, magic = TAIL.unpack(data[-TAIL.size :])
-    require((magic, again) == (b"KPEROTSM", version), "magic or version of the tail")
-    require(_blank(zero), "tail with more than zeros")
-    require(start >= PAGE and start + length <= len(data) - TAIL.size, "table out of bounds")
-    require(length % ENTRY.size == 0, "half an entry")
-    table = data[start : start + length]
-    require(blake3(table).digest() == digest, "table hash")
-    require(_blank(data[start + length : -TAIL.size]), "padding with more than zeros")
-    pack_id = blake3(data[: HEADER.size] + table, derive_key_context=PACK_CONTEXT).hexdigest()
-    entries = [_read_entry(row) for row in ENTRY.iter_unpack(table)]
-    require(all((a.kind, a.id) < (b.kind, b.id) for a, b in pairwise(entries)), "entry order")
-    require(all(e.offset + e.stored <= start for e in entries), "payload in the table")
-    end = PAGE
-    for entry in sorted(entries, key=lambda e: e.offset):
-        require(entry.offset >= end, "payload in the header or in another payload")
-        require(_blank(data[end : entry.offset]), "a gap with more than zeros")
-        end = entry.offset + entry.stored
-    require(_blank(data[end:start]), "a gap with more than zeros")
-    return Pack(pack_id, len(data), entries)
+def verify_pack(path: Path, bases: Callable[[str], bytes] | None = None) -> Pack:
+    return verify_pack_bytes(path.read_bytes(), path, bases)
 
 
-def _read_entry(row: tuple[Any, ...]) -> Entry:
-    name, base, offset, stored, plain, kind, codec, width, zero = row
-    require(_blank(zero), "entry with more than zeros")
-    require(kind < len(KINDS), f"kind {kind}")
-    base = None if _blank(base) else base.hex()
-    entry = Entry(kind, name.hex(), offset, stored, plain, codec, width, base)
-    _check_lengths(entry)
-    return entry
+# --- records -------------------------------------------------------------------------------------
 
 
-def _check_lengths(entry: Entry) -> None:
-    """What an entry or a row of the index can say without a payload."""
-    require(entry.width in (1, 2, 4, 8), f"element width {entry.width}")
-    require(entry.plain > 0, "an empty payload")
-    if entry.kind == BLOCK and entry.codec == CONSTANT:
-        require(entry.stored == entry.width, "a constant of another width")
-        require(entry.plain % entry.width == 0, "half an element")
-    elif entry.kind == BLOCK and entry.codec in (ZSTD, FLOATS, DELTA):
-        require(entry.stored < entry.plain, "a payload that saves nothing")
-        require(entry.plain % entry.width == 0, "half an element")
-        require(entry.codec == ZSTD or entry.width <= 4, "wide elements that are coded")
-    else:
-        require(entry.codec == RAW, f"codec {entry.codec} for a {KINDS[entry.kind]}")
-        require(entry.stored == entry.plain, "raw bytes of another length")
-    require(entry.kind == BLOCK or entry.width == 1, "a record with an element width")
-    require(entry.is_delta == (entry.base is not None), "a base without a delta, or the reverse")
+def encode(value: object) -> bytes:
+    """The one form of a value, the shortest."""
+    return msgpack.packb(value)
 
 
-def read_payload(entry: Entry, stored: bytes, base: bytes | None = None) -> bytes:
-    """The plain bytes of an entry, checked against its id in the domain of its kind.
+def decode(data: bytes, *, maps: bool = False) -> Any:
+    """A MessagePack value in its one form; maps and extensions are in no record."""
 
-    base: the plain bytes of a delta's base block.
-    """
-    require(len(stored) == entry.stored, "the pack ends in a payload")
-    plain = stored
-    if entry.codec == CONSTANT:
-        plain = stored * (entry.plain // entry.width)
-    elif entry.codec == ZSTD:
-        plain = read_frame(entry, stored)
-    elif entry.codec in (FLOATS, DELTA):
-        require((base is not None) == entry.is_delta, "a base that is missing, or none's")
-        plain = from_coded(stored, entry.width, entry.plain, base)
-    if entry.kind == BLOCK:
-        digest = blake3(plain).hexdigest()
-    else:
-        digest = blake3(plain, derive_key_context=CONTEXTS[entry.kind]).hexdigest()
-    require(digest == entry.id, f"{KINDS[entry.kind]} {entry.id} has other bytes")
-    return plain
+    def a_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        need(maps and all(type(key) is str for key in keys), "a map")
+        need(keys == sorted(set(keys)), "keys of a map that are not sorted, or not texts")
+        return dict(pairs)
 
+    def an_extension(*_: object) -> None:
+        raise FormatError("an extension")
 
-def read_frame(entry: Entry, stored: bytes) -> bytes:
-    """The plain bytes in the one frame of a payload."""
     try:
-        told = zstandard.get_frame_parameters(stored)
-        require(told.content_size == entry.plain, "a frame of another length")
-        require(told.window_size <= 1 << 20, "a frame with a wide window")
-        require(not told.has_checksum and told.dict_id == 0, "a checksum or a dictionary")
-        return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise FormatError(f"the frame of block {entry.id}: {error}") from error
+        value = msgpack.unpackb(data, object_pairs_hook=a_map, ext_hook=an_extension)
+    except msgpack.ExtraData as error:
+        raise FormatError("bytes after the record's end") from error
+    except ValueError as error:
+        raise FormatError(f"no MessagePack: {error}") from error
+    need(encode(value) == data, "not in canonical form")
+    return value
 
 
-# --- coded elements ------------------------------------------------------------------------------
-
-ALONE, OF_FLOATS, OF_INTEGERS = range(3)
-CODED_HEADER = struct.Struct("<B B B B B B 2s I")
-LEAST_STATE = 1 << 16
+Type = Callable[[Any, str], Any]
 
 
-@dataclass(frozen=True)
-class Coded:
-    """A payload of codec 3 or 4, as far as it can be read without the base."""
+def of_type(kind: type, name: str) -> Type:
+    def check(value: Any, what: str) -> Any:
+        need(type(value) is kind, f"{what} is no {name}")
+        return value
 
-    mode: int
-    width: int
-    count: int
-    zeros: int
-    shift: int
-    lowest: int
-    lists: bool
-    empty: list[bool]
-    raw_bits: list[int]
-    slots: list[list[tuple[int, int, int]]]
-    words: tuple[int, ...]
-    states: list[int]
+    return check
 
-    @property
-    def bits(self) -> int:
-        """The n of the page."""
-        return 8 * self.width - self.zeros
 
-    def elements(self, base: bytes) -> bytes:
-        """The plain bytes; base: zeros for codec 3."""
-        known = [
-            int.from_bytes(base[at : at + self.width], "little")
-            for at in range(0, len(base), self.width)
-        ]
-        require(all(b % (1 << self.zeros) == 0 for b in known), "a base with lower bits")
-        known = [b >> self.zeros for b in known]
-        lanes = len(self.states)
-        known += [0] * (len(self.empty) * lanes - self.count)
-        contexts = self._contexts(known)
-        found: list[int] = []
-        words = iter(self.words)
-        states = list(self.states)
-        for row, empty in enumerate(self.empty):
-            mine = slice(row * lanes, (row + 1) * lanes)
-            numbers = [0] * lanes if empty else self._row(states, words, contexts[mine])
-            require(empty or not self.lists or any(numbers), "an empty row that is not listed")
-            found += map(self._element, numbers, known[mine])
-        require(states == [LEAST_STATE] * lanes, "a state at the end that is none")
-        require(next(words, None) is None, "words that are left")
-        require(not any(found[self.count :]), "an element behind the block")
-        return b"".join(
-            (x << self.zeros).to_bytes(self.width, "little") for x in found[: self.count]
+boolean, integer, real = of_type(bool, "boolean"), of_type(int, "integer"), of_type(float, "float")
+data_of, array = of_type(bytes, "bytes"), of_type(list, "array")
+
+
+def count(value: Any, what: str) -> int:
+    need(integer(value, what) >= 0, f"{what} is negative")
+    need(value < 1 << 63, f"{what} is too large")
+    return value
+
+
+def text(value: Any, what: str, most: int = 4096) -> str:
+    need(len(of_type(str, "text")(value, what).encode()) <= most, f"{what} is too long")
+    return value
+
+
+def long_text(value: Any, what: str) -> str:
+    return text(value, what, 1 << 20)
+
+
+def an_id(value: Any, what: str) -> str:
+    need(len(data_of(value, what)) == 32, f"{what} is no id")
+    return value.hex()
+
+
+def block_ids(value: Any, what: str) -> list[str]:
+    need(len(data_of(value, what)) % 32 == 0, f"{what} is half an id")
+    return [value[i : i + 32].hex() for i in range(0, len(value), 32)]
+
+
+def maybe(kind: Type) -> Type:
+    return lambda value, what: None if value is None else kind(value, what)
+
+
+def many(kind: Type, most: int = 1 << 63) -> Type:
+    def check(value: Any, what: str) -> list[Any]:
+        need(len(array(value, what)) <= most, f"{what} has too many items")
+        return [kind(item, what) for item in value]
+
+    return check
+
+
+def row(*kinds: Type) -> Type:
+    def check(value: Any, what: str) -> tuple[Any, ...]:
+        need(len(array(value, what)) == len(kinds), f"{what} has another number of fields")
+        return tuple(kind(item, what) for kind, item in zip(kinds, value, strict=True))
+
+    return check
+
+
+def fields(**kinds: Type) -> Type:
+    def check(value: Any, what: str) -> Record:
+        need(len(array(value, what)) == len(kinds), f"{what} has another number of fields")
+        items = zip(kinds.items(), value, strict=True)
+        return Record(**{name: kind(item, name) for (name, kind), item in items})
+
+    return check
+
+
+def parameter(value: Any, what: str) -> Any:
+    if type(value) is list:
+        return [real(item, what) for item in value]
+    need(type(value) in (bool, int, float, str), f"{what} is no parameter")
+    return text(value, what) if type(value) is str else value
+
+
+MANY_TENSORS, PATTERNS = 1_000_000, many(text, 10_000)
+SHAPE = many(count, 64)
+LIMITS = [1 << 24, 512 << 20, 256 << 20, 4 << 20, 256 << 20, 256 << 20, 4 << 20, 128 << 10]
+FIELDS = {
+    TENSOR: fields(dtype=text, shape=SHAPE, length=count, blocks=block_ids),
+    MANIFEST: fields(
+        files=many(
+            fields(
+                path=text,
+                form=count,
+                size=count,
+                parts=many(fields(name=maybe(text), tensor=an_id, length=count)),
+            ),
+            100_000,
         )
-
-    def _contexts(self, known: list[int]) -> list[int]:
-        """The context of each element."""
-        if self.mode != OF_FLOATS:
-            return [0] * len(known)
-        last, magnitude = len(self.slots) - 1, (1 << (self.bits - 1)) - 1
-        return [min(max(((b & magnitude) >> self.shift) - self.lowest, 0), last) for b in known]
-
-    def _row(self, states: list[int], words: Iterator[int], contexts: list[int]) -> list[int]:
-        """The numbers of one row, in the steps of the page."""
-        symbols = []
-        for lane, context in enumerate(contexts):
-            s = states[lane]
-            symbol, frequency, within = self.slots[context][s % 1024]
-            states[lane] = _refilled(frequency * (s // 1024) + within, words)
-            symbols.append(symbol)
-        widths = [
-            0 if symbol == 0 else self.bits if symbol == 255 else self.raw_bits[context]
-            for symbol, context in zip(symbols, contexts, strict=True)
-        ]
-        raw = [0] * len(states)
-        for done in (0, 16):
-            for lane, width in enumerate(widths):
-                now = min(max(width - done, 0), 16)
-                if now:
-                    s = states[lane]
-                    raw[lane] |= s % (1 << now) << done
-                    states[lane] = _refilled(s >> now, words)
-        return [
-            self._number(symbol, bits, context)
-            for symbol, bits, context in zip(symbols, raw, contexts, strict=True)
-        ]
-
-    def _number(self, symbol: int, raw: int, context: int) -> int:
-        if symbol == 0:
-            return 0
-        raw_bits = self.raw_bits[context]
-        if symbol == 255:
-            own = ((raw - 1) >> raw_bits) + 1 if raw else 0
-            has_own = own < 255 and any(symbol == own for symbol, _, _ in self.slots[context])
-            require(not has_own, "a number that another symbol has")
-            return raw
-        number = ((symbol - 1) << raw_bits) + raw + 1
-        require(number < 1 << self.bits, "a number of too many bits")
-        return number
-
-    def _element(self, number: int, base: int) -> int:
-        n = self.bits
-        every = (1 << n) - 1
-        if self.mode == ALONE:
-            return number >> 1 | (number & 1) << (n - 1)
-        difference = number >> 1 ^ (every if number & 1 else 0)
-        if self.mode == OF_INTEGERS:
-            return base + difference & every
-        high = 1 << (n - 1)
-        ordered = (base ^ every if base & high else base | high) + difference & every
-        return ordered ^ high if ordered & high else ordered ^ every
-
-
-def _refilled(state: int, words: Iterator[int]) -> int:
-    if state >= LEAST_STATE:
-        return state
-    word = next(words, None)
-    if word is None:
-        raise FormatError("too few words")
-    return state << 16 | word
-
-
-def from_coded(stored: bytes, width: int, length: int, base: bytes | None = None) -> bytes:
-    """The `length` plain bytes of a payload of codec 4, or of 3 without a base."""
-    require(base is None or len(base) == length, "the base has another length")
-    coded = read_coded(stored, width, length, is_delta=base is not None)
-    return coded.elements(bytes(length) if base is None else base)
-
-
-def read_coded(stored: bytes, width: int, length: int, *, is_delta: bool) -> Coded:
-    """What a payload of codec 3 or 4 says before any of its words is used."""
-    take = _Taker(stored)
-    mode, zeros, contexts, shift, lowest, lists, zero, count = CODED_HEADER.unpack(
-        take(CODED_HEADER.size)
-    )
-    require(mode in ((OF_FLOATS, OF_INTEGERS) if is_delta else (ALONE,)), f"mode {mode}")
-    require(zeros <= (24 if width == 4 else 0), f"{zeros} zero bits")
-    n = 8 * width - zeros
-    require(1 <= contexts <= (8 if mode == OF_FLOATS else 1), f"{contexts} contexts")
-    require(shift < n, f"a shift by {shift} bits")
-    require(mode == OF_FLOATS or shift == lowest == 0, "classes that nothing has")
-    require(lists <= (mode != ALONE) and _blank(zero), "a header with other flags")
-    elements = length // width
-    lanes = 32 if elements < 16384 else 128
-    rows = -(-elements // lanes)
-    listed = int.from_bytes(take(-(-rows // 8) if lists else 0), "little")
-    require(listed >> rows == 0, "a row behind the last one")
-    raw_bits = list(take(contexts))
-    require(all(r < n for r in raw_bits), "raw bits of a whole element")
-    slots = [_read_slots(take) for _ in range(contexts)]
-    words = struct.unpack(f"<{count}H", take(2 * count))
-    states = struct.unpack(f"<{lanes}I", take(4 * lanes))
-    require(take.is_at_end, "something behind the states")
-    require(all(s >= LEAST_STATE for s in states), "a state that is none")
-    return Coded(
-        mode,
-        width,
-        elements,
-        zeros,
-        shift,
-        lowest,
-        bool(lists),
-        [bool(listed >> row & 1) for row in range(rows)],
-        raw_bits,
-        slots,
-        words,
-        list(states),
-    )
+    ),
+    SNAPSHOT: fields(
+        manifest=an_id,
+        parents=many(row(text, an_id), 4096),
+        made=text,
+        origin=maybe(row(text, text, text)),
+        author=text,
+        plan=maybe(an_id),
+        coverage=maybe(an_id),
+        message=long_text,
+        time_ns=count,
+        tool=text,
+    ),
+    PLAN: fields(
+        operations=many(
+            fields(method=text, parameters=many(row(text, parameter), 256), weights=many(real)),
+            100_000,
+        ),
+        inputs=many(fields(role=text, of=maybe(count), manifest=an_id, model=maybe(text)), 4097),
+        dtype=maybe(text),
+        block_size=count,
+        budget=maybe(count),
+        criteria=fields(
+            score=text,
+            max_error=maybe(real),
+            expert_budget=maybe(count),
+            only=PATTERNS,
+            skip=PATTERNS,
+            top_p=maybe(real),
+        ),
+        allow_missing=boolean,
+        full_expert_bytes=count,
+        planned_expert_bytes=count,
+        error_bound=maybe(real),
+        error_estimate=maybe(real),
+        tensors=many(
+            fields(
+                name=text,
+                chunk_elements=count,
+                states=many(data_of),
+                thresholds=many(row(real, integer)),
+                omitted=many(real),
+                operation=count,
+                sources=many(text),
+                dtype=maybe(text),
+                mixture=maybe(row(real, many(real), boolean)),
+            ),
+            MANY_TENSORS,
+        ),
+        copied=many(row(text, long_text), MANY_TENSORS),
+        remarks=many(long_text, 10_000),
+        layers=many(row(count, count)),
+        taken=many(row(text, count, text), MANY_TENSORS),
+        dropped=many(text, MANY_TENSORS),
+        without=many(text),
+    ),
+    COVERAGE: fields(
+        plan=an_id,
+        tensors=many(
+            fields(name=text, blocks=count, reused=data_of, contributed=many(data_of)),
+            MANY_TENSORS,
+        ),
+        not_finite=many(row(text, count), MANY_TENSORS),
+    ),
+    VIRTUAL: fields(dtype=text, shape=SHAPE, length=count, plan=an_id, tensor=text),
+    NOTE: fields(
+        snapshot=an_id,
+        notes=many(an_id, 1000),
+        kind=text,
+        key=text,
+        value=data_of,
+        author=text,
+        time_ns=count,
+    ),
+}
 
 
-class _Taker:
-    """Bytes, taken from the first on."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    def __call__(self, length: int) -> bytes:
-        require(self._at + length <= len(self._data), "the payload ends too early")
-        self._at += length
-        return self._data[self._at - length : self._at]
-
-    @property
-    def is_at_end(self) -> bool:
-        return self._at == len(self._data)
+def read_record(kind: int, data: bytes) -> Record:
+    """A record of one of the kinds, after all that can be checked of it alone was checked."""
+    what = KINDS[kind]
+    need(len(data) <= LIMITS[kind], f"a long {what}")
+    values = array(decode(data), what)
+    need(values[:1] == [f"{what}/1"], f"the tag of another record than a {what}")
+    record: Record = FIELDS[kind](values[1:], what)
+    RULES[kind](record)
+    return record
 
 
-def _read_slots(take: _Taker) -> list[tuple[int, int, int]]:
-    """(symbol, its frequency, place among its slots) of each slot that one table gives."""
-    low, high = take(2)
-    require(low <= high, "a table of no symbols")
-    slots = []
-    symbol = low
-    while symbol <= high:
-        (frequency,) = take(1)
-        if frequency == 0:
-            after = symbol + 1 + take(1)[0]
-            require(low < symbol and after <= high, "a table that begins or ends with no frequency")
-            symbol = after
-            continue
-        if frequency >= 128:
-            frequency += 128 * take(1)[0] - 128
-            require(frequency >= 128, "a frequency in two bytes for one")
-        slots += [(symbol, frequency, place) for place in range(frequency)]
-        symbol += 1
-    require(len(slots) == 1024, "a table with another sum")
-    return slots
+BITS = dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "BYTES"), 8)
+BITS |= dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
+BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
+BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64}
 
 
-def _offsets_in_files(records: dict[tuple[int, str], Any]) -> dict[str, set[int]]:
-    """Where in files the blocks known to `records` lie, modulo 4096."""
-    offsets: dict[str, set[int]] = {}
-    files = [f for (kind, _), files in records.items() if kind == MANIFEST for f in files]
-    for file in files:
-        at = 0
-        for part in file.parts:
-            tensor = records.get((TENSOR, part.tensor))
-            for block in tensor.blocks if tensor else []:
-                offsets.setdefault(block, set()).add(at % PAGE)
-            at += part.size
-    return offsets
+def tensor_rules(record: Record) -> None:
+    need(record.dtype in BITS, f"dtype {record.dtype}")
+    bits = BITS[record.dtype]
+    need(prod(n or 1 for n in record.shape) * bits < 1 << 63, "a shape that is too large")
+    need(prod(record.shape) * bits == 8 * record.length, "a length that the shape has not")
+    need(record.dtype != "BYTES" or len(record.shape) == 1, "bytes with a shape")
+    blocks = getattr(record, "blocks", None)
+    need(blocks is None or bool(blocks) == bool(record.length), "another number of blocks")
 
 
-def _slice(data: bytes, entry: Entry) -> bytes:
-    return data[entry.offset : entry.offset + entry.stored]
+def virtual_rules(record: Record) -> None:
+    tensor_rules(record)
+    need(record.dtype != "BYTES", "virtual bytes")
 
 
-def _blank(data: bytes) -> bool:
-    return not data.strip(b"\0")
+def manifest_rules(record: Record) -> None:
+    paths = [file.path for file in record.files]
+    need(paths == sorted(set(paths)), "the order of paths")
+    need(sum(len(file.parts) for file in record.files) <= MANY_TENSORS, "too many tensors")
+    for file in record.files:
+        parts = file.path.split("/")
+        need(len(parts) <= 64, f"a deep path: {file.path!r}")
+        for part in parts:
+            need(part not in ("", ".", "..") and len(part.encode()) <= 255, f"path {file.path!r}")
+        need(not re.search("[\0-\x1f\x7f-\x9f]", file.path), f"a control character: {file.path!r}")
+        directories = {"/".join(parts[:n]) for n in range(1, len(parts))}
+        need(directories.isdisjoint(paths), f"a file that is a directory of {file.path!r}")
+        need(file.form == file.path.endswith(".safetensors"), f"form {file.form} of {file.path!r}")
+        names = [part.name for part in file.parts]
+        need(names and names[0] is None, f"no first part of {file.path!r}")
+        need(all(name is not None for name in names[1:]), f"a part without name in {file.path!r}")
+        need(file.form or len(names) == 1, f"parts of {file.path!r}")
+        need(len(names) == len(set(names)), f"a name that comes twice in {file.path!r}")
+        need(sum(part.length for part in file.parts) == file.size, f"the size of {file.path!r}")
+
+
+MADE = ("add", "merge", "prepare", "cast", "align", "extract", "combine")
+ROLES = ("previous", "base", "expert", "companion")
+
+
+def snapshot_rules(record: Record) -> None:
+    roles = [role for role, _ in record.parents]
+    need(set(roles) <= set(ROLES), "a role that is none")
+    need(roles == sorted(roles, key=ROLES.index), "the order of parents")
+    need(roles.count("previous") <= 1 and roles.count("base") <= 1, "two of one role")
+    need(record.made in MADE, f"made by {record.made}")
+    need(record.plan is None or record.made in ("merge", "prepare"), "a plan of no merge")
+    need(record.coverage is None or record.plan is not None, "coverage without a plan")
+
+
+def ascends(items: Sequence[Any]) -> bool:
+    return all(a < b for a, b in pairwise(items))
+
+
+def plan_rules(record: Record) -> None:
+    roles = [one.role for one in record.inputs]
+    experts = roles.count("expert")
+    need(roles[: experts + 1] == ["base", *["expert"] * experts], "the order of inputs")
+<<<<<<< HEAD
+    need(all(re.fullmatch("[a-z][a-z0-9-]{0,62}", role) for role in roles), "the role of an input")
+    need(not {"base", "expert"} & set(roles[experts + 1 :]), "the order of inputs")
+=======
+    for role in roles[experts + 1 :]:
+        need(role not in ("base", "expert"), "the order of inputs")
+        need(re.fullmatch("[a-z][a-z0-9-]{0,62}", role), "the role of an input")
+>>>>>>> reader
+    need(all(one.of is None for one in record.inputs[: experts + 1]), "a base or expert of another")
+    companions = [(one.role, -1 if one.of is None else one.of) for one in record.inputs]
+    need(ascends(companions[experts + 1 :]), "the order of companions")
+    need(all(of <= experts for _, of in companions), "a companion of no input")
+
+    need(record.operations, "no operation")
+    used = {0} | {tensor.operation for tensor in record.tensors}
+    need(used == set(range(len(record.operations))), "an operation of no tensor, or none of one")
+    for operation in record.operations:
+        names = [name for name, _ in operation.parameters]
+        need(ascends(names), "the order of parameters")
+        need(len(operation.weights) == experts, "another number of weights than of experts")
+        operation.parameters = dict(operation.parameters)
+        for name, value in operation.parameters.items():
+            if type(value) is list:
+                need(len(value) == experts, f"another number of {name} than of experts")
+                need(len(set(value)) > 1, f"a list of {name} for equal values")
+
+    need(record.dtype is None or record.dtype in BITS, f"dtype {record.dtype}")
+    criteria = record.criteria
+    need(criteria.score in ("norm", "trimmed", "conflict", "random"), f"score {criteria.score}")
+    error, share = criteria.max_error, criteria.top_p
+    need(error is None or (isfinite(error) and error >= 0), "max error")
+    need(share is None or 0 < share <= 1, "top p")
+    need(ascends(criteria.only) and ascends(criteria.skip), "the order of patterns")
+    need(len(criteria.only) + len(criteria.skip) <= 10_000, "too many patterns")
+
+    others = len(record.inputs) - 1  # "experts" of lists: companions, too
+    need(len({one.name for one in record.tensors}) == len(record.tensors), "a tensor twice")
+    for tensor in record.tensors:
+        what = f"of {tensor.name}"
+        need(len(tensor.states) == len(tensor.omitted) == others, f"the number of experts {what}")
+        need(len({len(states) for states in tensor.states}) <= 1, f"the number of chunks {what}")
+        need(all(max(states, default=0) <= 5 for states in tensor.states), f"a state {what}")
+        need(1 not in b"".join(tensor.states[:1]), f"an expert before the first {what}")
+        need(tensor.chunk_elements > 0, f"chunks without elements {what}")
+        several = len(tensor.thresholds)
+        need(several % max(others, 1) == 0, f"thresholds {what}")
+        for _, quota in tensor.thresholds:
+            need(-1 <= quota < 1 << 63, f"a quota {what}")
+        if tensor.sources:
+            need(len(tensor.sources) == others + 1, f"the number of sources {what}")
+            need(set(tensor.sources) != {tensor.name}, f"sources that are its own name {what}")
+        need(tensor.dtype is None or tensor.dtype in BITS, f"the dtype {what}")
+        need(tensor.mixture is None or len(tensor.mixture[1]) == experts, f"factors {what}")
+
+    if record.layers:
+        need(not record.tensors and len(record.operations) == 1, "a stack with tensors")
+    else:
+        need(not record.taken and not record.dropped, "no stack, and yet tensors of one")
+    members = [member for member, _ in record.layers] + [member for _, member, _ in record.taken]
+    need(all(member <= others for member in members), "a member that is none")
+    need(ascends([name for name, _, _ in record.taken]), "the order of tensors taken")
+    need(all(member or name != source for name, member, source in record.taken), "its own tensor")
+    need(ascends(record.dropped) and ascends(record.without), "the order of what is left out")
+    taken = {name for name, _, _ in record.taken}
+    need(taken.isdisjoint(record.dropped), "a tensor that is taken and dropped")
+
+
+def bitmap(data: bytes, size: int, what: str) -> list[bool]:
+    bits = [bool(byte >> i & 1) for byte in data for i in range(8)]
+    need(len(data) == -(-size // 8) and not any(bits[size:]), f"a bitmap of {what}")
+    return bits[:size]
+
+
+def coverage_rules(record: Record) -> None:
+    names = [tensor.name for tensor in record.tensors]
+    need(len(set(names)) == len(names), "a tensor twice")
+    for one in record.tensors:
+        one.reused = bitmap(one.reused, one.blocks, one.name)
+        one.contributed = [bitmap(bits, one.blocks, one.name) for bits in one.contributed]
+    need(len({len(one.contributed) for one in record.tensors}) <= 1, "the number of experts")
+    order = {name: number for number, name in enumerate(names)}
+    need(all(name in order for name, _ in record.not_finite), "elements of another tensor")
+    need(ascends([order[name] for name, _ in record.not_finite]), "the order of tensors")
+    need(all(elements for _, elements in record.not_finite), "no elements")
+
+
+def check_value(value: Any, depth: int = 0) -> None:
+    """What JSON can say; `depth` arrays and maps are around it."""
+    if type(value) in (list, dict):
+        need(depth < 16, "a value that is too deep")
+        for item in value.values() if type(value) is dict else value:
+            check_value(item, depth + 1)
+    elif type(value) is float:
+        need(isfinite(value), "a number that is not finite")
+    else:
+        need(value is None or type(value) in (bool, int, str), "a value that JSON cannot say")
+
+
+def note_rules(record: Record) -> None:
+    need(len(record.value) <= 65536, "a long value")
+    value = decode(record.value, maps=True)
+    check_value(value)
+    if record.kind == "removal":
+        need(record.notes and ascends(record.notes), "the notes that are removed")
+        need(record.key == "" and value is None, "a removal with a value")
+    elif record.kind == "signature":
+        need(len(record.notes) <= 1 and record.key == "ed25519", "what is signed")
+        need(type(value) is dict and list(value) == ["key", "signature"], "a signature")
+        for name, size in (("key", 64), ("signature", 128)):
+            hex = type(value[name]) is str and re.fullmatch("[0-9a-f]*", value[name])
+            need(hex and len(value[name]) == size, f"the {name} of a signature")
+    else:
+        need(record.kind in ("value", "evaluation", "verdict", "link"), f"kind {record.kind}")
+        need(record.key and not record.notes, "a value without key, or of notes")
+    record.value = value
+
+
+RULES = {
+    TENSOR: tensor_rules,
+    MANIFEST: manifest_rules,
+    SNAPSHOT: snapshot_rules,
+    PLAN: plan_rules,
+    COVERAGE: coverage_rules,
+    VIRTUAL: virtual_rules,
+    NOTE: note_rules,
+}
+
+
+# --- models --------------------------------------------------------------------------------------
+
+STEMS = ("model", "diffusion_pytorch_model", "adapter_model", "consolidated")
+_VARIANT = "([A-Za-z0-9_-]+)"
+_NUMBER = "([0-9]{1,6})"
+
+
+def _split(stem: str) -> tuple[str, str]:
+    """Stem and variant of what may be both."""
+    found = re.fullmatch(rf"({'|'.join(STEMS[:3])})\.{_VARIANT}", stem)
+    return (found[1], found[2]) if found else (stem, "")
+
+
+def as_index(name: str) -> tuple[str, str] | None:
+    """Stem and variant of an index file."""
+    if found := re.fullmatch(r"(.+)\.safetensors\.index\.json", name):
+        return _split(found[1])
+    ending = rf"(.+)\.safetensors\.(?:{_VARIANT}\.index|index\.{_VARIANT})\.json"
+    found = re.fullmatch(ending, name)
+    return (_split(found[1])[0], found[2] or found[3]) if found else None
+
+
+def as_shard(name: str) -> tuple[tuple[str, str], int, int] | None:
+    """Stem and variant, N, and I of a numbered shard; N is 0 where the name does not tell it."""
+    if found := re.fullmatch(rf"consolidated\.{_NUMBER}\.safetensors", name):
+        return ("consolidated", ""), 0, int(found[1])
+    numbers = rf"-{_NUMBER}-of-{_NUMBER}"
+    if found := re.fullmatch(rf"({'|'.join(STEMS)}){numbers}\.{_VARIANT}\.safetensors", name):
+        return (found[1], found[4]), int(found[3]), int(found[2])
+    found = re.fullmatch(rf"(.+){numbers}\.safetensors", name)
+    return (_split(found[1]), int(found[3]), int(found[2])) if found else None
+
+
+@dataclass
+class Model:
+    """Files that a loader loads together, and the map of their index, if they have one."""
+
+    variant: str
+    files: list[str]
+    map: dict[str, str]
+
+
+def models_of(paths: Iterable[str], read: Callable[[str], bytes]) -> dict[str, Model]:
+    """The models of a manifest with these files, by name; `read` reads an index."""
+    every = sorted(paths)
+    models: dict[str, Model] = {}
+    others: list[tuple[str, Model]] = []
+    for directory in {path.rpartition("/")[0] for path in every}:
+        groups, beside = _groups(directory, every, read)
+        own = min({stem for stem, _ in groups} & set(STEMS), key=STEMS.index, default=None)
+        is_alone = len(groups) + len(beside) == 1
+        place = _escaped(directory)
+        for (stem, _), model in groups.items():
+            if is_alone or stem == own:
+                models[_with_variant(place, model)] = model
+            else:
+                others.append((_escaped(_below(directory, stem)), model))
+        others += [(_escaped(_below(directory, stem)), model) for stem, model in beside]
+    for name, model in others:
+        models[_with_variant(f"{name}.safetensors" if name in models else name, model)] = model
+    return models
+
+
+def _groups(
+    directory: str, every: list[str], read: Callable[[str], bytes]
+) -> tuple[dict[tuple[str, str], Model], list[tuple[str, Model]]]:
+    """The groups of a directory by stem and variant, and single files beside an index."""
+    here = {path.rpartition("/")[2]: path for path in every if path.rpartition("/")[0] == directory}
+    groups: dict[tuple[str, str], Model] = {}
+    claimed: set[str] = set()
+    for name, path in here.items():
+        told = as_index(name)
+        if told and told not in groups:
+            weights = {name: _below(directory, shard) for name, shard in _map(read(path)).items()}
+            files = set(weights.values()) - claimed
+            if files and set(weights.values()) <= set(every):
+                claimed |= files
+                groups[told] = Model(told[1], sorted(files), weights)
+    beside = []
+    numbered: dict[tuple[str, str], dict[int, dict[int, str]]] = {}
+    left = {name: path for name, path in here.items() if path not in claimed}
+    indexed = set(groups)
+    for name, path in left.items():
+        if name.endswith(".safetensors"):
+            stem = name.removesuffix(".safetensors")
+            told = _split(stem)
+            if shard := as_shard(name):
+                of = numbered.setdefault(shard[0], {})
+                of.setdefault(shard[1], {})[shard[2]] = path
+            elif told in indexed:
+                beside.append((stem, Model(told[1], [path], {})))
+            else:
+                groups[told] = Model(told[1], [path], {})
+    for told, shards in numbered.items():
+        whole = [n for n, of in shards.items() if n in (0, len(of))]
+        if told not in groups and whole:
+            groups[told] = Model(told[1], sorted(shards[min(whole)].values()), {})
+    return groups, beside
+
+
+def _below(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
+
+
+def _escaped(path: str) -> str:
+    return path.replace("%", "%25").replace(":", "%3A")
+
+
+def _with_variant(name: str, model: Model) -> str:
+    return f"{name}@{model.variant}" if model.variant else name
+
+
+def _map(data: bytes) -> dict[str, str]:
+    """The `weight_map` of an index, empty if it has none."""
+    try:
+        found = json.loads(data)["weight_map"]
+    except (ValueError, LookupError, TypeError):
+        return {}
+    is_map = type(found) is dict and all(type(shard) is str for shard in found.values())
+    return found if is_map else {}
+
+
+# --- refs and lists ------------------------------------------------------------------------------
+
+
+def check_ref(kind: str, name: str) -> None:
+    """The name of a ref, and that it is one of its kind."""
+    parts = name.split("/")
+    own = parts
+    if kind in ("remote", "candidate"):
+        need(len(parts) > 2 and parts[0] == f"{kind}s", f"{name!r} is no {kind}")
+        need(len(parts[1].encode()) <= 64, f"a long part of {name!r}")
+        own = parts[2:]
+    else:
+        need(kind in ("branch", "tag"), f"kind {kind} of {name!r}")
+        need(parts[0] not in ("remotes", "candidates"), f"{name!r} is no {kind}")
+    need(len("/".join(own).encode()) <= 200, f"a long name {name!r}")
+    need(unicodedata.is_normalized("NFC", name), f"{name!r} is not in normal form C")
+    for part in parts:
+        need(part and part[0] not in ".-" and not part.endswith(".lock"), f"a part of {name!r}")
+    bad = set("~^:@{}\\*?[]=\"'<>|$`") & set(name)
+    bad |= {c for c in name if unicodedata.category(c) in ("Cc", "Cf", "Zs", "Zl", "Zp")}
+    need(not bad and not re.search(r"\s", name), f"a character of {name!r}")
+    need(not re.fullmatch("[0-9a-f]{16,64}", "/".join(own)), f"{name!r} looks like an id")
+
+
+def sealed(data: bytes, head: str) -> tuple[int, list[str]]:
+    """The generation of a sealed text, and the lines after it."""
+    need(len(data) <= 1 << 28, "a text that is too long")
+    found = re.fullmatch(rb"((?:[^\n]*\n)*)blake3 ([0-9a-f]{64})\n", data)
+    need(found, "a text without its hash")
+    need(blake3(found[1]).hexdigest() == found[2].decode(), "the hash of a text")
+    try:
+        lines = found[1].decode().split("\n")[:-1]
+    except UnicodeDecodeError as error:
+        raise FormatError("a text that is no UTF-8") from error
+    need(lines[:1] == [head], f"the head of a text is not {head!r}")
+    number = re.fullmatch("generation (0|[1-9][0-9]*)", lines[1] if lines[1:] else "")
+    need(number, "the generation of a text")
+    return int(number[1]), lines[2:]
+
+
+def read_mirror(data: bytes) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Generation, and kind and snapshot of each ref."""
+    generation, lines = sealed(data, "mstore refs 2")
+    refs = {}
+    for line in lines:
+        found = re.fullmatch("([a-z]+) ([0-9a-f]{64}) (.+)", line)
+        need(found, f"line {line!r}")
+        check_ref(found[1], found[3])
+        refs[found[3]] = (found[1], found[2])
+    need(len(refs) == len(lines) and ascends([n.encode() for n in refs]), "the order of refs")
+    inside = {"/".join(name.split("/")[:n]) for name in refs for n in range(1, name.count("/") + 1)}
+    need(inside.isdisjoint(refs), "a ref that is a directory of another")
+    return generation, refs
+
+
+def read_pack_list(data: bytes, uuid: str) -> tuple[int, dict[str, int]]:
+    """Generation, and the generation of each pack's line."""
+    generation, lines = sealed(data, "mstore packs 1")
+    need(lines[:1] == [f"store {uuid}"], "the list of another store")
+    packs = {}
+    for line in lines[1:]:
+        found = re.fullmatch("(0|[1-9][0-9]*) ([0-9a-f]{64})", line)
+        need(found, f"line {line!r}")
+        packs[found[2]] = int(found[1])
+    need(len(packs) == len(lines) - 1, "a pack twice")
+    need(ascends([(number, pack) for pack, number in packs.items()]), "the order of packs")
+    need(all(number <= generation for number in packs.values()), "a pack of a later generation")
+    return generation, packs
+
+
+# --- the index -----------------------------------------------------------------------------------
+
+
+def row_check(database: str, key: bytes, value: bytes) -> bytes:
+    """The check that ends a row of the index, of statistics, or of the memo table."""
+    told = database.encode() + b"\0" + struct.pack(">H", len(key)) + key + value
+    return blake3(told, derive_key_context="mstore 1 row at rest").digest()[:8]
+
+
+UNCHECKED = ("blocks", "records", "leases")
+DATABASES = {
+    *("blocks", "records", "packs", "pack_ids", "condemned", "snapshots", "contents", "children"),
+    *("refs", "reflog", "leases", "counters", "pruned", "pinned", "plans", "notes", "backup"),
+}
+
+
+def read_index(directory: Path) -> dict[str, dict[bytes, bytes]]:
+    """The rows of each database, without their checks."""
+    found: dict[str, dict[bytes, bytes]] = {}
+    options = {"readonly": True, "lock": False, "max_dbs": len(DATABASES) + 1}
+    with lmdb.open(str(directory), **options) as env, env.begin() as reading:
+        names = {bytes(name).decode() for name, _ in reading.cursor()}
+        need(names == DATABASES, "databases of another index")
+        for name in DATABASES:
+            handle = env.open_db(name.encode(), reading, create=False)
+            with reading.cursor(db=handle) as cursor:
+                rows = {bytes(key): bytes(value) for key, value in cursor}
+            if name not in UNCHECKED:
+                for key, value in rows.items():
+                    need(row_check(name, key, value[:-8]) == value[-8:], f"a row of {name}")
+                    rows[key] = value[:-8]
+            found[name] = rows
+    return found
 
 
 # --- stores --------------------------------------------------------------------------------------
 
 
 class IndependentStore:
-    """A store, read through its index or, with index=False, from packs and mirror alone."""
+    """A store, read by its index; or, without that, by the tables of its packs and the mirror."""
 
     def __init__(self, path: Path, *, index: bool = True) -> None:
-        self.path = Path(path)
-        self.uuid, self.block_size = _read_format((self.path / "format").read_bytes())
-        self.index = _read_index(self.path / "index") if index else {}
-        self._places = self._from_index() if index else self._from_packs()
-        self.ref_kinds = self._refs_of_index() if index else self._refs_of_mirror()
+        self.path = path
+        line = (path / "format").read_bytes()
+        told = re.fullmatch(
+            rb"mstore 3 ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ([1-9]\d*)\n", line
+        )
+        need(told, "the line in format")
+        self.uuid, self.block_size = told[1].decode(), int(told[2])
+        size = self.block_size
+        need(1 << 16 <= size <= 1 << 24 and not size & (size - 1), f"block size {size}")
+        self.index = read_index(path / "index") if index else {}
+        self._places: dict[tuple[int, str], list[tuple[Path, Entry]]] = {}
+        for pack, entry in self._indexed() if index else self._listed():
+            need(entry.kind or entry.plain <= size, f"a long block: {entry.id}")
+            self._places.setdefault((entry.kind, entry.id), []).append((pack, entry))
+        self.ref_kinds = self._refs_of_index() if index else self.mirror()[1]
 
-    def refs(self) -> dict[str, str]:
-        return {name: snapshot for name, (_, snapshot) in self.ref_kinds.items()}
+    # --- where things are ---
+
+    def pack_path(self, id: str) -> Path:
+        return self.path / "packs" / id[:2] / f"{id}.pack"
+
+    def pack_paths(self) -> list[Path]:
+        return sorted((self.path / "packs").glob("*/*.pack"))
+
+    def _listed(self) -> Iterator[tuple[Path, Entry]]:
+        for path in self.pack_paths():
+            for entry in read_table(path.read_bytes(), path).entries:
+                yield path, entry
+
+    def _indexed(self) -> Iterator[tuple[Path, Entry]]:
+        packs = {}
+        for number, value in self.index["packs"].items():
+            id, size, place = struct.unpack(">32sQI", value)
+            need(place == 0, f"place {place} of a pack")
+            path = self.pack_path(id.hex())
+            need(path.is_file() and path.stat().st_size == size, f"pack {id.hex()}")
+            need(self.index["pack_ids"].get(id) == number, f"the number of pack {id.hex()}")
+            packs[number] = (path, size)
+        need(len(packs) == len(self.index["pack_ids"]), "a pack's id without a number")
+        for name in ("blocks", "records"):
+            for key, value in self.index[name].items():
+                kind, id = (0, key) if name == "blocks" else (key[0], key[1:])
+                numbers, base = struct.unpack(">IQIIBB", value[:22]), value[22:]
+                need(name == "blocks" or kind, "a block among records")
+                need(len(id) == 32 and len(base) in (0, 32), f"a row of {name}")
+                need(value[:4] in packs, f"a row of {name} in a pack that is none")
+                path, size = packs[value[:4]]
+                entry = Entry(kind, id.hex(), base.hex() or None, *numbers[1:])
+                entry.check()
+                inside = entry.offset >= PAGE and entry.offset + entry.stored <= size - 64
+                need(inside, f"a row of {name} outside of its pack")
+                yield path, entry
 
     def ids(self, kind: int) -> set[str]:
-        return {name for k, name in self._places if k == kind}
+        return {id for one, id in self._places if one == kind}
 
-    def place(self, kind: int, name: str) -> tuple[Path, Entry]:
-        """The pack that holds something, and where in it."""
-        require((kind, name) in self._places, f"no {KINDS[kind]} {name}")
-        return self._places[kind, name]
+    def place(self, kind: int, id: str) -> tuple[Path, Entry]:
+        """The first copy whose base is there."""
+        for path, entry in self._places.get((kind, id), ()):
+            if entry.base is None or self._places.get((BLOCK, entry.base)):
+                return path, entry
+        raise FormatError(f"no {KINDS[kind]} {id}")
 
-    def block(self, name: str) -> bytes:
-        return self._read(BLOCK, name)
-
-    def tensor(self, name: str) -> Tensor:
-        tensor = _read_tensor(self._read(TENSOR, name))
-        require(len(tensor.blocks) == -(-tensor.size // self.block_size), "number of blocks")
-        return tensor
-
-    def manifest(self, name: str) -> list[File]:
-        return _read_manifest(self._read(MANIFEST, name))
-
-    def snapshot(self, name: str) -> Snapshot:
-        return _read_snapshot(self._read(SNAPSHOT, name))
-
-    def plan(self, name: str) -> Plan:
-        return _read_plan(self._read(PLAN, name))
-
-    def coverage(self, name: str) -> Coverage:
-        return _read_coverage(self._read(COVERAGE, name))
-
-    def virtual(self, name: str) -> Virtual:
-        return _read_virtual(self._read(VIRTUAL, name))
-
-    def note(self, name: str) -> Note:
-        return _read_note(self._read(NOTE, name))
-
-    def noted(self, snapshot: str) -> dict[str, tuple[str, Any]]:
-        """Kind and value of the notes that count, by key."""
-        notes = {name: self.note(name) for name in self.ids(NOTE)}
-        own = {name: one for name, one in notes.items() if one.snapshot == snapshot}
-        hidden = {name for one in own.values() if one.form == "removal" for name in one.notes}
-        shown = [
-            (one.time_ns, name, one)
-            for name, one in own.items()
-            if one.form in STATING and name not in hidden
-        ]
-        return {one.key: (one.form, one.value) for _, _, one in sorted(shown, key=lambda o: o[:2])}
-
-    def tensor_bytes(self, name: str) -> bytes:
-        tensor = self.tensor(name)
-        blocks = [self.block(block) for block in tensor.blocks]
-        require(all(len(b) == self.block_size for b in blocks[:-1]), "a short block inside")
-        require(sum(map(len, blocks)) == tensor.size, "the blocks have other bytes")
-        return b"".join(blocks)
-
-    def files(self, snapshot: str) -> dict[str, int]:
-        return {f.path: f.size for f in self.manifest(self.snapshot(snapshot).manifest)}
-
-    def file_bytes(self, snapshot: str, path: str) -> bytes:
-        files = {f.path: f for f in self.manifest(self.snapshot(snapshot).manifest)}
-        require(path in files, f"no file {path}")
-        parts = files[path].parts
-        pieces = [self.tensor_bytes(part.tensor) for part in parts]
-        require([len(p) for p in pieces] == [part.size for part in parts], "sizes of parts")
-        tensors = [self.tensor(part.tensor) for part in parts]
-        require(tensors[0].dtype == "BYTES", "bytes that are no tensor have a dtype")
-        if files[path].form == 1:
-            _check_safetensors(pieces[0], parts[1:], tensors[1:])
-        return b"".join(pieces)
-
-    def _read(self, kind: int, name: str) -> bytes:
-        path, entry = self.place(kind, name)
+    def _bytes(self, kind: int, id: str) -> bytes:
+        path, entry = self.place(kind, id)
         base = None
         if entry.base is not None:
-            require(not self.place(BLOCK, entry.base)[1].is_delta, "the base of a delta is one")
-            base = self._read(BLOCK, entry.base)
+            need(not self.place(BLOCK, entry.base)[1].is_delta, "a delta to a delta")
+            base = self.block(entry.base)
         with path.open("rb") as file:
             file.seek(entry.offset)
-            return read_payload(entry, file.read(entry.stored), base)
+            return entry.decode(file.read(entry.stored), base)
 
-    def _from_packs(self) -> dict[tuple[int, str], tuple[Path, Entry]]:
-        places = {}
-        since = self.pack_list()
-        for path in sorted((self.path / "packs").glob("*/*.pack")):
-            pack = verify_pack(path)
-            require(pack.id in since, "a pack without a line")
-            places.update({(e.kind, e.id): (path, e) for e in pack.entries})
-        return places
+    # --- what it holds ---
 
-    def _from_index(self) -> dict[tuple[int, str], tuple[Path, Entry]]:
-        packs = {}
-        for number, row in self.index["packs"].items():
-            name = row[:32].hex()
-            packs[number] = self.path / "packs" / name[:2] / f"{name}.pack"
-            require(packs[number].stat().st_size == int.from_bytes(row[32:40], "big"), "pack size")
-            require(row[40:] == bytes(4), "the place of a pack")
-        rows = [(BLOCK, key, value) for key, value in self.index["blocks"].items()]
-        rows += [(key[0], key[1:], value) for key, value in self.index["records"].items()]
-        places = {}
-        for kind, key, value in rows:
-            require(len(key) == 32, "a key's length")
-            require(len(value) in (LOCATION.size, LOCATION.size + 32), "a location's length")
-            number, *numbers = LOCATION.unpack_from(value)
-            entry = Entry(kind, key.hex(), *numbers, value[LOCATION.size :].hex() or None)
-            _check_lengths(entry)
-            places[kind, key.hex()] = packs[number.to_bytes(4, "big")], entry
-        return places
+    def block(self, id: str) -> bytes:
+        return self._bytes(BLOCK, id)
+
+    def record(self, kind: int, id: str) -> Record:
+        return read_record(kind, self._bytes(kind, id))
+
+    def tensor(self, id: str) -> Record:
+        """A tensor record, whose blocks are as many as its length takes."""
+        record = self.record(TENSOR, id)
+        need(len(record.blocks) == -(-record.length // self.block_size), f"blocks of tensor {id}")
+        return record
+
+    def tensor_bytes(self, id: str) -> bytes:
+        record = self.tensor(id)
+        blocks = [self.block(block) for block in record.blocks]
+        need({len(block) for block in blocks[:-1]} <= {self.block_size}, f"a short block of {id}")
+        need(sum(map(len, blocks)) == record.length, f"the last block of {id}")
+        return b"".join(blocks)
+
+    def manifest(self, id: str) -> list[Record]:
+        """The files of a manifest."""
+        files: list[Record] = self.record(MANIFEST, id).files
+        return files
+
+    def snapshot(self, id: str) -> Record:
+        return self.record(SNAPSHOT, id)
+
+    def plan(self, id: str) -> Record:
+        return self.record(PLAN, id)
+
+    def coverage(self, id: str) -> Record:
+        return self.record(COVERAGE, id)
+
+    def virtual(self, id: str) -> Record:
+        return self.record(VIRTUAL, id)
+
+    def note(self, id: str) -> Record:
+        return self.record(NOTE, id)
+
+    def files(self, snapshot: str) -> dict[str, int]:
+        """Path and size of each file."""
+        files = self.manifest(self.snapshot(snapshot).manifest)
+        return {file.path: file.size for file in files}
+
+    def _file(self, snapshot: str, path: str) -> Record:
+        files = self.manifest(self.snapshot(snapshot).manifest)
+        (file,) = [file for file in files if file.path == path]
+        return file
+
+    def part(self, part: Record) -> Record:
+        """The record of a part of a file: a tensor's, or else a virtual one."""
+        is_stored = (TENSOR, part.tensor) in self._places
+        record = self.tensor(part.tensor) if is_stored else self.virtual(part.tensor)
+        need(record.length == part.length, f"the length of part {part.name}")
+        need((record.dtype == "BYTES") or part.name is not None, "a part without name or bytes")
+        return record
+
+    def file_bytes(self, snapshot: str, path: str) -> bytes:
+        file = self._file(snapshot, path)
+        self.check_file(file)
+        return b"".join(self.tensor_bytes(part.tensor) for part in file.parts)
+
+    def check_file(self, file: Record) -> None:
+        """The records of its parts are those that its header lists."""
+        records = [self.part(part) for part in file.parts]
+        need(records[0].dtype == "BYTES", f"the first part of {file.path}")
+        if not file.form:
+            return
+        head = self.tensor_bytes(file.parts[0].tensor)
+        need(len(head) == 8 + int.from_bytes(head[:8], "little"), f"the header of {file.path}")
+        try:
+            listed = json.loads(head[8:])
+        except ValueError as error:
+            raise FormatError(f"the header of {file.path} is no JSON") from error
+        listed.pop("__metadata__", None)
+        listed = sorted(listed.items(), key=lambda item: item[1]["data_offsets"])
+        need([name for name, _ in listed] == [p.name for p in file.parts[1:]], "names of tensors")
+        at = 0
+        for (name, told), record in zip(listed, records[1:], strict=True):
+            need(told["data_offsets"] == [at, at + record.length], f"the place of {name}")
+            need((told["dtype"], told["shape"]) == (record.dtype, record.shape), f"type of {name}")
+            at += record.length
+
+    def models(self, snapshot: str) -> dict[str, Model]:
+        return models_of(self.files(snapshot), lambda path: self.file_bytes(snapshot, path))
+
+    def tensors(self, snapshot: str) -> dict[str, tuple[str, str]]:
+        """File and id of each tensor of each model, by its name with its model's."""
+        files = self.manifest(self.snapshot(snapshot).manifest)
+        parts = {file.path: {part.name: part.tensor for part in file.parts[1:]} for file in files}
+        found = {}
+        for model, of in self.models(snapshot).items():
+            for path in of.files:
+                for name, id in parts[path].items():
+                    full = f"{model}:{name}" if model or ":" in name else name
+                    told = of.map.get(name)
+                    if full not in found or told not in of.files or told == path:
+                        found[full] = (path, id)
+        return found
+
+    def noted(self, snapshot: str) -> dict[str, tuple[str, Any]]:
+        """Kind and value of each note that counts, by key."""
+        notes = {id: self.note(id) for id in self.ids(NOTE)}
+        notes = {id: note for id, note in notes.items() if note.snapshot == snapshot}
+        removed = {id for note in notes.values() if note.kind == "removal" for id in note.notes}
+        values = [
+            (note.time_ns, id, note)
+            for id, note in notes.items()
+            if id not in removed and note.kind not in ("removal", "signature")
+        ]
+        return {
+            note.key: (note.kind, note.value) for _, _, note in sorted(values, key=lambda v: v[:2])
+        }
+
+    # --- refs, lists and generations ---
 
     def _refs_of_index(self) -> dict[str, tuple[str, str]]:
-        rows = [(k.decode(), _items(decode(v), "ref", 2)) for k, v in self.index["refs"].items()]
-        return _check_refs((name, kind, _hex(snapshot, name)) for name, (kind, snapshot) in rows)
-
-    def pack_list(self) -> dict[str, int]:
-        """The packs of the newest list, and the generation of each."""
-        found = [
-            re.fullmatch(r"packs\.(0|[1-9]\d*)", p.name) for p in (self.path / "refs").iterdir()
-        ]
-        newest = max((int(name[1]) for name in found if name), default=None)
-        if newest is None:
-            return {}
-        path = self.path / "refs" / f"packs.{newest}"
-        generation, lines = _sealed_lines(path, "mstore packs 1", "pack list")
-        require(generation == newest, "a pack list under another's name")
-        require(lines.pop(0) == f"store {self.uuid}", "a pack list of another store")
-        rows = [re.fullmatch(r"(0|[1-9]\d*) ([0-9a-f]{64})", line) for line in lines]
-        require(all(rows), "a line of the pack list")
-        packs = [(int(row[1]), row[2]) for row in rows if row]
-        require(packs == sorted(packs), "the pack list is out of order")
-        require(all(since <= generation for since, _ in packs), "a pack later than its list")
-        return {pack: since for since, pack in packs}
-
-    def _refs_of_mirror(self) -> dict[str, tuple[str, str]]:
-        path = self.path / "refs" / "mirror"
-        _, lines = _sealed_lines(path, "mstore refs 2", "mirror")
-        rows = [re.fullmatch(r"(\S+) ([0-9a-f]{64}) (\S+)", line) for line in lines]
-        require(all(rows), "a line of the mirror")
-        refs = _check_refs((row[3], row[1], row[2]) for row in rows if row)
-        require(list(refs) == sorted(refs), "the mirror is out of order")
+        refs = {}
+        for key, value in self.index["refs"].items():
+            kind, id = decode(value)
+            check_ref(kind, key.decode())
+            refs[key.decode()] = (kind, an_id(id, "a ref's snapshot"))
         return refs
 
+    def refs(self) -> dict[str, str]:
+        return {name: id for name, (_, id) in self.ref_kinds.items()}
 
-def _sealed_lines(path: Path, head: str, what: str) -> tuple[int, list[str]]:
-    """Generation and lines of a text that ends with its own hash."""
-    data = path.read_bytes()
-    first, *lines = data.decode().split("\n")
-    require(lines[-1:] == [""], f"last line of the {what}")
-    require(first == head, f"first line of the {what}")
-    body, hash, _ = data[:-72], data[-72:-1].decode(), lines.pop()
-    require(hash == f"blake3 {blake3(body).hexdigest()}", f"the {what}'s hash")
-    require(lines.pop() == hash, f"last line of the {what}")
-    told = re.fullmatch(r"generation (0|[1-9]\d*)", lines.pop(0))
-    require(told, f"the {what}'s generation")
-    assert told is not None
-    return int(told[1]), lines
+    def mirror(self) -> tuple[int, dict[str, tuple[str, str]]]:
+        return read_mirror((self.path / "refs" / "mirror").read_bytes())
 
+    def pack_list(self) -> tuple[int, dict[str, int]]:
+        """The latest list that is not damaged."""
+        lists = {int(path.suffix[1:]): path for path in (self.path / "refs").glob("packs.*")}
+        for number, path in sorted(lists.items(), reverse=True):
+            try:
+                generation, packs = read_pack_list(path.read_bytes(), self.uuid)
+                need(generation == number, "the generation of a list's name")
+            except FormatError:
+                continue
+            return generation, packs
+        return 0, {}
 
-def _read_format(line: bytes) -> tuple[str, int]:
-    row = re.fullmatch(rb"mstore 3 ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ([0-9]+)\n", line)
-    if row is None:
-        raise FormatError("format line")
-    block_size = int(row[2])
-    require(65536 <= block_size <= 16777216 and block_size.bit_count() == 1, "block size")
-    return row[1].decode(), block_size
+    @property
+    def generation(self) -> int:
+        return int.from_bytes(self.index["counters"].get(b"generation", b""), "big")
 
+    def is_behind(self) -> bool:
+        """Whether the index is older than the store."""
+        texts = self.path / "refs"
+        replaced = [int(p.suffix[1:]) for p in texts.glob("mirror.*") if p.suffix != ".damaged"]
+        mirrors = []
+        for path in (texts / "mirror", *(texts / f"mirror.{number}" for number in replaced)):
+            try:
+                mirrors.append(read_mirror(path.read_bytes())[0])
+            except (FormatError, FileNotFoundError):
+                continue
+        generation, lines = self.pack_list()
+        known = {id.hex() for id in self.index["pack_ids"]}
+        unnamed = [path.stem for path in self.pack_paths() if path.stem not in known]
+        latest = self.generation + bool(mirrors)
+        return (
+            max([*mirrors, *(number + 1 for number in replaced)], default=0) > self.generation
+            or generation > self.generation + 1
+            or any(id not in lines or lines[id] > latest for id in unnamed)
+        )
 
-def _read_index(path: Path) -> dict[str, dict[bytes, bytes]]:
-    """Every row of every named database."""
-    with lmdb.open(str(path), readonly=True, lock=False, max_dbs=64) as env:
-        with env.begin() as reading:
-            names = [bytes(name) for name, _ in reading.cursor()]
-        found = {}
-        for name in names:
-            database = env.open_db(name, create=False)
-            with env.begin(db=database) as reading:
-                rows = {bytes(k): bytes(v) for k, v in reading.cursor()}
-            kind = name.decode()
-            found[kind] = rows if kind in UNCHECKED else _checked(kind, rows)
-    return found
+    # --- all of it ---
 
+    def verify(self) -> None:
+        """Check every byte of packs, records, files and rows, and that they agree."""
+        packs = {path: verify_pack(path, self.block) for path in self.pack_paths()}
+        _, lines = self.pack_list()
+        need({path.stem for path in packs} <= lines.keys(), "a pack without a line")
+        listed = {(path, entry) for path, pack in packs.items() for entry in pack.entries}
+        for places in self._places.values():
+            need(listed.issuperset(places), "a row that its pack has not")
+        pruned = self.index.get("pruned", {})
+        for id in self.ids(SNAPSHOT):
+            self.check_snapshot(id, is_pruned=bytes.fromhex(id) in pruned)
+        for id in self.ids(NOTE):
+            need((SNAPSHOT, self.note(id).snapshot) in self._places, "a note of no snapshot")
 
-def _checked(database: str, rows: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """Rows without the checks at their ends."""
-    for key, row in rows.items():
-        told = database.encode() + b"\0" + struct.pack(">H", len(key)) + key + row[:-8]
-        check = blake3(told, derive_key_context="mstore 1 row at rest").digest()[:8]
-        require(row[-8:] == check, f"a row of {database} does not match its check")
-    return {key: row[:-8] for key, row in rows.items()}
-
-
-def _check_refs(rows: Iterable[tuple[str, str, str]]) -> dict[str, tuple[str, str]]:
-    refs = {}
-    for name, kind, snapshot in rows:
-        first, *rest = name.split("/", 2)
-        own = {"remotes": "remote", "candidates": "candidate"}.get(first)
-        require(kind == own if own else kind in ("branch", "tag"), f"ref {name} of kind {kind}")
-        require(not own or len(rest) == 2, f"ref {name} of no remote or run")
-        require(name not in refs, f"ref {name} twice")
-        refs[name] = kind, snapshot
-    return refs
-
-
-def _check_safetensors(header: bytes, parts: list[Part], tensors: list[Tensor]) -> None:
-    """The parts after the header are the tensors that it lists, in data order, without holes."""
-    require(int.from_bytes(header[:8], "little") == len(header) - 8, "the header's length")
-    listed = json.loads(header[8:])
-    listed.pop("__metadata__", None)
-    # Of tensors that begin at the same byte all but the last are empty; their order is the
-    # header's, which the sort keeps.
-    rows = sorted(listed.items(), key=lambda item: item[1]["data_offsets"])
-    require([name for name, _ in rows] == [part.name for part in parts], "names of tensors")
-    at = 0
-    for (_, row), tensor in zip(rows, tensors, strict=True):
-        require(row["data_offsets"] == [at, at + tensor.size], "offsets of tensors")
-        require((row["dtype"], row["shape"]) == (tensor.dtype, tensor.shape), "dtype or shape")
-        at += tensor.size
+    def check_snapshot(self, id: str, *, is_pruned: bool) -> None:
+        """Its manifest, plan and coverage, and what they say of each other."""
+        snapshot = self.snapshot(id)
+        files = self.manifest(snapshot.manifest)
+        if not is_pruned:
+            for file in files:
+                self.check_file(file)
+        if snapshot.plan is None:
+            return
+        plan = self.plan(snapshot.plan)
+        parents = [parent for parent in snapshot.parents if parent[0] != "previous"]
+        roles = Counter(role for role, _ in parents)
+        told = Counter(i.role if i.role in ROLES else "companion" for i in plan.inputs)
+        need(roles == told, "parents that are not the plan's inputs")
+        for (_, parent), given in zip(parents, plan.inputs, strict=True):
+            need(self.snapshot(parent).manifest == given.manifest, "an input of another content")
+        if snapshot.coverage is None:
+            for name in ((p.tensor, p) for f in files for p in f.parts):
+                if (VIRTUAL, name[0]) in self._places:
+                    need(self.virtual(name[0]).plan == snapshot.plan, "a tensor of another plan")
+            return
+        coverage = self.coverage(snapshot.coverage)
+        need(coverage.plan == snapshot.plan, "coverage of another plan")
+        names = [tensor.name for tensor in coverage.tensors]
+        need(names == [tensor.name for tensor in plan.tensors], "tensors of another plan")
+        for one, planned in zip(coverage.tensors, plan.tensors, strict=True):
+            need(len(one.contributed) == len(planned.states), "another number of experts")

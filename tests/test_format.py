@@ -6,8 +6,11 @@ with it, has to find the same in the bytes.
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import re
+import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +24,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from blake3 import blake3
+from cli_runs import Program
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from independent_reader import FormatError, IndependentStore
 from safetensors.numpy import save_file
@@ -235,8 +239,8 @@ def test_virtual_snapshot(made: Made, read: IndependentStore) -> None:
     for name in planned:
         record, tensor = read.virtual(ids[name]), read.tensor(stored[name])
         assert (record.plan, record.tensor) == (str(made.plan.plan), name)
-        assert (record.dtype, record.shape, record.size) == (
-            (tensor.dtype, tensor.shape, tensor.size)
+        assert (record.dtype, record.shape, record.length) == (
+            (tensor.dtype, tensor.shape, tensor.length)
         )
 
 
@@ -303,7 +307,7 @@ def test_plan(made: Made, read: IndependentStore) -> None:
     assert plan.planned_expert_bytes == planned == made.plan.planned_expert_bytes
     assert plan.full_expert_bytes == made.plan.full_expert_bytes
     assert plan.budget == plan.full_expert_bytes // 2 >= planned > 0
-    assert list(plan.copied) == ["ids"]
+    assert [name for name, _ in plan.copied] == ["ids"]
 
 
 def test_plan_in_full(made: Made, read: IndependentStore) -> None:
@@ -347,7 +351,8 @@ def test_coverage(made: Made, read: IndependentStore) -> None:
             [state in (0, 1) for state in states] for states in planned.states
         ]
     assert any(any(t.reused) for t in coverage.tensors)
-    assert all(output[name] == base[name] for name in [*plan.copied, "constant", "scalar"])
+    copied = [name for name, _ in plan.copied]
+    assert all(output[name] == base[name] for name in [*copied, "constant", "scalar"])
 
 
 # --- packs of a real store -----------------------------------------------------------------------
@@ -458,6 +463,151 @@ def test_directory(made: Made, indexed: IndependentStore) -> None:
     assert (made.path / "lock").read_bytes() == b""
     line = f"mstore 3 {indexed.uuid} {BLOCK_SIZE}\n"
     assert (made.path / "format").read_bytes() == line.encode()
+
+
+def test_all_of_it(made: Made, indexed: IndependentStore) -> None:
+    """Packs, their list, rows, records and files agree, and the index is not behind."""
+    indexed.verify()
+    assert not indexed.is_behind()
+    _, lines = indexed.pack_list()
+    assert lines.keys() == {path.stem for path in pack_paths(made)}
+
+
+@pytest.mark.parametrize(
+    ("commits", "lost", "is_behind"),
+    [
+        (1, (), True),
+        (1, ("mirror", "packs.*", "*.pack"), True),
+        (1, ("mirror", "mirror.*", "packs.*"), True),
+        (1, ("mirror", "mirror.*"), True),
+        (1, ("mirror", "mirror.*", "*.pack"), False),
+        (2, ("mirror", "mirror.*", "*.pack"), True),
+        (2, ("mirror", "mirror.*", "packs.*", "*.pack"), False),
+    ],
+)
+def test_an_index_that_is_behind(
+    tmp_path: Path, commits: int, lost: tuple[str, ...], is_behind: bool
+) -> None:
+    """Mirror, replaced mirror, list of packs, and packs each tell of later commits than an old
+    index knows.
+    """
+    path = tmp_path / "store"
+    save_file({"w": np.full(3, -1)}, tmp_path / "model.safetensors")
+    with mstore.Store.init(path) as store:
+        store.add(tmp_path / "model.safetensors", name="one")
+    shutil.copy(path / "index" / "data.mdb", tmp_path)
+    before = set(path.rglob("*.pack"))
+    for number in range(commits):
+        save_file({"w": np.full(3, number)}, tmp_path / "model.safetensors")
+        with mstore.Store.open(path) as store:
+            store.add(tmp_path / "model.safetensors", name=f"more{number}")
+    assert not IndependentStore(path).is_behind()
+    shutil.copy(tmp_path / "data.mdb", path / "index")
+    for pattern in lost:
+        for file in set(path.rglob(pattern)) - before:
+            file.unlink()
+    assert IndependentStore(path).is_behind() == is_behind
+    with mstore.Store.open(path) as store:
+        assert (store.doubt() is not None) == is_behind
+
+
+def test_a_place_that_is_none(tmp_path: Path) -> None:
+    """A pack whose row names a place other than 0 is refused."""
+    path = tmp_path / "store"
+    save_file({"w": np.zeros(3)}, tmp_path / "model.safetensors")
+    with mstore.Store.init(path) as store:
+        store.add(tmp_path / "model.safetensors", name="one")
+    with lmdb.open(str(path / "index"), max_dbs=32) as env:
+        packs = env.open_db(b"packs", create=False)
+        with env.begin(write=True) as writing:
+            ((key, row),) = writing.cursor(db=packs)
+            value = row[:40] + struct.pack(">I", 1)
+            writing.put(key, value + reader.row_check("packs", key, value), db=packs)
+    with pytest.raises(FormatError, match="place 1 of a pack"):
+        IndependentStore(path)
+    with pytest.raises(mstore.MstoreError), mstore.Store.open(path) as store:
+        list(store.read_file("one", "model.safetensors"))
+
+
+ONE, TWO = "model-00001-of-00002", "model-00002-of-00002"
+INDEX = {"model.safetensors.index": {"a": ONE, "b": TWO}}
+
+# Each directory's files with their tensors, and indexes with their maps; without `.safetensors`.
+LAYOUTS: dict[str, tuple[dict[str, str], dict[str, dict[str, str]]]] = {
+    "index": ({ONE: "ac", TWO: "abc", "model-1-of-3": "x"}, INDEX),
+    "beside": ({ONE: "a", TWO: "b", "model": "c"}, INDEX),
+    "below": ({"sub/x": "a", "model": "b"}, {"model.safetensors.index": {"a": "sub/x"}}),
+    "later": (
+        {ONE: "a", TWO: "b", "extra": "c"},
+        INDEX | {"other.safetensors.index": {"b": TWO, "c": "extra"}},
+    ),
+    "variants": ({"model.fp16": "a", "model": "b", "model-1-of-1.ema": "c"}, {}),
+    "named": ({"u-1-of-1": "a", "b": "b"}, {"u.safetensors.index.q": {"a": "u-1-of-1"}}),
+    "variant-index": (
+        {"model.q-1-of-1": "a", "model.q": "b"},
+        {"model.safetensors.index.q": {"a": "model.q-1-of-1"}},
+    ),
+    "smallest": ({ONE: "a", TWO: "ab", **{f"model-{i}-of-3": "c" for i in (1, 2, 3)}}, {}),
+    "consolidated": ({"consolidated.0": "a", "consolidated-1-of-1": "b", "model.v1.5": "c"}, {}),
+    "stems": ({"adapter_model": "a", "diffusion_pytorch_model": "b", "adapter_model.q": "c"}, {}),
+    "same": ({"x": "a", "x/model": "b", "x.safetensors": "c"}, {}),
+    "same-stem": (
+        {"x-1-of-1": "a", "x": "b", "y": "c"},
+        {"x.safetensors.index": {"a": "x-1-of-1"}},
+    ),
+    "alone": ({"model.fp16": "a"}, {}),
+    "both": ({"u-1-of-1": "a", "b": "b"}, {"model.r.safetensors.index.q": {"a": "u-1-of-1"}}),
+    "a%:b": ({"q:r": "a", "z": "c"}, {}),
+    "none": ({"model-1-of-2": "a", "model-01-of-02": "b"}, {}),
+}
+
+
+def test_models(tmp_path: Path) -> None:
+    """Files make the models that the page says, with its names, and so have their tensors."""
+    for directory, (files, indexes) in LAYOUTS.items():
+        for path, names in files.items():
+            place = tmp_path / "all" / directory / f"{path}.safetensors"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: np.frombuffer(name.encode(), np.uint8) for name in names}, place)
+        for path, weights in indexes.items():
+            shards = {name: f"{shard}.safetensors" for name, shard in weights.items()}
+            place = tmp_path / "all" / directory / f"{path}.json"
+            place.write_text(json.dumps({"weight_map": shards}))
+    # A colon in the model that has no name.
+    save_file({"a:b": np.zeros(1), "c": np.zeros(1)}, tmp_path / "all" / "model.safetensors")
+    program = Program(tmp_path / "store")
+    with mstore.Store.init(tmp_path / "store") as store:
+        snapshot = str(store.add(tmp_path / "all", name="all").snapshot)
+        tensors = {tensor.name: tensor.file for tensor in store.tensors("all")}
+    shown = program.succeed("show", "all", "--json").document["models"]
+    read = IndependentStore(tmp_path / "store")
+    assert sorted(read.models(snapshot)) == sorted(shown)
+    assert {name: path for name, (path, _) in read.tensors(snapshot).items()} == tensors
+
+
+@pytest.mark.parametrize(
+    ("offsets", "order"),
+    [
+        ({"a": (0, 12), "b": (0, 0)}, "ba"),
+        ({"c": (12, 20), "d": (12, 12), "a": (0, 12), "e": (12, 12)}, "adec"),
+    ],
+)
+def test_the_order_of_parts(tmp_path: Path, offsets: dict[str, Any], order: str) -> None:
+    """Tensors are in the order of their first byte, then of their end, then of the JSON."""
+    told = {
+        name: {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+        for name, (start, end) in offsets.items()
+    }
+    header = json.dumps(told).encode()
+    size = max(end for _, end in offsets.values())
+    whole = struct.pack("<Q", len(header)) + header + bytes(range(size))
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    with mstore.Store.init(tmp_path / "store") as store:
+        snapshot = str(store.add(tmp_path / "model.safetensors", name="one").snapshot)
+    read = IndependentStore(tmp_path / "store")
+    (file,) = read.manifest(read.snapshot(snapshot).manifest)
+    assert [part.name for part in file.parts] == [None, *order]
+    assert read.file_bytes(snapshot, "model.safetensors") == whole
 
 
 # --- the page's tables ---------------------------------------------------------------------------
@@ -622,12 +772,26 @@ def test_notes(made: Made, read: IndependentStore) -> None:
     assert {one.snapshot for one in found.values()} == {made.snapshots["merged"]}
     values = [found[str(id)] for id in made.notes[:2]]
     assert {one.key: one.value for one in values} == NOTED
-    assert {one.form for one in values} == {"evaluation"}
+    assert {one.kind for one in values} == {"evaluation"}
     ours, of_a_note = found[str(made.signature)], found[str(made.notes[2])]
-    assert (ours.form, ours.notes, ours.author) == ("signature", [], "me")
-    assert (of_a_note.form, of_a_note.notes) == ("signature", [str(made.notes[0])])
-    assert [one.notes for one in found.values() if one.form == "removal"] == [[str(made.notes[1])]]
+    assert (ours.kind, ours.notes, ours.author) == ("signature", [], "me")
+    assert (of_a_note.kind, of_a_note.notes) == ("signature", [str(made.notes[0])])
+    assert [one.notes for one in found.values() if one.kind == "removal"] == [[str(made.notes[1])]]
     assert read.noted(made.snapshots["merged"]) == {"mmlu": ("evaluation", NOTED["mmlu"])}
+
+
+def test_one_value_of_a_key_counts(tmp_path: Path) -> None:
+    """The newest value of a key counts, whatever its kind; without it the one before."""
+    save_file({"w": np.zeros(3)}, tmp_path / "model.safetensors")
+    with mstore.Store.init(tmp_path / "store") as store:
+        snapshot = str(store.add(tmp_path / "model.safetensors", name="one").snapshot)
+        store.note("one", {"k": 1})
+        (verdict,) = store.note("one", {"k": 2}, kind="verdict")
+        counting = {note.key: (note.kind, note.value) for note in store.show("one").notes}
+    assert IndependentStore(tmp_path / "store").noted(snapshot) == counting == {"k": ("verdict", 2)}
+    with mstore.Store.open(tmp_path / "store") as store:
+        store.remove_notes("one", [verdict.note])
+    assert IndependentStore(tmp_path / "store").noted(snapshot) == {"k": ("value", 1)}
 
 
 def test_reflog(made: Made, indexed: IndependentStore) -> None:
@@ -666,12 +830,6 @@ def test_plans_of_the_index(made: Made, indexed: IndependentStore) -> None:
         assert [(i.hex(), n) for i, n in experts] == [(s["one"], "m/one"), (s["two"], "m/two")]
 
 
-def row_check(database: str, key: bytes, value: bytes) -> bytes:
-    """The check of a row of stats/ or memo/, as the page has it."""
-    told = database.encode() + b"\0" + struct.pack(">H", len(key)) + key + value
-    return blake3(told, derive_key_context="mstore 1 row at rest").digest()[:8]
-
-
 def test_memo(made: Made) -> None:
     """Every row of memo/ ends with the check that the page says."""
     path = str(made.path / "memo")
@@ -681,7 +839,7 @@ def test_memo(made: Made) -> None:
                 rows = list(cursor)
             assert rows
             for key, row in rows:
-                assert row[-8:] == row_check(name, key, row[:-8])
+                assert row[-8:] == reader.row_check(name, key, row[:-8])
 
 
 def test_statistics(made: Made, indexed: IndependentStore) -> None:
@@ -701,15 +859,15 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
         tables = reading.get(struct.pack(">I", batch), db=handles["tables"])
         assert tables[offset : offset + 4] == b"MDT2"
         assert offset + length <= len(tables)
-        assert check == row_check("pairs", pair, tables[offset : offset + length])
+        assert check == reader.row_check("pairs", pair, tables[offset : offset + length])
         row = reading.get(pair[:32], db=handles["squares"])
         squares, check = struct.unpack(">d8s", row)
-        assert check == row_check("squares", pair[:32], row[:-8])
+        assert check == reader.row_check("squares", pair[:32], row[:-8])
         key = pair + struct.pack(">Q", 15000)
         row = reading.get(key, db=handles["thresholds"])
     assert squares == pytest.approx(np.sum(a.astype(np.float64) ** 2), rel=1e-12)
     magnitude, quota, check = struct.unpack(">fQ8s", row)
-    assert check == row_check("thresholds", key, row[:-8])
+    assert check == reader.row_check("thresholds", key, row[:-8])
     assert np.count_nonzero(np.abs(b - a) > np.float32(magnitude)) + quota == 15000
 
 
@@ -717,6 +875,8 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
 
 SAFETENSORS_HEADER = b'{"w":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}}'
 WEIGHT = bytes(range(100, 112))
+UUID = "00010203-0405-0607-0809-0a0b0c0d0e0f"
+ID = "ab" * 32
 GOLDEN_ID = "87638c96924c729ef1eb039d740adeffab72c60619b8e11eb11f71fcb06cdc7a"
 
 
@@ -870,22 +1030,27 @@ def test_golden_store(tmp_path: Path) -> None:
     data, path = made.seal()
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_bytes(data)
-    (tmp_path / "format").write_text("mstore 3 00010203-0405-0607-0809-0a0b0c0d0e0f 65536\n")
+    (tmp_path / "format").write_text(f"mstore 3 {UUID} 65536\n")
     snapshot = made.entries["snapshot"]["id"].hex()
     (tmp_path / "refs").mkdir()
-    body = f"mstore refs 2\ngeneration 1\nbranch {snapshot} hand/made\n"
-    hash = blake3(body.encode()).hexdigest()
-    (tmp_path / "refs" / "mirror").write_text(f"{body}blake3 {hash}\n")
-    store_line = "store 00010203-0405-0607-0809-0a0b0c0d0e0f"
-    body = f"mstore packs 1\ngeneration 1\n{store_line}\n1 {Path(path).stem}\n"
-    hash = blake3(body.encode()).hexdigest()
-    (tmp_path / "refs" / "packs.1").write_text(f"{body}blake3 {hash}\n")
+    mirror = sealed(f"mstore refs 2\ngeneration 1\nbranch {snapshot} hand/made\n")
+    (tmp_path / "refs" / "mirror").write_bytes(mirror)
+    packs = f"mstore packs 1\ngeneration 1\nstore {UUID}\n1 {Path(path).stem}\n"
+    (tmp_path / "refs" / "packs.1").write_bytes(sealed(packs))
     store = IndependentStore(tmp_path, index=False)
     assert store.refs() == {"hand/made": snapshot}
     assert {path: store.file_bytes(snapshot, path) for path in store.files(snapshot)} == {
         "m.safetensors": struct.pack("<Q", len(SAFETENSORS_HEADER)) + SAFETENSORS_HEADER + WEIGHT,
         "zeros": bytes(5000),
     }
+
+
+def test_payloads_at_any_offset() -> None:
+    """Where a payload lies decides nothing about what it is."""
+    made = draft()
+    made.start = 4104
+    pack = reader.verify_pack_bytes(*made.seal())
+    assert min(entry.offset for entry in pack.entries) == 4104
 
 
 def test_no_byte_can_change() -> None:
@@ -941,7 +1106,6 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
         (spoil_draft(gap=b"\1"), "a gap with more than zeros"),
         (spoil_draft(ordered=lambda rows: sorted(rows)[::-1]), "entry order"),
         (spoil_draft(ordered=lambda rows: sorted([*rows, rows[0]])), "entry order"),
-        (spoil_draft(start=4104), "off its page"),
         (spoil_draft(tail={"offset": 4096 - 88}), "table out of bounds"),
         (spoil_draft(tail={"offset": 1 << 63}), "table out of bounds"),
         (spoil_draft(tail={"length": 8 * 88 + 1}), "half an entry"),
@@ -986,6 +1150,161 @@ def test_unsound_packs(change: Callable[[Draft], object], why: str) -> None:
     change(made)
     with pytest.raises(FormatError, match=why):
         reader.verify_pack_bytes(*made.seal())
+
+
+# --- records by hand -----------------------------------------------------------------------------
+
+
+def changes(value: Any, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Places in a record, and what may stand there instead."""
+    for i, item in enumerate(value):
+        here = (*at, i)
+        for other in (None, -1, 0, 1 << 63, True, "", "x", b"", bytes(32), 0.5, math.inf, []):
+            if other != item or type(other) is not type(item):
+                yield here, other
+        if isinstance(item, list):
+            yield from ((here, item + item[-1:]), (here, item[::-1]))
+            yield from changes(item, here)
+
+
+def changed(record: Any, at: tuple[int, ...], other: Any) -> bytes:
+    """The record with another item there."""
+    copy = reader.decode(reader.encode(record))
+    item = copy
+    for i in at[:-1]:
+        item = item[i]
+    item[at[-1]] = other
+    return reader.encode(copy)
+
+
+def test_unsound_records(made: Made, indexed: IndependentStore, tmp_path: Path) -> None:
+    """Reader and library refuse the same records, whatever is wrong in them."""
+    draw = random.Random(37)
+    found: dict[str, tuple[int, bytes]] = {}
+    for kind in range(reader.MANIFEST, reader.NOTE + 1):
+        path, entry = indexed.place(kind, min(indexed.ids(kind)))
+        data = path.read_bytes()[entry.offset :][: entry.stored]
+        record = reader.decode(data)
+        every = [changed(record, *change) for change in changes(record)]
+        for other in draw.sample(every, min(len(every), 60)):
+            if other != data:
+                found[digest(other, CONTEXTS[kind]).hex()] = (kind, other)
+    path = write_store(tmp_path / "store", [(kind, data) for kind, data in found.values()])
+    mstore.Store.reindex(path)
+    with mstore.Store.open(path) as store:
+        problems = store.fsck(read_data=True).problems
+    refused = {problem.where for problem in problems if " record" in problem.what}
+    told = {}
+    for id, (kind, data) in found.items():
+        try:
+            reader.read_record(kind, data)
+        except FormatError as error:
+            told[id] = str(error)
+    assert {id: why for id, why in told.items() if id not in refused} == {}
+    assert {problem for problem in problems if problem.where in refused - told.keys()} == set()
+    assert 0 < len(told) < len(found)
+
+
+CONTEXTS = {
+    number: f"mstore 1 {'virtual tensor' if kind == 'virtual' else kind}"
+    for number, kind in enumerate(reader.KINDS)
+}
+
+
+def write_store(root: Path, records: list[tuple[int, bytes]]) -> Path:
+    """A store without an index that has these records, each in a pack of its own."""
+    for directory in ("tmp", "index", "refs"):
+        (root / directory).mkdir(parents=True, mode=0o700)
+    (root / "lock").touch()
+    (root / "format").write_text(f"mstore 3 {UUID} {BLOCK_SIZE}\n")
+    packs = []
+    for kind, data in records:
+        one = Draft(bytearray(draft().head), gap=b"")
+        one.put("record", kind, data, digest(data, CONTEXTS[kind]))
+        pack, path = one.seal()
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(pack)
+        packs.append(path.stem)
+    lines = "".join(f"1 {pack}\n" for pack in sorted(packs))
+    (root / "refs" / "packs.1").write_bytes(
+        sealed(f"mstore packs 1\ngeneration 1\nstore {UUID}\n{lines}")
+    )
+    (root / "refs" / "mirror").write_bytes(sealed("mstore refs 2\ngeneration 1\n"))
+    return root
+
+
+# --- refs and lists by hand ----------------------------------------------------------------------
+
+
+def sealed(text: str) -> bytes:
+    return f"{text}blake3 {blake3(text.encode()).hexdigest()}\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("mstore refs 1\ngeneration 1\n", "the head"),
+        ("mstore refs 2\ngeneration 01\n", "the generation"),
+        ("mstore refs 2\n", "the generation"),
+        (f"mstore refs 2\ngeneration 1\nbranch {'0' * 63} a\n", "line"),
+        (f"mstore refs 2\ngeneration 1\nbranch {ID} b\nbranch {ID} a\n", "the order of refs"),
+        (f"mstore refs 2\ngeneration 1\nbranch {ID} a\ntag {ID} a\n", "the order of refs"),
+        (f"mstore refs 2\ngeneration 1\nbranch {ID} a\ntag {ID} a/b\n", "a directory of another"),
+        (f"mstore refs 2\ngeneration 1\nhead {ID} a\n", "kind head"),
+        (f"mstore refs 2\ngeneration 1\nremote {ID} a/b/c\n", "is no remote"),
+        (f"mstore refs 2\ngeneration 1\nremote {ID} remotes/a\n", "is no remote"),
+        (f"mstore refs 2\ngeneration 1\ntag {ID} candidates/a/b\n", "is no tag"),
+    ],
+)
+def test_unsound_mirrors(text: str, why: str) -> None:
+    """A mirror that breaks one rule of the page is refused for that rule."""
+    with pytest.raises(FormatError, match=why):
+        reader.read_mirror(sealed(text))
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (f"store {'0' * 36}\n", "another store"),
+        (f"store {UUID}\n3 {ID}\n", "a later generation"),
+        (f"store {UUID}\n01 {ID}\n", "line"),
+        (f"store {UUID}\n2 {ID}\n1 {'1' * 64}\n", "the order of packs"),
+        (f"store {UUID}\n1 {ID}\n2 {ID}\n", "a pack twice"),
+    ],
+)
+def test_unsound_lists(lines: str, why: str) -> None:
+    """A list of packs that breaks one rule of the page is refused for that rule."""
+    with pytest.raises(FormatError, match=why):
+        reader.read_pack_list(sealed(f"mstore packs 1\ngeneration 2\n{lines}"), UUID)
+
+
+def test_no_text_without_its_hash() -> None:
+    """A mirror with any one byte changed, or cut anywhere, is refused."""
+    data = sealed(f"mstore refs 2\ngeneration 1\nbranch {ID} a/b\n")
+    assert reader.read_mirror(data) == (1, {"a/b": ("branch", ID)})
+    for i in range(len(data)):
+        for other in (data[:i], data[:i] + bytes([data[i] ^ 0x41]) + data[i + 1 :]):
+            with pytest.raises(FormatError):
+                reader.read_mirror(other)
+
+
+def test_names_of_refs(tmp_path: Path) -> None:
+    """Reader and library allow the same names."""
+    good = ["x", "z/y", "caf\u00e9", "team/0123456789abcdef", "y" * 200, "remote", "x.lock.y"]
+    bad = ["", "a b", "-x", "x/.y", "x.lock/y", "x//y", "x/", "cafe\u0301", "y" * 201, "0" * 16]
+    bad += ["remotes", "remotes/a/b", "candidates", "candidates/a/b", "a\u200bb", "a\x7f"]
+    bad += [f"a{character}" for character in "~^:@{}\\*?[]=\"'<>|$`"]
+    save_file({"w": np.zeros(3)}, tmp_path / "model.safetensors")
+    with mstore.Store.init(tmp_path / "store") as store:
+        snapshot = store.add(tmp_path / "model.safetensors", name="one").snapshot
+        for name in bad:
+            with pytest.raises(FormatError):
+                reader.check_ref("tag", name)
+            with pytest.raises(mstore.MstoreError):
+                store.tag(name, str(snapshot))
+        for name in good:
+            reader.check_ref("tag", name)
+            store.tag(name, str(snapshot))
 
 
 # --- coded elements by hand ----------------------------------------------------------------------

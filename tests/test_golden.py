@@ -164,7 +164,7 @@ def test_every_way_to_code_elements_is_in_it(golden: Path) -> None:
     }
     assert {one.width for one in floats if any(one.raw_bits)} == {2, 4}
     assert {one.mode for one in coded if one.zeros} >= {ALONE, OF_FLOATS}
-    assert {len(one.slots) for one in floats} >= {1, 8}
+    assert {len(one.frequencies) for one in floats} >= {1, 8}
 
 
 def entries_of(golden: Path) -> list[tuple[bytes, Entry]]:

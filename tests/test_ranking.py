@@ -16,7 +16,8 @@ from mstore.ids import TensorId
 from mstore.merge.methods.combinations.elected import Elected, agreement, dilution
 from mstore.merge.methods.registry import METHODS, operation
 from mstore.merge.methods.selections.trimmed import Trimmed
-from mstore.merge.planning.ranking import SCORES, Floats, Ranking, Units, lottery, score_of, seed
+from mstore.merge.planning.ranking import Floats, Ranking, Units, lottery, score_of, seed
+from mstore.objects.plan import SCORES
 from mstore.stats.chunk import CHUNK, pack_sketch
 
 

@@ -398,6 +398,6 @@ def test_an_exported_stack_is_the_same_plan(store: Store) -> None:
         store.import_plan(json.dumps(changed))
     record = store._catalog.record(Plan, plan.plan)
     assert decode(Plan, record.encode(), "plan") == record
-    found = independent_reader._read_plan(record.encode())
+    found = independent_reader.read_record(independent_reader.PLAN, record.encode())
     assert found.layers == [(0, 0), (0, 1), (1, 1), (1, 2), (1, 3)]
     assert found.dropped == []

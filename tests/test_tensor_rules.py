@@ -279,7 +279,7 @@ def test_the_page_describes_the_form(family: Family) -> None:
     """A reader written from docs/format.md alone reads such a plan."""
     store = family.store
     plan = store._catalog.record(Plan, store.plan(ASKED).plan)
-    read = independent_reader._read_plan(plan.encode())
+    read = independent_reader.read_record(independent_reader.PLAN, plan.encode())
     found = {tensor.name: tensor for tensor in read.tensors}
     assert found["new"].sources == ["a", "a", "a"]
     assert [one.method for one in read.operations] == ["task_arithmetic", "ties", "breadcrumbs"]
@@ -287,7 +287,9 @@ def test_the_page_describes_the_form(family: Family) -> None:
     assert len(found["c"].thresholds) == 4
     slerp = MergeRequest(base="base", experts=["e0"], method="slerp", parameters={"t": 0.5})
     plan = store._catalog.record(Plan, store.plan(slerp).plan)
-    (base, [factor], keeps) = independent_reader._read_plan(plan.encode()).tensors[0].mixture
+    (base, [factor], keeps) = (
+        independent_reader.read_record(independent_reader.PLAN, plan.encode()).tensors[0].mixture
+    )
     assert base == pytest.approx(factor)
     assert not keeps
 
@@ -417,7 +419,9 @@ def test_each_expert_may_have_its_own_values(family: Family, method: str) -> Non
     assert store.replay(f"each-{method}").same
     assert store.import_plan(store.export_plan(str(plan.plan))).plan == plan.plan
     record = store._catalog.record(Plan, plan.plan)
-    (operation,) = independent_reader._read_plan(record.encode()).operations
+    (operation,) = independent_reader.read_record(
+        independent_reader.PLAN, record.encode()
+    ).operations
     assert operation.parameters.items() >= given.items()
     blamed = store.blame(f"each-{method}").tensors[0]
     assert sum(share.share or 0 for share in blamed.experts) == pytest.approx(1, abs=1e-6)

@@ -46,7 +46,7 @@ def combinations(incomplete: str) -> list[str]:
 
 def scores(incomplete: str) -> list[str]:
     """Return the ways to rank blocks."""
-    from mstore.merge.planning.ranking import SCORES
+    from mstore.objects.plan import SCORES
 
     return _beginning(incomplete, SCORES)
 

@@ -20,12 +20,15 @@ Tensors are named as `checkpoint.models` calls them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from math import inf
+from typing import ClassVar, Literal, get_args
 
 import msgspec
 
 from mstore.blocks.packs import Kind
+from mstore.checkpoint.dtypes import DTYPES
 from mstore.ids import ManifestId, PlanId
 from mstore.objects.canonical import (
     MAX_COUNT,
@@ -50,6 +53,11 @@ OMITTED = 4
 DROPPED = 5
 """They matter, but the output block is outside the top-p share, so it is the base's own."""
 
+
+Score = Literal["norm", "trimmed", "conflict", "random"]
+"""What ranks blocks (`merge.planning.ranking`)."""
+
+SCORES: tuple[Score, ...] = get_args(Score)
 
 BASE = "base"
 EXPERT = "expert"
@@ -80,7 +88,14 @@ Value = bool | int | float | str | tuple[float, ...]
 """Of a parameter: a number or a word for all experts, or, where they differ, a number for each."""
 
 
+def _is_sorted(names: Iterable[str]) -> bool:
+    """Whether they ascend, each once."""
+    return all(a < b for a, b in pairwise(names))
+
+
 def _problem(parameters: tuple[tuple[str, Value], ...], experts: int) -> str | None:
+    if not _is_sorted(name for name, _ in parameters):
+        return "parameters that are not sorted"
     for _, value in parameters:
         if isinstance(value, tuple) and (len(value) != experts or len(set(value)) == 1):
             return "a parameter with another number of values, or with equal ones"
@@ -162,9 +177,15 @@ class PlanTensor(
             return "a tensor with different numbers of chunks"
         if any(max(states, default=0) > DROPPED for states in self.states):
             return "an unknown state"
+        if SHARED in b"".join(self.states[:1]):
+            return "a first expert that shares chunks with an earlier one"
+        if not self.chunk_elements:
+            return "chunks without elements"
+        if self.dtype is not None and self.dtype not in DTYPES:
+            return "a tensor of an unknown dtype"
         if any(not -1 <= threshold.quota <= MAX_COUNT for threshold in self.thresholds):
             return "a quota out of range"
-        named = (self.name, *self.sources, self.dtype or "")
+        named = (self.name, *self.sources)
         return next(
             filter(None, (too_long("a tensor name", one, limits.name_bytes) for one in named)), None
         )
@@ -209,6 +230,18 @@ class Criteria(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     top_p: float | None = None
+
+    def problem(self) -> str | None:
+        """Return what is wrong with them, or None."""
+        if self.score not in SCORES:
+            return "an unknown score"
+        if self.max_error is not None and not 0 <= self.max_error < inf:
+            return "an error limit out of range"
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            return "a share out of range"
+        if not _is_sorted(self.only) or not _is_sorted(self.skip):
+            return "patterns that are not sorted"
+        return None
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -306,14 +339,19 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
         yield too_many("patterns", len(asked.only) + len(asked.skip), limits.patterns)
         yield too_many("remarks", len(self.remarks), limits.remarks)
         yield too_many("tensors", len(self.tensors) + len(self.copied), limits.tensors)
-        for name in (asked.score, self.dtype or "", *asked.only, *asked.skip, *self.without):
+        yield asked.problem()
+        if self.dtype is not None and self.dtype not in DTYPES:
+            yield "an unknown dtype"
+        if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            yield "two tensors of one name"
+        for name in (*asked.only, *asked.skip, *self.without):
             yield too_long("a name", name, limits.name_bytes)
         for remark in self.remarks:
             yield too_long("a remark", remark, limits.text_bytes)
         for name, why in self.copied:
             yield too_long("a tensor name", name, limits.name_bytes)
             yield too_long("a reason", why, limits.text_bytes)
-        if list(self.without) != sorted(set(self.without)):
+        if not _is_sorted(self.without):
             yield "models that are not sorted"
         if not self.operations:
             yield "no operation"
@@ -360,7 +398,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
             yield "layers, and tensors that are merged"
         names = [one.name for one in self.taken]
         for listed in (names, list(self.dropped)):
-            if listed != sorted(set(listed)):
+            if not _is_sorted(listed):
                 yield "names that are not sorted"
             for name in listed:
                 yield too_long("a tensor name", name, limits.name_bytes)
@@ -368,6 +406,8 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
             yield "a tensor that is taken and dropped"
         for one in self.taken:
             yield too_long("a tensor name", one.source, limits.name_bytes)
+            if not one.member and one.name == one.source:
+                yield "a tensor of the base that is taken as its own"
         if any(member >= members for member, _ in self.layers) or any(
             one.member >= members for one in self.taken
         ):

@@ -48,7 +48,7 @@ N for the sort, N K for the sums of the chunks.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -56,15 +56,11 @@ import numpy as np
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.methods.method import Operation
+from mstore.objects.plan import SCORES, Score
 from mstore.phrases import Option
-
-Score = Literal["norm", "trimmed", "conflict", "random"]
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-SCORES: Final[tuple[Score, ...]] = get_args(Score)
-"""Every score by name."""
 
 
 def score_of(operation: Operation, asked: str | None) -> Score:

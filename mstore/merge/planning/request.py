@@ -13,10 +13,10 @@ from mstore.errors import BadRequest, did_you_mean
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
-from mstore.merge.planning.ranking import Score, score_of
+from mstore.merge.planning.ranking import score_of
 from mstore.numeric.codes import output_dtype
 from mstore.objects.canonical import DEFAULT_LIMITS
-from mstore.objects.plan import BASE, EXPERT, PlanInput
+from mstore.objects.plan import BASE, EXPERT, PlanInput, Score
 from mstore.objects.shapes import Globs, require_patterns, unmatched
 from mstore.phrases import Option, few, phrase
 from mstore.requests import MergeRequest, TensorRule

@@ -16,7 +16,6 @@ from mstore.errors import BadRequest, Incompatible
 from mstore.merge.measures.companions import Companion, split
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
-from mstore.merge.planning.ranking import SCORES
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
 from mstore.objects.applied import AppliedTensor
@@ -112,16 +111,8 @@ def _unsound_stack(where: str) -> BadRequest:
 
 
 def _check_criteria(plan: Plan) -> None:
-    asked = plan.criteria
     dropped = any(DROPPED in states for tensor in plan.tensors for states in tensor.states)
-    if (
-        asked.score not in SCORES
-        # Not `<`: a NaN is neither an error nor a share.
-        or not (asked.max_error is None or 0 <= asked.max_error < math.inf)
-        or not (asked.top_p is None or 0 < asked.top_p <= 1)
-        or any(tuple(sorted(set(names))) != names for names in (asked.only, asked.skip))
-        or (dropped and asked.top_p is None)
-    ):
+    if plan.criteria.problem() or (dropped and plan.criteria.top_p is None):
         raise BadRequest("not a sound plan: its criteria are not a planner's")
 
 
