@@ -596,14 +596,9 @@ def plan_rules(record: Record) -> None:
     roles = [one.role for one in record.inputs]
     experts = roles.count("expert")
     need(roles[: experts + 1] == ["base", *["expert"] * experts], "the order of inputs")
-<<<<<<< HEAD
-    need(all(re.fullmatch("[a-z][a-z0-9-]{0,62}", role) for role in roles), "the role of an input")
-    need(not {"base", "expert"} & set(roles[experts + 1 :]), "the order of inputs")
-=======
     for role in roles[experts + 1 :]:
         need(role not in ("base", "expert"), "the order of inputs")
         need(re.fullmatch("[a-z][a-z0-9-]{0,62}", role), "the role of an input")
->>>>>>> reader
     need(all(one.of is None for one in record.inputs[: experts + 1]), "a base or expert of another")
     companions = [(one.role, -1 if one.of is None else one.of) for one in record.inputs]
     need(ascends(companions[experts + 1 :]), "the order of companions")
@@ -616,9 +611,12 @@ def plan_rules(record: Record) -> None:
         names = [name for name, _ in operation.parameters]
         need(ascends(names), "the order of parameters")
         need(len(operation.weights) == experts, "another number of weights than of experts")
-        operation.parameters = dict(operation.parameters)
+        operation.parameters = {
+            name: tuple(value) if type(value) is list else value
+            for name, value in operation.parameters
+        }
         for name, value in operation.parameters.items():
-            if type(value) is list:
+            if type(value) is tuple:
                 need(len(value) == experts, f"another number of {name} than of experts")
                 need(len(set(value)) > 1, f"a list of {name} for equal values")
 

@@ -233,7 +233,7 @@ def test_long_names_are_shortened_in_rows_only(capsys: pytest.CaptureFixture[str
     heading, name = "h" * 100, "a\x1b" + 90 * "n" + "z"
     draw_groups(Screen(sys.stdout), "T", ("COUNT",), [Group(heading, "note", ((name, "12345"),))])
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first == f"T {heading}  remark"
+    assert first == f"T {heading}  note"
     assert second.endswith("COUNT")
     assert len(third) == WIDTH
     assert third.startswith("  a\\x1bnn")
