@@ -51,8 +51,8 @@ from mstore.merge.methods.report import MethodReport, ParameterReport
 from mstore.merge.planning.recipes import PreparedModel
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
+from mstore.merge.running.commit import MergeReport
 from mstore.merge.running.replay import ReplayReport
-from mstore.merge.running.report import MergeReport
 from mstore.merge.virtual.deferred import MaterializeReport
 from mstore.notes import (
     BAD_SIGNATURE,

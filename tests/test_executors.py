@@ -22,7 +22,7 @@ from mstore.api import Store
 from mstore.errors import BadRequest, Corrupt, Interrupted
 from mstore.ids import ManifestId
 from mstore.merge.running.commit import Merged, run_merge
-from mstore.merge.running.engine import Engine, Resources
+from mstore.merge.running.engine import Resources, run_plan
 from mstore.objects.plan import Plan
 from mstore.store import leases
 from mstore.store.plans import sources_of
@@ -74,7 +74,7 @@ def plan(store: Store) -> Plan:
 @pytest.fixture
 def wanted(store: Store, plan: Plan) -> ManifestId:
     """What threads of this process make."""
-    return Engine(store._catalog, plan, None, resources=Resources(1)).run().manifest.id()
+    return run_plan(store._catalog, plan, None, resources=Resources(1)).manifest.id()
 
 
 def merge(store: Store, plan: Plan, executor: Executor, name: str = "m") -> Merged:

@@ -34,7 +34,7 @@ from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.merge.planning.request import resolve
 from mstore.merge.planning.session import request_key
-from mstore.merge.running.engine import Engine, Resources
+from mstore.merge.running.engine import Resources, run_plan
 from mstore.merge.running.loading import SPARE_SIDES, Scratch, load, will_need
 from mstore.merge.running.memory import RESERVE, bounds
 from mstore.merge.running.resume import Leftovers
@@ -556,9 +556,9 @@ def test_neighbours_are_read_in_one_go(
         blocks += len(targets)
         scattered(self, pack, offset, targets)
 
-    Engine(store._catalog, plan, None, resources=Resources(1)).run()  # records are in the cache
+    run_plan(store._catalog, plan, None, resources=Resources(1))  # records are in the cache
     monkeypatch.setattr(PackFiles, "read_scattered", spy)
-    Engine(store._catalog, plan, None, resources=Resources(2)).run()
+    run_plan(store._catalog, plan, None, resources=Resources(2))
     assert blocks > 25
     assert calls < 0.8 * blocks
 

@@ -30,7 +30,7 @@ from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.ids import BlockId, ManifestId, PackId, PlanId
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.compute import blend, tie_counts
-from mstore.merge.running.engine import Engine, Resources
+from mstore.merge.running.engine import Resources, run_plan
 from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.memory import RESERVE, bounds
 from mstore.merge.running.slices import Slice
@@ -127,7 +127,7 @@ _WANTED: dict[PlanId, ManifestId] = {}
 def wanted(store: Store, plan: Plan) -> ManifestId:
     """What one thread in one slice makes."""
     if plan.id() not in _WANTED:
-        outcome = Engine(store._catalog, plan, None, resources=Resources(1)).run()
+        outcome = run_plan(store._catalog, plan, None, resources=Resources(1))
         _WANTED[plan.id()] = outcome.manifest.id()
     return _WANTED[plan.id()]
 
@@ -354,10 +354,10 @@ def test_no_byte_outside_the_plan_is_read(store: Store, monkeypatch: pytest.Monk
         read.append((pack, offset, length))
         return plain(self, pack, offset, length)
 
-    Engine(catalog, plan, None, resources=Resources(1)).run()  # records are in the cache
+    run_plan(catalog, plan, None, resources=Resources(1))  # records are in the cache
     monkeypatch.setattr(PackFiles, "read_scattered", spy)
     monkeypatch.setattr(PackFiles, "read", spy_plain)
-    outcome = Engine(catalog, plan, None, resources=Resources(2)).run()
+    outcome = run_plan(catalog, plan, None, resources=Resources(2))
     read = [one for one in read if one[:2] not in papers]
     assert [one for one in read if allowed.get(one[:2]) != one[2]] == []
     assert sum(length for *_, length in read) == (
@@ -378,7 +378,7 @@ def test_neighbours_are_read_in_one_go(store: Store, monkeypatch: pytest.MonkeyP
         scattered(self, pack, offset, targets)
 
     monkeypatch.setattr(PackFiles, "read_scattered", spy)
-    Engine(store._catalog, plan, None, resources=Resources(2)).run()
+    run_plan(store._catalog, plan, None, resources=Resources(2))
     assert blocks > 60
     # The headers of the base's files are read, too.
     assert calls < blocks / 4 + 3

@@ -18,7 +18,7 @@ from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.planner import Planner, Selection
-from mstore.merge.planning.ranking import Units, take
+from mstore.merge.planning.ranking import Ranking, Units
 from mstore.merge.planning.request import Request, resolve
 from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
@@ -432,7 +432,7 @@ def test_greedy_beats_every_single_swap(
         return math.fsum(total * total for total in sums)
 
     out, spent = set(range(len(given_units))), 0
-    for unit in take(units, budget):
+    for unit in Ranking(units).take(budget).tolist():
         cost = given_units[unit][2]
         gain = (error(out) - error(out - {unit})) / cost
         for other in out:

@@ -16,9 +16,17 @@ from mstore.ids import TensorId
 from mstore.merge.methods.combinations.elected import Elected, agreement, dilution
 from mstore.merge.methods.registry import METHODS, operation
 from mstore.merge.methods.selections.trimmed import Trimmed
-from mstore.merge.planning.ranking import Ranking, Units, lottery, score_of, seed, take
+from mstore.merge.planning.ranking import Floats, Ranking, Units, lottery, score_of, seed
 from mstore.objects.plan import SCORES
 from mstore.stats.chunk import CHUNK, pack_sketch
+
+
+def take(
+    units: Units, budget: int | None, *, score: Floats | None = None, cap: int | None = None
+) -> list[int]:
+    """The units that one ranking takes, best first."""
+    return Ranking(units, score=score).take(budget, cap).tolist()
+
 
 ROOTS = st.sampled_from([0.0, 1.0, 2.0, 3.5, math.inf]) | st.floats(0, 8, allow_subnormal=False)
 BUDGETS = st.none() | st.integers(0, 40)

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
+    from mstore.merge.running.commit import MergeReport
     from mstore.merge.running.known import Ready
     from mstore.merge.running.replay import ReplayReport
-    from mstore.merge.running.report import MergeReport
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.objects.plan import Plan
     from mstore.progress import ProgressCallback
@@ -479,7 +479,7 @@ class Merging(OpenStore):
         from mstore.merge.planning.noop import require_effect
         from mstore.merge.planning.report import PlanReport, plan_report
         from mstore.merge.planning.warnings import moved_inputs
-        from mstore.merge.running.report import merge_report
+        from mstore.merge.running.commit import merge_report, run_merge
         from mstore.objects.plan import Plan
         from mstore.store.plans import find, sources_of
 
@@ -516,23 +516,9 @@ class Merging(OpenStore):
                 if planned is None
                 else Costs(planned.full_expert_bytes, planned.planned_expert_bytes)
             )
-            return merge_report(
-                plan_report(record, id, sources, costs, warnings=told),
-                None,
-                name=called,
-                snapshot=deferred.snapshot,
-                manifest=deferred.manifest,
-                is_new=deferred.is_new,
-                was=deferred.was,
-                is_virtual=deferred.is_virtual,
-                analyzed=analyzed,
-                bytes_written=deferred.bytes_written,
-                blocks_total=deferred.blocks_total,
-                blocks_reused=deferred.blocks_reused,
-                seconds=time.monotonic() - began,
-            )
-        from mstore.merge.running.commit import run_merge
-
+            report = plan_report(record, id, sources, costs, warnings=told)
+            seconds = time.monotonic() - began
+            return merge_report(report, deferred, name=called, analyzed=analyzed, seconds=seconds)
         merged = run_merge(
             self._catalog,
             record,
@@ -563,21 +549,8 @@ class Merging(OpenStore):
         if codec == "raw":
             coded = self._still_coded(made.files, outcome.blocks_total, called)
             planned = replace(planned, remarks=planned.remarks + coded)
-        return merge_report(
-            planned,
-            outcome,
-            name=called,
-            snapshot=merged.snapshot,
-            manifest=merged.manifest,
-            is_new=merged.is_new,
-            was=merged.was,
-            is_virtual=False,
-            analyzed=analyzed,
-            bytes_written=merged.bytes_written,
-            blocks_total=outcome.blocks_total,
-            blocks_reused=outcome.blocks_reused,
-            seconds=time.monotonic() - began,
-        )
+        seconds = time.monotonic() - began
+        return merge_report(planned, merged, name=called, analyzed=analyzed, seconds=seconds)
 
     def _taken(self, plan: PlanId) -> Ready | None:
         """Return what the last report of a plan made ready, if it is this plan: for one run."""

@@ -186,13 +186,6 @@ class Ranking:
         return units[np.lexsort((turn, column, -gain))]
 
 
-def take(
-    units: Units, budget: int | None, *, score: Floats | None = None, cap: int | None = None
-) -> list[int]:
-    """Return the units to take from one ranking, best first; all if `budget` is None."""
-    return list(map(int, Ranking(units, score=score).take(budget, cap)))
-
-
 def _fitting(cost: Ints, left: int, expert: Ints, own: Ints, *, capped: bool) -> int:
     """Return how many of the first units fit, one after the other."""
     fits = int(np.searchsorted(np.cumsum(cost), left, side="right"))

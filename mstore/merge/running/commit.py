@@ -1,4 +1,4 @@
-"""Merging as a commit: run a plan and publish its result, or nothing."""
+"""Merging as a commit: run a plan and publish its result, or nothing; and the report of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import msgspec
 from mstore.blocks.codecs import Policy
 from mstore.blocks.schema import Sources
 from mstore.errors import Incompatible, StorageFailed
-from mstore.ids import ManifestId, SnapshotId
+from mstore.frozen import frozen
+from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.made.snapshots import Publication, made_of
-from mstore.merge.planning.warnings import told_counts
-from mstore.merge.running.engine import Engine, Outcome, Resources
+from mstore.merge.planning.report import PlanReport
+from mstore.merge.planning.warnings import MergeWarning, told_counts
+from mstore.merge.running.engine import Outcome, Resources, run_plan
 from mstore.merge.running.known import Ready
 from mstore.merge.running.memory import MEMORY
 from mstore.merge.running.slices import SLICE_BYTES
@@ -29,20 +31,139 @@ from mstore.store.not_finite import NotFiniteTensor, counted
 from mstore.store.transaction import Transaction, branch_to_move
 
 
-class Merged(msgspec.Struct, frozen=True):
-    """A published merge. `is_new` is False if the ref already was exactly that.
+@frozen
+class MergeReport:
+    """What a merge read, wrote and published.
 
-    was: where the branch pointed.
-    not_finite: tensors with elements that are infinite or NaN, and are finite in the base.
+    expert_bytes_read = planned_expert_bytes - memo_expert_bytes - resumed_expert_bytes.
+    """
+
+    name: str
+    """the ref"""
+    plan: PlanId
+    """the plan's id"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    manifest: ManifestId
+    """id of the content: same bytes, same id"""
+    new_snapshot: bool
+    """false if the ref already held this merge"""
+    was: SnapshotId | None
+    """where the branch pointed before, which `move` expects; None for a new branch"""
+    virtual: bool
+    """whether only the plan was committed; blocks are computed on read"""
+    method: str
+    """the merge method"""
+    budget_bytes: int | None
+    """most bytes that may be read from experts; None: no budget"""
+    max_error: float | None
+    """the requested error limit; None: none"""
+    full_expert_bytes: int
+    """bytes that a merge without a budget would read from experts"""
+    planned_expert_bytes: int
+    """bytes that the plan reads from experts"""
+    expert_bytes_read: int
+    """bytes read from experts, counted at pread"""
+    memo_expert_bytes: int
+    """planned bytes not read because an earlier merge computed the output"""
+    resumed_expert_bytes: int
+    """planned bytes that an interrupted run had already read"""
+    analyze_bytes_read: int
+    """bytes of experts read to plan: for missing statistics, and adapters for the norms of their
+    products"""
+    base_bytes_read: int
+    """bytes read from the base"""
+    bytes_written: int
+    """bytes added to the store"""
+    blocks_total: int
+    """blocks in all"""
+    blocks_reused: int
+    """output blocks that the store already had"""
+    error_bound: float | None
+    """certified bound on the norm of (merged - full-read merge) / norm of base, before rounding to
+    the output dtype; None if the method has none"""
+    error_estimate: float | None
+    """estimate of the same error, not certified; None if there is none"""
+    error_share_estimate: float | None
+    """estimate of the norm of (merged - full-read merge) / norm of (full-read merge - base), the
+    share of the change that is lost; None if unknown"""
+    not_finite: tuple[NotFiniteTensor, ...]
+    """tensors with elements that are, or may be, infinite or NaN, and are finite in the base, worst
+    first"""
+    warnings: tuple[MergeWarning, ...]
+    """likely mistakes: idle experts, elements that are not finite, licences that differ or forbid
+    merging"""
+    remarks: tuple[str, ...]
+    """remarks of the planner, as text"""
+    seconds: float
+    """how long it took"""
+
+
+class Published(msgspec.Struct, frozen=True):
+    """A published merge, real or virtual.
+
+    is_new: False if the ref already was that merge; then is_virtual says whether it still is.
+    blocks_reused: output blocks that the store already had. was: where the branch pointed.
     """
 
     snapshot: SnapshotId
     manifest: ManifestId
     is_new: bool
-    outcome: Outcome
+    is_virtual: bool
     bytes_written: int
-    not_finite: tuple[NotFiniteTensor, ...]
+    blocks_total: int
+    blocks_reused: int
     was: SnapshotId | None
+
+
+class Merged(Published, frozen=True):
+    """A merge that was run.
+
+    not_finite: tensors with elements that are infinite or NaN, and are finite in the base.
+    """
+
+    outcome: Outcome
+    not_finite: tuple[NotFiniteTensor, ...]
+
+
+def merge_report(
+    planned: PlanReport, made: Published, *, name: str, analyzed: int, seconds: float
+) -> MergeReport:
+    """Return the report of a merge of a plan.
+
+    analyzed: what planning read for missing statistics.
+    """
+    # A virtual merge read nothing.
+    outcome = made.outcome if isinstance(made, Merged) else None
+    return MergeReport(
+        name=name,
+        plan=planned.plan,
+        snapshot=made.snapshot,
+        manifest=made.manifest,
+        new_snapshot=made.is_new,
+        was=made.was,
+        virtual=made.is_virtual,
+        method=planned.method,
+        budget_bytes=planned.budget_bytes,
+        max_error=planned.max_error,
+        full_expert_bytes=planned.full_expert_bytes,
+        planned_expert_bytes=planned.planned_expert_bytes,
+        expert_bytes_read=0 if outcome is None else outcome.expert_bytes_read,
+        memo_expert_bytes=0 if outcome is None else outcome.memo_expert_bytes,
+        resumed_expert_bytes=0 if outcome is None else outcome.resumed_expert_bytes,
+        analyze_bytes_read=analyzed,
+        base_bytes_read=0 if outcome is None else outcome.base_bytes_read,
+        bytes_written=made.bytes_written,
+        blocks_total=made.blocks_total,
+        blocks_reused=made.blocks_reused,
+        error_bound=planned.error_bound,
+        error_estimate=planned.error_estimate,
+        error_share_estimate=planned.error_share_estimate,
+        not_finite=planned.not_finite,
+        warnings=planned.warnings,
+        remarks=planned.remarks,
+        seconds=seconds,
+    )
 
 
 def run_merge(
@@ -73,7 +194,7 @@ def run_merge(
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
     engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
-    moved, nothing is published. ready: as in engine.Engine. made: one of
+    moved, nothing is published. ready: as in engine.run_plan. made: one of
     `snapshot.PLANNED`.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
@@ -89,7 +210,7 @@ def run_merge(
         current = materialized or branch_to_move(catalog, name, candidate)
         for source in inputs:
             contents.require(catalog, source.snapshot_id(), source.name)
-        outcome = Engine(
+        outcome = run_plan(
             catalog,
             plan,
             transaction,
@@ -98,7 +219,7 @@ def run_merge(
             memo=memo,
             progress=progress,
             ready=ready,
-        ).run()
+        )
         if outcome.made and not allow_nonfinite:
             raise _not_finite(counted(outcome.made, outcome.tensors), plan, sources)
         found = counted(dict(outcome.coverage.not_finite), outcome.tensors)
@@ -123,8 +244,16 @@ def run_merge(
             memo.put_outputs(outcome.memo_rows)
             memo.flush()
     return Merged(
-        *(record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written, found),
+        snapshot=record.id(),
+        manifest=record.manifest_id(),
+        is_new=is_new,
+        is_virtual=False,
+        bytes_written=transaction.bytes_written,
+        blocks_total=outcome.blocks_total,
+        blocks_reused=outcome.blocks_reused,
         was=None if current is None else current.snapshot_id(),
+        outcome=outcome,
+        not_finite=found,
     )
 
 

@@ -82,100 +82,85 @@ class Outcome(msgspec.Struct, frozen=True):
     made: Mapping[str, int]
 
 
-class Engine:
-    """One run of one plan.
+def run_plan(
+    catalog: Catalog,
+    plan: Plan,
+    sink: Transaction | None,
+    *,
+    resources: Resources,
+    policy: Policy | None = None,
+    memo: Memo | None = None,
+    progress: ProgressCallback | None = None,
+    ready: Ready | None = None,
+) -> Outcome:
+    """Compute everything.
 
     sink: None to compute the outcome without storing it. memo: None to use no memo table. policy:
     how the output is coded, None for the store's own. ready: the same plan, if it was made ready
     before.
+
+    Raises BadRequest, BudgetExceeded, Corrupt, StorageFailed.
     """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        plan: Plan,
-        sink: Transaction | None,
-        *,
-        resources: Resources,
-        policy: Policy | None = None,
-        memo: Memo | None = None,
-        progress: ProgressCallback | None = None,
-        ready: Ready | None = None,
-    ) -> None:
-        check_fits(catalog, plan)
-        self._plan = plan
-        self._sink = sink
-        policy = catalog.config.codec if policy is None else policy
-        self._costs = costs_of(catalog, plan)
-        self._expert_meter = Meter("expert", self._costs.planned)
-        ready = ready or Ready(catalog, plan)
-        tasks = ready.tasks
-        tasks.charge(self._expert_meter)
-        layout = Layout(catalog, tasks)
-        limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
-        self._base_meter = Meter("base")
-        written: set[BlockId] = set()
-        self._known = KnownChunks(catalog, ready, sink, memo, written)
-        first = Slice(
-            place=HERE,
-            store=catalog.layout.root,
-            target=(Path() if sink is None else sink.directory) / "0.pack",
-            block_size=catalog.block_size,
-            policy=None if sink is None else policy,
-            bounds=limits,
-            runs=(),
+    check_fits(catalog, plan)
+    policy = catalog.config.codec if policy is None else policy
+    costs = costs_of(catalog, plan)
+    expert_meter, base_meter = Meter("expert", costs.planned), Meter("base")
+    ready = ready or Ready(catalog, plan)
+    tasks = ready.tasks
+    tasks.charge(expert_meter)
+    layout = Layout(catalog, tasks)
+    limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
+    written: set[BlockId] = set()
+    known = KnownChunks(catalog, ready, sink, memo, written)
+    first = Slice(
+        place=HERE,
+        store=catalog.layout.root,
+        target=(Path() if sink is None else sink.directory) / "0.pack",
+        block_size=catalog.block_size,
+        policy=None if sink is None else policy,
+        bounds=limits,
+        runs=(),
+    )
+    cutter = Cutter(first, resources.slice_bytes)
+    work = WorkList(catalog, tasks, layout, known, cutter, progress)
+    runner: LocalRunner | RemoteRunner
+    if resources.executor is None:
+        computer = Computer(
+            *(catalog.packs, expert_meter, base_meter, catalog.has_blocks, tasks.moved)
         )
-        cutter = Cutter(first, resources.slice_bytes)
-        self._work = WorkList(catalog, tasks, layout, self._known, cutter, progress)
-        self._runner: LocalRunner | RemoteRunner
-        if resources.executor is None:
-            computer = Computer(
-                catalog.packs,
-                self._expert_meter,
-                self._base_meter,
-                catalog.has_blocks,
-                tasks.moved,
-            )
-            self._runner = LocalRunner(computer, limits, sink, written)
-        else:
-            self._runner = RemoteRunner(
-                resources.executor, sink, self._expert_meter, self._base_meter
-            )
-        self._layout, self._papers = layout, Papers(catalog, plan)
-        self._records = Records(catalog.block_size, sink, policy)
-
-    def run(self) -> Outcome:
-        """Compute everything.  Raises BadRequest, BudgetExceeded, Corrupt, StorageFailed."""
-        try:
-            self._runner.run(self._work)
-        except BudgetExceeded as error:
-            # The limit is what these blocks took when the run began: they were stored again since.
-            hint = "run the command again"
-            where = f"plan {self._plan.id().short}"
-            raise BudgetExceeded(error.texts[0], where=where, hint=hint) from error
-        jobs = self._work.jobs
-        tensors = {name: job.record() for name, job in jobs.items()}
-        odd = sum([job.not_finite.new for job in jobs.values()])
-        manifest = self._layout.manifest(
-            self._papers,
-            odd,
-            record_of=lambda name, *_: tensors[name],
-            put_records=self._records.put_records,
-            put_bytes=self._records.put_bytes,
-        )
-        total = blocks_of(manifest, self._plan.block_size)
-        read, resumed = self._expert_meter.total, self._known.resumed_bytes
-        return Outcome(
-            manifest=manifest,
-            coverage=coverage(self._plan, [jobs[t.name] for t in self._plan.tensors]),
-            tensors=tensors,
-            memo_rows=tuple(self._known.rows),
-            costs=self._costs,
-            expert_bytes_read=read,
-            memo_expert_bytes=self._costs.planned - read - resumed if self._known.hits else 0,
-            resumed_expert_bytes=resumed,
-            base_bytes_read=self._base_meter.total,
-            blocks_total=total,
-            blocks_reused=total - (0 if self._sink is None else self._sink.blocks_new),
-            made={name: job.not_finite.made for name, job in jobs.items() if job.not_finite.made},
-        )
+        runner = LocalRunner(computer, limits, sink, written)
+    else:
+        runner = RemoteRunner(resources.executor, sink, expert_meter, base_meter)
+    try:
+        runner.run(work)
+    except BudgetExceeded as error:
+        # The limit is what these blocks took when the run began: they were stored again since.
+        hint = "run the command again"
+        where = f"plan {plan.id().short}"
+        raise BudgetExceeded(error.texts[0], where=where, hint=hint) from error
+    jobs = work.jobs
+    tensors = {name: job.record() for name, job in jobs.items()}
+    records = Records(catalog.block_size, sink, policy)
+    manifest = layout.manifest(
+        Papers(catalog, plan),
+        sum([job.not_finite.new for job in jobs.values()]),
+        record_of=lambda name, *_: tensors[name],
+        put_records=records.put_records,
+        put_bytes=records.put_bytes,
+    )
+    total = blocks_of(manifest, plan.block_size)
+    read, resumed = expert_meter.total, known.resumed_bytes
+    return Outcome(
+        manifest=manifest,
+        coverage=coverage(plan, [jobs[t.name] for t in plan.tensors]),
+        tensors=tensors,
+        memo_rows=tuple(known.rows),
+        costs=costs,
+        expert_bytes_read=read,
+        memo_expert_bytes=costs.planned - read - resumed if known.hits else 0,
+        resumed_expert_bytes=resumed,
+        base_bytes_read=base_meter.total,
+        blocks_total=total,
+        blocks_reused=total - (0 if sink is None else sink.blocks_new),
+        made={name: job.not_finite.made for name, job in jobs.items() if job.not_finite.made},
+    )

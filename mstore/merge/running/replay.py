@@ -7,7 +7,7 @@ import time
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.running.commit import inputs_held
-from mstore.merge.running.engine import Engine, Outcome, Resources
+from mstore.merge.running.engine import Outcome, Resources, run_plan
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.progress import ProgressCallback
@@ -53,13 +53,13 @@ def replay(
     began = time.monotonic()
     plan = catalog.record(Plan, plan_id)
     with inputs_held(catalog, snapshot, record):
-        outcome = Engine(
+        outcome = run_plan(
             catalog,
             plan,
             None,
             resources=Resources(threads),
             progress=progress,
-        ).run()
+        )
     manifest = outcome.manifest
     same = manifest.id() == record.manifest_id()
     return ReplayReport(

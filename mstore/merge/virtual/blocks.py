@@ -33,8 +33,7 @@ from mstore.merge.running.compute import blend, count_new, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
-from mstore.merge.running.ties import grant_of
-from mstore.merge.virtual.tie_prefix import TiePrefix
+from mstore.merge.running.ties import TiePrefix, grant_of
 from mstore.objects.plan import READ, Plan
 from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.phrases import call

@@ -18,7 +18,7 @@ from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.made.files import Slot, blocks_of
 from mstore.made.snapshots import Publication, made_of
 from mstore.merge.planning.validate import check_fits
-from mstore.merge.running.commit import Merged, is_merge_of, parents_of, run_merge
+from mstore.merge.running.commit import Merged, Published, is_merge_of, parents_of, run_merge
 from mstore.merge.running.output import Layout
 from mstore.merge.running.papers import Papers
 from mstore.merge.running.task import Tasks
@@ -66,24 +66,6 @@ class MaterializeReport:
     """how long it took"""
 
 
-@frozen
-class Deferred:
-    """A published virtual merge.
-
-    is_new: False if the ref already was that merge; then is_virtual says whether it still is.
-    blocks_reused: output blocks of tensors that are the base's own. was: where the branch pointed.
-    """
-
-    snapshot: SnapshotId
-    manifest: ManifestId
-    is_new: bool
-    is_virtual: bool
-    bytes_written: int
-    blocks_total: int
-    blocks_reused: int
-    was: SnapshotId | None
-
-
 def commit_virtual(
     catalog: Catalog,
     plan: Plan,
@@ -92,7 +74,7 @@ def commit_virtual(
     name: str,
     message: str,
     candidate: str | None = None,
-) -> Deferred:
+) -> Published:
     """Publish a plan as a snapshot whose blocks are computed when they are read.
 
     candidate: as in `run_merge`.
@@ -124,7 +106,7 @@ def commit_virtual(
                 candidate=candidate,
             )
             publication.commit()
-    return Deferred(
+    return Published(
         snapshot=record.id(),
         manifest=record.manifest_id(),
         is_new=is_new,

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.merge.arithmetic.kernels import UNLIMITED
-from mstore.merge.running.ties import Grant, TieLedger, grant_of
-from mstore.merge.virtual.tie_prefix import TiePrefix
+from mstore.merge.running.ties import Grant, TieLedger, TiePrefix, grant_of
 
 EXPERTS = 3
 TIES = st.lists(
