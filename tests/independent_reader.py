@@ -809,7 +809,7 @@ def _groups(
                 of = numbered.setdefault(shard[0], {})
                 of.setdefault(shard[1], {})[shard[2]] = path
             elif told in indexed:
-                beside.append((stem, Model(told[1], [path], {})))
+                beside.append((stem, Model("", [path], {})))
             else:
                 groups[told] = Model(told[1], [path], {})
     for told, shards in numbered.items():
@@ -824,7 +824,7 @@ def _below(directory: str, name: str) -> str:
 
 
 def _escaped(path: str) -> str:
-    return path.replace("%", "%25").replace(":", "%3A")
+    return path.replace("%", "%25").replace(":", "%3A").replace("@", "%40")
 
 
 def _with_variant(name: str, model: Model) -> str:

@@ -23,6 +23,7 @@ from mstore.store.models import paired
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+HALF = "model.safetensors.index.fp16.json"
 OLD = "model-00001-of-00003.safetensors"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -35,7 +36,7 @@ def named(
     return {one.name: one.files for one in found}
 
 
-SHARDED = {INDEX: {"a": ONE, "b": TWO}}
+SHARDED = {INDEX: {"a": ONE, "b": TWO}, HALF: {"a": "h.safetensors"}}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,8 @@ SHARDED = {INDEX: {"a": ONE, "b": TWO}}
         (["adapter_model.safetensors", "0-math/adapter_model.safetensors"], {"": 1, "0-math": 1}),
         (["model.safetensors", "adapter_model.safetensors"], {"": 1, "adapter_model": 1}),
         (["a:b%/model.safetensors"], {"a%3Ab%25": 1}),
+        (["u@x/model.safetensors", "u/model.x.safetensors"], {"u%40x": 1, "u@x": 1}),
+        ([HALF, "h.safetensors", "model.fp16.safetensors"], {"@fp16": 1, "model.fp16": 1}),
         (["config.json", "README.md"], {}),
     ],
 )
@@ -108,7 +111,7 @@ _FILE = st.builds(
     st.sampled_from(["", ".fp16", ".ema"]),
     st.sampled_from(["", "-00001-of-00002", "-00002-of-00002", "-00001-of-00001"]),
 )
-_PATH = st.builds(lambda d, f: f"{d}{f}", st.sampled_from(["", "unet/", "a:b/", "unet/x/"]), _FILE)
+_PATH = st.builds(lambda d, f: f"{d}{f}", st.sampled_from(["", "unet/", "a:b/", "unet/x/", "unet@fp16/"]), _FILE)
 
 
 @given(st.lists(_PATH, unique=True, max_size=12), st.randoms(use_true_random=False))

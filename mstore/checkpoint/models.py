@@ -14,7 +14,7 @@ whose index names others is a model of its own, too.  Numbered shards that no in
 an index or a single file of their stem, belong to no model.
 
 A tensor is called MODEL:NAME, and in the model without a name NAME, or :NAME if it has a colon.
-`:` and `%` of a model's path are written `%3A` and `%25`.
+`:`, `@` and `%` of a model's path are written `%3A`, `%40` and `%25`.
 
 So read transformers (`model`), diffusers (`diffusion_pytorch_model`), PEFT (`adapter_model`) and
 mistral (`consolidated`).  All of it follows from paths and indexes.
@@ -64,7 +64,7 @@ class Model(msgspec.Struct, frozen=True):
 
 def own_name(directory: str) -> str:
     """Return what the model of a directory is called."""
-    return directory.replace("%", "%25").replace(":", "%3A")
+    return directory.replace("%", "%25").replace(":", "%3A").replace("@", "%40")
 
 
 def place_of(model: str) -> str:
@@ -149,7 +149,7 @@ def models_of(paths: Iterable[str], weight_map: Callable[[str], WeightMap]) -> t
                 named[name] = msgspec.structs.replace(model, name=name)
             else:
                 path = posixpath.join(directory, stem or _stem_of(files[0]))
-                own.append((own_name(path), variant, model))
+                own.append((own_name(path), variant if stem else "", model))
     for path, variant, model in own:
         name = path + (f"@{variant}" if variant else "")
         if name in named:
