@@ -111,7 +111,8 @@ _FILE = st.builds(
     st.sampled_from(["", ".fp16", ".ema"]),
     st.sampled_from(["", "-00001-of-00002", "-00002-of-00002", "-00001-of-00001"]),
 )
-_PATH = st.builds(lambda d, f: f"{d}{f}", st.sampled_from(["", "unet/", "a:b/", "unet/x/", "unet@fp16/"]), _FILE)
+_FOLDER = st.sampled_from(["", "unet/", "a:b/", "unet/x/", "unet@fp16/"])
+_PATH = st.builds(lambda folder, file: f"{folder}{file}", _FOLDER, _FILE)
 
 
 @given(st.lists(_PATH, unique=True, max_size=12), st.randoms(use_true_random=False))
