@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -176,8 +179,8 @@ from mstore.merge.methods.selections.delta import Delta
 from mstore.objects.plan import Mixture
 
 
-def of_inputs(shape):
-    return (shape[1], shape[1]) if len(shape) == 2 else None
+def of_inputs(name, shape):
+    return (shape[1], shape[1]) if len(shape) == 2 and name != "embed" else None
 
 
 class Traced(Sum):
@@ -262,7 +265,7 @@ def family(
     install(tmp_path, "heated", HEATED)
     monkeypatch.syspath_prepend(tmp_path)
     rng = np.random.default_rng(5)
-    shapes = {"w": (900, 160), "v": (160,)}
+    shapes = {"w": (900, 160), "v": (160,), "embed": (30, 160)}
     models: dict[str, dict[str, np.ndarray]] = {
         "base": {name: rng.normal(0, 1, shape) for name, shape in shapes.items()}
     }
@@ -316,7 +319,7 @@ def test_a_package_asks_for_companions_that_are_facts(
     request = asking("traced", e0="g0", e1="g1")
     traces = [float(np.trace(arrays[f"g{k}.w"])) for k in range(2)]
     wanted = {}
-    for name, sizes in (("w", traces), ("v", [1.0, 1.0])):
+    for name, sizes in (("w", traces), ("v", [1.0, 1.0]), ("embed", [1.0, 1.0])):
         shares = [w * own / sum(sizes) for w, own in zip(WEIGHTS, sizes, strict=True)]
         base = arrays[f"base.{name}"]
         moved = [arrays[f"e{k}.{name}"] - base for k in range(2)]
@@ -326,8 +329,23 @@ def test_a_package_asks_for_companions_that_are_facts(
     part = store.merge(store.plan(replace(request, budget="60%")), name="part")
     assert part.error_bound is not None
     error = np.linalg.norm(store["part"].tensor("w") - store["whole"].tensor("w"))
-    norm = np.linalg.norm(np.concatenate([arrays[f"base.{n}"].ravel() for n in "wv"]))
+    norm = np.linalg.norm(np.concatenate([arrays[f"base.{n}"].ravel() for n in wanted]))
     assert 0 < error <= part.error_bound * norm
+    blamed = store.blame("whole")
+    assert [share.expert for share in blamed.experts] == ["e0", "e1"]
+    assert sum(share.share or 0 for share in blamed.experts) == pytest.approx(1, abs=1e-6)
+    # Another process knows nothing of what planning looked up.
+    plan = store.plan(request)
+    later = (
+        "import sys; from mstore import Store\n"
+        "with Store.open(sys.argv[1]) as store:\n"
+        "    merged = store.merge(sys.argv[2], name='later')\n"
+        "    print(merged.manifest, store.plans()[0].full_expert_bytes)"
+    )
+    line = [sys.executable, "-c", later, str(store.path), str(plan.plan)]
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(line, check=True, capture_output=True, text=True, env=env)
+    assert done.stdout.split() == [str(store["whole"].manifest), str(plan.full_expert_bytes)]
     for given, told in (
         ({"e0": "g0"}, "traced takes a Gram for each expert: e1 has none"),
         ({"e0": "g0", "e1": "none"}, "lacks w"),

@@ -97,8 +97,11 @@ class Attribution:
         )
 
 
-def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64]) -> Attribution:
-    """Split one chunk's merged delta; quotas, as in `mix_chunk`, are ties that THIS chunk keeps."""
+def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64], count: int) -> Attribution:
+    """Split one chunk's merged delta among so many experts, the first of its sides.
+
+    quotas: as in `mix_chunk`, the ties that THIS chunk keeps.
+    """
     tensor = loaded.task.tensor
     mix = tensor.mix
     experts = mix.weights.size
@@ -115,7 +118,8 @@ def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64]) -> Attribution:
     masks, rows = masks_of(tensor, chunk), row_weights_of(tensor, chunk)
     packed = pack(mix, chunk, None, tensor.out_dtype, masks, row_weights=rows)
     _attribute(packed.at, *[address(array) for array in (sums, counts, *room)])
-    own = slice(int(mix.has_base), experts)
+    # Companions, which come last, change nothing by themselves.
+    own = slice(int(mix.has_base), int(mix.has_base) + count)
     return Attribution(
         square=float(sums[1, experts + 1]),
         base=float(sums[0, experts]),

@@ -173,10 +173,10 @@ def blame(
         run = _Run(catalog, plan, threads, progress)
         measured = run.attributions(tensor)
     sources = sources_of_merge(catalog, plan_id, plan, record).experts
-    # Companions, which come last, change nothing by themselves.
+    # Companions come last.
     who = [(source.name, weight) for source, weight in zip(sources, plan.weights, strict=False)]
     layers = layers_of(names)
-    nothing = Measured(0, Attribution.nothing(len(plan.inputs) - 1))
+    nothing = Measured(0, Attribution.nothing(len(plan.weights)))
     tensors = []
     sums: dict[str, Measured] = {}
     counts: Counter[str] = Counter()
@@ -303,7 +303,7 @@ class _Run:
                     first
                 ]
                 elements = math.prod(self._catalog.tensor(base).shape)
-                return {first: Measured(elements, Attribution.nothing(len(self._plan.inputs) - 1))}
+                return {first: Measured(elements, Attribution.nothing(len(self._plan.weights)))}
             wanted = [first]
         jobs = [(name, self.tasks.tensor(name), self._chunks(name)) for name in wanted]
         total = sum(_bytes(task, number) for _, task, numbers in jobs for number in numbers)
@@ -311,7 +311,7 @@ class _Run:
         found = {}
         with ThreadPoolExecutor(self._threads, "blame") as pool:
             for name, task, numbers in jobs:
-                one = Attribution.nothing(len(self._plan.inputs) - 1)
+                one = Attribution.nothing(len(self._plan.weights))
                 for number, part in zip(numbers, self._parts(task, numbers, pool), strict=True):
                     one += part
                     done += _bytes(task, number)
@@ -358,7 +358,8 @@ class _Run:
                 self.tasks.moved,
             )
             grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
-            return attribute(loaded, np.array(grant.quotas, dtype=np.int64))
+            quotas = np.array(grant.quotas, dtype=np.int64)
+            return attribute(loaded, quotas, len(self._plan.weights))
         except BaseException:
             ledger.fail(task.number)
             raise

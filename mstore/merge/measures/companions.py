@@ -29,7 +29,7 @@ States = np.ndarray[Any, np.dtype[np.uint8]]
 Shape = tuple[int, ...]
 
 
-def alike(shape: Shape) -> Shape | None:
+def alike(name: str, shape: Shape) -> Shape | None:
     """Return the shape of a tensor of the model: that of a companion which has the same tensors."""
     return shape
 
@@ -38,9 +38,10 @@ class Companion(msgspec.Struct, frozen=True):
     """What a combination asks for beside base and experts.
 
     role: as requests and plans name it. of: EXPERT: one for each expert, BASE: one for the base,
-    None: one for the merge. shape: of its tensor for one of the model, by the latter's shape; None
-    if it needs none. is_read: the kernel has it chunk by chunk, after the experts; it is one for
-    each, and has the model's shapes.  Others are read by `Combination.settle` (`TensorFacts`).
+    None: one for the merge. shape: of its tensor for one of the model, by the latter's name and
+    shape; None if it needs none. is_read: the kernel has it chunk by chunk, after the experts; it
+    is one for each, and has the model's shapes.  Others are read by `Combination.settle`
+    (`TensorFacts`).
 
     Of one that is read planning knows sums over each chunk: totals, how many; measure: makes them
     of stored bytes, their element type and their number, NaN for elements that are none of this
@@ -49,7 +50,7 @@ class Companion(msgspec.Struct, frozen=True):
 
     role: str
     of: str | None = EXPERT
-    shape: Callable[[Shape], Shape | None] = alike
+    shape: Callable[[str, Shape], Shape | None] = alike
     is_read: bool = False
     totals: int = 0
     measure: Callable[[Bytes, str, int], Sequence[float]] | None = None

@@ -21,7 +21,7 @@ from mstore.merge.measures.grid import Bools
 from mstore.merge.planning.compared import Words, batched, chunk_ids, twins
 from mstore.merge.planning.surveyed import Counts
 from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
+from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 
@@ -63,22 +63,28 @@ def _looked_up(catalog: Catalog, plan: Plan) -> Costs:
         if all(type(one) is Tensor and len(one.blocks) == ID_BYTES for one in records):
             single.take(tensor, records)
             continue
-        states = np.frombuffer(b"".join(tensor.states), dtype=np.uint8).reshape(len(experts), -1)
-        sides = [chunk_ids(one, tensor.chunk_elements, plan.block_size) for one in records]
-        if all(type(one) is Tensor for one in records):
-            alike.take(tuple(record.dtype for record in records), sides, states)
+        # The others cost nothing; a companion that is only a fact may have another shape.
+        matter = [k for k, one in enumerate(tensor.states) if one.strip(_IDLE)]
+        if not matter:
             continue
-        leads, group_read = _led([record.dtype for record in records], sides, states)
-        for record, side, lead, reads in zip(records, sides, leads, group_read, strict=True):
+        joined = b"".join(tensor.states[k] for k in matter)
+        states = np.frombuffer(joined, dtype=np.uint8).reshape(len(matter), -1)
+        own = [records[k] for k in matter]
+        sides = [chunk_ids(one, tensor.chunk_elements, plan.block_size) for one in own]
+        if all(type(one) is Tensor for one in own):
+            alike.take(tuple(record.dtype for record in own), sides, states)
+            continue
+        leads, group_read = _led([record.dtype for record in own], sides, states)
+        for record, side, lead, reads in zip(own, sides, leads, group_read, strict=True):
             if isinstance(record, AppliedTensor):
                 applied.take(record, matters=bool(lead.any()), is_read=bool(reads[lead].any()))
                 continue
-            own, own_read = _listed(side, lead, reads)
-            blocks.append(own)
-            read.append(own_read)
-    for own, own_read in alike.blocks():
-        blocks.append(own)
-        read.append(own_read)
+            listed, is_read = _listed(side, lead, reads)
+            blocks.append(listed)
+            read.append(is_read)
+    for listed, is_read in alike.blocks():
+        blocks.append(listed)
+        read.append(is_read)
     raw = np.concatenate(blocks).tobytes() if blocks else b""
     ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)] + single.blocks
     if not ids:
@@ -160,6 +166,7 @@ class _Single:
 
 _READ = (READ, SHARED)
 _MATTERS = (READ, SHARED, OMITTED, DROPPED)
+_IDLE = bytes((EQUAL, BELOW))
 
 
 def told_costs(catalog: Catalog, plan: Plan) -> Costs:

@@ -250,7 +250,7 @@ class Surveyor:
             name: shape
             for name, (_, record) in base.items()
             if (name in wanted or name in sources) and record.dtype in ITEMSIZES
-            if (shape := one.shape(record.shape)) is not None
+            if (shape := one.shape(name, record.shape)) is not None
         }
         moved = {
             name
