@@ -273,7 +273,8 @@ def test_pipelines(kind: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the lines use jq")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_command_before_the_branch_moves(fails: bool, tmp_path: Path) -> None:
-    """The lines of docs/howto/ci.md move the branch if the command succeeds, and else drop all."""
+    """The lines of docs/howto/ci.md move the branch if the command succeeds, and else they leave
+    it where it was."""
     page = (DOCS / "howto" / "ci.md").read_text()
     (lines,) = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)
     readme_family.write(tmp_path)
