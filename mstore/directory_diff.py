@@ -23,7 +23,7 @@ from mstore.block_cache import BlockCache, Computing
 from mstore.checkpoint.directory import DEFAULT_LIMITS, CheckpointLimits, read_weight_map
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.header import Header, TensorSlot, read_header
-from mstore.checkpoint.models import full_name, models_of, name_in_model
+from mstore.checkpoint.models import files_of, full_name, models_of, name_in_model
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
@@ -203,9 +203,12 @@ class _Comparison:
         self._cache = BlockCache(catalog, computing=computing)
         self._block_size = catalog.block_size
         self._found: dict[tuple[TensorId, str, str], TensorDiff] = {}
+        self._models = models_in(catalog, manifest)
+        self._theirs = {one.name: one for one in models_of(side.files, side.weight_map)}
+        self._pairs = paired(self._models.named, self._theirs)
 
     def report(self, asked: Input, *, blocks: bool) -> DirectoryDiffReport:
-        files, files_equal = self._files()
+        files, files_equal = self._files(asked.model)
         tensors, tensors_equal, total, changed_blocks = self._tensors(asked.model)
         side = self._side
         return DirectoryDiffReport(
@@ -221,9 +224,15 @@ class _Comparison:
             remarks=tuple(side.remarks),
         )
 
-    def _files(self) -> tuple[tuple[FileDiff, ...], int]:
+    def _files(self, asked: str | None) -> tuple[tuple[FileDiff, ...], int]:
+        """Return the differing files, and the number of equal ones; asked: as for `_tensors`."""
         ours = {file.path: file for file in self._manifest.files}
         theirs = self._side.files
+        if asked is not None:
+            compared = [self._theirs[own] for own in self._pairs.values()]
+            directory = compared[0].directory if compared else ""
+            own = files_of(compared, directory, self._theirs.values(), theirs)
+            theirs = {path: theirs[path] for path in theirs if path in own or path in ours}
         found = []
         equal = 0
         for path in sorted(ours.keys() | theirs.keys()):
@@ -312,12 +321,10 @@ class _Comparison:
 
         asked: the model that they are of; then other models of the directory do not count.
         """
-        models = models_in(self._catalog, self._manifest)
+        models, theirs = self._models, self._theirs
         ours = models.tensors
-        theirs = {one.name: one for one in models_of(self._side.files, self._side.weight_map)}
-        pairs = paired(models.named, theirs)
         names = {} if asked is not None else {one: one for one in theirs}
-        names |= {own: model for model, own in pairs.items()}
+        names |= {own: model for model, own in self._pairs.items()}
         homes: dict[str, str] = {}
         for model in names:
             for path in theirs[model].files:

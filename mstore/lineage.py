@@ -27,7 +27,7 @@ from mstore.errors import Corrupt, NotFound
 from mstore.frozen import frozen
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.notes import NoteReport, SignatureReport
-from mstore.objects.manifest import File
+from mstore.objects.manifest import File, Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor, VirtualTensor
@@ -128,7 +128,8 @@ class SnapshotReport:
     tensors: int
     """number of tensors in its files"""
     models: tuple[str, ...] = ()
-    """its models; that of the top directory is empty"""
+    """its models; that of the top directory is empty. No model if the shard index that tells them
+    was pruned or is damaged"""
     notes: tuple[NoteReport, ...] = ()
     """what was noted later, by key: the values that count"""
     signatures: tuple[SignatureReport, ...] = ()
@@ -234,7 +235,7 @@ def _described(
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
         tensors=sum(sum(1 for _ in file.tensors()) for file in manifest.files),
-        models=tuple(models_in(catalog, manifest).named),
+        models=_models(catalog, manifest),
         pruned=id in pruned,
         pinned=id in pinned,
         not_finite=_not_finite(catalog, record),
@@ -273,6 +274,13 @@ def origin(record: SnapshotRecord) -> OriginReport | None:
 def _not_finite(catalog: Catalog, record: SnapshotRecord) -> tuple[NotFiniteTensor, ...]:
     with suppress(NotFound, Corrupt):
         return of_snapshot(catalog, record)
+    return ()
+
+
+def _models(catalog: Catalog, manifest: Manifest) -> tuple[str, ...]:
+    # Of a pruned snapshot, the indexes that tell its models may be gone.
+    with suppress(NotFound, Corrupt):
+        return tuple(models_in(catalog, manifest).named)
     return ()
 
 

@@ -180,6 +180,10 @@ def test_a_candidate_is_not_renamed_to_a_branch(store: Store) -> None:
     with pytest.raises(BadName) as refused:
         store.rename(NAME, "better")
     assert refused.value.hint == f"store.reset('better', '{NAME}')"
+    for name in ("a b", "0123456789abcdef"):
+        with pytest.raises(BadName) as refused:
+            store.rename(NAME, name)
+        assert "use letters" in str(refused.value.hint)
     with pytest.raises(BadName) as refused:
         store.rename("e0", "a b")
     assert "use letters" in str(refused.value.hint)

@@ -481,10 +481,40 @@ def test_models_side_by_side_are_one_snapshot(tmp_path: Path, bare: bool) -> Non
     (remark,) = found.remarks
     assert isinstance(remark, Phrase)
     assert remark.spelled(Typed()) == (
-        "one snapshot of 3 models: 'a' and 'b b' both have the tensor 'w'; "
+        f"one snapshot of 3 models: 'a{end}' and 'b b{end}' both have the tensor 'w'; "
         f"mstore add {models}/a{end} '{models}/b b{end}' {models}/c{end} --name-prefix models/ "
         "stores each as a snapshot of its own"
     )
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_models_of_several_files_have_no_command(tmp_path: Path, shards: int) -> None:
+    """Shards of another stem cannot be added file by file, so the remark has no command."""
+    for stem in ("alpha", "beta"):
+        for number in range(1, shards + 1):
+            path = tmp_path / f"{stem}-0000{number}-of-0000{shards}.safetensors"
+            path.write_bytes(safetensors_bytes([(f"w{number}", "U8", (2,), b"aa")]))
+    (remark,) = scan(tmp_path).remarks
+    assert isinstance(remark, Phrase)
+    first, second = (f"{stem}-00001-of-0000{shards}.safetensors" for stem in ("alpha", "beta"))
+    told = f"one snapshot of 2 models: '{first}' and '{second}' both have the tensor 'w1'"
+    assert remark.spelled(Typed()).startswith(told)
+    assert ("mstore add" in remark.spelled(Typed())) == (shards == 1)
+
+
+def test_models_side_by_side_are_told_by_their_paths(tmp_path: Path) -> None:
+    """A remark tells directories as they are called, also where names of models are escaped."""
+    models = beside(tmp_path / "m", {"a:b": "w", "v@1": "w", "v@2": "w"})
+    (remark,) = scan(models).remarks
+    assert isinstance(remark, Phrase)
+    assert remark.spelled(Typed()) == (
+        "one snapshot of 3 models: 'a:b' and 'v@1' both have the tensor 'w'; "
+        f"mstore add {models}/a:b {models}/v@1 {models}/v@2 --name-prefix m/ "
+        "stores each as a snapshot of its own"
+    )
+    shutil.rmtree(models / "a:b")
+    (remark,) = scan(models).remarks
+    assert remark.startswith("one snapshot of 2 models: 'v@1' and 'v@2' both")
 
 
 @pytest.mark.parametrize(

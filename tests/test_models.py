@@ -482,17 +482,19 @@ def test_what_takes_a_whole_snapshot_says_so(store: Store) -> None:
 
 
 def test_a_model_is_compared_with_a_directory(store: Store, tmp_path: Path) -> None:
-    """`diff REF:MODEL DIR` compares the files of the model's directory and its tensors."""
+    """`diff REF:MODEL DIR` compares the files of the model's directory and its tensors.  Weights of
+    other models of DIR do not count."""
     folder = dressed(tmp_path / "full", 1.0)
     store.add(folder, name="full", base=None)
     shutil.rmtree(folder / PARTS[0] / "adapter")
     found = store.diff_directory(f"full:{PARTS[0]}", folder / PARTS[0])
     assert (found.files, found.tensors, found.tensors_equal) == ((), (), 1)
     saved = write(tmp_path / "saved", {WEIGHTS: 2.0, "other.safetensors": 3.0})
+    (saved / "notes.txt").write_text("new")
     found = store.diff_directory(f"full:{PARTS[0]}", saved)
     assert {one.path: one.status for one in found.files} == {
         WEIGHTS: "changed",
-        "other.safetensors": "added",
+        "notes.txt": "added",
         "assets/words.txt": "removed",
         "config.json": "removed",
     }
@@ -500,6 +502,23 @@ def test_a_model_is_compared_with_a_directory(store: Store, tmp_path: Path) -> N
     mstore = Program(store.path)
     told = mstore.succeed("diff", f"full:{PARTS[0]}", saved, "--json").document
     assert [one["name"] for one in told["tensors"]] == [FIRST]
+
+
+def test_each_model_equals_the_directory_that_it_came_from(store: Store, tmp_path: Path) -> None:
+    """`diff REF:MODEL DIR` leaves out what `checkout REF:MODEL` does: other forms, an index that no
+    loader reads, and what lies in the directories of other models."""
+    folder = dressed(tmp_path / "full", 1.0)
+    stale = {"weight_map": {"blocks.0.weight": "gone.safetensors"}}
+    half = folder / PARTS[1] / "diffusion_pytorch_model.fp16.safetensors"
+    assert half.exists()
+    (half.parent / f"{WEIGHTS}.index.json").write_text(json.dumps(stale))
+    (folder / PARTS[0] / "adapter" / "adapter_config.json").write_text("{}")
+    remarks = store.add(folder, name="full", base=None).remarks
+    assert any("index" in one for one in remarks)
+    for model in store["full"].models():
+        directory = folder / model.partition("@")[0]
+        found = store.diff_directory(f"full:{model}", directory)
+        assert (found.files, found.tensors, found.tensors_equal) == ((), (), 1)
 
 
 def test_a_directory_in_another_form_is_compared_with_a_model(store: Store, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from checkpoints import write_safetensors
+from damage import flip_bit
 from test_gc import BLOCK, contents, files, sound, write
 
 from mstore import MergeRequest
@@ -49,6 +52,64 @@ def test_what_is_older_goes_and_stays_in_the_log(store: Store, tmp_path: Path) -
     assert len(store.files(str(old))) == 2
     sound(store)
     assert store.prune(keep_last=2).snapshots == ()
+
+
+def sharded(root: Path, value: int) -> Path:
+    """A pipeline whose first model has an index; the index and all tensors tell the value."""
+    shards = [f"diffusion_pytorch_model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    data = bytes([value]) * 4
+    for shard, name in zip(shards, "ab", strict=True):
+        write_safetensors(root / "unet" / shard, [(name, "U8", (4,), data)])
+    index = {"metadata": {"value": value}, "weight_map": dict(zip("ab", shards, strict=True))}
+    path = root / "unet" / "diffusion_pytorch_model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    write_safetensors(
+        root / "vae" / "diffusion_pytorch_model.safetensors", [("c", "U8", (4,), data)]
+    )
+    return root
+
+
+def test_the_log_tells_of_a_pruned_snapshot_with_an_index(store: Store, tmp_path: Path) -> None:
+    """Where the index that names the models is gone, or damaged, all else is told."""
+    store.configure("codec", "raw")
+    old = store.add(sharded(tmp_path / "in", 1), name="x").snapshot
+    new = store.add(sharded(tmp_path / "in", 2), name="x").snapshot
+    store.prune(keep_last=1)
+    store.gc()
+    with Store.open(store.path) as again:
+        assert {one.snapshot: one.models for one in again.log()} == {old: (), new: ("unet", "vae")}
+        assert (again.show("x@{1}").files, again.show("x@{1}").models) == (4, ())
+    flip_bit(store.path, b'{"metadata": {"value": 2}')
+    with Store.open(store.path) as again:
+        assert [one.models for one in again.log()] == [(), ()]
+        assert again.show("x").files == 4
+
+
+def test_a_model_of_what_was_pruned_is_a_clear_error(store: Store, tmp_path: Path) -> None:
+    """A pruned snapshot has no models to name: the error says so, not that a tensor is missing."""
+    old = store.add(sharded(tmp_path / "in", 1), name="x").snapshot
+    store.add(sharded(tmp_path / "in", 2), name="x")
+    store.prune(keep_last=1)
+    store.gc()
+    with Store.open(store.path) as again:
+        for model in ("unet", "vae", "none"):
+            one = f"{old.hex()}:{model}"
+            calls: list[Callable[[], object]] = [
+                lambda one=one: again.view(one),
+                lambda one=one: again.files(one),
+                lambda one=one: again.tensors(one),
+                lambda one=one: again.checkout(one, tmp_path / "out"),
+                lambda one=one: again.diff(one, "x:unet"),
+                lambda one=one: again.diff_directory(one, tmp_path / "in"),
+                lambda one=one: again.compare("x:unet", base=one),
+                lambda one=one: again.plan(
+                    MergeRequest(base=one, experts=["x:unet"], method="linear")
+                ),
+            ]
+            for call in calls:
+                with pytest.raises(NotFound, match="contents were pruned"):
+                    call()
+        assert len(again.files(old)) == 4
 
 
 def test_reading_what_was_pruned_is_a_clear_error(store: Store, tmp_path: Path) -> None:

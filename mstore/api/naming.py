@@ -6,6 +6,7 @@ Part of `mstore.api.Store`, which combines all parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
@@ -225,10 +226,12 @@ class Naming(OpenStore):
 
         def choose(transaction: IndexTransaction) -> list[RefMove]:
             ref = refs_in(index, transaction).require(old)
+            refs.check(new)
             try:
                 refs.check(new, ref.kind)
             except BadName as error:
-                if ref.kind in refs.DIRECTORIES:
+                with suppress(BadName):
+                    refs.check(new, refs.BRANCH)
                     error.advise(call("reset", new, old))
                 raise
             if refs_in(index, transaction).get(new) is not None:

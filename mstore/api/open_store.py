@@ -14,7 +14,6 @@ from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import Revision, SnapshotId
 from mstore.phrases import Option, Phrase, call, phrase
-from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
@@ -346,10 +345,8 @@ class OpenStore:
         return self._stored(revision).snapshot
 
     def _whole(self, revision: Revision) -> Input:
-        """Resolve REF or REF:MODEL, whose contents were not pruned.  Raises NotFound, BadName."""
-        id, model = resolved(self._catalog, revision)
-        contents.require(self._catalog, id, str(revision))
-        return Input(id, str(revision), model)
+        """Resolve REF or REF:MODEL, whose contents were not pruned.  Raises as `resolved`."""
+        return resolved(self._catalog, revision)
 
     def _reflog_days(self, days: int | None) -> int:
         if days is None:

@@ -19,7 +19,7 @@ from mstore.objects.note import SIGNATURE
 from mstore.phrases import Option, call
 from mstore.store import contents, leases
 from mstore.store.contents import placing_damage
-from mstore.store.models import resolved, with_model
+from mstore.store.models import model_of, with_model
 
 if TYPE_CHECKING:
     from mstore.api.snapshot import Snapshot
@@ -154,11 +154,14 @@ class Reading(OpenStore):
         return notes.reports(found, signed, every=every), signed.get(None, ())
 
     def files(self, revision: Revision) -> list[FileReport]:
-        """Return the files of a snapshot, or of a model (REF:MODEL), by path.
+        """Return the files of a snapshot, also a pruned one, or of a model (REF:MODEL), by path.
 
         Raises NotFound, BadName.
         """
-        return lineage.files(self._catalog, *resolved(self._catalog, revision))
+        if model_of(str(revision)) is None:
+            return lineage.files(self._catalog, self._catalog.resolve(revision))
+        asked = self._whole(revision)
+        return lineage.files(self._catalog, asked.snapshot, asked.model)
 
     def tensors(self, revision: Revision) -> list[TensorReport]:
         """Return the tensors of a snapshot, or of a model (REF:MODEL), in file and data order.
@@ -276,7 +279,8 @@ class Reading(OpenStore):
     ) -> DirectoryDiffReport:
         """Report how a directory, or one file, differs from a snapshot, or from a model of it.
 
-        Of REF:MODEL it compares the files that `view` shows, and calls tensors MODEL:NAME.
+        Of REF:MODEL it compares the files that `view` shows, and calls tensors MODEL:NAME.  Weights
+        of other models of the directory do not count.
 
         Hashes every byte and writes nothing, neither in the store nor in the directory. exclude,
         default_excludes: as in `add`; they never leave out what the snapshot holds.  Raises

@@ -343,6 +343,10 @@ def _remark_of_several(checkpoint: Checkpoint) -> Iterator[Phrase]:
     """
     top = {file.path for file in checkpoint.files if "/" not in file.path}
     places = {place_of(one.name): one for one in reversed(checkpoint.models)}
+    paths = {
+        own: one.directory if own_name(one.directory) == own else one.files[0]
+        for own, one in sorted(places.items())
+    }
     is_one = "" in places or any(path.endswith(PICKLE_SUFFIXES) for path in top)
     if is_one or top & _TOP_OF_ONE:
         return
@@ -352,19 +356,21 @@ def _remark_of_several(checkpoint: Checkpoint) -> Iterator[Phrase]:
         place = place_of(model)
         other = seen.setdefault(name, place)
         if other != place:
-            paths = [
-                one.directory if own_name(one.directory) == own else one.files[0]
-                for own, one in sorted(places.items())
-            ]
-            yield phrase(
-                "one snapshot of {count} models: {one} and {other} both have the tensor {name}; "
-                "{add} stores each as a snapshot of its own",
+            remark = phrase(
+                "one snapshot of {count} models: {one} and {other} both have the tensor {name}",
                 count=len(places),
-                one=quoted(other),
-                other=quoted(place),
+                one=quoted(paths[other]),
+                other=quoted(paths[place]),
                 name=quoted(name),
-                add=each_alone(checkpoint.shown, paths),
             )
+            # Shards beside those of another model cannot be added alone.
+            if all(
+                paths[own] == one.directory or len(one.files) == 1 for own, one in places.items()
+            ):
+                add = each_alone(checkpoint.shown, [*paths.values()])
+                told = "{remark}; {add} stores each as a snapshot of its own"
+                remark = phrase(told, remark=remark, add=add)
+            yield remark
             return
 
 

@@ -112,6 +112,26 @@ def is_weights(path: str) -> bool:
     return path.endswith(SAFETENSORS_SUFFIX) or is_index(path)
 
 
+def files_of(
+    models: Iterable[Model], directory: str, every: Iterable[Model], paths: Iterable[str]
+) -> set[str]:
+    """Return the paths that loaders of some models of a directory find, of all these paths.
+
+    Their weights and indexes, and other files below the directory; no other weights, and nothing
+    below the directory of another model. every: all models that the paths make.
+    """
+    own = {path for one in models for path in (*one.files, one.index)}
+    directories = {one.directory for one in every}
+
+    def is_beside(path: str) -> bool:
+        home = posixpath.dirname(path)
+        while home and home not in directories:
+            home = posixpath.dirname(home)
+        return home == directory and not is_weights(path)
+
+    return {path for path in paths if path in own or is_beside(path)}
+
+
 def single_of(index: str) -> str:
     """Return the path of the single file that holds, alone, what an index at this path shards."""
     found = _INDEX.fullmatch(posixpath.basename(index))

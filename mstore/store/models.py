@@ -6,7 +6,6 @@ shards of a model have one tensor, the index says which counts; if it names neit
 
 from __future__ import annotations
 
-import posixpath
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -15,11 +14,12 @@ from typing import Final
 import msgspec
 from msgspec import structs
 
-from mstore.checkpoint.models import Model, WeightMap, full_name, is_weights, models_of, place_of
+from mstore.checkpoint.models import Model, WeightMap, files_of, full_name, models_of, place_of
 from mstore.errors import BadCheckpoint, BadRequest, Incompatible, NotFound, did_you_mean
 from mstore.ids import Revision, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.phrases import Option, call, few
+from mstore.store import contents
 from mstore.store.catalog import Catalog
 
 _MAX_INDEX: Final = 32 << 20
@@ -154,22 +154,11 @@ class Models:
         return [file for file in found if file is not None]
 
     def files(self, *models: str) -> Sequence[File]:
-        """Return what loaders of some models of one directory find there.
-
-        Their weights and indexes, and other files below the directory; no other weights, and
-        nothing below the directory of another model.
-        """
+        """Return what loaders of some models of one directory find there (`files_of`)."""
         chosen = [self.named[model] for model in models]
-        own = {path for one in chosen for path in (*one.files, one.index)}
-        directories = {one.directory for one in self.named.values()}
-
-        def is_beside(path: str) -> bool:
-            directory = posixpath.dirname(path)
-            while directory and directory not in directories:
-                directory = posixpath.dirname(directory)
-            return directory == chosen[0].directory and not is_weights(path)
-
-        return [one for one in self.manifest.files if one.path in own or is_beside(one.path)]
+        paths = [one.path for one in self.manifest.files]
+        found = files_of(chosen, chosen[0].directory, self.named.values(), paths)
+        return [one for one in self.manifest.files if one.path in found]
 
     def alone(self, *models: str) -> Manifest:
         """Return models of one directory as a checkpoint, whose paths begin in the directory."""
@@ -209,17 +198,20 @@ class Input(msgspec.Struct, frozen=True):
     model: str | None = None
 
 
-def resolved(catalog: Catalog, revision: Revision) -> tuple[SnapshotId, str | None]:
-    """Return the snapshot of REF or REF:MODEL, and the model; None if none is named.
+def resolved(catalog: Catalog, revision: Revision) -> Input:
+    """Return the snapshot of REF or REF:MODEL, and the model that is named.
 
-    Raises NotFound, also for a model that the snapshot does not have, BadName, BadRequest.
+    Raises NotFound, also for a model that the snapshot does not have, Pruned, BadName, BadRequest,
+    Corrupt (an index that tells the models).
     """
-    model = model_of(revision) if isinstance(revision, str) else None
-    if model is None:
-        return catalog.resolve(revision), None
-    where = snapshot_of(str(revision))
+    called, where, model = str(revision), revision, None
+    if isinstance(revision, str):
+        where, model = snapshot_of(revision), model_of(revision)
     id = catalog.resolve(where)
-    return id, models_in(catalog, catalog.manifest_of(id)).model(model, where).name
+    contents.require(catalog, id, called)
+    if model is not None:
+        models_in(catalog, catalog.manifest_of(id)).model(model, str(where))
+    return Input(id, called, model)
 
 
 def with_model(catalog: Catalog, base: Input, experts: Sequence[Input]) -> Input:
@@ -299,7 +291,10 @@ def _lone_forms(models: Collection[str]) -> dict[str, str]:
 
 
 def models_in(catalog: Catalog, manifest: Manifest) -> Models:
-    """Return the models of a manifest.  Raises Corrupt, StorageFailed."""
+    """Return the models of a manifest.
+
+    Raises NotFound (an index whose contents were pruned), Corrupt, StorageFailed.
+    """
     # They are a function of the manifest, so they are kept beside what it computes itself.
     kept = manifest.__dict__
     found = kept.get("models")

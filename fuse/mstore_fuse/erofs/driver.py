@@ -76,10 +76,9 @@ def show(
     _allow_files(0)
     catalog = Catalog.open(store)
     try:
-        snapshot, model = resolved(catalog, revision)
-        contents.require(catalog, snapshot, revision)
-        with contents.held(catalog, [snapshot]), ExitStack() as files:
-            view = SnapshotView(catalog, snapshot, model=model)
+        asked = resolved(catalog, revision)
+        with contents.held(catalog, [asked.snapshot]), ExitStack() as files:
+            view = SnapshotView(catalog, asked.snapshot, model=asked.model)
             survey, packs = _opened(catalog, view, revision, files)
             _require_own_way(catalog.layout.tmp)
             if checked:

@@ -2,7 +2,7 @@
 
 Owns the model of an election between experts of which only norms and shares of moved elements are
 known, and of a mean of those that move an element (`averaged`).  Does not own the certified bound,
-nor how units are ranked (`scores`).
+nor how units are ranked (`planning.ranking`).
 
 **The model.** Which elements experts move, and in which direction, are independent: two experts
 that both move an element agree half of the time.  Magnitudes are exponentially distributed, as in
