@@ -36,6 +36,7 @@ from mstore import Store
 from mstore.blocks import schema
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import _LOCATION
+from mstore.blocks.pack_store import HERE
 from mstore.blocks.packs import _HEADER, _TAIL, ENTRY, MAGIC, PAGE, TAIL_MAGIC, VERSION, Kind
 from mstore.ids import ManifestId, PackId, SnapshotId
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
@@ -154,7 +155,8 @@ class Simulated:
             file.seek(size - _TAIL.size)
             file.write(_TAIL.pack(pack.offset, len(table), digest, VERSION, TAIL_MAGIC))
         number = pack.number.to_bytes(4, "big")
-        self.rows["packs"].append((number, id + size.to_bytes(8, "big")))
+        here = HERE.to_bytes(4, "big")
+        self.rows["packs"].append((number, id + size.to_bytes(8, "big") + here))
         self.rows["pack_ids"].append((bytes(id), number))
 
     def flush(self) -> None:

@@ -78,7 +78,7 @@ models:
   parameters:
     density: {{filter: mlp, value: [0.2, 0.9]}}
     weight:
-    - {{filter: self_attn.q, value: '0.25', remark: more}}
+    - {{filter: self_attn.q, value: '0.25', note: more}}
     - {{filter: '', value: [0, 0.5, 1e-1]}}
 - model: {code}
   parameters:

@@ -154,7 +154,7 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
                 ),
                 PlanTensor(
                     *("s", 128, (b"\x05",) * 4, (), (0.0,) * 4),
-                    mixture=Mixture(0.5, (1.0, 0.0, 0.0, 0.0), True),
+                    mixture=Mixture(0.5, (1.0, 0.0), True),
                 ),
             ),
             copied=(),
@@ -177,7 +177,7 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
         + "94" + "cb0000000000000000" * 4 + "01" + "95a161a162a16ea16ea16e" + "a3463136" + "c0"
         + "99a173cc80" + "94" + "c40105" * 4 + "90" + "94" + "cb0000000000000000" * 4
         + "00" + "90" + "c0" + "93cb3fe0000000000000"
-        + "94cb3ff0000000000000" + "cb0000000000000000" * 3 + "c3"
+        + "92cb3ff0000000000000" + "cb0000000000000000" + "c3"
         + "90" + "92a172a0" + "90" + "90" + "90" + "92a161a162",
         "mstore 1 plan",
     ),
@@ -697,7 +697,7 @@ UNSOUND: dict[str, Record] = {
     "no inputs": _inputs(),
     "no base": _inputs("expert"),
     "a plan of two bases": _inputs("base", "base", "expert"),
-    "an input of an unknown role": _inputs("base", "expert", "mother"),
+    "an input of a role that is none": _inputs("base", "expert", "Mother"),
     "an expert before the base": _inputs("expert", "base"),
     "a companion before an expert": _inputs("base", ("fisher", 0), "expert"),
     "a base of another input": _inputs(("base", 0), "expert"),

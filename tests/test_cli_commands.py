@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from mstore_cli.keys import DOCUMENTS, OBJECTS, keys_of
-from mstore_cli.spelling import OF_NO_STORE, VERBS
+from mstore_cli.verbs import OF_NO_STORE, VERBS
 
 ID = re.compile(r"[0-9a-f]{64}")
 ELEMENTS = 100_000

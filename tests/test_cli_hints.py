@@ -27,7 +27,8 @@ from mstore.fs.rights import Sharing
 from mstore_cli.errors import with_store
 from mstore_cli.output import Output
 from mstore_cli.sizes import counted
-from mstore_cli.spelling import OF_NO_STORE, VERBS, Typed
+from mstore_cli.spelling import Typed
+from mstore_cli.verbs import OF_NO_STORE, VERBS
 
 STORED = "mstore --store 'a b'"
 

@@ -18,7 +18,7 @@ from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import Ended, UsageError
 from mstore_cli.lines import Line
 from mstore_cli.session import Session
-from mstore_cli.spelling import VERBS
+from mstore_cli.verbs import VERBS
 
 
 class By(Enum):

@@ -29,7 +29,7 @@ MODULES = {
     ),
     "mstore_cli": (
         "command commands declared errors found graph lines main options output session signers "
-        "sizes spelling tables values"
+        "sizes spelling tables values verbs"
     ),
 }
 LOOKING = {"refs": ("refs",), "log": ("log",), "show": ("show", "m"), "ls": ("ls", "m")}

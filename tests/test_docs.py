@@ -20,7 +20,7 @@ import yaml
 
 from mstore import Store
 from mstore_cli import reference
-from mstore_cli.spelling import VERBS
+from mstore_cli.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

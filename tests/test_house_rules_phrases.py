@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mstore_cli.spelling import VERBS
+from mstore_cli.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 

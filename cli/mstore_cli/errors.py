@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from mstore_cli.output import NotPrinted, is_terminal, printable
-from mstore_cli.spelling import OF_NO_STORE, VERBS
+from mstore_cli.verbs import OF_NO_STORE, VERBS
 
 if TYPE_CHECKING:
     from mstore.errors import Told

@@ -17,8 +17,8 @@ from mstore_cli.command import GLOBALS, VERSION, Verb, choices_of, find
 from mstore_cli.declared import REQUIRED, Parameter
 from mstore_cli.errors import UsageError
 from mstore_cli.session import Choices
-from mstore_cli.spelling import VERBS
 from mstore_cli.values import NotPlain, convert
+from mstore_cli.verbs import VERBS
 
 
 class Line(NamedTuple):

@@ -19,8 +19,8 @@ from mstore.merge.methods.parameters import Parameter
 from mstore.merge.methods.registry import METHODS
 from mstore_cli import api_reference
 from mstore_cli.keys import DOCUMENTS, OBJECTS, SERVED, Key, keys_of
-from mstore_cli.spelling import VERBS
 from mstore_cli.tree import PROGRAM, build
+from mstore_cli.verbs import VERBS
 from mstore_serve import documents
 
 WIDTH = 80

@@ -26,8 +26,8 @@ from mstore_cli.declared import OPTIONS, Parameter
 from mstore_cli.errors import Ended, UsageError
 from mstore_cli.lines import Line, require_values, with_bare
 from mstore_cli.session import Choices
-from mstore_cli.spelling import GROUPS, OTHER_WORDS, VERBS
 from mstore_cli.values import what_is_wrong
+from mstore_cli.verbs import GROUPS, OTHER_WORDS, VERBS
 
 PROGRAM = "mstore"
 EPILOG = (

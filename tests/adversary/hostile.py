@@ -46,7 +46,7 @@ from small_models import small_model  # noqa: E402
 
 from mstore import fs  # noqa: E402
 from mstore_cli import main as program  # noqa: E402
-from mstore_cli.spelling import VERBS  # noqa: E402
+from mstore_cli.verbs import VERBS  # noqa: E402
 
 LONGEST = 60.0
 """Seconds after which a command counts as hung."""
