@@ -29,7 +29,7 @@ from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.models import Input, Models, models_in, paired
+from mstore.store.models import Input, models_in, paired, require_pairs
 from mstore.view import array_dtype, tensor_blocks
 
 _AHEAD = 4
@@ -241,7 +241,7 @@ def diff(
     """
     left, right = (catalog.manifest_of(one.snapshot) for one in (a, b))
     models = (a.model, b.model)
-    ours, theirs = _sides(models_in(catalog, left), models_in(catalog, right), models)
+    ours, theirs = _sides(catalog, a, b)
     found: list[TensorDiff] = []
     same: set[tuple[bytes, bytes]] = set()
     equal = total = changed = 0
@@ -282,14 +282,19 @@ def diff(
 
 
 def _sides(
-    a: Models, b: Models, chosen: tuple[str | None, str | None]
+    catalog: Catalog, a: Input, b: Input
 ) -> tuple[Mapping[str, TensorId], Mapping[str, TensorId]]:
-    """Return the tensors to compare, those of b by what a calls what they are compared with."""
-    pairs = paired(a.named, b.named, chosen)
+    """Return the tensors to compare, those of b by what a calls what they are compared with.
+
+    Raises Incompatible for a model that the other one has not.
+    """
+    left, right = (models_in(catalog, catalog.manifest_of(one.snapshot)) for one in (a, b))
+    pairs = paired(left.named, right.named, (a.model, b.model))
     names = {theirs: ours for ours, theirs in pairs.items()}
-    if chosen == (None, None):
-        return a.tensors, renamed(b.tensors, {one: one for one in b.named} | names)
-    return renamed(a.tensors, {one: one for one in pairs}), renamed(b.tensors, names)
+    if a.model is None and b.model is None:
+        return left.tensors, renamed(right.tensors, {one: one for one in right.named} | names)
+    require_pairs(left, right, pairs, a.name, b.name)
+    return renamed(left.tensors, {one: one for one in pairs}), renamed(right.tensors, names)
 
 
 def _files(

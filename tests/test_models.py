@@ -154,6 +154,9 @@ def test_what_a_tensor_is_called_tells_model_and_name(directory: str, name: str)
         (["u", "v"], ["u@fp16", "u@ema", "v"], (None, None), {"v": "v"}),
         (["u", "u@fp16", "v"], ["u@fp16", "v"], ("u", None), {"u": "u@fp16"}),
         (["u@fp16", "v@fp16"], ["u", "v"], (None, "u"), {"u@fp16": "u"}),
+        (["u", "u@fp16", "v"], ["", "@fp16"], ("u", None), {"u": ""}),
+        (["u", "u@fp16", "v"], ["", "@fp16"], ("u@fp16", None), {"u@fp16": "@fp16"}),
+        (["", "@fp16"], ["u", "u@fp16", "v"], (None, "u@fp16"), {"@fp16": "u@fp16"}),
     ],
 )
 def test_which_model_stands_for_which(
@@ -234,6 +237,20 @@ def test_models_that_say_not_which_are_refused(store: Store) -> None:
         merge(store, "base", "alone")
     with pytest.raises(BadRequest, match="which of the base's models"):
         merge(store, "base", f"tuned:{PARTS[0]}", f"tuned:{PARTS[1]}")
+
+
+def test_a_model_that_the_other_lacks_is_not_compared(store: Store, tmp_path: Path) -> None:
+    """A component saved alone with its variant is compared as the component; a model that the
+    other snapshot lacks is an error, which names what to type."""
+    values = {"diffusion_pytorch_model.safetensors": 9.0}
+    values["diffusion_pytorch_model.fp16.safetensors"] = 9.0
+    store.add(write(tmp_path / "part", values), name="part", base=f"base:{PARTS[0]}")
+    found = store.diff(f"base:{PARTS[0]}", "part").tensors
+    assert [one.name for one in found] == [FIRST]
+    store.add(write(tmp_path / "two", {"a.safetensors": 1.0, "b.safetensors": 2.0}), name="two")
+    with pytest.raises(Incompatible, match="has no model of base:transformer: it holds a, b") as e:
+        store.diff(f"base:{PARTS[0]}", "two")
+    assert "two:MODEL" in str(e.value.hint)
 
 
 def test_a_virtual_merge_is_the_real_one(store: Store) -> None:

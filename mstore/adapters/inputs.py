@@ -22,9 +22,8 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.shapes import EMBEDDINGS, chosen
 from mstore.objects.tensor import Tensor
-from mstore.phrases import few
 from mstore.store.catalog import Catalog
-from mstore.store.models import Models, models_in, paired
+from mstore.store.models import Models, models_in, paired, require_pairs
 from mstore.store.tied import KEY, Tied, ties_embeddings
 
 Names = Mapping[str, TensorId]
@@ -82,7 +81,7 @@ class ModelPairs:
             for own, given in zip(experts, choice.experts, strict=True)
         ]
         for own, pair, where in zip(experts, found, names[1:], strict=True):
-            _require_pairs(base, own, pair, names[0], where)
+            require_pairs(base, own, pair, names[0], where)
         taken = set(base.named) if choice.base is None else {choice.base}
         # What patterns leave to the base is the base's, in all its forms.
         merged: Collection[str] = base.tensors
@@ -303,24 +302,6 @@ def _follow(
         for name in group:
             if name in own or tensors[name] == base[name]:
                 tensors[name] = tensors[own[0]]
-
-
-def _require_pairs(
-    base: Models, own: Models, found: Mapping[str, str], called: str, where: str
-) -> None:
-    """Raise Incompatible for an expert that has no model of the base."""
-    if not found and base.named:
-        raise Incompatible(
-            f"has no model of {called}: it holds {_told(own)}, and {called} {_told(base)}",
-            where=where,
-            hint=f"name the model that it is a fine-tune of: {called}:MODEL",
-        )
-
-
-def _told(models: Models) -> str:
-    if list(models.named) == [""]:
-        return "one model without components"
-    return few([name or "that of the top directory" for name in models.named]) or "none"
 
 
 def _other_forms(

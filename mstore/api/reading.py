@@ -199,7 +199,7 @@ class Reading(OpenStore):
         Of snapshots with several models, each is compared with its namesake; REF:MODEL compares one
         model, and no files.
 
-        Raises NotFound, BadName, Corrupt.
+        Raises NotFound, BadName, Incompatible (b has no model of that name), Corrupt.
         """
         from mstore.diff import diff
 

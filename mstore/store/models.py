@@ -276,10 +276,41 @@ def paired(
     return {ours: theirs} if ours in base and theirs in own else {}
 
 
+def require_pairs(
+    base: Models, own: Models, found: Mapping[str, str], called: str, where: str
+) -> None:
+    """Raise Incompatible for a fine-tune that has no model of its base.
+
+    found: which of its models stand for which. called, where: the base and the fine-tune, as they
+    were given.
+    """
+    if not found and base.named:
+        hint = f"name the model that it is a fine-tune of: {called}:MODEL"
+        if model_of(called) is not None:
+            hint = f"name the model that is a fine-tune of it: {snapshot_of(where)}:MODEL"
+        raise Incompatible(
+            f"has no model of {called}: it holds {_told(own)}, and {snapshot_of(called)} "
+            f"{_told(base)}",
+            where=where,
+            hint=hint,
+        )
+
+
+def _told(models: Models) -> str:
+    if list(models.named) == [""]:
+        return "one model without components"
+    return few([name or "that of the top directory (REF:)" for name in models.named]) or "none"
+
+
 def _meant(name: str, models: Collection[str]) -> str:
-    """Return the model of this name, or the only form of it, or the only one; else the name."""
+    """Return the model of this name; else what a lone model has in this form, or its only form,
+    or the only one; else the name.
+    """
     if name in models:
         return name
+    places = {place_of(model) for model in models}
+    if len(places) == 1 and (form := places.pop() + name[len(place_of(name)) :]) in models:
+        return form
     only = next(iter(models)) if len(models) == 1 else name
     return _lone_forms(models).get(place_of(name), only)
 
