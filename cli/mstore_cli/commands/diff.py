@@ -210,11 +210,14 @@ def _draw_directory(screen: Screen, report: DirectoryDiffReport, *, blocks: bool
 
 def _draw(screen: Screen, report: DiffReport, *, blocks: bool) -> None:
     changed = format_share(report.blocks_changed, report.blocks_total)
+    # Of one model no files are compared.
+    some = report.files or report.files_equal
+    files = f"{len(report.files)} differ, {report.files_equal} equal" if some else None
     screen.fields(
         [
             ("a", short(report.a)),
             ("b", short(report.b)),
-            ("files", f"{len(report.files)} differ, {report.files_equal} equal"),
+            ("files", files),
             ("tensors", f"{len(report.tensors)} differ, {report.tensors_equal} equal"),
             ("blocks", f"{report.blocks_changed} of {report.blocks_total} changed ({changed})"),
         ]
