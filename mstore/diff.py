@@ -29,7 +29,7 @@ from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor, VirtualTensor
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.models import Input, models_in, paired, require_pairs
+from mstore.store.models import Input, Models, models_in, paired, require_pairs
 from mstore.view import array_dtype, tensor_blocks
 
 _AHEAD = 4
@@ -240,8 +240,8 @@ def diff(
     `computing` returns what computes the blocks of virtual snapshots.
     """
     left, right = (catalog.manifest_of(one.snapshot) for one in (a, b))
-    models = (a.model, b.model)
-    ours, theirs = _sides(catalog, a, b)
+    is_whole = a.model is None and b.model is None
+    ours, theirs = _sides(models_in(catalog, left), models_in(catalog, right), a, b)
     found: list[TensorDiff] = []
     same: set[tuple[bytes, bytes]] = set()
     equal = total = changed = 0
@@ -275,20 +275,19 @@ def diff(
                 continue
             changed += item.blocks_changed
             found.append(item)
-    files, files_equal = _files(left, right, same) if models == (None, None) else ((), 0)
+    files, files_equal = _files(left, right, same) if is_whole else ((), 0)
     return DiffReport(
         a.snapshot, b.snapshot, files, tuple(found), files_equal, equal, total, changed
     )
 
 
 def _sides(
-    catalog: Catalog, a: Input, b: Input
+    left: Models, right: Models, a: Input, b: Input
 ) -> tuple[Mapping[str, TensorId], Mapping[str, TensorId]]:
     """Return the tensors to compare, those of b by what a calls what they are compared with.
 
     Raises Incompatible for a model that the other one has not.
     """
-    left, right = (models_in(catalog, catalog.manifest_of(one.snapshot)) for one in (a, b))
     pairs = paired(left.named, right.named, (a.model, b.model))
     names = {theirs: ours for ours, theirs in pairs.items()}
     if a.model is None and b.model is None:

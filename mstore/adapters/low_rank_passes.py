@@ -16,7 +16,7 @@ from mstore.adapters.low_rank import ROWS, TILE
 from mstore.numeric import floats
 from mstore.numeric.codes import F32
 from mstore.numeric.compiling import compiled, entry
-from mstore.numeric.floats import load_bits, quieten
+from mstore.numeric.floats import load_bits, quieten_all
 
 # The rows of a factor are slices of one flat array: of a part of a matrix, the compiler would not
 # know that elements are neighbours, and the loops would not be vectorised.
@@ -99,8 +99,7 @@ def _finish(sums: Any, scale: Any, bits: Any) -> None:
     base = bits.view(np.float32)
     for j in range(sums.size):
         base[j] = base[j] + scale * sums[j]
-    for j in range(sums.size):
-        bits[j] = quieten(bits[j])
+    quieten_all(bits)
 
 
 @entry("ipiippiippp", floats, low_rank)
@@ -182,8 +181,7 @@ def scale_rows(values_address: Any, rows: int, columns: int, magnitudes_address:
         factor = magnitudes[i] / np.float32(np.sqrt((l0 + l1) + (l2 + l3)))
         for k in range(columns):
             row[k] = factor * row[k]
-        for k in range(columns):
-            bits[i, k] = quieten(bits[i, k])
+        quieten_all(bits[i])
 
 
 @compiled

@@ -37,6 +37,7 @@ __all__ = [
     "half_to_bits",
     "load_bits",
     "quieten",
+    "quieten_all",
     "store_bits",
 ]
 
@@ -179,3 +180,10 @@ def quieten(bits: Any) -> Any:
     """Return the same float32, or QUIET_NAN for any NaN."""
     nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     return QUIET_NAN if nan else bits
+
+
+@compiled
+def quieten_all(bits: Any) -> None:
+    """Make each NaN of an array QUIET_NAN."""
+    for i in range(bits.size):
+        bits[i] = quieten(bits[i])

@@ -20,7 +20,14 @@ from mstore.merge.arithmetic.stages import subtract
 from mstore.merge.arithmetic.tiles import BASE, EXPERT, SECOND, SUM, TILE, TILES
 from mstore.numeric import floats
 from mstore.numeric.compiling import compiled, entry, inlined, pointer
-from mstore.numeric.floats import bits_float, float_bits, load_bits, quieten, store_bits
+from mstore.numeric.floats import (
+    bits_float,
+    float_bits,
+    load_bits,
+    quieten,
+    quieten_all,
+    store_bits,
+)
 
 _ZERO: Final = np.float32(0.0)
 _SIGN: Final = np.uint32(0x80000000)
@@ -217,12 +224,6 @@ def _finish(bases: Any, mixed: Any, factor: Any, out: Any) -> None:
         out[i] = bases[i] if moved == _ZERO else total
 
 
-@compiled
-def _quieten(tile: Any) -> None:
-    for i in range(tile.size):
-        tile[i] = quieten(tile[i])
-
-
 @entry("pp", floats, stages, tiles, arguments)
 def balance(arguments_at: Any, room_at: Any) -> None:
     """Do `competition.run`; room: float64[K + 2, TILE]."""
@@ -254,7 +255,7 @@ def balance(arguments_at: Any, room_at: Any) -> None:
                 _mix(deltas, room[k, :count], mixed)
         _finish(scratch[BASE : BASE + count], mixed, factor, scratch[SUM : SUM + count])
         if base_code != out_code:
-            _quieten(scratch[SUM : SUM + count])
+            quieten_all(scratch[SUM : SUM + count])
         store_bits(out_code, scratch, SUM, count, out, start)
 
 

@@ -27,7 +27,14 @@ from mstore.merge.arithmetic.tiles import (
 )
 from mstore.numeric import floats
 from mstore.numeric.compiling import compiled, entry, pointer
-from mstore.numeric.floats import bits_float, float_bits, load_bits, quieten, store_bits
+from mstore.numeric.floats import (
+    bits_float,
+    float_bits,
+    load_bits,
+    quieten,
+    quieten_all,
+    store_bits,
+)
 
 _INFINITY: Final = np.float32(np.inf)
 _ZERO: Final = np.float32(0.0)
@@ -70,12 +77,6 @@ def _finish(bases: Any, sums: Any, divisors: Any, scale: Any, out: Any) -> None:
         mixed = sums[i] / (divisors[i] if divisors[i] > 0.0 else 1.0) * np.float64(scale)
         total = np.float32(np.float64(bits_float(bases[i])) + mixed)
         out[i] = bases[i] if mixed == 0.0 else quieten(float_bits(total))
-
-
-@compiled
-def _quieten(tile: Any) -> None:
-    for i in range(tile.size):
-        tile[i] = quieten(tile[i])
 
 
 @entry("p", floats, tiles, arguments)
@@ -121,6 +122,6 @@ def informed(arguments_at: Any) -> None:
         mixed = scratch[SUM : SUM + count]
         _finish(bases, sums[:count], divisors[:count], scale, mixed)
         if base_code != out_code:
-            _quieten(mixed)
+            quieten_all(mixed)
         store_bits(out_code, scratch, SUM, count, out, start)
     ties[0] = unsound

@@ -56,6 +56,7 @@ from mstore.numeric.floats import (
     fused,
     load_bits,
     quieten,
+    quieten_all,
     store_bits,
 )
 
@@ -429,13 +430,6 @@ def _fill(scratch: Any, at: int, count: int, bits: Any) -> None:
 
 
 @compiled
-def _quieten(scratch: Any, at: int, count: int) -> None:
-    target = scratch[at : at + count]
-    for i in range(count):
-        target[i] = quieten(target[i])
-
-
-@compiled
 def _taking_part(kind: int, row_of: Any, experts: Any) -> int:
     """List in order the experts that enter the sum: those present; all for a direct operator."""
     count = 0
@@ -640,7 +634,7 @@ def mix(arguments_at: Any) -> None:
         else:
             _finish(count, scratch)
         if base_code != out_code:
-            _quieten(scratch, SUM, count)
+            quieten_all(scratch[SUM : SUM + count])
         store_bits(out_code, scratch, SUM, count, out, start)
         start += count
     for k in range(slots):
