@@ -20,6 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# Now: numpy's import, if it fails half way without descriptors, cannot be repeated in a process.
+import numpy as np  # noqa: F401
+
 from mstore import Store
 from mstore.errors import MstoreError, Unavailable
 

@@ -30,6 +30,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+# Now: an import that fails half way, for want of descriptors, cannot be repeated in a process.
+import numpy as np  # noqa: F401
+
 from mstore import heap
 from mstore.errors import BadRequest, MstoreError, StorageFailed, Unavailable
 from mstore.phrases import Option, call, to_json
