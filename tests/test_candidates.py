@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -337,3 +338,16 @@ def test_rm_says_how_long_it_can_be_restored(store: Store) -> None:
     store.move("m", None, f"{NAME}@{{1}}")
     store.reset(NAME, "m")
     assert "before the next gc" not in mstore.succeed("rm", NAME).out
+
+
+def test_the_commands_say_what_becomes_of_it(store: Store) -> None:
+    """A merge says which candidate it replaced, a reset that the candidate stays."""
+    mstore = Program(store.path)
+    again = ("merge", "--base", "base", "--expert", "e0", "--method", "linear", "--name", "m")
+    first = merge(store)
+    told = mstore.succeed(*again, "--candidate", "run").out
+    assert re.search(rf"^replaces +{first.short}, the candidate before this one$", told, re.M)
+    assert "replaces" not in mstore.succeed(*again, "--candidate", "run").out
+    drop = f"the candidate stays; to drop it: mstore --store {store.path} rm {NAME}"
+    assert drop in mstore.succeed("reset", "m", NAME, "--expect", "").out
+    assert "the candidate stays" not in mstore.succeed("reset", "m", "e0").out

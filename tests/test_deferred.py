@@ -133,7 +133,7 @@ def test_diff_with_the_base(store: Store) -> None:
         store.merge(plan, name=f"{name}/real")
 
     def told(a: str, b: str) -> Any:
-        found = store.diff(a, b, blocks=True, values=True)
+        found = store.diff(a, b, blocks=True, exact=True)
         return found.files, found.tensors, found.tensors_equal, found.blocks_changed
 
     wanted = told("base", "one/real")

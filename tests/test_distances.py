@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_bounds_hold_the_distance(
     with family(tmp_path_factory.mktemp("any"), dtype, seed) as store:
         names = ("base", "one", "two")
         for a, b in ((a, b) for a in names for b in names if a != b):
-            told, read = store.diff(a, b, blocks=True), store.diff(a, b, blocks=True, values=True)
+            told, read = store.diff(a, b, blocks=True), store.diff(a, b, blocks=True, exact=True)
             assert (told.files, told.tensors_equal) == (read.files, read.tensors_equal)
             for one, other in zip(told.tensors, read.tensors, strict=True):
                 assert (one.name, one.changed_blocks) == (other.name, other.changed_blocks)
@@ -104,14 +105,14 @@ def test_no_block_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None
             for one in store.diff(a, b).tensors
         )
     with pytest.raises(AssertionError):
-        store.diff("one", "two", values=True)
+        store.diff("one", "two", exact=True)
 
 
 def test_estimates_are_near(store: Store) -> None:
     """For deltas of many chunks the sketches tell the distance to within a third or so."""
     for one, other in zip(
         store.diff("one", "two").tensors,
-        store.diff("one", "two", values=True).tensors,
+        store.diff("one", "two", exact=True).tensors,
         strict=True,
     ):
         assert other.relative_l2 is not None
@@ -158,15 +159,18 @@ def test_what_statistics_do_not_hold_is_read(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_reads(store: Store) -> None:
-    """Estimates are marked, and one line names the option that reads; with it they are gone."""
+    """Estimates are marked and have their bounds, and one line names the option that reads; with it
+    they are gone."""
     mstore = Program(store.path)
     told = mstore.succeed("diff", "one", "two")
-    assert "~" in told.out
-    assert "diff one two --values" in told.out
-    read = mstore.succeed("diff", "one", "two", "--values")
+    estimates = [line for line in told.lines if "~" in line and "exact" not in line]
+    assert estimates
+    assert all(re.search(r"~\S+ \(\S+ to \S+\)", line) for line in estimates)
+    assert "diff one two --exact" in told.out
+    read = mstore.succeed("diff", "one", "two", "--exact")
     assert "~" not in read.out
-    assert "--values" not in mstore.succeed("diff", "base", "two").out
+    assert "--exact" not in mstore.succeed("diff", "base", "two").out
     document = mstore.succeed("diff", "one", "two", "--json").document
     assert all(len(one["relative_l2_bounds"]) == 2 for one in document["tensors"])
-    refused = mstore("diff", "one", "./", "--values")
+    refused = mstore("diff", "one", "./", "--exact")
     assert refused.status == 2

@@ -26,7 +26,7 @@ def _faults(store: Path, *words: object) -> int:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 @pytest.mark.parametrize(
     "words",
-    [("fsck", "--read-data"), ("checkout", "e0", "OUT"), ("diff", "base", "e0", "--values")],
+    [("fsck", "--read-data"), ("checkout", "e0", "OUT"), ("diff", "base", "e0", "--exact")],
 )
 def test_reading_does_not_fault_in_each_buffer(words: tuple[str, ...], tmp_path: Path) -> None:
     """Commands that decode block after block reuse memory: no page fault for each page decoded."""

@@ -30,9 +30,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Now: an import that fails half way, for want of descriptors, cannot be repeated in a process.
-import numpy as np  # noqa: F401
-
 from mstore import heap
 from mstore.errors import BadRequest, MstoreError, StorageFailed, Unavailable
 from mstore.phrases import Option, call, to_json
@@ -125,6 +122,9 @@ class Daemon:
             self._failure = error
             raise
         self.ready(None)
+        # Reads need it.  Its import cannot be repeated if it fails half way, without descriptors.
+        import numpy as np  # noqa: F401
+
         log.info("serving %s of %s at %s", self.revision or "all", self.store, self.mountpoint)
         return tree
 

@@ -187,13 +187,13 @@ class Reading(OpenStore):
         b: Revision,
         *,
         blocks: bool = False,
-        values: bool = False,
+        exact: bool = False,
         threads: int | None = None,
     ) -> DiffReport:
         """Report how snapshot b differs from snapshot a: files, tensors, blocks, relative distance.
 
         blocks: also list the numbers of the blocks that differ.
-        values: compute all distances from the blocks. Otherwise, where there are statistics,
+        exact: compute all distances from the blocks. Otherwise, where there are statistics,
         distances come from these: exact between a model and its base, bounds and an estimate
         between two models of one base.
         Of snapshots with several models, each is compared with its namesake; REF:MODEL compares one
@@ -211,7 +211,7 @@ class Reading(OpenStore):
                 newer,
                 blocks=blocks,
                 threads=thread_count(threads),
-                statistics=None if values else self._statistics,
+                statistics=None if exact else self._statistics,
                 computing=self._computing,
             )
 

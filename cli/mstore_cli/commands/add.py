@@ -331,7 +331,7 @@ def _show_one(screen: Screen, report: AddReport) -> None:
         screen.line(f"nothing new: {report.name} holds these bytes already")
         # The blocks were found by their ids: only reading them detects bit rot.
         screen.command("the stored bytes were not read; to check them", "mstore fsck --read-data")
-    known = report.blocks_total - report.blocks_new
+    stored = report.blocks_total - report.blocks_new
     equal = report.blocks_equal_base
     screen.fields(
         [
@@ -340,7 +340,10 @@ def _show_one(screen: Screen, report: AddReport) -> None:
             ("checkpoint", f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}"),
             ("size", format_size(report.plain_bytes)),
             ("written", f"{format_size(report.bytes_written)} ({_share(report)})"),
-            ("blocks", f"{report.blocks_total}: {report.blocks_new} new, {known} known"),
+            (
+                "blocks",
+                f"{report.blocks_total}: {report.blocks_new} new, {stored} in the store before",
+            ),
             ("base", _base(report.base, report.base_reason)),
             (
                 "equal to base",

@@ -65,9 +65,9 @@ def diff(
     blocks: Annotated[
         bool, Option("--blocks", help="Name the changed blocks of every tensor.")
     ] = False,
-    values: Annotated[
+    exact: Annotated[
         bool,
-        Option("--values", help="Read the blocks of both for exact distances."),
+        Option("--exact", help="Read the blocks of both for exact distances."),
     ] = False,
     exclude: Exclude = None,
     no_default_excludes: NoDefaultExcludes = False,
@@ -78,8 +78,8 @@ def diff(
     The command compares files, tensors and blocks. For two snapshots, it prints how far each tensor
     moved: ||b - a|| / ||a|| over the whole tensor. Statistics tell that where A is the base of B;
     no block is read. Where both were added with one base, statistics give an estimate (~) and
-    bounds (--json). Otherwise blocks are read. Equal files and tensors are counted, not listed. The
-    exit status does not depend on whether they differ.
+    its bounds. Otherwise blocks are read. Equal files and tensors are counted, not listed. The exit
+    status does not depend on whether they differ.
 
     A directory is read as `mstore add` reads it, with the same exclude patterns. Every byte is
     hashed and nothing is written. With REF:MODEL, the files of the model's directory are compared.
@@ -95,11 +95,11 @@ def diff(
                     f"{b} is a snapshot",
                     hint=f"mstore diff {shlex.quote(a)} {shlex.quote(f'./{b}')} --exclude PATTERN",
                 )
-            report = store.diff(a, b, blocks=blocks, values=values, threads=threads)
+            report = store.diff(a, b, blocks=blocks, exact=exact, threads=threads)
         else:
-            if values:
+            if exact:
                 raise UsageError(
-                    f"--values is for two snapshots, and {b} is a directory",
+                    f"--exact is for two snapshots, and {b} is a directory",
                     hint=f"mstore diff {shlex.quote(a)} {shlex.quote(b)}",
                 )
             found = store.diff_directory(
@@ -127,7 +127,7 @@ def diff(
             screen.line(f"remark: infinite or NaN elements in {few(odd)}")
         if any(one.relative_l2_bounds is not None for one in report.tensors):
             screen.line()
-            again = shlex.join(["mstore", "diff", a, b, "--values"])
+            again = shlex.join(["mstore", "diff", a, b, "--exact"])
             screen.command("~ is an estimate from statistics; exact", again)
 
     names = [*(one.path for one in report.files), *(one.name for one in report.tensors)]
@@ -260,8 +260,9 @@ def _tensor_row(one: TensorDiff, *, blocks: bool, moved: bool) -> tuple[str, ...
 
 
 def _moved(one: TensorDiff) -> str:
-    if one.relative_l2_estimate is not None:
-        return f"~{one.relative_l2_estimate:.1e}"
+    if one.relative_l2_bounds is not None:
+        low, high = one.relative_l2_bounds
+        return f"~{one.relative_l2_estimate:.1e} ({low:.1e} to {high:.1e})"
     return "-" if one.relative_l2 is None else f"{one.relative_l2:.3e}"
 
 

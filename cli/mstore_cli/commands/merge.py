@@ -29,6 +29,8 @@ from mstore_cli.sizes import format_seconds, format_share, format_size, parse_si
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
+    from mstore.ids import SnapshotId
+    from mstore.merge.running.commit import MergeReport
 
 HELP = "mstore merge --help"
 PLAN_HINT = "mstore plan --help"
@@ -127,6 +129,7 @@ def merge(
     with session.open() as store:
         # Planning may take long, and stores the plan.
         store.require_branch(name)
+        before = store.ref_ids()
         if request is not None:
             steps = wanted.steps()
             earlier: dict[str, str] = {}
@@ -203,6 +206,7 @@ def merge(
         screen.fields(
             [
                 ("was", short(report.was) if report.was and report.new_snapshot else None),
+                ("replaces", _replaced(before.get(report.name), report) if candidate else None),
                 ("plan", short(report.plan)),
                 ("manifest", short(report.manifest)),
                 ("method", report.method),
@@ -264,6 +268,13 @@ def _plan_of(store: Store, name: str) -> str:
     if report.plan is None:
         raise BadRequest("no merge made it, so it has no plan", where=name, hint=PLAN_HINT)
     return str(report.plan)
+
+
+def _replaced(before: SnapshotId | None, report: MergeReport) -> str | None:
+    """Return what the candidate's name meant before."""
+    if before is None or before == report.snapshot:
+        return None
+    return f"{short(before)}, the candidate before this one"
 
 
 def _optional_size(size: int | None) -> str:

@@ -33,8 +33,11 @@ def reset(
     The old position stays in the reflog. A candidate of `mstore merge --candidate` becomes the
     branch's state in this way; --expect refuses if another command moved the branch meanwhile.
     """
+    from mstore.store.refs import is_candidate
+
     with session.open() as store:
-        was = store.ref_ids().get(name)
+        refs = store.ref_ids()
+        was = refs.get(name)
         if expect is None:
             report = store.reset(name, revision)
         else:
@@ -47,11 +50,12 @@ def reset(
         if was == report.snapshot:
             screen.line(f"nothing changed: {report.name} was at {short(report.snapshot)} already")
             return
-        if len(moves) == 1:
-            screen.line(f"new branch {report.name}: {short(report.snapshot)}", style="green")
-            return
-        screen.line(f"{report.name} is now {short(report.snapshot)}", style="green")
-        if not was_nowhere:
+        is_new = len(moves) == 1
+        done = f"new branch {report.name}: " if is_new else f"{report.name} is now "
+        screen.line(done + short(report.snapshot), style="green")
+        if not (is_new or was_nowhere):
             screen.command("where it was", f"mstore reflog {report.name}")
+        if is_candidate(revision) and revision in refs:
+            screen.command("the candidate stays; to drop it", f"mstore rm {revision}")
 
     session.output.emit(report, ids=[report.snapshot], human=human)
