@@ -29,7 +29,7 @@ from blake3 import blake3
 from measure import keep, machine, options
 
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy, decode_into, encode
-from mstore.ids import BlockId
+from mstore.terms.ids import BlockId
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = 1 << 20

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 import mstore.add
-import mstore.disk_usage  # noqa: F401 -- what tasks import late must not be in their seconds
+import mstore.upkeep.disk_usage  # noqa: F401 -- what tasks import late must not be in their seconds
 from mstore import Store
 from mstore.blocks.packs import Kind
-from mstore.reachability import Inventory, Reach, Roots
+from mstore.upkeep.reachability import Inventory, Reach, Roots
 
 REF = "family0/base"
 MODEL_BLOCKS = 8

@@ -38,10 +38,10 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import _LOCATION
 from mstore.blocks.pack_store import HERE
 from mstore.blocks.packs import _HEADER, _TAIL, ENTRY, MAGIC, PAGE, TAIL_MAGIC, VERSION, Kind
-from mstore.ids import ManifestId, PackId, SnapshotId
-from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
-from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
-from mstore.objects.tensor import BYTES, Tensor
+from mstore.store.objects.manifest import SAFETENSORS, File, Manifest, Part
+from mstore.store.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
+from mstore.store.objects.tensor import BYTES, Tensor
+from mstore.terms.ids import ManifestId, PackId, SnapshotId
 
 BLOCKS = (100_000, 1_000_000, 10_000_000)
 SNAPSHOTS = 10_000

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import mstore.disk_usage  # noqa: F401 -- what tasks import late must not be in their seconds
+import mstore.upkeep.disk_usage  # noqa: F401 -- what tasks import late must not be in their seconds
 from mstore import Store
 
 EXPERT = "family0/expert0"

@@ -27,7 +27,7 @@ from mstore.blocks.codecs import Codec, decode, decode_into
 from mstore.blocks.packs import Kind, read_footer
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.methods import registry
-from mstore.stats import deltas
+from mstore.models.stats import deltas
 
 MIB = 1 << 20
 CORES = len(os.sched_getaffinity(0))

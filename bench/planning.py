@@ -57,16 +57,16 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def make(path: Path, experts: int) -> None:
     """A store whose index, records and statistics are those of such a family."""
     from mstore.blocks.packs import Entry, Kind, SealedPack
-    from mstore.ids import PackId
-    from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
-    from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
-    from mstore.objects.tensor import Tensor
-    from mstore.stats.digests import digest
-    from mstore.stats.store import StatsStore
-    from mstore.stats.table import MeasuredPair
+    from mstore.models.stats.digests import digest
+    from mstore.models.stats.store import StatsStore
+    from mstore.models.stats.table import MeasuredPair
     from mstore.store import refs
     from mstore.store.catalog import Catalog
+    from mstore.store.objects.manifest import SAFETENSORS, File, Manifest, Part
+    from mstore.store.objects.snapshot import BASE, Parent, SnapshotRecord
+    from mstore.store.objects.tensor import Tensor
     from mstore.store.transaction import RefMove, Transaction
+    from mstore.terms.ids import PackId
 
     rng = np.random.default_rng(0)
     catalog = Catalog.create(path, BLOCK)
@@ -122,9 +122,9 @@ def make(path: Path, experts: int) -> None:
 
 def _table(rng: np.random.Generator, elements: int) -> Any:
     """Statistics with as many occupied bins as a fine-tune's deltas have."""
-    from mstore.stats.chunk import CHUNK
-    from mstore.stats.histogram import Histogram
-    from mstore.stats.table import DeltaTable
+    from mstore.models.stats.chunk import CHUNK
+    from mstore.models.stats.histogram import Histogram
+    from mstore.models.stats.table import DeltaTable
 
     length = BLOCK // 2
     chunks = -(-elements // length)
@@ -142,7 +142,7 @@ def _table(rng: np.random.Generator, elements: int) -> Any:
 
 def _scaled(rng: np.random.Generator, table: Any) -> Any:
     """The same with sums, maxima and directions drawn anew."""
-    from mstore.stats.table import DeltaTable
+    from mstore.models.stats.table import DeltaTable
 
     rows = table.rows.copy()
     size = rng.lognormal(0, 1, len(rows)) * 1e-3
@@ -160,10 +160,10 @@ def plan_once(path: Path, what: str) -> None:
     from mstore import MergeRequest
     from mstore.merge.planning import session
     from mstore.merge.planning.request import resolve
-    from mstore.objects.plan import OMITTED, READ
-    from mstore.stats.store import StatsStore
+    from mstore.models.stats.store import StatsStore
     from mstore.store.catalog import Catalog
     from mstore.store.models import Input
+    from mstore.store.objects.plan import OMITTED, READ
 
     catalog = Catalog.open(path)
     statistics = StatsStore(catalog.layout.stats)

@@ -128,7 +128,7 @@ def snapshot_pretrained(snapshot: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from mstore.integrations.transformers import from_pretrained
+    from mstore.api.integrations.transformers import from_pretrained
 
     store, id = snapshot
     model = from_pretrained(AutoModelForCausalLM, store, id, dtype=torch.bfloat16)

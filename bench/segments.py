@@ -31,7 +31,7 @@ from mstore.blocks import location, segments
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, Entry, Kind
 from mstore.blocks.segments import FIELDS, ROW, Rows, Segment, Segments
-from mstore.ids import ID_BYTES, PackId
+from mstore.terms.ids import ID_BYTES, PackId
 
 BLOCKS = 10_000_000
 PARTS = 16

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mstore import Store
-from mstore.errors import MstoreError
 from mstore.merge.methods import registry
-from mstore.recipes.resolve import PER_MODEL
+from mstore.merge.recipes.resolve import PER_MODEL
+from mstore.terms.errors import MstoreError
 
 Models = Mapping[Hashable, Mapping[str, Tensor]]
 

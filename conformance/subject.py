@@ -15,7 +15,7 @@ from torch import Tensor
 from mstore import MergeRequest, Store
 from mstore.merge.arithmetic.kernels import Mix, mix_chunk
 from mstore.merge.methods import registry
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 

@@ -36,10 +36,10 @@ from test_adapters import (
 from torch import Tensor
 
 from mstore import MergeRequest
-from mstore.errors import Incompatible
+from mstore.api.reports import CombineReport
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.random import mask_key
-from mstore.reports import CombineReport
+from mstore.terms.errors import Incompatible
 
 SEED = 11
 EXACT = 3

@@ -28,8 +28,8 @@ from mergekit.options import MergeOptions
 from safetensors.torch import load_file, save_file
 
 from mstore import Store
-from mstore.recipes.layout import Layout, layers_of
-from mstore.recipes.modular import Modules
+from mstore.merge.recipes.layout import Layout, layers_of
+from mstore.merge.recipes.modular import Modules
 
 LAYERS = 3
 EXPERTS = 2

@@ -19,7 +19,7 @@ from oracle import recorded
 from test_elementwise import minus_zeros, untouched
 from test_ties import at_thresholds
 
-from mstore.errors import BadRequest
+from mstore.terms.errors import BadRequest
 
 Workplaces = Callable[[str], Workplace]
 

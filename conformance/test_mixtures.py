@@ -23,7 +23,7 @@ from subject import Stored
 from test_elementwise import outputs
 from torch import Tensor
 
-from mstore.errors import BadRequest
+from mstore.terms.errors import BadRequest
 
 FOUR = (1.0, 1.0, 1.0, 1.0)
 CASES = [

@@ -22,8 +22,8 @@ import torch
 from generated import Tensors
 
 from mstore import MergeRequest, Store, Vocabulary
-from mstore.errors import Unavailable
-from mstore.reports import AddReport, MergeReport
+from mstore.api.reports import AddReport, MergeReport
+from mstore.terms.errors import Unavailable
 from mstore_fuse.mounts import mount, require_fuse, unmount
 
 BLOCK = 1 << 16

@@ -30,8 +30,8 @@ from mergekit.plan import MergePlanner
 from safetensors.torch import load_file
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
-from mstore.recipes.parse import TEMPLATES
+from mstore.merge.recipes.parse import TEMPLATES
+from mstore.terms.errors import BadRequest
 
 # Last: names of modules there are also names of modules here.
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mstore.api import Snapshot, Store
-    from mstore.errors import MstoreError
-    from mstore.ids import BlockId, ManifestId, NoteId, PlanId, SnapshotId, TensorId
-    from mstore.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
-    from mstore.sizes import Budget
-    from mstore.version import __version__
+    from mstore.terms.errors import MstoreError
+    from mstore.terms.ids import BlockId, ManifestId, NoteId, PlanId, SnapshotId, TensorId
+    from mstore.terms.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
+    from mstore.terms.sizes import Budget
+    from mstore.terms.version import __version__
 
 __all__ = [
     "BlockId",
@@ -41,14 +41,14 @@ __all__ = [
 
 _MODULES = {
     "mstore.api": ("Snapshot", "Store"),
-    "mstore.errors": ("MstoreError",),
-    "mstore.ids": ("BlockId", "ManifestId", "NoteId", "PlanId", "SnapshotId", "TensorId"),
-    "mstore.requests": (
+    "mstore.terms.errors": ("MstoreError",),
+    "mstore.terms.ids": ("BlockId", "ManifestId", "NoteId", "PlanId", "SnapshotId", "TensorId"),
+    "mstore.terms.requests": (
         *("MergeRequest", "RecipeRequest", "TensorRule"),
         *("TokenRow", "Vocabulary"),
     ),
-    "mstore.sizes": ("Budget",),
-    "mstore.version": ("__version__",),
+    "mstore.terms.sizes": ("Budget",),
+    "mstore.terms.version": ("__version__",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

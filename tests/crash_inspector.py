@@ -17,8 +17,8 @@ from crash_stories import Life
 from small_models import BLOCK
 
 from mstore.api import Store
-from mstore.errors import Corrupt, MstoreError, NotFound
 from mstore.store import mirror
+from mstore.terms.errors import Corrupt, MstoreError, NotFound
 
 
 class Inspector:

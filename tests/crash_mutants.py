@@ -17,13 +17,13 @@ from mstore.blocks.index import Index
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import Kind
 from mstore.fs import files
-from mstore.gc.collect import Collector
-from mstore.ids import PackId
-from mstore.pins.rewriting import Rewriting
-from mstore.reachability import Reach
 from mstore.store import pack_list
 from mstore.store.publishing import NewPacks
 from mstore.store.transaction import Transaction
+from mstore.terms.ids import PackId
+from mstore.upkeep.gc.collect import Collector
+from mstore.upkeep.pins.rewriting import Rewriting
+from mstore.upkeep.reachability import Reach
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

@@ -17,7 +17,7 @@ from small_models import BLOCK, files_of
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
-from mstore.ids import PlanId, SnapshotId
+from mstore.terms.ids import PlanId, SnapshotId
 
 Contents = dict[str, bytes]
 
@@ -255,7 +255,7 @@ def signing(sources: Path, disk: Path) -> Life:
     """A signature."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from mstore.signing import SigningKey
+    from mstore.snapshots.signing import SigningKey
 
     _, life = _dense_family(disk, 1)
     with Store.open(disk / "store") as store, fs.observed(life.recording.observe):

@@ -33,7 +33,7 @@ def mstore(store: Path, words: str, models: Path) -> subprocess.CompletedProcess
 LONG = """
 import sys
 from mstore import Store
-from mstore.ids import TensorId
+from mstore.terms.ids import TensorId
 store = Store.open(sys.argv[1])
 for line in sys.stdin:
     word, _, name = line.strip().partition(" ")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np  # noqa: F401
 
 from mstore import Store
-from mstore.errors import MstoreError, Unavailable
+from mstore.terms.errors import MstoreError, Unavailable
 
 NO_KERNELS = "compiled kernels cannot run here"
 MOST_FILES = 100

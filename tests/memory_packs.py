@@ -7,8 +7,8 @@ from io import BytesIO
 
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Footer, PackGone, SealedPack, footer
-from mstore.errors import Corrupt, StorageFailed, Unavailable
-from mstore.ids import PackId
+from mstore.terms.errors import Corrupt, StorageFailed, Unavailable
+from mstore.terms.ids import PackId
 
 
 class MemoryPacks(Packs):

@@ -30,7 +30,7 @@ import pytest
 from checkpoints import Tensor, write_index, write_safetensors
 
 from mstore import Store
-from mstore.errors import Unavailable
+from mstore.terms.errors import Unavailable
 from mstore_fuse.mounts import MountInfo, mount, mounts, require_fuse, unmount
 
 T = TypeVar("T")

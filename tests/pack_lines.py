@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mstore.ids import PackId
 from mstore.store import pack_list
 from mstore.store.layout import Layout, locate
+from mstore.terms.ids import PackId
 
 
 def give(root: Path, pack: str) -> None:

@@ -18,8 +18,8 @@ from mstore import fs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.pack_store import Packs, is_whole
 from mstore.blocks.packs import Kind, PackGone, PackWriter, SealedPack
-from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
-from mstore.ids import BlockId, PackId
+from mstore.terms.errors import Corrupt, MstoreError, StorageFailed, Unavailable
+from mstore.terms.ids import BlockId, PackId
 
 NOWHERE = PackId.of(b"no such pack")
 

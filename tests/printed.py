@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mstore.recipes.write import HEAD
+from mstore.merge.recipes.write import HEAD
 
 
 def by_ids(text: str) -> str:

@@ -37,8 +37,8 @@ from proof_models import BLOCK, Files, merged_files, model_files, write_files
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import Conflict, MstoreError, Unavailable
-from mstore.ids import SnapshotId
+from mstore.terms.errors import Conflict, MstoreError, Unavailable
+from mstore.terms.ids import SnapshotId
 from mstore_fuse import mounts
 
 WORKERS = 8

@@ -1,4 +1,4 @@
-"""Names of an adapter's tensors and those of its base: `mstore.adapters.targets`."""
+"""Names of an adapter's tensors and those of its base: `mstore.models.adapters.targets`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import families
 import pytest
 from later import Later
 
-from mstore.adapters.targets import factor_names, targets_of
-from mstore.errors import Incompatible
+from mstore.models.adapters.targets import factor_names, targets_of
+from mstore.terms.errors import Incompatible
 
 torch = Later("torch")
 transformers = Later("transformers")

@@ -18,8 +18,8 @@ import reference
 from adapters import Adapter, Array
 
 from mstore import MergeRequest, Store
-from mstore.adapters.low_rank import Factors
-from mstore.errors import BadRequest, Incompatible, NotFound
+from mstore.models.adapters.low_rank import Factors
+from mstore.terms.errors import BadRequest, Incompatible, NotFound
 
 BLOCK = 1 << 16
 LAYER = "model.layers.{}.{}"

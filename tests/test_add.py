@@ -17,8 +17,9 @@ from checkpoints import every_dtype_checkpoint, with_length, write_index, write_
 from families import BLOCK, Family
 
 from mstore import Store, fs
+from mstore.api.reports import AddReport
 from mstore.checkpoint.models import name_in_model
-from mstore.errors import (
+from mstore.terms.errors import (
     BadCheckpoint,
     BadName,
     Conflict,
@@ -27,8 +28,7 @@ from mstore.errors import (
     NotFound,
     StorageFailed,
 )
-from mstore.progress import Progress
-from mstore.reports import AddReport
+from mstore.terms.progress import Progress
 
 FAMILY = families.layered(rows=100)
 

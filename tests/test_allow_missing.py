@@ -15,8 +15,8 @@ from families import BLOCK, Array, Arrays, Family
 from test_every_method import asked
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest, Incompatible
 from mstore.merge.methods.registry import METHODS
+from mstore.terms.errors import BadRequest, Incompatible
 
 TASK = MergeRequest(
     base="base", experts=["part", "whole"], method="task_arithmetic", allow_missing=True

@@ -12,12 +12,12 @@ from cli_runs import Program
 from families import BLOCK, Family
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest, Incompatible, NotFound
-from mstore.ids import TensorId
-from mstore.progress import Progress
-from mstore.stats.store import PAIRS
-from mstore.stats.table import DeltaTable
+from mstore.models.stats.store import PAIRS
+from mstore.models.stats.table import DeltaTable
 from mstore.store.models import tensors_of
+from mstore.terms.errors import BadRequest, Incompatible, NotFound
+from mstore.terms.ids import TensorId
+from mstore.terms.progress import Progress
 
 FAMILY = families.layered(rows=70)
 WITHOUT = {"model.empty", "model.inv_freq", "model.steps"}
@@ -160,7 +160,7 @@ def test_damaged_places_count_as_missing(store: Store, row: bytes) -> None:
 
 def test_tables_fill_batches(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables are found wherever they lie: alone in a batch, behind others, in a later flush."""
-    monkeypatch.setattr("mstore.stats.store.BATCH_BYTES", 1500)
+    monkeypatch.setattr("mstore.models.stats.store.BATCH_BYTES", 1500)
     for name in FAMILY.names:
         store.analyze(name, "base")
     environment = store._statistics._env

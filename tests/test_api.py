@@ -25,7 +25,7 @@ from families import BLOCK
 
 import mstore
 from mstore import MergeRequest, MstoreError, Snapshot, SnapshotId, Store
-from mstore.errors import (
+from mstore.terms.errors import (
     BadName,
     BadRequest,
     Conflict,
@@ -34,7 +34,7 @@ from mstore.errors import (
     NotFound,
     Unavailable,
 )
-from mstore.frozen import html
+from mstore.terms.frozen import html
 
 FAMILY = families.layered(rows=40)
 
@@ -547,7 +547,7 @@ def test_they_travel(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 FORKING = """
 import os, sys
 from mstore import MstoreError, Store
-from mstore.integrations.fsspec import MstoreFileSystem
+from mstore.api.integrations.fsspec import MstoreFileSystem
 
 path = sys.argv[1]
 store = Store.open(path)

@@ -17,8 +17,8 @@ from checkpoints import Tensor, write_safetensors
 from later import Later
 
 from mstore import Budget, MergeRequest, Snapshot, SnapshotId, Store, TensorRule
-from mstore.errors import BadName, BadRequest, NotFound
 from mstore.store import leases
+from mstore.terms.errors import BadName, BadRequest, NotFound
 
 CALLS_OWN = ("Experts", "Budget | str | float | None", "Any")
 """Types that the calls look at themselves, or hand on: a device of torch."""

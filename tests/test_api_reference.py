@@ -14,7 +14,9 @@ import pytest
 import readme_family
 
 import mstore
-from mstore import errors, reports, signing
+from mstore.api import reports
+from mstore.snapshots import signing
+from mstore.terms import errors
 from mstore_cli import api_reference, reference
 from mstore_fuse import mounts
 

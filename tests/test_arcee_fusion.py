@@ -15,10 +15,10 @@ from families import Family
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic.importance import divergences, importances
 from mstore.merge.methods.registry import operation
-from mstore.objects.plan import Plan
+from mstore.store.objects.plan import Plan
+from mstore.terms.errors import BadRequest
 
 # Rows of whole blocks, of parts of blocks, and of several; one row; a number.
 SHAPES = {"a": (70, 1024), "b": (50, 1000), "c": (3, 20000), "d": (5000,), "e": (4, 3, 90), "f": ()}

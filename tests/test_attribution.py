@@ -13,12 +13,12 @@ import reference
 from families import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest, NotFound
+from mstore.api.reports import BlameReport, ExpertBlame
 from mstore.merge.analysis import blame as blame_module
-from mstore.objects.plan import READ, SHARED, Plan
-from mstore.objects.shapes import layers_of
-from mstore.progress import Progress
-from mstore.reports import BlameReport, ExpertBlame
+from mstore.store.objects.plan import READ, SHARED, Plan
+from mstore.store.objects.shapes import layers_of
+from mstore.terms.errors import BadRequest, NotFound
+from mstore.terms.progress import Progress
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Double = np.ndarray[Any, np.dtype[np.float64]]

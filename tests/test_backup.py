@@ -19,11 +19,11 @@ from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
-from mstore.errors import BadRequest, Conflict, Corrupt, NotFound, StorageFailed
-from mstore.ids import PackId
-from mstore.phrases import as_phrase, call
 from mstore.store import leases, listing, pack_list
 from mstore.store.layout import locate
+from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound, StorageFailed
+from mstore.terms.ids import PackId
+from mstore.terms.phrases import as_phrase, call
 
 LIVES = """
 import os, signal, sys
@@ -60,7 +60,7 @@ import sys
 from pathlib import Path
 from small_models import small_model
 from mstore.api import Store
-from mstore.errors import Conflict
+from mstore.terms.errors import Conflict
 
 source, task, scratch = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 print("up", flush=True)
@@ -358,7 +358,7 @@ def test_no_lease_no_loss(
 ) -> None:
     """Where no lease can be had and gc takes a pack before it is copied, the backup begins anew
     with the rows of now."""
-    from mstore.backup import packs, source
+    from mstore.upkeep.backup import packs, source
 
     def refused(*given: object) -> None:
         raise StorageFailed("read-only", errno=errno.EROFS)
@@ -609,7 +609,7 @@ def test_a_backup_that_copied_badly_says_so(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is proved is the copy: a byte that turned on its way is found."""
-    from mstore.backup import packs
+    from mstore.upkeep.backup import packs
 
     real = packs.copy
 

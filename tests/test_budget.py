@@ -25,11 +25,11 @@ from checkpoints import write_safetensors
 from families import BLOCK, Arrays, Family
 
 from mstore import Budget, MergeRequest, Store
-from mstore.errors import BadRequest, BudgetExceeded, NotFound
+from mstore.api.reports import MergeReport, PlanReport
 from mstore.merge.planning.costs import Costs
 from mstore.merge.running import engine
-from mstore.objects.plan import DROPPED, OMITTED, READ, Plan
-from mstore.reports import MergeReport, PlanReport
+from mstore.store.objects.plan import DROPPED, OMITTED, READ, Plan
+from mstore.terms.errors import BadRequest, BudgetExceeded, NotFound
 
 # Not model_stock: deltas that have nothing in common are the base to it (tests/test_mixtures.py).
 ADDITIVE = {

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from mstore.blocks.packs import Kind
-from mstore.errors import Corrupt, NotFound
-from mstore.ids import TensorId
-from mstore.objects.tensor import Tensor
 from mstore.store.caches import RecordCache
 from mstore.store.catalog import Catalog
+from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
+from mstore.terms.errors import Corrupt, NotFound
+from mstore.terms.ids import TensorId
 
 BLOCK = 64 << 10
 

@@ -15,10 +15,10 @@ from cli_runs import Program
 from families import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadName, Conflict, MstoreError, NotFound
-from mstore.ids import SnapshotId
 from mstore.store.refs import BRANCH, CANDIDATE
 from mstore.store.transaction import follow_remote
+from mstore.terms.errors import BadName, Conflict, MstoreError, NotFound
+from mstore.terms.ids import SnapshotId
 
 FAMILY = families.layered(rows=40)
 NAME = "candidates/run/m"

@@ -13,8 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore.blocks.packs import Kind
-from mstore.errors import BadRequest, Corrupt
-from mstore.ids import (
+from mstore.store.objects.canonical import DEFAULT_LIMITS, Record, RecordLimits, decode
+from mstore.store.objects.coverage import Coverage, TensorCoverage, bit, bitmap
+from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.store.objects.note import KINDS, LINK, REMOVAL, SIGNATURE, VALUE, Note, packed
+from mstore.store.objects.plan import (
+    Criteria,
+    Mixture,
+    Plan,
+    PlanInput,
+    PlanOperation,
+    PlanTensor,
+    Taken,
+    Threshold,
+)
+from mstore.store.objects.snapshot import BASE, MADE, PREVIOUS, Origin, Parent, SnapshotRecord
+from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.terms.errors import BadRequest, Corrupt
+from mstore.terms.ids import (
     BlockId,
     CoverageId,
     Id,
@@ -26,30 +42,6 @@ from mstore.ids import (
     TensorId,
     VirtualId,
 )
-from mstore.objects.canonical import DEFAULT_LIMITS, Record, RecordLimits, decode
-from mstore.objects.coverage import Coverage, TensorCoverage, bit, bitmap
-from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.note import (
-    KINDS,
-    LINK,
-    REMOVAL,
-    SIGNATURE,
-    VALUE,
-    Note,
-    packed,
-)
-from mstore.objects.plan import (
-    Criteria,
-    Mixture,
-    Plan,
-    PlanInput,
-    PlanOperation,
-    PlanTensor,
-    Taken,
-    Threshold,
-)
-from mstore.objects.snapshot import BASE, MADE, PREVIOUS, Origin, Parent, SnapshotRecord
-from mstore.objects.tensor import Tensor, VirtualTensor
 
 A, B, C = (bytes([n]) * 32 for n in (0xAA, 0xBB, 0xCC))
 

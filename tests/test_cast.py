@@ -25,13 +25,13 @@ from safetensors import safe_open
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.casting import streaming
-from mstore.casting.scales import Scale, apply
-from mstore.errors import BadRequest, Conflict, Incompatible, NotFound
 from mstore.merge.planning.sense import FAR
+from mstore.models.casting import streaming
+from mstore.models.casting.scales import Scale, apply
 from mstore.numeric.casts import narrowed, widened
-from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import BadRequest, Conflict, Incompatible, NotFound
 
 torch = Later("torch")
 transformers = Later("transformers")

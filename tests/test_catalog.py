@@ -24,7 +24,11 @@ from mstore.blocks.codecs import PLAIN_BYTES, Policy, encode
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Kind
 from mstore.blocks.reader import Meter
-from mstore.errors import (
+from mstore.store.catalog import Catalog
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.tensor import Tensor
+from mstore.store.transaction import Transaction
+from mstore.terms.errors import (
     BadRequest,
     BudgetExceeded,
     Conflict,
@@ -34,12 +38,8 @@ from mstore.errors import (
     NotFound,
     StorageFailed,
 )
-from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
-from mstore.objects.manifest import Manifest
-from mstore.objects.tensor import Tensor
-from mstore.sizes import exact_size
-from mstore.store.catalog import Catalog
-from mstore.store.transaction import Transaction
+from mstore.terms.ids import BlockId, ManifestId, SnapshotId, TensorId
+from mstore.terms.sizes import exact_size
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_of_many_inits_one_succeeds(tmp_path: Path) -> None:
     told that there is one."""
     code = (
         "import sys; from pathlib import Path; from mstore.store.catalog import Catalog\n"
-        "from mstore.errors import MstoreError\n"
+        "from mstore.terms.errors import MstoreError\n"
         "sys.stdin.readline()\n"
         "try: print(Catalog.create(Path(sys.argv[1]), 1 << 16).layout.uuid)\n"
         "except MstoreError as error: print(type(error).__name__)"

@@ -20,8 +20,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mstore import MergeRequest
-from mstore.errors import BadRequest
-from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.methods.combinations.layered import Layered
 from mstore.merge.methods.combinations.mixed import Mixed
@@ -31,11 +29,13 @@ from mstore.merge.planning.pairs import _without_nan
 from mstore.merge.planning.planner import Planner
 from mstore.merge.planning.request import resolve
 from mstore.merge.planning.surveyed import KEEPS_NONE, ExpertTensor, Survey, SurveyedTensor
-from mstore.objects.plan import OMITTED, READ
-from mstore.objects.tensor import Tensor
-from mstore.stats import deltas
-from mstore.stats.histogram import Histogram, select
+from mstore.models.stats import deltas
+from mstore.models.stats.histogram import Histogram, select
 from mstore.store.models import Input
+from mstore.store.objects.plan import OMITTED, READ
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import ManifestId, SnapshotId, TensorId
 
 Single = npt.NDArray[np.float32]
 METHODS: list[tuple[str, dict[str, Any]]] = [

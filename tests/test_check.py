@@ -23,15 +23,15 @@ from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.pack_store import HERE
 from mstore.blocks.packs import PAGE, Kind
 from mstore.blocks.schema import CONDEMNED, PRUNED
-from mstore.errors import BadRequest, Corrupt, Incompatible
-from mstore.ids import PackId
-from mstore.objects.manifest import Manifest
-from mstore.phrases import as_phrase, call
-from mstore.progress import Progress
 from mstore.store import mirror, refs
 from mstore.store.catalog import Catalog
+from mstore.store.objects.manifest import Manifest
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, Ref
+from mstore.terms.errors import BadRequest, Corrupt, Incompatible
+from mstore.terms.ids import PackId
+from mstore.terms.phrases import as_phrase, call
+from mstore.terms.progress import Progress
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,12 @@ from hypothesis import strategies as st
 
 from mstore import BlockId, MergeRequest, Store, fs
 from mstore.blocks.codecs import PLAIN_BYTES, Policy, encode
-from mstore.errors import (
+from mstore.store import leases
+from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.store.objects.tensor import BYTES, Tensor
+from mstore.store.transaction import Transaction
+from mstore.terms.errors import (
     BadCheckpoint,
     BadRequest,
     Conflict,
@@ -30,13 +35,8 @@ from mstore.errors import (
     NotFound,
     StorageFailed,
 )
-from mstore.ids import SnapshotId
-from mstore.objects.manifest import OPAQUE, File, Manifest, Part
-from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import BYTES, Tensor
-from mstore.progress import Progress
-from mstore.store import leases
-from mstore.store.transaction import Transaction
+from mstore.terms.ids import SnapshotId
+from mstore.terms.progress import Progress
 
 FAMILY = families.layered(rows=60)
 

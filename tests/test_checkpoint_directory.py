@@ -26,8 +26,8 @@ from checkpoints import (
 from mstore.checkpoint.directory import Checkpoint, CheckpointLimits, SourceFile, scan
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.reading import open_regular, open_stamped
-from mstore.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
-from mstore.phrases import Phrase
+from mstore.terms.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
+from mstore.terms.phrases import Phrase
 from mstore_cli.spelling import Typed
 
 A: Tensor = ("a", "U8", (2,), b"aa")

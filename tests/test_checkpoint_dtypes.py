@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.checkpoint.dtypes import DTYPES, nbytes
-from mstore.errors import BadCheckpoint
+from mstore.terms.errors import BadCheckpoint
 
 
 def test_every_dtype_of_the_library_is_known() -> None:

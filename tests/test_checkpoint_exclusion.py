@@ -22,7 +22,7 @@ from mstore.checkpoint.exclusion import (
     Pattern,
     is_needed,
 )
-from mstore.errors import BadCheckpoint, BadRequest
+from mstore.terms.errors import BadCheckpoint, BadRequest
 from mstore_cli.spelling import Typed
 
 PATHS = (

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.checkpoint.header import Header, HeaderLimits, TensorSlot, parse_header, read_header
-from mstore.errors import BadCheckpoint, NotFound
+from mstore.terms.errors import BadCheckpoint, NotFound
 
 
 def parse(file: bytes, **limits: int) -> Header:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.checkpoint.paths import check_case_twins, check_relative
-from mstore.errors import BadCheckpoint
+from mstore.terms.errors import BadCheckpoint
 
 
 @pytest.mark.parametrize(

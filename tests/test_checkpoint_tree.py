@@ -14,8 +14,8 @@ from huggingface_hub.file_download import repo_folder_name
 
 from mstore.checkpoint.directory import CheckpointLimits, scan
 from mstore.checkpoint.tree import given_name
-from mstore.errors import BadCheckpoint
-from mstore.sizes import format_size
+from mstore.terms.errors import BadCheckpoint
+from mstore.terms.sizes import format_size
 from mstore_cli.spelling import Typed
 
 REVISION = "a" * 40

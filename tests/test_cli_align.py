@@ -9,7 +9,7 @@ from cli_runs import Program
 from test_vocabulary import EMBEDDINGS, model, same
 
 from mstore import Store
-from mstore.vocabulary.tokenizer import parse
+from mstore.models.vocabulary.tokenizer import parse
 
 TOKENS = ["a", "b", "c", "d"]
 

@@ -345,8 +345,8 @@ def test_replay(family: Program) -> None:
 def test_replay_of_other_content_fails(family: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other content is a result, printed, and exits with 1."""
     import mstore
-    from mstore.ids import ManifestId, PlanId, SnapshotId
-    from mstore.reports import ReplayReport
+    from mstore.api.reports import ReplayReport
+    from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 
     manifest = ManifestId(b"\1" * 32)
     report = ReplayReport(

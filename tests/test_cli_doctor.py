@@ -12,10 +12,10 @@ import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program
 
-from mstore.errors import Unavailable
 from mstore.numeric.levels import runnable
 from mstore.numeric.passes import Pass
-from mstore.version import __version__
+from mstore.terms.errors import Unavailable
+from mstore.terms.version import __version__
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from mstore import errors as library
+from mstore.terms import errors as library
 from mstore_cli import errors
 
 

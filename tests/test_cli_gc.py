@@ -11,7 +11,7 @@ from cli_runs import Program
 from test_gc import large_and_small, write
 
 from mstore import Store
-from mstore.phrases import as_phrase, call, phrase
+from mstore.terms.phrases import as_phrase, call, phrase
 from mstore_cli.commands.gc import _print
 from mstore_cli.output import Screen
 from mstore_cli.spelling import Typed

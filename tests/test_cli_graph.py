@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.ids import ManifestId, NoteId, SnapshotId
-from mstore.reports import NoteReport, ParentReport, SnapshotReport
+from mstore.api.reports import NoteReport, ParentReport, SnapshotReport
+from mstore.terms.ids import ManifestId, NoteId, SnapshotId
 from mstore_cli.graph import draw
 
 

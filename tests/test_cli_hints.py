@@ -22,8 +22,8 @@ import mstore_cli
 import mstore_fuse
 import mstore_serve
 from mstore import fs
-from mstore.errors import StorageFailed
 from mstore.fs.rights import Sharing
+from mstore.terms.errors import StorageFailed
 from mstore_cli.errors import with_store
 from mstore_cli.output import Output
 from mstore_cli.sizes import counted

@@ -13,8 +13,8 @@ from cli_runs import Program
 from families import layered, read_checkpoint
 
 from mstore import Budget
-from mstore.errors import BadRequest
-from mstore.reports import MergeReport
+from mstore.api.reports import MergeReport
+from mstore.terms.errors import BadRequest
 from mstore_cli.merging import (
     Wanted,
     error_fields,

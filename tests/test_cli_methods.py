@@ -8,8 +8,8 @@ import pytest
 from cli_runs import Program
 
 from mstore import Store
-from mstore.errors import BadRequest
 from mstore.merge.methods.registry import METHODS
+from mstore.terms.errors import BadRequest
 
 
 def test_all_methods_are_listed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program, unheard
 
-from mstore.errors import Unavailable
+from mstore.terms.errors import Unavailable
 from mstore_cli.commands.mount import notify_ready
 from mstore_cli.keys import DOCUMENTS, keys_of
 from mstore_fuse.mounts import MountInfo, require_fuse

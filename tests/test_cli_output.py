@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.ids import SnapshotId
-from mstore.plain import plain
+from mstore.terms.ids import SnapshotId
+from mstore.terms.plain import plain
 from mstore_cli.output import Column, Mode, Output, Screen, near, printable, short
 
 ONE = SnapshotId(b"\xab" * 32)

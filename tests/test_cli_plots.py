@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from mstore.errors import StorageFailed, Unavailable
+from mstore.terms.errors import StorageFailed, Unavailable
 from mstore_cli import plots
 from mstore_cli.plots import HeatMap, SweepPoint, heat_map, sweep
 

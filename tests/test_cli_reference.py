@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mstore import reports
+from mstore.api import reports
 from mstore.merge.planning import warnings
 from mstore_cli import commands, keys, reference
 from mstore_cli.command import find

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mstore import Store
-from mstore.errors import NotFound
+from mstore.terms.errors import NotFound
 from mstore_cli.errors import UsageError
 from mstore_cli.main import run
 from mstore_cli.output import Mode

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.errors import BadRequest
-from mstore.sizes import MAX_SIZE, UNITS
+from mstore.terms.errors import BadRequest
+from mstore.terms.sizes import MAX_SIZE, UNITS
 from mstore_cli.sizes import (
     format_seconds,
     format_share,

@@ -13,7 +13,7 @@ from checkpoints import write_safetensors
 from cli_runs import Program
 
 from mstore import Store
-from mstore.errors import StorageFailed
+from mstore.terms.errors import StorageFailed
 from mstore_cli.errors import report
 
 MERGE = ["merge", "--base", "base", "--expert", "expert", "--method", "linear"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mstore.errors import NotFound
-from mstore.phrases import Call, Option, Text, as_phrase, call, joined, phrase
-from mstore.plain import plain
+from mstore.terms.errors import NotFound
+from mstore.terms.phrases import Call, Option, Text, as_phrase, call, joined, phrase
+from mstore.terms.plain import plain
 from mstore_cli.errors import report
 from mstore_cli.spelling import Typed
 

@@ -17,9 +17,9 @@ import pytest
 from mstore import MergeRequest, Store, TensorRule
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.planning import noop, stored_texts
-from mstore.objects.shapes import told_difference
-from mstore.phrases import Call, Option, Phrase, Text, as_phrase, call, phrase
-from mstore.plain import plain
+from mstore.store.objects.shapes import told_difference
+from mstore.terms.phrases import Call, Option, Phrase, Text, as_phrase, call, phrase
+from mstore.terms.plain import plain
 from mstore_cli.spelling import Typed, flag
 from mstore_cli.tree import build
 
@@ -158,7 +158,7 @@ def test_options_of_merges_are_parameters() -> None:
     known |= {
         field.name for kind in (MergeRequest, TensorRule) for field in dataclasses.fields(kind)
     }
-    places = ("mstore/merge/", "mstore/objects/", "mstore/stats/", "mstore/store/")
+    places = ("mstore/merge/", "mstore/store/objects/", "mstore/models/stats/", "mstore/store/")
     options = [
         one for place, one in _named() if place.startswith(places) and isinstance(one, Option)
     ]

@@ -22,7 +22,7 @@ MODULES = {
     ),
     "mstore.checkpoint": "dtypes models paths",
     "mstore.fs": "disks files locks rights roots trees",
-    "mstore.objects": "canonical coverage manifest note plan snapshot tensor",
+    "mstore.store.objects": "canonical coverage manifest note plan snapshot tensor",
     "mstore.store": (
         "caches catalog config contents generation layout leases listing mirror models not_finite "
         "pack_list ref_store refs revisions sealed_text"
@@ -91,15 +91,15 @@ def test_json_imports_one_module_more(command: str, store: Program) -> None:
     words = ("--store", store.store, *LOOKING[command])
     both = imported(*words, "--json"), imported(*words)
     of_library = [{name for name in found if name.startswith("mstore.")} for found in both]
-    assert of_library[0] - of_library[1] == {"mstore.plain"}
+    assert of_library[0] - of_library[1] == {"mstore.terms.plain"}
 
 
 # What merges by options do not need: each is milliseconds.
 NOT_FOR_A_MERGE = {
-    *("mstore.add", "mstore.casting.scales", "mstore.stats.analysis"),
+    *("mstore.snapshots.add", "mstore.models.casting.scales", "mstore.models.stats.analysis"),
     *("mstore.checkpoint.directory", "mstore.checkpoint.header", "mstore.checkpoint.tree"),
     *("mstore.merge.methods.dare_ties", "mstore.merge.measures.facts"),
-    *("mstore.merge.planning.recipes", "mstore.merge.planning.stack", "mstore.recipes.parse"),
+    *("mstore.merge.planning.recipes", "mstore.merge.planning.stack", "mstore.merge.recipes.parse"),
     *("importlib.metadata", "tomllib"),
 }
 

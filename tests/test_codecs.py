@@ -30,8 +30,8 @@ from mstore.blocks.codecs import (
     encode,
 )
 from mstore.checkpoint.dtypes import DTYPES
-from mstore.errors import Corrupt, Incompatible
-from mstore.ids import BlockId, Buffer
+from mstore.terms.errors import Corrupt, Incompatible
+from mstore.terms.ids import BlockId, Buffer
 
 WIDTHS = (1, 2, 4, 8)
 KINDS = [Elements(width, floating) for width in WIDTHS for floating in (False, True)]

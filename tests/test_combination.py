@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.combination import products
-from mstore.combination.methods import METHODS
-from mstore.combination.products import Read, joined
-from mstore.errors import BadRequest, Incompatible, MstoreError
+from mstore.merge.combination import products
+from mstore.merge.combination.methods import METHODS
+from mstore.merge.combination.products import Read, joined
+from mstore.terms.errors import BadRequest, Incompatible, MstoreError
 
 Single = npt.NDArray[np.float32]
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"

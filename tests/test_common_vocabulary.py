@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store, Vocabulary
-from mstore.errors import Incompatible
-from mstore.vocabulary.common import kept_tokens, reduced
-from mstore.vocabulary.tokenizer import parse
+from mstore.models.vocabulary.common import kept_tokens, reduced
+from mstore.models.vocabulary.tokenizer import parse
+from mstore.terms.errors import Incompatible
 
 tokenizers = Later("tokenizers")
 transformers = Later("transformers")

@@ -17,9 +17,9 @@ from families import BLOCK, Arrays, Family
 from test_budget import Place, make
 
 from mstore import Store
-from mstore.errors import BadRequest, Incompatible
-from mstore.objects.shapes import EMBEDDINGS, layers_of
-from mstore.reports import ComparedPart
+from mstore.api.reports import ComparedPart
+from mstore.store.objects.shapes import EMBEDDINGS, layers_of
+from mstore.terms.errors import BadRequest, Incompatible
 
 FLOATS = set(reference.DTYPES.values())
 

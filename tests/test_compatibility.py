@@ -12,7 +12,7 @@ from cli_runs import Program
 from families import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest, Incompatible
+from mstore.terms.errors import BadRequest, Incompatible
 
 SKIP = ["*embed_tokens*", "lm_head.*", "*.inv_freq"]
 

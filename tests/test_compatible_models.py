@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from test_vocabulary import EMBEDDINGS, model, tokenizer_json
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
+from mstore.terms.errors import BadRequest
 
 TOKENS = [f"w{number}" for number in range(8)]
 CONFIG = {

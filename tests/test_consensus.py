@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from test_budget import Place, make
 
 from mstore import MergeRequest
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic.agreement import agreed
 from mstore.merge.methods.registry import operation
-from mstore.objects.plan import Plan
+from mstore.store.objects.plan import Plan
+from mstore.terms.errors import BadRequest
 
 SHAPES = {"a": (70, 1024), "b": (50, 1000), "tiny": (7,)}
 WEIGHTS = (1.0, 0.5, -0.75)

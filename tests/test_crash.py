@@ -19,7 +19,7 @@ from crash_mutants import MUTANTS, Mutant, packs_not_synced
 from crash_stories import STORIES
 from small_models import small_model
 
-from mstore.errors import MstoreError
+from mstore.terms.errors import MstoreError
 
 ONE_OF = {
     "first_steps": 19,

@@ -11,9 +11,9 @@ from checkpoints import write_safetensors
 from cli_runs import Program
 
 from mstore import Store
-from mstore.errors import Corrupt
-from mstore.ids import BlockId
 from mstore.store.contents import place_of_damage
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import BlockId
 
 MERGE = ["--base", "base", "--expert", "expert", "--method", "linear"]
 

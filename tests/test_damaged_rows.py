@@ -13,9 +13,9 @@ from small_models import BLOCK, small_model
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import Corrupt
 from mstore.store import leases
 from mstore.store.leases import Lease
+from mstore.terms.errors import Corrupt
 
 ROWS = {
     "not msgpack": b"\xc1",

@@ -13,9 +13,9 @@ from families import BLOCK
 
 from mstore import MergeRequest, Store
 from mstore.blocks.packs import Kind
-from mstore.errors import BadRequest, Conflict, MstoreError, NotFound
 from mstore.store.refs import BRANCH, Ref
 from mstore.store.transaction import RefMove, Transaction, choose_moves
+from mstore.terms.errors import BadRequest, Conflict, MstoreError, NotFound
 
 FAMILY = families.layered(rows=150)
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.random import mask_key
-from mstore.stats.chunks import whole_rows
+from mstore.models.stats.chunks import whole_rows
+from mstore.terms.errors import BadRequest
 
 BLOCK = 1 << 16
 SHAPES = {

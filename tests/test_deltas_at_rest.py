@@ -20,10 +20,10 @@ from mstore.blocks.location import Location
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import NO_BASE, PackGone, read_footer
 from mstore.blocks.reader import BlockReader, Meter
-from mstore.errors import Conflict, Corrupt, MstoreError
-from mstore.ids import BlockId
 from mstore.store.catalog import Catalog
 from mstore.store.transaction import Transaction
+from mstore.terms.errors import Conflict, Corrupt, MstoreError
+from mstore.terms.ids import BlockId
 
 BLOCK = 1 << 16
 FLOATS = Elements(4, True)

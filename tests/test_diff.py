@@ -15,9 +15,9 @@ from cli_runs import Program
 from families import BLOCK, Arrays
 
 from mstore import Store
-from mstore.objects.tensor import Tensor as TensorRecord
-from mstore.reports import DiffReport, TensorDiff
+from mstore.api.reports import DiffReport, TensorDiff
 from mstore.store.catalog import Catalog
+from mstore.store.objects.tensor import Tensor as TensorRecord
 
 FAMILY = families.layered(rows=60)
 

@@ -15,8 +15,8 @@ from checkpoints import write_safetensors
 from families import Arrays
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadCheckpoint, BadRequest, Incompatible
-from mstore.reports import AddReport
+from mstore.api.reports import AddReport
+from mstore.terms.errors import BadCheckpoint, BadRequest, Incompatible
 
 DTYPES = {"BF16": "BF16", "F16": "F16", "F32": "F32"}
 
@@ -339,7 +339,7 @@ def test_a_file_that_changes_stops_it(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Differences that change while they are read are not added."""
-    from mstore import differences
+    from mstore.models import differences
 
     base = whole("F32")
     store.add(write(tmp_path / "base", base), name="base")

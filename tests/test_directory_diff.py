@@ -17,13 +17,13 @@ from families import BLOCK
 from small_models import files_of
 
 from mstore import MergeRequest, Store
+from mstore.api.reports import DirectoryDiffReport
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.header import read_header
-from mstore.directory_diff import diff_directory
-from mstore.errors import BadCheckpoint, NotFound, StorageFailed
-from mstore.reports import DirectoryDiffReport
+from mstore.snapshots.directory_diff import diff_directory
 from mstore.store import leases
 from mstore.store.models import Input
+from mstore.terms.errors import BadCheckpoint, NotFound, StorageFailed
 from mstore_cli.keys import DOCUMENTS
 
 FAMILY = families.layered(rows=60)

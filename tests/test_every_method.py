@@ -16,12 +16,12 @@ import pytest
 from families import Arrays, Family
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
+from mstore.api.reports import PlanReport
 from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.parameters import Parameter
 from mstore.merge.methods.registry import METHODS
-from mstore.objects.plan import EQUAL, Plan
-from mstore.reports import PlanReport
+from mstore.store.objects.plan import EQUAL, Plan
+from mstore.terms.errors import BadRequest
 
 LARGE = 4 * families.BLOCK
 EXPERTS = 3

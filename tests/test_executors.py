@@ -19,13 +19,13 @@ from worker_faults import Killing
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import BadRequest, Corrupt, Interrupted
-from mstore.ids import ManifestId
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.engine import Resources, run_plan
-from mstore.objects.plan import Plan
 from mstore.store import leases
+from mstore.store.objects.plan import Plan
 from mstore.store.plans import sources_of
+from mstore.terms.errors import BadRequest, Corrupt, Interrupted
+from mstore.terms.ids import ManifestId
 
 SMALL = 3 * BLOCK
 """Bytes of output a slice, so that a small family has several."""

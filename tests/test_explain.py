@@ -15,11 +15,11 @@ import pytest
 from families import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest, NotFound
+from mstore.api.reports import ExpertShare, MergeReport, PlanReport
 from mstore.merge.arithmetic import kernels
 from mstore.merge.methods.method import Combination
-from mstore.objects.coverage import Coverage, bit, bitmap
-from mstore.reports import ExpertShare, MergeReport, PlanReport
+from mstore.store.objects.coverage import Coverage, bit, bitmap
+from mstore.terms.errors import BadRequest, NotFound
 
 FAMILY = families.layered(rows=100)
 MIXED = families.layered(5, expert_dtypes=("F32", "BF16", "F16"), rows=40)

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.adapters.truncation import truncated
-from mstore.errors import BadRequest, Incompatible
+from mstore.models.adapters.truncation import truncated
+from mstore.terms.errors import BadRequest, Incompatible
 
 Array = npt.NDArray[Any]
 Q = "model.layers.0.self_attn.q_proj"

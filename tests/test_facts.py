@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
+from mstore.terms.errors import BadRequest
 
 SICK = {
     "high": np.full((8, 64), 3e38, "f4"),

@@ -27,8 +27,8 @@ from small_models import BLOCK, files_of, small_model
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
-from mstore.errors import MstoreError, StorageFailed
-from mstore.ids import SnapshotId
+from mstore.terms.errors import MstoreError, StorageFailed
+from mstore.terms.ids import SnapshotId
 
 REMOVALS = {"unlink", "rmtree"}
 NEW = "team/new"
@@ -194,7 +194,7 @@ def _tune_and_pin(sources: Path, store: Store) -> None:
 def _sign(sources: Path, store: Store | None) -> None:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from mstore.signing import SigningKey
+    from mstore.snapshots.signing import SigningKey
 
     assert store is not None
     store.sign("one", SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(32))))

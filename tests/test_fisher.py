@@ -18,12 +18,12 @@ from msgspec import structs
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store, TensorRule, Vocabulary
-from mstore.errors import BadRequest, Incompatible
 from mstore.merge.arithmetic.informed import sums_of
 from mstore.merge.methods.combinations.informed import FISHER
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.validate import check_fits
-from mstore.objects.plan import (
+from mstore.store.models import tensors_of
+from mstore.store.objects.plan import (
     BELOW,
     EQUAL,
     OMITTED,
@@ -33,7 +33,7 @@ from mstore.objects.plan import (
     PlanInput,
     PlanTensor,
 )
-from mstore.store.models import tensors_of
+from mstore.terms.errors import BadRequest, Incompatible
 
 SHAPES = {"a": (70, 1024), "b": (50, 1000), "still": (40, 1000), "tiny": (7,)}
 MOVED = ("a", "b", "tiny")

@@ -33,7 +33,7 @@ from mstore.api import Store
 from mstore.blocks.codecs import Codec
 from mstore.blocks.packs import Entry, read_footer
 from mstore.blocks.schema import DATABASES
-from mstore.errors import MstoreError
+from mstore.terms.errors import MstoreError
 
 BLOCK = 1 << 16
 PATIENCE = 120

@@ -27,7 +27,7 @@ from test_flips import PATIENCE, Flip, turn
 from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.tables import CHECK_BYTES
-from mstore.errors import MstoreError
+from mstore.terms.errors import MstoreError
 
 BLOCK = 1 << 16
 ELEMENTS = 40_000

@@ -31,8 +31,8 @@ from safetensors.numpy import save_file
 
 import mstore
 from mstore import MergeRequest
-from mstore.objects.canonical import DEFAULT_LIMITS
-from mstore.signing import SigningKey
+from mstore.snapshots.signing import SigningKey
+from mstore.store.objects.canonical import DEFAULT_LIMITS
 
 BLOCK_SIZE = 65536
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "format.md").read_text()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 
 
 def define(make: Callable[[type], type]) -> tuple[type, type]:

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import fs
-from mstore.errors import Conflict, StorageFailed
 from mstore.fs import LockFile, NewFile, Operation
+from mstore.terms.errors import Conflict, StorageFailed
 
 
 class Listener:

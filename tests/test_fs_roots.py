@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mstore import Store, fs
-from mstore.errors import Conflict, StorageFailed
 from mstore.store.layout import Layout, read
+from mstore.terms.errors import Conflict, StorageFailed
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from fsspec.core import url_to_fs
 from small_models import files_of, small_model
 
 from mstore import Store
-from mstore.errors import BadRequest, Conflict, Corrupt
-from mstore.integrations.fsspec import MstoreFileSystem
+from mstore.api.integrations.fsspec import MstoreFileSystem
+from mstore.terms.errors import BadRequest, Conflict, Corrupt
 
 BLOCK = 1 << 16
 

@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
-from mstore.checkout import checkout
-from mstore.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
-from mstore.gc.collect import Collector, Limits
-from mstore.gc.survey import DEAD_SHARE, uses
-from mstore.ids import PackId, SnapshotId
-from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
-from mstore.reachability import Inventory, Reach, Roots
-from mstore.reports import GcReport
+from mstore.api.reports import GcReport
+from mstore.snapshots.checkout import checkout
 from mstore.store import leases, unnamed
 from mstore.store.models import Input
+from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.store.transaction import Transaction
+from mstore.terms.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
+from mstore.terms.ids import PackId, SnapshotId
+from mstore.upkeep.gc.collect import Collector, Limits
+from mstore.upkeep.gc.survey import DEAD_SHARE, uses
+from mstore.upkeep.reachability import Inventory, Reach, Roots
 
 BLOCK = 1 << 16
 WIDTH = 3 * BLOCK + 100

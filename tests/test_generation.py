@@ -13,7 +13,7 @@ from cli_runs import Program
 from small_models import BLOCK, small_model
 
 from mstore import MergeRequest, Store
-from mstore.errors import Corrupt
+from mstore.terms.errors import Corrupt
 
 COMMITS: dict[str, Callable[[Store, Path], object]] = {
     "add": lambda store, other: store.add(other, name="other", base="base"),

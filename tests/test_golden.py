@@ -28,8 +28,8 @@ from independent_reader import (
 
 from mstore.api import Store
 from mstore.blocks.codecs import Codec
-from mstore.errors import NotFound
 from mstore.store.layout import FORMAT_VERSION
+from mstore.terms.errors import NotFound
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 STORES = sorted(path for path in GOLDEN.iterdir() if (path / "format").is_file())

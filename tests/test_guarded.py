@@ -12,10 +12,10 @@ import pytest
 from test_mixtures import BLOCK, Family, N
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
 from mstore.merge.methods.registry import operation
-from mstore.objects.plan import OMITTED, READ, Plan
 from mstore.store.models import tensors_of
+from mstore.store.objects.plan import OMITTED, READ, Plan
+from mstore.terms.errors import BadRequest
 
 COSINES = {"along": 0.95, "across": 0.3, "against": -0.6}
 """Of the expert's delta and the reference's, by tensor; roughly."""

@@ -259,21 +259,21 @@ JUDGES = ("check/", "gc/", "backup/", "pins/", "reachability.py", "store_size.py
 OF_THE_MACHINE = {"MstoreError", "StorageFailed", "Unavailable", "OSError", "Exception"}
 ALLOWED = {
     # A file that is missing, and nothing else.
-    "check/index_file.py:_opened",
+    "upkeep/check/index_file.py:_opened",
     # Only names who is in the way.
-    "check/reindex.py:_require_idle",
+    "upkeep/check/reindex.py:_require_idle",
     # Of a table that is not needed, after the new index is in its place.
-    "check/reindex.py:_forget_requests",
+    "upkeep/check/reindex.py:_forget_requests",
     # A full disk.
-    "gc/repack.py:copy",
+    "upkeep/gc/repack.py:copy",
     # Garbage that stays.
-    "gc/collect.py:_commit",
-    "backup/backup.py:_publish",
-    "backup/destination.py:_tidy",
+    "upkeep/gc/collect.py:_commit",
+    "upkeep/backup/backup.py:_publish",
+    "upkeep/backup/destination.py:_tidy",
     # Who can take no lease looks again at what went.
-    "backup/source.py:held",
+    "upkeep/backup/source.py:held",
     # Says that it is pinned, and raises it again.
-    "pins/pin.py:_layout",
+    "upkeep/pins/pin.py:_layout",
 }
 """Where else such an error may be caught, and why it is not taken for damage there."""
 
@@ -314,7 +314,7 @@ READ_ELSEWHERE = {
     "store/layout.py: .iterdir",
     "store/layout.py: .rglob",
     "store/layout.py: .glob",
-    "backup/destination.py: .iterdir",
+    "upkeep/backup/destination.py: .iterdir",
     # Sizes for reports: a link is counted, and nothing is opened.
     "store/leases.py: .rglob",
     "store/unnamed.py: .rglob",
@@ -354,7 +354,7 @@ def test_progress_has_one_type() -> None:
         return (one for one in re.findall(r"Callable\[\[Progress\].*", source))
 
     found = _found([*LIBRARY, *ADAPTERS], rule)
-    assert found == ["mstore/progress.py: Callable[[Progress], None]"]
+    assert found == ["mstore/terms/progress.py: Callable[[Progress], None]"]
 
 
 @pytest.mark.parametrize(

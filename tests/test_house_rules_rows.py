@@ -20,11 +20,11 @@ WHOLE = {
     "mstore/blocks/lmdb_env.py": "LMDB",
     "mstore/blocks/lmdb_types.py": "the types of LMDB",
     "mstore/blocks/tables.py": "makes and checks the bytes of any row",
-    "mstore/backup/source.py": "copies rows as they are",
+    "mstore/upkeep/backup/source.py": "copies rows as they are",
     "mstore/blocks/location.py": "knows the rows of blocks and records",
     "mstore/blocks/location_arrays.py": "reads all rows of blocks and records at once",
     "mstore/blocks/disposable.py": "environments whose rows may be lost",
-    "mstore/stats/store.py": "the environment of statistics",
+    "mstore/models/stats/store.py": "the environment of statistics",
     "mstore/store/memo.py": "the environment of the memo table",
 }
 """Modules that handle rows as bytes."""

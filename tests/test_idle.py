@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
 from mstore.merge.methods.registry import METHODS
 from mstore.merge.planning import warnings
 from mstore.merge.planning.sense import FAR
+from mstore.terms.errors import BadRequest
 
 
 @pytest.fixture(scope="module")

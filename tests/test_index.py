@@ -22,8 +22,8 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
 from mstore.blocks.schema import DATABASES
-from mstore.errors import Conflict, Corrupt, Unavailable
-from mstore.ids import BlockId, PackId, TensorId
+from mstore.terms.errors import Conflict, Corrupt, Unavailable
+from mstore.terms.ids import BlockId, PackId, TensorId
 
 
 def pack(id: int, *entries: Entry) -> SealedPack:
@@ -231,7 +231,7 @@ def program(code: str, *arguments: Path, patience: float = 60) -> Iterator[subpr
         "from pathlib import Path\n"
         "from mstore.blocks.schema import DATABASES\n"
         "from mstore.blocks.lmdb_env import Environment\n"
-        "from mstore.errors import MstoreError, Unavailable\n"
+        "from mstore.terms.errors import MstoreError, Unavailable\n"
         "from test_index import get, put\n"
         "path = Path(sys.argv[1])\n"
         "env = Environment.acquire(path, DATABASES, create=False)\n"

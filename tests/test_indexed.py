@@ -14,8 +14,8 @@ from families import write_checkpoint
 from small_models import files_of
 
 from mstore import MergeRequest, Store
-from mstore.errors import Incompatible
-from mstore.requests import TokenRow, Vocabulary
+from mstore.terms.errors import Incompatible
+from mstore.terms.requests import TokenRow, Vocabulary
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

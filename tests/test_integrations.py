@@ -14,10 +14,10 @@ from checkpoints import write_safetensors
 from later import Later
 
 from mstore import Store
-from mstore.errors import BadRequest, Corrupt, NotFound, Unavailable
-from mstore.integrations.transformers import from_pretrained
-from mstore.safe_open import TensorSlice
+from mstore.api.integrations.transformers import from_pretrained
+from mstore.api.safe_open import TensorSlice
 from mstore.store import leases
+from mstore.terms.errors import BadRequest, Corrupt, NotFound, Unavailable
 
 torch = Later("torch")
 transformers = Later("transformers")

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 from reference import DTYPES, WORDS, Array, Mask, name_of
 
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties, mix_chunk
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.methods.registry import find, operation
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
+from mstore.terms.errors import BadRequest
 
 WEIGHTS = (0.5, 0.3, -0.7, 1.0, 0.0, 2.25)
 METHODS: list[tuple[str, dict[str, Any]]] = [

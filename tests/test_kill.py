@@ -29,8 +29,8 @@ from small_models import BLOCK, files_of, small_model
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import Unavailable
-from mstore.ids import SnapshotId
+from mstore.terms.errors import Unavailable
+from mstore.terms.ids import SnapshotId
 from mstore_fuse import mounts
 
 # A fresh store now and then: each check reads all that is in it.

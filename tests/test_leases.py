@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from mstore import fs
-from mstore.errors import StorageFailed
-from mstore.ids import SnapshotId
 from mstore.store import leases
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease, LeaseRow
+from mstore.terms.errors import StorageFailed
+from mstore.terms.ids import SnapshotId
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_a_pin_lives_as_long_as_its_owner(catalog: Catalog) -> None:
     snapshot = SnapshotId(bytes(range(32)))
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from mstore.store import layout, leases; from mstore.ids import SnapshotId\n"
+        "from mstore.store import layout, leases; from mstore.terms.ids import SnapshotId\n"
         "pin = leases.Hold(layout.locate(Path(sys.argv[1])), SnapshotId(bytes(range(32))))\n"
         "print('pinned', flush=True); time.sleep(600)"
     )
@@ -326,7 +326,7 @@ FORKING = """
 import os, signal, sys
 from pathlib import Path
 from mstore import fs
-from mstore.ids import SnapshotId
+from mstore.terms.ids import SnapshotId
 from mstore.store import leases
 from mstore.store.catalog import Catalog
 

@@ -15,17 +15,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from mstore import MergeRequest, SnapshotId, Store, lineage
+from mstore import MergeRequest, SnapshotId, Store
 from mstore.blocks.location import Location
 from mstore.blocks.schema import SNAPSHOTS
-from mstore.errors import Corrupt, NotFound
-from mstore.ids import Id
-from mstore.lineage import ancestry
-from mstore.objects.manifest import Manifest
-from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
+from mstore.snapshots import lineage
+from mstore.snapshots.lineage import ancestry
 from mstore.store import refs
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
 from mstore.store.refs import BRANCH, Ref
 from mstore.store.transaction import RefMove, Transaction
+from mstore.terms.errors import Corrupt, NotFound
+from mstore.terms.ids import Id
 
 FAMILY = families.layered(rows=40)
 
@@ -135,8 +136,8 @@ def test_a_limit_only_shortens_the_list(
     seed: int, at_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For any lineage, clocks wrong and records lost: with a limit the list begins the same."""
-    monkeypatch.setattr("mstore.lineage._WALKED", 0)
-    monkeypatch.setattr("mstore.lineage._WALKED_ANYWAY", at_most)
+    monkeypatch.setattr("mstore.snapshots.lineage._WALKED", 0)
+    monkeypatch.setattr("mstore.snapshots.lineage._WALKED_ANYWAY", at_most)
     draw = random.Random(seed)
     ids = [SnapshotId(draw.randbytes(32)) for _ in range(draw.randrange(1, 16))]
     parents = {
@@ -203,8 +204,8 @@ def test_records_decide_where_a_row_has_another_time(
     store: Store, told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row with a wrong time moves nothing in the list that reaches its snapshot."""
-    monkeypatch.setattr("mstore.lineage._WALKED", 0)
-    monkeypatch.setattr("mstore.lineage._WALKED_ANYWAY", 0)
+    monkeypatch.setattr("mstore.snapshots.lineage._WALKED", 0)
+    monkeypatch.setattr("mstore.snapshots.lineage._WALKED_ANYWAY", 0)
     made = {time: put(store, time, ref=f"r{time}") for time in (10, 20, 30)}
     index = store._catalog.index
     for time, id in made.items():

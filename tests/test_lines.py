@@ -14,9 +14,9 @@ import pytest
 from families import Arrays, Family
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
-from mstore.objects.plan import READ, Plan
-from mstore.reports import PlanReport
+from mstore.api.reports import PlanReport
+from mstore.store.objects.plan import READ, Plan
+from mstore.terms.errors import BadRequest
 
 GIVEN = {"alpha": 0.3, "beta": 0.9}
 WEIGHTS = (1.0, 0.5, -0.75)

@@ -18,7 +18,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_arrays import LOST_BASE, NO_BASE, Columns, Unexpected
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import BLOCKS, RECORDS
-from mstore.errors import Corrupt
+from mstore.terms.errors import Corrupt
 
 FORM = (BLOCKS.name, 32, (22, 54))
 

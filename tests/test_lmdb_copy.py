@@ -17,8 +17,8 @@ from mstore import Store, fs
 from mstore.blocks import lmdb_env
 from mstore.blocks.lmdb_copy import PrivateCopy
 from mstore.blocks.lmdb_env import Environment
-from mstore.errors import Corrupt, StorageFailed, Unavailable
 from mstore.fs import rights
+from mstore.terms.errors import Corrupt, StorageFailed, Unavailable
 
 ROWS = 60
 TESTS = Path(__file__).parent

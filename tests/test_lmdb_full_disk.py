@@ -182,7 +182,7 @@ from pathlib import Path
 from loop_disks import fill, make_room, sync
 from mstore.blocks import lmdb_env
 from mstore.blocks.lmdb_env import Environment
-from mstore.errors import StorageFailed
+from mstore.terms.errors import StorageFailed
 disk = Path(sys.argv[1])
 env = Environment.acquire(disk / "env", ("rows",))
 

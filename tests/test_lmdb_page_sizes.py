@@ -17,7 +17,7 @@ from lmdb_page import page_shim
 from small_models import BLOCK, files_of, small_model
 
 from mstore.blocks.lmdb_pages import LmdbFile
-from mstore.errors import Corrupt
+from mstore.terms.errors import Corrupt
 
 SIZES = (4096, 16384, 65536)
 LARGEST = 32768

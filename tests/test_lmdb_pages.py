@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmdb_page import PAGE
 
 from mstore.blocks.lmdb_pages import LmdbFile
-from mstore.errors import Corrupt
+from mstore.terms.errors import Corrupt
 
 NAMES = (b"blocks", b"big", b"empty")
 

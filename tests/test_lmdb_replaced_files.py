@@ -181,7 +181,7 @@ import os, shutil, sys
 from pathlib import Path
 from mstore.blocks.lmdb_env import Environment
 from mstore.fs import rights
-from mstore.errors import MstoreError
+from mstore.terms.errors import MstoreError
 path = Path(sys.argv[1])
 env = Environment.acquire(path, ("rows",))
 

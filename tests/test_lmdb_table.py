@@ -16,8 +16,8 @@ from mstore import fs
 from mstore.blocks import lmdb_env, lmdb_table
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_table import LockTable
-from mstore.errors import StorageFailed
 from mstore.fs import disks
+from mstore.terms.errors import StorageFailed
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from test_repair import sources
 from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.packs import Kind
-from mstore.errors import Corrupt, NotFound
-from mstore.ids import SnapshotId
-from mstore.objects.snapshot import SnapshotRecord
 from mstore.store.catalog import Catalog
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.terms.errors import Corrupt, NotFound
+from mstore.terms.ids import SnapshotId
 
 
 @pytest.fixture

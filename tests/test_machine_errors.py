@@ -25,7 +25,7 @@ from sick_disk import Disk, sick_disk
 
 from mstore import MergeRequest, Store
 from mstore.blocks.schema import DATABASES
-from mstore.check.fsck import CheckReport
+from mstore.upkeep.check.fsck import CheckReport
 
 PROGRAM = Path(__file__).with_name("machine_errors.py")
 BLOCK = 1 << 16

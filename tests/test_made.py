@@ -19,9 +19,9 @@ from test_vocabulary import tokenizer_json
 
 from mstore import MergeRequest, Store, Vocabulary
 from mstore.blocks.packs import PackId
-from mstore.ids import BlockId, SnapshotId
-from mstore.made.files import kept_metadata
+from mstore.models.made.files import kept_metadata
 from mstore.store.transaction import Transaction
+from mstore.terms.ids import BlockId, SnapshotId
 
 BLOCK = 1 << 16
 LAYERS = 2

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mstore.ids import PlanId
 from mstore.store.memo import Memo
+from mstore.terms.ids import PlanId
 
 
 @pytest.fixture

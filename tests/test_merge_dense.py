@@ -24,14 +24,13 @@ from families import BLOCK, Arrays, Family
 from msgspec import structs
 
 from mstore import MergeRequest, Store
+from mstore.api.reports import PlanReport
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Policy
 from mstore.blocks.location import Location
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import NO_BASE, PackWriter
 from mstore.blocks.reader import Meter
-from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
-from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.merge.planning.request import resolve
 from mstore.merge.planning.session import request_key
 from mstore.merge.running.engine import Resources, run_plan
@@ -40,12 +39,13 @@ from mstore.merge.running.memory import RESERVE, bounds
 from mstore.merge.running.resume import Leftovers
 from mstore.merge.running.slices import batch_chunks
 from mstore.merge.running.task import ChunkTask, Row, Source, Tasks
-from mstore.objects.manifest import Manifest
-from mstore.objects.plan import Plan
-from mstore.reports import PlanReport
-from mstore.sizes import Budget
 from mstore.store import leases
 from mstore.store.models import Input
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.plan import Plan
+from mstore.terms.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
+from mstore.terms.ids import BlockId, PackId, SnapshotId
+from mstore.terms.sizes import Budget
 
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -824,7 +824,7 @@ from mstore.api import Store
 from mstore.blocks.codecs import Policy
 from mstore.merge.running.commit import run_merge
 from mstore.merge.running.runners import LocalRunner
-from mstore.objects.plan import Plan
+from mstore.store.objects.plan import Plan
 from mstore.store.plans import find, sources_of
 
 honest = LocalRunner._publish

@@ -18,8 +18,8 @@ import reference
 from families import Family
 
 from mstore import ManifestId, MergeRequest, PlanId, Store
-from mstore.objects.plan import Plan
-from mstore.reports import MergeReport, PlanReport
+from mstore.api.reports import MergeReport, PlanReport
+from mstore.store.objects.plan import Plan
 
 SMALL, LARGE = 1 << 16, 1 << 20
 

@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import Corrupt
-from mstore.ids import BlockId
+from mstore.api.reports import MergeReport, PlanReport
 from mstore.merge.methods import registry
 from mstore.merge.running import known
 from mstore.merge.running.compute import ALL_FINITE, NotFinite
 from mstore.merge.running.known import Ready, memo_expert_bytes
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import Tasks, TensorTask
-from mstore.objects.plan import Plan
-from mstore.reports import MergeReport, PlanReport
 from mstore.store.memo import Memo
+from mstore.store.objects.plan import Plan
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import BlockId
 
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {},

@@ -17,11 +17,11 @@ from families import BLOCK, Family
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import Incompatible
 from mstore.merge.running import resume
 from mstore.merge.running.commit import Merged, run_merge
-from mstore.objects.plan import Plan
+from mstore.store.objects.plan import Plan
 from mstore.store.plans import sources_of
+from mstore.terms.errors import Incompatible
 
 SMALL = 2 * BLOCK
 
@@ -30,7 +30,7 @@ import os, signal, sys
 from mstore.api import Store
 from mstore.merge.running.commit import run_merge
 from mstore.merge.running.runners import LocalRunner
-from mstore.objects.plan import Plan
+from mstore.store.objects.plan import Plan
 from mstore.store.plans import find, sources_of
 
 root, plan, how, size = sys.argv[1:]

@@ -26,8 +26,6 @@ from mstore.blocks.codecs import Policy
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import PAGE
 from mstore.blocks.reader import Meter
-from mstore.errors import BadRequest, BudgetExceeded, Corrupt
-from mstore.ids import BlockId, ManifestId, PackId, PlanId
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.engine import Resources, run_plan
@@ -36,11 +34,13 @@ from mstore.merge.running.memory import RESERVE, bounds
 from mstore.merge.running.slices import Slice
 from mstore.merge.running.task import Tasks
 from mstore.merge.running.worker import execute
-from mstore.objects.plan import READ, SHARED, Plan
-from mstore.sizes import format_size
-from mstore.stats.chunks import chunk_blocks
+from mstore.models.stats.chunks import chunk_blocks
 from mstore.store.models import tensors_of
+from mstore.store.objects.plan import READ, SHARED, Plan
 from mstore.store.plans import sources_of
+from mstore.terms.errors import BadRequest, BudgetExceeded, Corrupt
+from mstore.terms.ids import BlockId, ManifestId, PackId, PlanId
+from mstore.terms.sizes import format_size
 
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {},

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mstore import MergeRequest, Store
-from mstore.errors import Corrupt
-from mstore.ids import TensorId
 from mstore.merge.planning.tied import first_names
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import TensorId
 
 
 def _ids(**names: str) -> dict[str, TensorId]:

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest, Unavailable
 from mstore.merge.methods.bounds import coefficients
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Value, single
 from mstore.merge.methods.registry import METHODS, find, names, operation
+from mstore.terms.errors import BadRequest, Unavailable
 from mstore_cli import reference
 from mstore_cli.merging import method_names
 
@@ -490,7 +490,7 @@ PAIRED = """
 from mstore.merge.methods.combinations.mixed import Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selections.whole import Whole
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 
 def mix(gram, parameters, weights):

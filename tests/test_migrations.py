@@ -10,9 +10,9 @@ import pytest
 
 from mstore import fs
 from mstore.api import Store
-from mstore.errors import Conflict, Corrupt, Incompatible, NotFound, StorageFailed
 from mstore.store.layout import FORMAT_VERSION
 from mstore.store.migrations import Step, migrate
+from mstore.terms.errors import Conflict, Corrupt, Incompatible, NotFound, StorageFailed
 from mstore_cli.spelling import Typed
 
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore.blocks.schema import REFS
-from mstore.errors import Conflict, Corrupt, MstoreError
-from mstore.ids import SnapshotId
 from mstore.store import mirror, refs, sealed_text
 from mstore.store.catalog import Catalog
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, TAG, Ref
+from mstore.terms.errors import Conflict, Corrupt, MstoreError
+from mstore.terms.ids import SnapshotId
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
 from mstore.merge.methods.combinations.mixed import Mixed
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import METHODS, operation
-from mstore.objects.plan import OMITTED, READ, Plan
 from mstore.store.models import tensors_of
+from mstore.store.objects.plan import OMITTED, READ, Plan
+from mstore.terms.errors import BadRequest
 
 Double = npt.NDArray[np.float64]
 Single = npt.NDArray[np.float32]

@@ -35,8 +35,8 @@ from proof_models import BLOCK, MODEL, Files, merged_files, model_files, tensors
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.checkpoint.declared import CARD, MERGEKIT
-from mstore.errors import BadRequest, Conflict, MstoreError
-from mstore.ids import SnapshotId
+from mstore.terms.errors import BadRequest, Conflict, MstoreError
+from mstore.terms.ids import SnapshotId
 
 NAMES = ("a", "b", "team/c")
 TAGS = ("v1", "v2")

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
 from mstore.checkpoint.models import full_name, models_of, own_name, single_of, split_name
-from mstore.errors import BadRequest, Incompatible, NotFound
 from mstore.store.models import paired
+from mstore.terms.errors import BadRequest, Incompatible, NotFound
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

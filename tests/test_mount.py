@@ -34,8 +34,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mstore import Store
-from mstore.errors import Conflict, Corrupt, MstoreError, NotFound, Unavailable
-from mstore.phrases import Option, call, phrase
+from mstore.terms.errors import Conflict, Corrupt, MstoreError, NotFound, Unavailable
+from mstore.terms.phrases import Option, call, phrase
 from mstore_cli.spelling import Typed
 from mstore_fuse import daemon, mount_table
 from mstore_fuse import mounts as mounts_module

@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 
 from mstore import Store, fs
 from mstore.blocks.codecs import Codec
-from mstore.errors import (
+from mstore.terms.errors import (
     BadRequest,
     Conflict,
     Corrupt,

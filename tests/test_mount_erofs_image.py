@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
-from mstore.errors import Corrupt, Incompatible, Unavailable
-from mstore.ids import BlockId, PackId
+from mstore.terms.errors import Corrupt, Incompatible, Unavailable
+from mstore.terms.ids import BlockId, PackId
 from mstore_fuse.erofs.image import CopiedPages, Image
 from mstore_fuse.erofs.mapping import COPIED_BYTES, Piece, Survey, page_map
 

@@ -26,11 +26,11 @@ from mount_drivers import (
 )
 
 from mstore import MergeRequest, Store
-from mstore.errors import Conflict
-from mstore.ids import SnapshotId
 from mstore.store import leases
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
+from mstore.terms.errors import Conflict
+from mstore.terms.ids import SnapshotId
 
 pytest_plugins = ["mount_drivers"]
 

@@ -22,8 +22,8 @@ from damage import flip_bit
 from safetensors.numpy import save_file
 
 from mstore import Store
-from mstore.errors import BadRequest, MstoreError, NotFound, StorageFailed, Unavailable
-from mstore.phrases import Option
+from mstore.terms.errors import BadRequest, MstoreError, NotFound, StorageFailed, Unavailable
+from mstore.terms.phrases import Option
 from mstore_fuse import options as options_module
 from mstore_fuse.mounts import mount, mounts, require_fuse, unmount
 from mstore_fuse.options import MountOptions

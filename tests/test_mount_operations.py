@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mstore.errors import (
+from mstore.terms.errors import (
     BadRequest,
     Corrupt,
     Incompatible,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.errors import Corrupt, NotFound
+from mstore.terms.errors import Corrupt, NotFound
 from mstore_fuse.store_tree import StoreTree
 from mstore_fuse.tree import OpenFile, SnapshotTree, Tree, inode_of
 

@@ -18,7 +18,7 @@ from families import BLOCK
 from safetensors import safe_open
 
 from mstore import MergeRequest, Store
-from mstore.errors import Unavailable
+from mstore.terms.errors import Unavailable
 from mstore_fuse.mounts import mount, require_fuse, unmount
 
 try:

@@ -10,7 +10,7 @@ from cli_runs import Program
 from small_models import BLOCK, small_model
 
 from mstore.api import Store
-from mstore.errors import BadName, Conflict, NotFound
+from mstore.terms.errors import BadName, Conflict, NotFound
 
 
 @pytest.fixture

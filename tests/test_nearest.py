@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
+from mstore.api.reports import AddReport
 from mstore.blocks.schema import PRUNED
 from mstore.checkpoint.directory import scan
-from mstore.ids import SnapshotId
-from mstore.nearest import SearchLimits, bases_first, closeness, nearest
-from mstore.reports import AddReport
+from mstore.snapshots.nearest import SearchLimits, bases_first, closeness, nearest
+from mstore.terms.ids import SnapshotId
 
 BLOCK = 1 << 16
 

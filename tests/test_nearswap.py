@@ -16,9 +16,9 @@ from test_budget import Place, make
 from test_kernels import KINDS, _family, _merge
 
 from mstore import MergeRequest
-from mstore.errors import BadRequest
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning import warnings
+from mstore.terms.errors import BadRequest
 
 N = 3000
 ASKED = MergeRequest(base="base", experts=["e0"], method="nearswap", parameters={"t": 0.01})

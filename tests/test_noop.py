@@ -15,7 +15,7 @@ from families import BLOCK, Family
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
+from mstore.terms.errors import BadRequest
 
 
 def family() -> Family:

@@ -14,11 +14,11 @@ from cli_runs import Program
 from families import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.errors import Incompatible, NotFound
+from mstore.api.reports import NotFiniteTensor
 from mstore.merge.planning.warnings import NOT_FINITE, OVERFLOW
 from mstore.merge.running.compute import _is_finite, not_finite
 from mstore.numeric.codes import LARGEST, can_overflow
-from mstore.reports import NotFiniteTensor
+from mstore.terms.errors import Incompatible, NotFound
 
 ROWS = 300
 SHAPE = (ROWS, 256)

@@ -16,13 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import Store
-from mstore import notes as noting
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES
-from mstore.errors import BadName, BadRequest, Conflict, NotFound
-from mstore.ids import NoteId, SnapshotId
-from mstore.objects.canonical import MAX_COUNT
-from mstore.objects.note import (
+from mstore.snapshots import notes as noting
+from mstore.store.objects.canonical import MAX_COUNT
+from mstore.store.objects.note import (
     COUNTS,
     EVALUATION,
     REMOVAL,
@@ -35,6 +33,8 @@ from mstore.objects.note import (
     packed,
     states,
 )
+from mstore.terms.errors import BadName, BadRequest, Conflict, NotFound
+from mstore.terms.ids import NoteId, SnapshotId
 
 OF = SnapshotId(b"\xaa" * 32)
 

@@ -17,9 +17,9 @@ from safetensors import deserialize
 from safetensors.numpy import save_file
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadName, Conflict, Incompatible
-from mstore.objects.manifest import SAFETENSORS
-from mstore.reports import MergeReport
+from mstore.api.reports import MergeReport
+from mstore.store.objects.manifest import SAFETENSORS
+from mstore.terms.errors import BadName, Conflict, Incompatible
 
 FAMILY = families.layered(rows=100)
 

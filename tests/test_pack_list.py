@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from small_models import BLOCK, small_model
 
 from mstore import Store
-from mstore.errors import Corrupt, MstoreError
-from mstore.ids import PackId
 from mstore.store import pack_list, unnamed
 from mstore.store.layout import Layout
+from mstore.terms.errors import Corrupt, MstoreError
+from mstore.terms.ids import PackId
 
 
 @pytest.fixture

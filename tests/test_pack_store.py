@@ -11,8 +11,8 @@ from packs_suite import PacksSuite, sealed
 
 from mstore.blocks.pack_files import PackFiles, ScatteredPacks, places_of
 from mstore.blocks.pack_store import HERE, Packs
-from mstore.errors import Corrupt, Incompatible
-from mstore.ids import PackId
+from mstore.terms.errors import Corrupt, Incompatible
+from mstore.terms.ids import PackId
 
 
 class TestPackFiles(PacksSuite):

@@ -33,8 +33,8 @@ from mstore.blocks.packs import (
     SealedPack,
     read_footer,
 )
-from mstore.errors import Corrupt, Incompatible, MstoreError
-from mstore.ids import BlockId, PackId
+from mstore.terms.errors import Corrupt, Incompatible, MstoreError
+from mstore.terms.ids import BlockId, PackId
 
 TAIL = 64
 

@@ -13,9 +13,9 @@ import pytest
 from proof_models import model_files, write_files
 
 from mstore import Store
-from mstore.errors import Unavailable
 from mstore.numeric import halves, levels, passes
 from mstore.numeric.passes import KERNELS, Pass, sealed, trailer
+from mstore.terms.errors import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 MERGE = ("merge", "--base", "base", "--expert", "tuned", "--method", "ties")

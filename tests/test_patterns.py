@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.adapters.patterns import MAX_PATH, Patterns
 from mstore.checkpoint.exclusion import Exclusion
-from mstore.errors import Incompatible
 from mstore.merge.planning.request import Rule, Rules
 from mstore.merge.planning.tied import left_out_names
-from mstore.objects.shapes import chosen, matching, require_matches
-from mstore.recipes.recipe import Condition, Setting
+from mstore.merge.recipes.recipe import Condition, Setting
+from mstore.models.adapters.patterns import MAX_PATH, Patterns
+from mstore.store.objects.shapes import chosen, matching, require_matches
+from mstore.terms.errors import Incompatible
 
 ATOMS = ["a", "b", "1", ".", r"\.", ".*", r"\d", r"\d+", "[ab]", "[a-b]+", "(a|b)", "(ab|a)"]
 

@@ -16,11 +16,11 @@ import reference
 from families import Arrays, Family
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
+from mstore.api.reports import PlanReport
 from mstore.merge.arithmetic import competition
 from mstore.merge.measures import deltas
-from mstore.objects.plan import READ, SHARED, Plan
-from mstore.reports import PlanReport
+from mstore.store.objects.plan import READ, SHARED, Plan
+from mstore.terms.errors import BadRequest
 
 Double = npt.NDArray[np.float64]
 WEIGHTS = (1.0, 0.5, -0.75)

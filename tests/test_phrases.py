@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mstore import Store
-from mstore.errors import NotFound, did_you_mean
-from mstore.phrases import (
+from mstore.terms.errors import NotFound, did_you_mean
+from mstore.terms.phrases import (
     Call,
     Option,
     Phrase,
@@ -97,9 +97,9 @@ def test_a_traceback_shows_the_hint() -> None:
     """The hint follows the error in a traceback, once: also of a changed hint, of a pickled error,
     and where somebody else made a text of the traceback."""
     error = NotFound("no such ref", where="cod", hint=joined("did you mean code?", call("refs")))
-    want = ["mstore.errors.NotFound: cod: no such ref", *_HINTS]
+    want = ["mstore.terms.errors.NotFound: cod: no such ref", *_HINTS]
     assert _told(error) == _told(pickle.loads(pickle.dumps(error))) == want
-    assert _told(NotFound(error.what)) == ["mstore.errors.NotFound: no such ref"]
+    assert _told(NotFound(error.what)) == ["mstore.terms.errors.NotFound: no such ref"]
     error.add_note("of the caller")
     error.advise("look")
     assert _told(error) == [want[0], "of the caller", "hint: look"]

@@ -22,13 +22,13 @@ from mstore.blocks.codecs import PLAIN_BYTES, Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE, Kind
 from mstore.blocks.schema import PINNED
-from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
-from mstore.ids import BlockId, PackId, SnapshotId
-from mstore.pins.pin import pin
-from mstore.pins.spots import Spot, is_mappable, layout, of_file, to_copy
-from mstore.pins.unpin import unpin
-from mstore.progress import Progress
 from mstore.store.catalog import Catalog
+from mstore.terms.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
+from mstore.terms.ids import BlockId, PackId, SnapshotId
+from mstore.terms.progress import Progress
+from mstore.upkeep.pins.pin import pin
+from mstore.upkeep.pins.spots import Spot, is_mappable, layout, of_file, to_copy
+from mstore.upkeep.pins.unpin import unpin
 
 NAMES = ("base", "t1", "t2")
 
@@ -289,7 +289,7 @@ def test_damage_found_too_late_says_that_it_is_pinned(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where what was pinned cannot be read back, the error says that it is pinned."""
-    from mstore.pins import pin as pinning
+    from mstore.upkeep.pins import pin as pinning
 
     def fails(*_: object) -> object:
         raise Corrupt("no", where="block x")
@@ -305,7 +305,7 @@ def test_damage_found_too_late_says_that_it_is_pinned(
 
 def test_a_lost_row_names_its_block(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block whose row goes while unpin runs is named, and nothing is changed."""
-    from mstore.pins import unpin as unpinning
+    from mstore.upkeep.pins import unpin as unpinning
 
     store.pin("t1", raw=True)
     lost: list[BlockId] = []
@@ -634,8 +634,8 @@ def test_others_work_meanwhile(path: Path, tmp_path: Path) -> None:
 
 def test_memory_is_bounded_by_groups(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """pin and unpin read groups of a few blocks, never a whole file, however large it is."""
-    from mstore.pins import pin as pinning
-    from mstore.pins import spots
+    from mstore.upkeep.pins import pin as pinning
+    from mstore.upkeep.pins import spots
 
     monkeypatch.setattr(pinning, "GROUP_BYTES", BLOCK)
     monkeypatch.setattr(spots, "GROUP_BYTES", BLOCK)

@@ -12,10 +12,10 @@ from families import BLOCK, Family
 from test_budget import Place, make
 
 from mstore import MergeRequest
-from mstore.errors import BadRequest
 from mstore.merge.planning.warnings import NOT_FINITE
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 from mstore.store.models import tensors_of
+from mstore.store.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.terms.errors import BadRequest
 
 
 @pytest.fixture(scope="module")

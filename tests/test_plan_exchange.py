@@ -14,10 +14,10 @@ import pytest
 from families import BLOCK, Family
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadName, BadRequest, Incompatible, NotFound, Unavailable
 from mstore.merge.analysis import exchange
 from mstore.merge.analysis.exchange import MAX_TEXT
-from mstore.objects.plan import Plan, PlanInput, PlanTensor, Threshold
+from mstore.store.objects.plan import Plan, PlanInput, PlanTensor, Threshold
+from mstore.terms.errors import BadName, BadRequest, Incompatible, NotFound, Unavailable
 
 FAMILY = families.layered(rows=40)
 

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from mstore import MergeRequest
-from mstore.errors import BadRequest
-from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.ranking import Ranking, Units
 from mstore.merge.planning.request import Request, resolve
 from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
-from mstore.objects.tensor import Tensor
-from mstore.sizes import Budget
-from mstore.stats.chunk import CHUNK
-from mstore.stats.histogram import Threshold
+from mstore.models.stats.chunk import CHUNK
+from mstore.models.stats.histogram import Threshold
 from mstore.store.models import Input
+from mstore.store.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import ManifestId, SnapshotId, TensorId
+from mstore.terms.sizes import Budget
 
 CHUNK_ELEMENTS = 1024
 SNAPSHOT = SnapshotId.of(b"s")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.adapters.low_rank import Factors
+from mstore.models.adapters.low_rank import Factors
+from mstore.models.stats.chunk import CHUNK, Rows, finite
+from mstore.models.stats.deltas import base_squares, measure
+from mstore.models.stats.products import product_rows
 from mstore.numeric.codes import ITEMSIZES
-from mstore.stats.chunk import CHUNK, Rows, finite
-from mstore.stats.deltas import base_squares, measure
-from mstore.stats.products import product_rows
 
 Bytes = npt.NDArray[np.uint8]
 BOUNDED = ("nonzeros", "sum_abs", "sum_squares", "max_abs", "base_squares")

@@ -14,8 +14,8 @@ from test_gc import BLOCK, contents, files, sound, write
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import BadRequest, Conflict, NotFound
-from mstore.ids import SnapshotId
+from mstore.terms.errors import BadRequest, Conflict, NotFound
+from mstore.terms.ids import SnapshotId
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Policy
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import read_footer
-from mstore.errors import StorageFailed
-from mstore.ids import BlockId
 from mstore.store import pack_list
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import NewPacks
+from mstore.terms.errors import StorageFailed
+from mstore.terms.ids import BlockId
 
 BLOCK = 1 << 16
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.errors import BadRequest
-from mstore.ids import TensorId
 from mstore.merge.methods.combinations.elected import Elected, agreement, dilution
 from mstore.merge.methods.registry import METHODS, operation
 from mstore.merge.methods.selections.trimmed import Trimmed
 from mstore.merge.planning.ranking import Floats, Ranking, Units, lottery, score_of, seed
-from mstore.objects.plan import SCORES
-from mstore.stats.chunk import CHUNK, pack_sketch
+from mstore.models.stats.chunk import CHUNK, pack_sketch
+from mstore.store.objects.plan import SCORES
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import TensorId
 
 
 def take(

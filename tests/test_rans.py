@@ -17,7 +17,7 @@ from independent_reader import from_coded
 
 from mstore.blocks import rans
 from mstore.blocks.rans import WIDTHS, Mode
-from mstore.ids import Buffer
+from mstore.terms.ids import Buffer
 
 SHORT = 1 << 14
 LENGTHS = (1, 31, 32, 33, 64, 127, 1000, SHORT - 1, SHORT, SHORT + 1, SHORT + 127, SHORT + 128)

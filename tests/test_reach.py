@@ -17,9 +17,9 @@ from test_gc import BLOCK, write
 from mstore.api import Store
 from mstore.blocks.location_arrays import HEAD, Table
 from mstore.blocks.packs import Kind
-from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, SnapshotId
-from mstore.reachability import Inventory, Reach, Roots
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import ID_BYTES, SnapshotId
+from mstore.upkeep.reachability import Inventory, Reach, Roots
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_reached_blocks_are_those_that_a_walk_finds(store: Store, names: tuple[s
 @given(seed=st.integers(0, 10**9))
 def test_any_history(seed: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any history, pruned or not, what is reached is what a walk over single records finds."""
-    monkeypatch.setattr("mstore.reachability._BATCH", batch)
+    monkeypatch.setattr("mstore.upkeep.reachability._BATCH", batch)
     draw = random.Random(seed)
     with TemporaryDirectory() as root, Store.init(Path(root) / "store", block_size=BLOCK) as store:
         store.configure("codec", "dense")

@@ -16,8 +16,8 @@ from mstore.blocks.codecs import Codec, Policy
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter
 from mstore.blocks.reader import BlockReader, located
-from mstore.errors import Corrupt, Incompatible, MstoreError
-from mstore.ids import BlockId, PackId, SnapshotId
+from mstore.terms.errors import Corrupt, Incompatible, MstoreError
+from mstore.terms.ids import BlockId, PackId, SnapshotId
 
 BLOCK = 1 << 16
 FLOATS = codecs.elements_of("BF16")

@@ -12,9 +12,9 @@ import small_layers
 from families import Arrays, bits, cast, write_checkpoint
 
 from mstore import Store
-from mstore.errors import BadRequest
-from mstore.recipes.layout import Layout
-from mstore.recipes.modular import Modules
+from mstore.merge.recipes.layout import Layout
+from mstore.merge.recipes.modular import Modules
+from mstore.terms.errors import BadRequest
 
 EMBED, NORM = "language_model.model.embed_tokens.weight", "language_model.model.norm.weight"
 SEE, BRIDGE = "vision_tower.encoder.post_layernorm.weight", "multi_modal_projector.linear.weight"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from mstore.errors import BadRequest
-from mstore.recipes.documents import read_documents
-from mstore.recipes.parse import parse
-from mstore.recipes.recipe import Entries, Items, Node, YamlLimits
+from mstore.merge.recipes.documents import read_documents
+from mstore.merge.recipes.parse import parse
+from mstore.merge.recipes.recipe import Entries, Items, Node, YamlLimits
+from mstore.terms.errors import BadRequest
 
 SLERP = """\
 slices:

@@ -15,11 +15,11 @@ from printed import by_ids
 from small_layers import NAMES, member
 
 from mstore import Store
-from mstore.errors import BadRequest, NotFound
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
-from mstore.recipes.parse import parse
-from mstore.recipes.prepared import prepare
+from mstore.merge.recipes.parse import parse
+from mstore.merge.recipes.prepared import prepare
+from mstore.terms.errors import BadRequest, NotFound
 
 MODELS = ("base", "math", "code")
 

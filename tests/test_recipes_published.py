@@ -16,7 +16,7 @@ from published_recipes import PUBLISHED
 from small_layers import LAYERS, member
 
 from mstore import Store
-from mstore.errors import BadRequest
+from mstore.terms.errors import BadRequest
 
 MODELS = ("base", "math", "code")
 Q = "model.layers.{}.self_attn.q_proj"

@@ -12,10 +12,10 @@ import small_layers
 from cli_runs import Program
 
 from mstore import Store
-from mstore.errors import BadRequest
 from mstore.merge.methods import registry
 from mstore.merge.methods.registry import METHODS
 from mstore.merge.planning import warnings
+from mstore.terms.errors import BadRequest
 
 ALONE = """\
 merge_method: passthrough

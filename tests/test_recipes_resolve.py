@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from small_layers import LAYERS, NAMES, member
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest, NotFound
 from mstore.merge.planning.recipes import checked
 from mstore.merge.planning.request import Rule, Rules
-from mstore.objects.shapes import literal_name, literal_pattern, matching
-from mstore.recipes.layout import Layout, layers_of
-from mstore.recipes.recipe import Condition, NotThatKind, Setting
+from mstore.merge.recipes.layout import Layout, layers_of
+from mstore.merge.recipes.recipe import Condition, NotThatKind, Setting
+from mstore.store.objects.shapes import literal_name, literal_pattern, matching
+from mstore.terms.errors import BadRequest, NotFound
 
 Q, UP, LN = "self_attn.q_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mstore.errors import BadRequest
-from mstore.recipes.parse import TEMPLATES, parse
+from mstore.merge.recipes.parse import TEMPLATES, parse
+from mstore.terms.errors import BadRequest
 
 TALK = (
     {"role": "system", "content": "Be brief."},

@@ -19,14 +19,14 @@ from safetensors.numpy import save_file
 from small_layers import NAMES
 
 from mstore import MergeRequest, Store, TensorRule
-from mstore.errors import BadRequest
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
-from mstore.objects.canonical import decode
-from mstore.objects.plan import Criteria, Plan, PlanInput, PlanOperation, PlanTensor
-from mstore.recipes.parse import parse
-from mstore.recipes.resolve import resolve
-from mstore.recipes.write import HEAD, named, recipe_of
+from mstore.merge.recipes.parse import parse
+from mstore.merge.recipes.resolve import resolve
+from mstore.merge.recipes.write import HEAD, named, recipe_of
+from mstore.store.objects.canonical import decode
+from mstore.store.objects.plan import Criteria, Plan, PlanInput, PlanOperation, PlanTensor
+from mstore.terms.errors import BadRequest
 
 FILE = "mergekit_config.yml"
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mstore.blocks.schema import PRUNED, REFLOG, REFS
-from mstore.errors import Conflict, Corrupt, NotFound
-from mstore.ids import SnapshotId
 from mstore.store.catalog import Catalog
 from mstore.store.ref_store import RefStore, refs_in
 from mstore.store.refs import BRANCH, REMOTE, TAG, Move, Ref
+from mstore.terms.errors import Conflict, Corrupt, NotFound
+from mstore.terms.ids import SnapshotId
 
 NAMES = ["a", "a/b", "a/b/c", "ab", "a.b", "é", "a-b", "z/z", "llama/merged"]
 

@@ -15,7 +15,7 @@ from loop_disks import FILESYSTEMS, MIB, loop_disk
 from small_models import BLOCK, files_of
 
 from mstore import MergeRequest, Store, fs
-from mstore.errors import BadRequest, Corrupt, Incompatible, StorageFailed
+from mstore.terms.errors import BadRequest, Corrupt, Incompatible, StorageFailed
 
 
 def model(directory: Path, seed: int) -> Path:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from small_models import small_model
 
 from mstore.api import Store
-from mstore.errors import BadName, Conflict, NotFound
-from mstore.ids import SnapshotId
 from mstore.store import refs
 from mstore.store.refs import BRANCH, CANDIDATE, REMOTE, TAG
 from mstore.store.transaction import follow_remote
+from mstore.terms.errors import BadName, Conflict, NotFound
+from mstore.terms.ids import SnapshotId
 
 # -- names -------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from mstore.api import Store
 from mstore.blocks.pack_store import HERE
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import CONDEMNED, PRUNED
-from mstore.errors import Conflict, MstoreError, NotFound, StorageFailed
-from mstore.ids import PackId
 from mstore.store.plans import plan_ids, sources_of
+from mstore.terms.errors import Conflict, MstoreError, NotFound, StorageFailed
+from mstore.terms.ids import PackId
 
 
 def build(root: Path) -> None:
@@ -89,7 +89,7 @@ def told(path: Path, *, with_history: bool = True) -> dict[str, Any]:
 
 
 def _plan(store: Store, id: Any) -> Any:
-    from mstore.objects.plan import Plan
+    from mstore.store.objects.plan import Plan
 
     return store._catalog.record(Plan, id)
 

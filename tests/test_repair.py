@@ -15,9 +15,9 @@ from small_models import BLOCK, files_of, small_model
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.packs import PAGE, Kind
-from mstore.errors import BadCheckpoint, Corrupt, NotFound, StorageFailed
-from mstore.ids import SnapshotId
-from mstore.phrases import call
+from mstore.terms.errors import BadCheckpoint, Corrupt, NotFound, StorageFailed
+from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import call
 
 ADDED = ("base", "expert", "second")
 

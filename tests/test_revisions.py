@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.errors import BadName, MstoreError, NotFound
-from mstore.ids import ManifestId, SnapshotId
-from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.store import listing
 from mstore.store.catalog import Catalog
+from mstore.store.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, TAG, Ref, check_name
 from mstore.store.revisions import Revision, parse
 from mstore.store.transaction import RefMove, Transaction, choose_moves
+from mstore.terms.errors import BadName, MstoreError, NotFound
+from mstore.terms.ids import ManifestId, SnapshotId
 
 NAMES = st.text(alphabet="abé日./-_09", min_size=1, max_size=30).filter(
     lambda name: not name.startswith(("-", "."))

@@ -20,11 +20,11 @@ from families import Family
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store, TensorRule
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic.angles import arc_cosine, sine
 from mstore.merge.arithmetic.turns import Turn
 from mstore.merge.methods.registry import operation
-from mstore.objects.plan import OMITTED, Plan
+from mstore.store.objects.plan import OMITTED, Plan
+from mstore.terms.errors import BadRequest
 
 Double = npt.NDArray[np.float64]
 

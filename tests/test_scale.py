@@ -15,9 +15,9 @@ import reference
 from families import Arrays, Family
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.methods.registry import METHODS, find, operation
+from mstore.terms.errors import BadRequest
 
 Single = npt.NDArray[np.float32]
 CASES: dict[str, tuple[dict[str, Any], int]] = {

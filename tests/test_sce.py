@@ -18,12 +18,12 @@ from test_budget import Place, make
 from test_kernels import KINDS, _family
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.measures import deltas
 from mstore.merge.methods.combinations.fused import Fused
 from mstore.merge.methods.registry import operation
-from mstore.objects.plan import Plan
+from mstore.store.objects.plan import Plan
+from mstore.terms.errors import BadRequest
 
 N = 3000
 SHAPES = {"a": (70, 1024), "b": (50, 1000), "steps": (60, 1024), "tiny": (7,), "small": (33, 64)}

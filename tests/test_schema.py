@@ -48,13 +48,13 @@ from mstore.blocks.schema import (
     Sources,
 )
 from mstore.blocks.tables import Table
-from mstore.errors import Corrupt, Incompatible
-from mstore.ids import ID_BYTES, BlockId, ManifestId, NoteId, PackId, PlanId, SnapshotId
-from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
-from mstore.stats import store as stats
+from mstore.models.stats import store as stats
 from mstore.store import listing, memo
+from mstore.store.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, Move, Ref
+from mstore.terms.errors import Corrupt, Incompatible
+from mstore.terms.ids import ID_BYTES, BlockId, ManifestId, NoteId, PackId, PlanId, SnapshotId
 
 PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
 SIZES = st.integers(0, 2**32 - 1)
@@ -109,14 +109,14 @@ import sys
 from pathlib import Path
 from mstore.blocks import schema
 from mstore.blocks.tables import Table, form, id_of, number
-from mstore.ids import SnapshotId
+from mstore.terms.ids import SnapshotId
 
 NEW = Table("new", form(id_of(SnapshotId)), form(number(8, "count")), "a count")
 schema.TABLES += (NEW,)
 schema.DATABASES += (NEW.name,)
 
 from mstore.api import Store
-from mstore.check import index_file
+from mstore.upkeep.check import index_file
 
 root, id = Path(sys.argv[1]), SnapshotId(bytes(32))
 with Store.init(root / "store") as store:

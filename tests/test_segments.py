@@ -29,8 +29,8 @@ from mstore.blocks import segments
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, Entry, Kind
 from mstore.blocks.segments import PAGE, Segments
-from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed, Unreadable
-from mstore.ids import ID_BYTES, PackId, SegmentId
+from mstore.terms.errors import Corrupt, Incompatible, MstoreError, StorageFailed, Unreadable
+from mstore.terms.ids import ID_BYTES, PackId, SegmentId
 
 Table = Sequence[Entry]
 Answer = dict[tuple[int, bytes], set[Location]]

@@ -19,11 +19,11 @@ from test_methods import install
 
 import mstore
 from mstore import MergeRequest, Store
-from mstore.errors import MstoreError
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import METHODS
-from mstore.objects.plan import Plan
+from mstore.store.objects.plan import Plan
+from mstore.terms.errors import MstoreError
 
 LIBRARY = Path(mstore.__file__).parent
 FOLDERS = ("mstore.merge.methods.selections.", "mstore.merge.methods.combinations.")
@@ -176,7 +176,7 @@ from mstore.merge.measures.companions import Companion
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selections.delta import Delta
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 
 def of_inputs(name, shape):

@@ -13,9 +13,9 @@ from cli_runs import Program
 from families import BLOCK, Arrays, fishers_for
 
 from mstore import MergeRequest, Store
+from mstore.api.reports import MergeWarning
 from mstore.merge.methods.registry import METHODS
 from mstore.merge.planning import sense
-from mstore.reports import MergeWarning
 
 LAYERS = 16
 FINE = ["e0", "e1", "e2", "e3"]

@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 from small_models import files_of, small_model
 
 from mstore import MergeRequest, Store
-from mstore.errors import Corrupt, StorageFailed, Unavailable, Unreadable
-from mstore.ids import SnapshotId
 from mstore.store.catalog import Catalog
-from mstore.view import SnapshotView
+from mstore.store.view import SnapshotView
+from mstore.terms.errors import Corrupt, StorageFailed, Unavailable, Unreadable
+from mstore.terms.ids import SnapshotId
 from mstore_serve import bodies, documents, shown
 from mstore_serve.bodies import Ahead, Body, Threads
 from mstore_serve.conditions import Validators, http_date

@@ -18,15 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import Store
+from mstore.api.reports import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES
-from mstore.errors import BadName, BadRequest, Conflict, Corrupt, MstoreError, NotFound
-from mstore.ids import NoteId, SnapshotId
-from mstore.notes import found, publish
-from mstore.objects.note import REPLACED, SIGNATURE, Note, packed
-from mstore.phrases import Option
-from mstore.reports import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
-from mstore.signing import (
+from mstore.snapshots.notes import found, publish
+from mstore.snapshots.signing import (
     fingerprint,
     is_good,
     load_key,
@@ -36,6 +32,10 @@ from mstore.signing import (
     signed_message,
     signed_text,
 )
+from mstore.store.objects.note import REPLACED, SIGNATURE, Note, packed
+from mstore.terms.errors import BadName, BadRequest, Conflict, Corrupt, MstoreError, NotFound
+from mstore.terms.ids import NoteId, SnapshotId
+from mstore.terms.phrases import Option
 
 PASSPHRASE = "correct horse"
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mstore import Budget, sizes
+from mstore import Budget
 from mstore.blocks.reader import Meter
-from mstore.errors import BadRequest, BudgetExceeded
+from mstore.terms import sizes
+from mstore.terms.errors import BadRequest, BudgetExceeded
 from mstore_cli.sizes import format_size
 
 

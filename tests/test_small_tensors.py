@@ -17,19 +17,19 @@ from small_models import BLOCK
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.location import Location
-from mstore.errors import Corrupt, StorageFailed
-from mstore.ids import BlockId, Id, ManifestId
 from mstore.merge.planning.pairs import KnownPairs
 from mstore.merge.running import computer, slices
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
-from mstore.objects.canonical import Record
-from mstore.objects.plan import Plan
-from mstore.objects.tensor import Tensor
-from mstore.progress import Progress
-from mstore.stats.known import SingleTables
+from mstore.models.stats.known import SingleTables
 from mstore.store.models import tensors_of
+from mstore.store.objects.canonical import Record
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
+from mstore.terms.errors import Corrupt, StorageFailed
+from mstore.terms.ids import BlockId, Id, ManifestId
+from mstore.terms.progress import Progress
 
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "breadcrumbs", "model_stock")
 TENSORS = 60

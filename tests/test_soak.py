@@ -85,7 +85,7 @@ def test_readers_never_wait_for_a_writer(tmp_path: Path) -> None:
 
 def test_a_mount_never_waits_for_a_writer(tmp_path: Path) -> None:
     """The same for reads through a mount that is made meanwhile."""
-    from mstore.errors import Unavailable
+    from mstore.terms.errors import Unavailable
     from mstore_fuse import mounts
 
     try:

@@ -14,9 +14,9 @@ from checkpoints import write_safetensors
 from small_layers import LAYERS, NAMES, member
 
 from mstore import MergeRequest, Store
-from mstore.errors import BadRequest, Incompatible
-from mstore.objects.canonical import decode
-from mstore.objects.plan import Plan
+from mstore.store.objects.canonical import decode
+from mstore.store.objects.plan import Plan
+from mstore.terms.errors import BadRequest, Incompatible
 
 BLOCK = 1 << 16
 Arrays = dict[str, Any]

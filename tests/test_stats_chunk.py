@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mstore.errors import BadRequest
-from mstore.stats import chunk, deltas
+from mstore.models.stats import chunk, deltas
+from mstore.terms.errors import BadRequest
 
 CHUNK_ELEMENTS = 8192
 

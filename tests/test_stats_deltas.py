@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstore.errors import BadRequest
-from mstore.stats import deltas
-from mstore.stats.chunk import CHUNK, finite
+from mstore.models.stats import deltas
+from mstore.models.stats.chunk import CHUNK, finite
+from mstore.terms.errors import BadRequest
 
 DTYPES = ("BF16", "F16", "F32")
 PAIRS = list(itertools.product(DTYPES, DTYPES))

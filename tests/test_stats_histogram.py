@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.errors import BadRequest, Corrupt
-from mstore.stats.chunk import CHUNK, Rows
-from mstore.stats.histogram import (
+from mstore.models.stats.chunk import CHUNK, Rows
+from mstore.models.stats.histogram import (
     Histogram,
     Threshold,
     exp_of_minus,
@@ -19,6 +18,7 @@ from mstore.stats.histogram import (
     select_exact,
     tail_squares,
 )
+from mstore.terms.errors import BadRequest, Corrupt
 
 DTYPES = ("BF16", "F16", "F32")
 Deltas = npt.NDArray[np.float32]

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mstore.ids import TensorId
-from mstore.stats import deltas, streaming
-from mstore.stats.chunk import finite
-from mstore.stats.histogram import BINS, INFINITY_BIN, Histogram, select
-from mstore.stats.known import SingleTables
-from mstore.stats.streaming import PairMeasure
-from mstore.stats.table import DeltaTable
+from mstore.models.stats import deltas, streaming
+from mstore.models.stats.chunk import finite
+from mstore.models.stats.histogram import BINS, INFINITY_BIN, Histogram, select
+from mstore.models.stats.known import SingleTables
+from mstore.models.stats.streaming import PairMeasure
+from mstore.models.stats.table import DeltaTable
+from mstore.terms.ids import TensorId
 
 CHUNK = 1024
 IDS = TensorId(bytes(32)), TensorId(bytes(range(32)))

@@ -12,11 +12,11 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.errors import BadRequest, Corrupt
-from mstore.stats import deltas
-from mstore.stats.chunk import CHUNK
-from mstore.stats.histogram import Histogram
-from mstore.stats.table import MAGIC, DeltaTable
+from mstore.models.stats import deltas
+from mstore.models.stats.chunk import CHUNK
+from mstore.models.stats.histogram import Histogram
+from mstore.models.stats.table import MAGIC, DeltaTable
+from mstore.terms.errors import BadRequest, Corrupt
 
 MIB = 1 << 20
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
-from mstore.errors import BadRequest, Corrupt
 from mstore.fs.rights import Sharing
 from mstore.store.config import MAX_BYTES, MAX_REFLOG_DAYS, Config, typed
+from mstore.terms.errors import BadRequest, Corrupt
 
 BLOCK = 1 << 16
 

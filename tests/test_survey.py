@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.errors import BadRequest
 from mstore.merge.planning.compared import twins
 from mstore.merge.planning.tied import left_out_names
+from mstore.terms.errors import BadRequest
 
 NAMES = {name: name for name in ("model.a.w", "model.b.w", "head", "lm[1]")} | {"tied": "head"}
 

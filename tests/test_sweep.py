@@ -10,7 +10,7 @@ import pytest
 from test_budget import METHODS, Place, make
 
 from mstore import MergeRequest
-from mstore.errors import BadRequest
+from mstore.terms.errors import BadRequest
 
 SHARES = (0.1, 0.35, 0.6, 1.0)
 

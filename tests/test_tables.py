@@ -23,8 +23,8 @@ from mstore.blocks.tables import (
     raw,
     word,
 )
-from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, PlanId, SnapshotId
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import ID_BYTES, PlanId, SnapshotId
 
 IDS = st.binary(min_size=ID_BYTES, max_size=ID_BYTES).map(SnapshotId)
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))

@@ -16,8 +16,8 @@ import reference
 from checkpoints import write_safetensors
 
 from mstore import MergeRequest, Store, TensorRule
-from mstore.errors import BadRequest, Incompatible
-from mstore.objects.plan import Plan
+from mstore.store.objects.plan import Plan
+from mstore.terms.errors import BadRequest, Incompatible
 
 BLOCK = 1 << 16
 N = 100_000

@@ -10,13 +10,13 @@ import numpy as np
 
 from mstore import Store
 from mstore.blocks.reader import Meter
-from mstore.ids import TensorId
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.surveyed import ExpertTensor, SurveyedTensor
 from mstore.merge.planning.thresholds import Known, Thresholds
-from mstore.objects.plan import DROPPED, EQUAL, OMITTED, READ, SHARED
-from mstore.objects.tensor import Tensor
-from mstore.stats.histogram import Threshold
+from mstore.models.stats.histogram import Threshold
+from mstore.store.objects.plan import DROPPED, EQUAL, OMITTED, READ, SHARED
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.ids import TensorId
 
 RECORD = Tensor("BF16", (64,), 128, bytes(32))
 LIMITED = Threshold(value=0.5, above=3, needed=2, in_bin=5, inexact=0)

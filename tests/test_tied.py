@@ -14,8 +14,8 @@ from adapters import PREFIX, Array
 from cli_runs import Program
 
 from mstore import MergeRequest, Store
-from mstore.errors import Incompatible
 from mstore.store.tied import ties, untied
+from mstore.terms.errors import Incompatible
 
 EMBED, HEAD, LAYER = "model.embed_tokens.weight", "lm_head.weight", "model.layers.{}.q_proj.weight"
 

@@ -15,17 +15,17 @@ import pytest
 from mstore import fs
 from mstore.blocks.codecs import PLAIN_BYTES, Encoded, Policy, encode
 from mstore.blocks.packs import PAGE, Kind
-from mstore.check.fsck import Checker, Scope
-from mstore.errors import BadRequest, Conflict, NotFound
-from mstore.ids import BlockId, SnapshotId, TensorId
-from mstore.objects.manifest import OPAQUE, File, Manifest, Part
-from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import BYTES, Tensor
 from mstore.store import mirror
 from mstore.store.catalog import Catalog
+from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.store.objects.tensor import BYTES, Tensor
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import BRANCH, Ref
 from mstore.store.transaction import RefMove, Transaction, choose_moves
+from mstore.terms.errors import BadRequest, Conflict, NotFound
+from mstore.terms.ids import BlockId, SnapshotId, TensorId
+from mstore.upkeep.check.fsck import Checker, Scope
 
 BLOCK = 1 << 16
 

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
+from mstore.api.reports import HeldBytes, UsageReport
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location_arrays import HEAD, Table
-from mstore.disk_usage import Sharings, Sums, flags, usage
-from mstore.errors import NotFound
-from mstore.ids import BlockId, SnapshotId
-from mstore.objects.tensor import Tensor
-from mstore.reports import HeldBytes, UsageReport
 from mstore.store import leases
 from mstore.store.catalog import Catalog
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import NotFound
+from mstore.terms.ids import BlockId, SnapshotId
+from mstore.upkeep.disk_usage import Sharings, Sums, flags, usage
 
 BLOCK = 1 << 16
 NAMES = ("a", "b", "c")

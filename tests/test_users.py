@@ -438,7 +438,7 @@ def test_what_a_killed_command_left_the_other_removes(place: World, alice: User,
     code = done(place, bob, "mstore add code --name code -q", at, store).strip()
     assert list((store / "tmp").iterdir()) == []
     pinning = (
-        "from mstore import Store; from mstore.ids import SnapshotId; import time\n"
+        "from mstore import Store; from mstore.terms.ids import SnapshotId; import time\n"
         f"pin = Store.open('.mstore').hold(SnapshotId.parse('{code}'))\n"
         "open('pinned', 'w').close()\n"
         "time.sleep(1000)"

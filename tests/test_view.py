@@ -21,18 +21,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import BlockId, MergeRequest, SnapshotId, Store
-from mstore.block_cache import BlockCache, Extent, VirtualBlock
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Policy, encode
 from mstore.blocks.location import Location
 from mstore.blocks.pack_files import PackFiles
-from mstore.errors import Corrupt, Incompatible, NotFound
-from mstore.ids import Buffer, PackId, VirtualId
-from mstore.objects.manifest import File, Manifest, Part
-from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import BYTES, Tensor
+from mstore.store.block_cache import BlockCache, Extent, VirtualBlock
 from mstore.store.catalog import Catalog
+from mstore.store.objects.manifest import File, Manifest, Part
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.store.objects.tensor import BYTES, Tensor
 from mstore.store.transaction import Transaction
-from mstore.view import SnapshotView
+from mstore.store.view import SnapshotView
+from mstore.terms.errors import Corrupt, Incompatible, NotFound
+from mstore.terms.ids import Buffer, PackId, VirtualId
 
 FAMILY = families.layered(rows=60)
 

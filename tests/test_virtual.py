@@ -16,14 +16,14 @@ from families import BLOCK
 from small_models import small_model
 
 from mstore import MergeRequest, Store
-from mstore.block_cache import BlockCache, VirtualBlock
-from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import Tasks
 from mstore.merge.virtual import blocks
-from mstore.objects.plan import Plan
-from mstore.objects.tensor import VirtualTensor
-from mstore.view import SnapshotView
+from mstore.store.block_cache import BlockCache, VirtualBlock
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.tensor import VirtualTensor
+from mstore.store.view import SnapshotView
+from mstore.terms.errors import BadRequest, BudgetExceeded, Corrupt
 
 FAMILY = families.layered(rows=160).informed(dtypes=("BF16",))
 FISHERS = families.fishers_for(["e0", "e1", "e2"], FAMILY.fisher_names)

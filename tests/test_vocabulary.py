@@ -18,10 +18,10 @@ from safetensors.numpy import save_file
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store, TokenRow, Vocabulary
-from mstore.errors import BadRequest, Incompatible, NotFound
 from mstore.merge.planning import sense
-from mstore.vocabulary import tokenizer as tokenizers
-from mstore.vocabulary.rows import MEAN, MISSING, Places, gathered
+from mstore.models.vocabulary import tokenizer as tokenizers
+from mstore.models.vocabulary.rows import MEAN, MISSING, Places, gathered
+from mstore.terms.errors import BadRequest, Incompatible, NotFound
 
 WIDTH = 24
 Rows = npt.NDArray[Any]

@@ -12,18 +12,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import mstore
-from mstore import errors, ids, phrases, reports, signing, view
+from mstore.api import reports
 from mstore.api.adding import Adding
+from mstore.api.integrations.transformers import from_pretrained
 from mstore.api.keeping import Keeping
 from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.open_store import OpenStore
 from mstore.api.reading import Reading
+from mstore.api.safe_open import SafeOpen, TensorSlice
+from mstore.checkpoint.convert.conversion import ConversionLimits
 from mstore.checkpoint.directory import CheckpointLimits
-from mstore.convert.conversion import ConversionLimits
-from mstore.integrations.transformers import from_pretrained
-from mstore.safe_open import SafeOpen, TensorSlice
+from mstore.snapshots import signing
+from mstore.store import view
 from mstore.store.leases import Hold
+from mstore.terms import errors, ids, phrases
 from mstore_cli import keys
 from mstore_fuse import mounts
 from mstore_serve import serving
@@ -79,12 +82,12 @@ def _sections() -> Iterator[str]:
         yield f"### mstore.{kind.__name__}\n\n{_text(kind)}"
     yield from _members(ids.Id, "SnapshotId", "id")
     yield "## mstore.\\_\\_version\\_\\_\n\nThe version, as text.\n"
-    yield f"## mstore.errors\n\n{_text(errors)}"
+    yield f"## mstore.terms.errors\n\n{_text(errors)}"
     for error in _classes(errors):
         yield f"### {error.__name__}\n\n{_text(error)}"
         if error is errors.MstoreError:
             yield from _members(error, "MstoreError", "error")
-    yield f"## mstore.phrases\n\n{_text(phrases)}"
+    yield f"## mstore.terms.phrases\n\n{_text(phrases)}"
     for kind in (phrases.Phrase, phrases.Call, phrases.Option, phrases.Spelling):
         yield f"### {kind.__name__}\n\n{_text(kind)}"
         yield from _members(kind, kind.__name__, kind.__name__.lower())
@@ -96,7 +99,7 @@ def _sections() -> Iterator[str]:
         yield _function("signing", function)
     yield f"### SigningKey\n\n{_text(signing.SigningKey)}"
     yield from _members(signing.SigningKey, "SigningKey", "key")
-    yield "## mstore.integrations\n\nOther libraries on top of mstore.\n"
+    yield "## mstore.api.integrations\n\nOther libraries on top of mstore.\n"
     yield _function("integrations.transformers", from_pretrained)
     yield "## mstore_fuse.mounts\n\nMounts, for programs: what the command line calls.\n"
     for call in (mounts.mount, mounts.mounts, mounts.unmount, mounts.unmount_all):
@@ -131,7 +134,7 @@ def _classes(module: object) -> list[type]:
 
 
 def _reports() -> list[type]:
-    """Return the classes that `mstore.reports` exports, by name."""
+    """Return the classes that `mstore.api.reports` exports, by name."""
     exported = [getattr(reports, name) for name in sorted(reports.__all__)]
     return [one for one in exported if inspect.isclass(one)]
 

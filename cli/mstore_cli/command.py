@@ -123,7 +123,7 @@ def command(
     A parameter whose type is a dataclass stands for its fields: options that commands share.
     The function's name, with dashes, is the verb, its docstring the help.  `example` is a realistic
     command line; `failure` says when the exit status is 1. decodes: whether it mostly reads blocks,
-    one after the other (`mstore.heap`). bare: options whose value follows an
+    one after the other (`mstore.terms.heap`). bare: options whose value follows an
     equals sign or is left out, and the value if left out. foreign, foreign_hint, mistaken,
     misplaced, has_json: as in `Verb`.
     """
@@ -137,7 +137,7 @@ def command(
         def run(choices: Choices, **given: Any) -> None:
             session = Session(choices)
             if decodes:
-                from mstore import heap
+                from mstore.terms import heap
 
                 heap.keep_freed()
             for name, group in groups.items():

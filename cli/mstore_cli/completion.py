@@ -39,14 +39,14 @@ def methods(incomplete: str) -> list[str]:
 
 def combinations(incomplete: str) -> list[str]:
     """Return the names of methods that combine adapters."""
-    from mstore.combination.methods import METHODS
+    from mstore.merge.combination.methods import METHODS
 
     return _beginning(incomplete, METHODS)
 
 
 def scores(incomplete: str) -> list[str]:
     """Return the ways to rank blocks."""
-    from mstore.objects.plan import SCORES
+    from mstore.store.objects.plan import SCORES
 
     return _beginning(incomplete, SCORES)
 

@@ -19,7 +19,7 @@ from mstore_cli.output import NotPrinted, is_terminal, printable
 from mstore_cli.verbs import OF_NO_STORE, VERBS
 
 if TYPE_CHECKING:
-    from mstore.errors import Told
+    from mstore.terms.errors import Told
 
 SUCCESS = 0
 FAILURE = 1
@@ -70,7 +70,7 @@ class Rule(NamedTuple):
 def rules() -> tuple[Rule, ...]:
     """Return the table, most specific first: the first rule whose `kind` fits decides."""
     # Imported here because `mstore --help` must not pay for the library.
-    from mstore import errors
+    from mstore.terms import errors
 
     return (
         Rule(UsageError, USAGE, "mstore --help"),
@@ -169,7 +169,7 @@ def _code(error: BaseException) -> str:
         return "usage"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    from mstore.errors import MstoreError
+    from mstore.terms.errors import MstoreError
 
     if isinstance(error, MstoreError):
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(error).__name__).lower()
@@ -196,7 +196,7 @@ def remarks(lines: Iterable[str], stream: TextIO | None = None) -> None:
 
 def _told(error: BaseException, rule: Rule, store: Path | None) -> Told:
     """Return the error's texts with commands to type, for the store that `--store` names."""
-    from mstore.errors import MstoreError, Told
+    from mstore.terms.errors import MstoreError, Told
     from mstore_cli.spelling import Typed
 
     if isinstance(error, MstoreError):

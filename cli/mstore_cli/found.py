@@ -34,7 +34,7 @@ def nearest(here: Path) -> Path:
     users = user_data_path("mstore") / "store"
     if users.is_dir():
         return users
-    from mstore.errors import NotFound
+    from mstore.terms.errors import NotFound
 
     raise NotFound(
         f"no store: no {STORE_NAME} in {here} or above it, and none at {users}",
@@ -52,7 +52,7 @@ def require_own(store: Path, safe_stores: Callable[[], Collection[str]]) -> None
     stranger = next((one for one in fs.owners(store) if one not in own_users()), None)
     if stranger is None:
         return
-    from mstore.errors import Conflict
+    from mstore.terms.errors import Conflict
 
     if os.path.realpath(store) in safe_stores():
         return

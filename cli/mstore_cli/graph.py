@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from mstore_cli.output import noted, printable, short
 
 if TYPE_CHECKING:
-    from mstore.ids import SnapshotId
-    from mstore.reports import ParentReport, SnapshotReport
+    from mstore.api.reports import ParentReport, SnapshotReport
+    from mstore.terms.ids import SnapshotId
 
 Lanes = list["SnapshotId | None"]
 GAP = "  "

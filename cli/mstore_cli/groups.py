@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 from mstore_cli.output import Column, Screen, distinct, printable
 
 WIDTH = 80

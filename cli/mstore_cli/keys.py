@@ -18,9 +18,10 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from mstore import ids, reports
-from mstore.frozen import frozen
-from mstore.phrases import Phrase
+from mstore.api import reports
+from mstore.terms import ids
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import Phrase
 from mstore_cli.commands.doctor import DoctorReport, StoreState
 from mstore_cli.user_config import KEYS as USER_KEYS
 from mstore_fuse.mounts import MountInfo

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 from mstore_cli.declared import HOW_MUCH, RESULT, WHAT, WHICH, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
@@ -41,8 +41,8 @@ from mstore_cli.sizes import (
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
-    from mstore.ids import Revision
-    from mstore.reports import MergeReport, MergeWarning, PlanReport, SweepReport
+    from mstore.api.reports import MergeReport, MergeWarning, PlanReport, SweepReport
+    from mstore.terms.ids import Revision
 
 
 _OTHERS = {"__init__", "bounds", "method", "model", "parameters", "registry", "report"}
@@ -265,8 +265,8 @@ AllowNoop = Annotated[
 @contextmanager
 def directories_told(request: MergeRequest) -> Iterator[None]:
     """If an unknown model is a directory, make the hint the command that adds it."""
-    from mstore.errors import NotFound
-    from mstore.phrases import phrase
+    from mstore.terms.errors import NotFound
+    from mstore.terms.phrases import phrase
 
     try:
         yield
@@ -285,8 +285,8 @@ def directories_told(request: MergeRequest) -> Iterator[None]:
 
 def _ref_for(directory: Path) -> str:
     """Return the directory's own name if it is a valid ref."""
-    from mstore.errors import BadName
     from mstore.store.refs import check_name
+    from mstore.terms.errors import BadName
 
     name = directory.resolve().name
     try:
@@ -331,8 +331,8 @@ def with_patterns(
     but: refs that no pattern means: the base, and the branch of the result, so that the same
     command makes the same merge again.  Raises NotFound.
     """
-    from mstore.errors import NotFound
     from mstore.store import refs
+    from mstore.terms.errors import NotFound
 
     found: list[tuple[str, float]] = []
     for revision, weight in experts:
@@ -586,7 +586,7 @@ def _value(text: str) -> object:
 
 def _refuse(what: str, option: str, hint: str) -> NoReturn:
     # Imported here because `mstore --help` must not pay for the library.
-    from mstore.errors import BadRequest
+    from mstore.terms.errors import BadRequest
 
     raise BadRequest(what, where=option, hint=hint)
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mstore.notes import NoteReport
-    from mstore.phrases import Text
+    from mstore.snapshots.notes import NoteReport
+    from mstore.terms.phrases import Text
     from mstore_cli.tables import Line
 
 
@@ -95,7 +95,7 @@ class Output:
                     # Imported here because other output must not pay for them.
                     import json
 
-                    from mstore.plain import plain
+                    from mstore.terms.plain import plain
 
                     self.stream.write(
                         json.dumps(plain(document, self._typed), indent=2, allow_nan=False) + "\n"

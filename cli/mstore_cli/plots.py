@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 from mstore_cli.output import elided, printable
 from mstore_cli.sizes import format_percent
 from mstore_cli.treemap import Box, Node, Placed, place
@@ -100,7 +100,7 @@ class HeatMap:
 def require() -> None:
     """Raise Unavailable, with what to install, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        from mstore.errors import Unavailable
+        from mstore.terms.errors import Unavailable
 
         raise Unavailable("drawing needs matplotlib, which is not installed", hint=HINT)
 

@@ -15,16 +15,16 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 from mstore_cli.declared import WHAT, Option
 from mstore_cli.errors import remarks, warn
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
-    from mstore.recipes.recipe import Recipe, Text
-    from mstore.reports import AlignedModel, AlignReport
-    from mstore.requests import Vocabulary
+    from mstore.api.reports import AlignedModel, AlignReport
+    from mstore.merge.recipes.recipe import Recipe, Text
+    from mstore.terms.requests import Vocabulary
 
 
 Vocab = Annotated[
@@ -105,8 +105,8 @@ class RecipeText:
     @classmethod
     def read(cls, file: str, *, strict: bool) -> RecipeText:
         """Read FILE, or standard input.  Raises BadRequest, NotFound, OSError."""
-        from mstore.errors import BadRequest, NotFound
-        from mstore.recipes.recipe import DEFAULT_LIMITS
+        from mstore.merge.recipes.recipe import DEFAULT_LIMITS
+        from mstore.terms.errors import BadRequest, NotFound
 
         most = DEFAULT_LIMITS.max_bytes + 1
         if file == STDIN:
@@ -152,8 +152,8 @@ def request_of_recipe(
     earlier: refs of the merges of those before it, by name.  Raises BadRequest, NotFound and
     whatever adding raises.
     """
-    from mstore.errors import BadRequest
-    from mstore.recipes.recipe import at
+    from mstore.merge.recipes.recipe import at
+    from mstore.terms.errors import BadRequest
 
     # Whatever is wrong with any of them must be known before anything is added.
     every = documents(recipe)
@@ -244,7 +244,7 @@ class _Models:
 
         Raises BadRequest for revisions of the Hub, if what is ignored is refused.
         """
-        from mstore.errors import BadRequest
+        from mstore.terms.errors import BadRequest
 
         models = [one for one in recipe.named() if one.text not in but]
         missing = [one for one in models if not self._is_here(self._here(one.text))]
@@ -260,7 +260,7 @@ class _Models:
         return own if own and self._is_here(own) and not self._is_here(name) else name
 
     def _ignored(self, model: Text) -> str:
-        from mstore.recipes.recipe import at
+        from mstore.merge.recipes.recipe import at
 
         told = "is not looked up: the model is that of this store"
         return f"{at(self._recipe.where, model.line)}: the revision of {model} {told}"
@@ -300,8 +300,8 @@ class _Models:
         return not found.files and not found.tensors
 
     def _not_found(self, missing: list[Text]) -> Exception:
-        from mstore.errors import NotFound
-        from mstore.recipes.recipe import at
+        from mstore.merge.recipes.recipe import at
+        from mstore.terms.errors import NotFound
 
         first = missing[0]
         if _ID.fullmatch(first.text):
@@ -324,8 +324,8 @@ class _Models:
 
 def _name_of(directory: Path) -> str:
     """Return a ref for a directory: its own name, with what a ref cannot have replaced."""
-    from mstore.errors import BadName
     from mstore.store.refs import check_name
+    from mstore.terms.errors import BadName
 
     own = directory.resolve().name
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in own)

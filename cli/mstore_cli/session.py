@@ -21,8 +21,8 @@ from mstore_cli.output import Mode, Output
 
 if TYPE_CHECKING:
     from mstore import SnapshotId, Store
-    from mstore.phrases import Text
-    from mstore.progress import ProgressCallback
+    from mstore.terms.phrases import Text
+    from mstore.terms.progress import ProgressCallback
 
 STORE_VARIABLE = "MSTORE_STORE"
 AUTHOR_VARIABLE = "MSTORE_AUTHOR"
@@ -142,7 +142,7 @@ class Session:
         return store
 
     def _open_named(self, open_at: Callable[[Path], Store]) -> Store:
-        from mstore.errors import NotFound
+        from mstore.terms.errors import NotFound
 
         try:
             return open_at(self.store_path())
@@ -166,7 +166,7 @@ class Session:
 
     def typed(self, hint: Text) -> str:
         """Format a hint for this user to type: with `--store`, if that named the store."""
-        from mstore.phrases import as_phrase
+        from mstore.terms.phrases import as_phrase
         from mstore_cli.spelling import Typed
 
         store = self._choices.store
@@ -222,7 +222,7 @@ def _require_not_around(named: Path) -> None:
 
     inside = named / STORE_NAME
     if (inside / "format").exists() and not (named / "format").exists():
-        from mstore.errors import NotFound
+        from mstore.terms.errors import NotFound
 
         raise NotFound(
             "no store here, but in it",

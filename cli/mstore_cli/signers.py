@@ -17,7 +17,7 @@ from mstore_cli.declared import Option
 from mstore_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from mstore.reports import SignatureReport, SnapshotReport, VerifyReport
+    from mstore.api.reports import SignatureReport, SnapshotReport, VerifyReport
 
 SIGNERS_NAME = "allowed_signers"
 SignersOption = Annotated[
@@ -41,7 +41,7 @@ def trusted_signers(path: Path | None) -> Mapping[bytes, str]:
         # This also covers a home directory that belongs to another user, as sudo may leave it.
         if not os.access(path, os.R_OK):
             return {}
-    from mstore.signing import read_signers
+    from mstore.snapshots.signing import read_signers
 
     return read_signers(path)
 
@@ -72,7 +72,7 @@ def signatures_of(report: SnapshotReport | VerifyReport) -> Iterator[SignatureRe
 
 def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:
     """Yield lines that name untrusted keys and explain how to trust them; none if all are."""
-    from mstore.notes import UNKNOWN_KEY
+    from mstore.snapshots.notes import UNKNOWN_KEY
 
     unknown = dict.fromkeys(one.key for one in signatures if one.state == UNKNOWN_KEY)
     yield from (f"unknown key: {key}" for key in unknown)
@@ -82,7 +82,7 @@ def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:
 
 def state_of(signature: SignatureReport) -> str:
     """Describe one signature in a few words."""
-    from mstore.notes import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
+    from mstore.snapshots.notes import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
 
     return {
         GOOD_SIGNATURE: f"signed by {signature.signer}",

@@ -12,14 +12,14 @@ def parse_size(text: str, *, option: str) -> int:
     Fractions are rounded down to whole bytes.  Raises BadRequest that names `option`.
     """
     # Imported here because `mstore --help` must not pay for the library.
-    from mstore import sizes
+    from mstore.terms import sizes
 
     return sizes.parse_size(text, option=option)
 
 
 def parse_budget(text: str, *, option: str = "--budget") -> int | float:
     """Parse a budget: int bytes, or for `30%` the float share 0.3.  Raises BadRequest."""
-    from mstore import sizes
+    from mstore.terms import sizes
 
     return sizes.parse_budget(text, option=option)
 
@@ -28,7 +28,7 @@ def format_size(size: int | None) -> str:
     """Format in binary units, up to three digits before the point: `0 B`, `1.5 MiB`; None: `-`."""
     if size is None:
         return "-"
-    from mstore import sizes
+    from mstore.terms import sizes
 
     return sizes.format_size(size)
 

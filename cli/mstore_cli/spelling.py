@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from mstore.phrases import Call, Option
+from mstore.terms.phrases import Call, Option
 from mstore_cli.verbs import OF_NO_STORE
 
 _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {

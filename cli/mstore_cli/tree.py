@@ -400,7 +400,7 @@ def _help_of(command: Any, ctx: Any) -> str:
 
 def _meant(given: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
     """Return the name that was probably meant, as a question, and what to type to see all."""
-    from mstore.errors import did_you_mean
+    from mstore.terms.errors import did_you_mean
 
     return str(did_you_mean(given, known, otherwise, prefix=prefix))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 
 
 @frozen

@@ -50,7 +50,7 @@ def _store(word: str) -> str:
     from mstore_cli.found import STORE_NAME
 
     if not word or not os.path.exists(os.path.join(word, "format")):
-        from mstore.errors import NotFound
+        from mstore.terms.errors import NotFound
 
         inside = os.path.join(word, STORE_NAME)
         is_around = bool(word) and os.path.exists(os.path.join(inside, "format"))
@@ -127,7 +127,7 @@ def add(key: str, words: Sequence[str]) -> None:
 
     Raises BadRequest, Conflict, StorageFailed, and NotFound for a directory that a store lies in.
     """
-    from mstore.errors import BadRequest
+    from mstore.terms.errors import BadRequest
 
     known = _known(key)
     settings = read()
@@ -150,7 +150,7 @@ def remove(key: str, words: Sequence[str]) -> None:
     gone = [known.stored(word) for word in words] or held
     missing = next((value for value in gone if value not in held), None)
     if missing is not None:
-        from mstore.errors import BadRequest
+        from mstore.terms.errors import BadRequest
 
         raise BadRequest(f"{key} does not have {missing}", hint=f"mstore config --user {key}")
     left = [value for value in held if value not in gone]
@@ -160,7 +160,7 @@ def remove(key: str, words: Sequence[str]) -> None:
 
 def _known(name: str) -> Key:
     if name not in KEYS:
-        from mstore.errors import BadRequest
+        from mstore.terms.errors import BadRequest
 
         raise BadRequest(_unknown(name), hint="mstore config --user")
     return KEYS[name]
@@ -176,7 +176,7 @@ def _text(file: Path) -> str:
     if not os.path.lexists(file):
         return ""
     from mstore import fs
-    from mstore.errors import Conflict, StorageFailed
+    from mstore.terms.errors import Conflict, StorageFailed
     from mstore_cli.found import own_users
 
     # A fifo is refused, not waited for.
@@ -240,7 +240,7 @@ def _line_of(name: str, text: str) -> int | None:
 
 
 def _refused(what: str, line: int | None) -> Exception:
-    from mstore.errors import BadRequest
+    from mstore.terms.errors import BadRequest
 
     return BadRequest(
         f"not valid as your settings: {what}",
@@ -252,7 +252,7 @@ def _refused(what: str, line: int | None) -> Exception:
 def _write(settings: Mapping[str, Value]) -> None:
     """Replace the file by one with these settings."""
     from mstore import fs
-    from mstore.errors import BadRequest
+    from mstore.terms.errors import BadRequest
 
     lines = []
     for name, value in settings.items():

@@ -5,7 +5,7 @@ import math
 from mstore.merge.methods.combinations.mixed import Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selections.delta import Delta
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 
 def mix(gram, parameters, weights):

@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from mstore import lineage
-from mstore.objects.manifest import SAFETENSORS
-from mstore.plain import plain
+from mstore.snapshots import lineage
+from mstore.store.objects.manifest import SAFETENSORS
+from mstore.terms.plain import plain
 
 if TYPE_CHECKING:
     from mstore import Store
-    from mstore.view import SnapshotView
+    from mstore.store.view import SnapshotView
 
 
 class AboutStore:

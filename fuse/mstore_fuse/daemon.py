@@ -30,9 +30,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mstore import heap
-from mstore.errors import BadRequest, MstoreError, StorageFailed, Unavailable
-from mstore.phrases import Option, call, to_json
+from mstore.terms import heap
+from mstore.terms.errors import BadRequest, MstoreError, StorageFailed, Unavailable
+from mstore.terms.phrases import Option, call, to_json
 from mstore_fuse import libfuse, mount_table
 from mstore_fuse.about import AboutStore
 from mstore_fuse.mount_table import Source

@@ -12,8 +12,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TypeVar
 
-from mstore.errors import BadRequest, MstoreError, Unavailable
-from mstore.phrases import Option, call, phrase
+from mstore.terms.errors import BadRequest, MstoreError, Unavailable
+from mstore.terms.phrases import Option, call, phrase
 from mstore_fuse.options import MountOptions
 
 Choice = TypeVar("Choice", bound=StrEnum)

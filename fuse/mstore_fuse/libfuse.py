@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mstore.errors import Unavailable
-from mstore.phrases import call, joined, phrase
+from mstore.terms.errors import Unavailable
+from mstore.terms.phrases import call, joined, phrase
 
 WITHOUT_FUSE = phrase(
     "{checkout} writes the same files without FUSE, and in Python store[REF].load() reads a model "

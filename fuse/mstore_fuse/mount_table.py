@@ -27,7 +27,7 @@ import subprocess
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 
 TYPE = "fuse.mstore"
 KERNEL_TYPE = "erofs"

@@ -26,8 +26,8 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
-from mstore import errors
-from mstore.errors import (
+from mstore.terms import errors
+from mstore.terms.errors import (
     Conflict,
     Incompatible,
     MstoreError,
@@ -35,8 +35,8 @@ from mstore.errors import (
     StorageFailed,
     Unavailable,
 )
-from mstore.frozen import frozen
-from mstore.phrases import Phrase, call, from_json, joined
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import Phrase, call, from_json, joined
 from mstore_fuse import drivers, mount_table, readahead
 from mstore_fuse.drivers import Driver, Verify
 from mstore_fuse.libfuse import WITHOUT_FUSE

@@ -30,7 +30,7 @@ import stat
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from mstore.errors import Incompatible, MstoreError, NotFound, StorageFailed, Unavailable
+from mstore.terms.errors import Incompatible, MstoreError, NotFound, StorageFailed, Unavailable
 from mstore_fuse.libfuse import REQUESTS_AT_ONCE, Config, Connection, FileInfo, answer
 from mstore_fuse.readahead import Sequence
 from mstore_fuse.tree import BLOCK, Entry, OpenFile, Tree

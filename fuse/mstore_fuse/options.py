@@ -10,9 +10,9 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from mstore.errors import BadRequest, StorageFailed, Unavailable
-from mstore.frozen import frozen
-from mstore.phrases import Option
+from mstore.terms.errors import BadRequest, StorageFailed, Unavailable
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import Option
 
 FUSE_CONF = Path("/etc/fuse.conf")
 """Where the administrator lets users show their mounts to others (mount.fuse3(8))."""

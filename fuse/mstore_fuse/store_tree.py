@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mstore.errors import NotFound
-from mstore.frozen import frozen
+from mstore.terms.errors import NotFound
+from mstore.terms.frozen import frozen
 from mstore_fuse.tree import (
     NOTHING,
     About,

@@ -34,8 +34,8 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
-from mstore.errors import Corrupt, MstoreError, NotFound
-from mstore.frozen import frozen
+from mstore.terms.errors import Corrupt, MstoreError, NotFound
+from mstore.terms.frozen import frozen
 
 BLOCK = 512
 """Unit of st_blocks, whatever the file system."""

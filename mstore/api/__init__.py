@@ -20,9 +20,9 @@ from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.reading import Reading
 from mstore.api.snapshot import Snapshot
-from mstore.errors import BadName, BadRequest, NotFound
-from mstore.frozen import html
-from mstore.ids import Revision
+from mstore.terms.errors import BadName, BadRequest, NotFound
+from mstore.terms.frozen import html
+from mstore.terms.ids import Revision
 
 __all__ = ["Snapshot", "Store"]
 

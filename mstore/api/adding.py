@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
-from mstore.errors import BadRequest, Conflict
-from mstore.ids import Revision
-from mstore.phrases import Option, phrase
 from mstore.store import leases
 from mstore.store.catalog import Catalog
 from mstore.store.ref_store import refs_in
+from mstore.terms.errors import BadRequest, Conflict
+from mstore.terms.ids import Revision
+from mstore.terms.phrases import Option, phrase
 
 if TYPE_CHECKING:
-    from mstore.adapters.extract import ExtractReport
-    from mstore.add import AddReport, Base
-    from mstore.casting.cast import CastReport
+    from mstore.checkpoint.convert.conversion import ConversionLimits
     from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
     from mstore.checkpoint.exclusion import Exclusion
-    from mstore.combination.combine import CombineReport
-    from mstore.convert.conversion import ConversionLimits
-    from mstore.progress import ProgressCallback
-    from mstore.requests import Experts
-    from mstore.stats.analysis import AnalyzeReport
+    from mstore.merge.combination.combine import CombineReport
+    from mstore.models.adapters.extract import ExtractReport
+    from mstore.models.casting.cast import CastReport
+    from mstore.models.stats.analysis import AnalyzeReport
+    from mstore.snapshots.add import AddReport, Base
+    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.requests import Experts
 
 
 @checked("Store")
@@ -128,10 +128,10 @@ class Adding(OpenStore):
         Unavailable (conversion without torch); then nothing is published.
         """
         began = time.monotonic()
-        from mstore.add import add
         from mstore.checkpoint.exclusion import Exclusion
-        from mstore.objects.shapes import require_patterns
+        from mstore.snapshots.add import add
         from mstore.store import contents
+        from mstore.store.objects.shapes import require_patterns
         from mstore.store.transaction import branch_to_move
 
         if kind not in ("full", "delta"):
@@ -200,7 +200,7 @@ class Adding(OpenStore):
         if convert is None:
             yield scan(path, limits=allowed, exclusion=exclusion), ()
             return
-        from mstore.convert import conversion
+        from mstore.checkpoint.convert import conversion
         from mstore.store.leases import Lease
 
         lease = Lease(self._catalog.layout, self._catalog.index, f"convert {path.name}")
@@ -219,14 +219,14 @@ class Adding(OpenStore):
 
     def _base(self, checkpoint: Checkpoint, base: Revision | None, *, detect: bool) -> Base:
         """Return the base to compare a checkpoint with: named, detected, or none."""
-        from mstore.add import NO_BASE, Base
+        from mstore.snapshots.add import NO_BASE, Base
 
         if base is not None:
             own = self._stored(base)
             return Base(own.snapshot, None, given=True, model=own.model)
         if not detect:
             return NO_BASE
-        from mstore.nearest import nearest
+        from mstore.snapshots.nearest import nearest
 
         found = nearest(self._catalog, checkpoint)
         return Base(found.snapshot, found.reason, given=False)
@@ -262,7 +262,7 @@ class Adding(OpenStore):
         Raises NotFound, BadRequest (a rank, a dtype, a virtual merge), Incompatible (different
         tensors or shapes, an adapter), Conflict, Corrupt, StorageFailed; then nothing is published.
         """
-        from mstore.adapters.extract import extract
+        from mstore.models.adapters.extract import extract
         from mstore.numeric.codes import output_dtype
         from mstore.store import contents
 
@@ -319,7 +319,7 @@ class Adding(OpenStore):
         infinite), BadName, Conflict,
         Corrupt, StorageFailed; then nothing is published.
         """
-        from mstore.casting.cast import cast
+        from mstore.models.casting.cast import cast
         from mstore.numeric.codes import cast_dtype
         from mstore.store import contents
 
@@ -372,12 +372,12 @@ class Adding(OpenStore):
         adapters, adapters that cannot be combined), Conflict, Corrupt, StorageFailed; then nothing
         is published.
         """
-        from mstore.combination.combine import combine
-        from mstore.combination.methods import setting_of
+        from mstore.merge.combination.combine import combine
+        from mstore.merge.combination.methods import setting_of
         from mstore.merge.methods.parameters import finite_single
         from mstore.numeric.codes import output_dtype
-        from mstore.requests import weighted
         from mstore.store import contents
+        from mstore.terms.requests import weighted
 
         setting = setting_of(method, parameters or {})
         adapters = []
@@ -417,7 +417,7 @@ class Adding(OpenStore):
         tensors or shapes), Corrupt, StorageFailed (statistics are missing, and this user may only
         read the store).
         """
-        from mstore.stats.analysis import analyze
+        from mstore.models.stats.analysis import analyze
         from mstore.store.contents import placing_damage
 
         sides = [self._input(one) for one in (expert, base)]

@@ -21,8 +21,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from mstore.errors import BadRequest
-from mstore.ids import NoteId, PlanId, SnapshotId
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import NoteId, PlanId, SnapshotId
 
 _Class = TypeVar("_Class", bound=type)
 _SHOWN = 60
@@ -96,11 +96,11 @@ def _named(module: str, name: str) -> Callable[[Any], bool]:
 
 
 def _request(name: str) -> Callable[[Any], bool]:
-    return _named("mstore.requests", name)
+    return _named("mstore.terms.requests", name)
 
 
 def _dtype(given: Any) -> Any:
-    from mstore.requests import dtype_name  # late: few calls take one
+    from mstore.terms.requests import dtype_name  # late: few calls take one
 
     return dtype_name(given)
 
@@ -140,7 +140,7 @@ _REVISION = Kind(
 )
 _SIGNERS = Kind(
     _mapping(_is(bytes), _is(str)),
-    "names by public key, as mstore.signing.read_signers gives them",
+    "names by public key, as mstore.snapshots.signing.read_signers gives them",
 )
 _PARAMETERS = Kind(_mapping(_is(str), _anything), "values by the names of parameters")
 _NOTE = Kind(_is(NoteId, str), "the id of a note, or its beginning as text")
@@ -192,13 +192,14 @@ KINDS: Final[Mapping[str, Kind]] = {
         lambda one: callable(getattr(one, "submit", None)), "a concurrent.futures.Executor"
     ).optional(),
     "SigningKey": Kind(
-        _named("mstore.signing", "SigningKey"), "what mstore.signing.load_key gives"
+        _named("mstore.snapshots.signing", "SigningKey"),
+        "what mstore.snapshots.signing.load_key gives",
     ),
     "CheckpointLimits | None": Kind(
         _named("mstore.checkpoint.directory", "CheckpointLimits"), "CheckpointLimits"
     ).optional(),
     "ConversionLimits | None": Kind(
-        _named("mstore.convert.conversion", "ConversionLimits"), "ConversionLimits"
+        _named("mstore.checkpoint.convert.conversion", "ConversionLimits"), "ConversionLimits"
     ).optional(),
     "MergeRequest": Kind(
         _request("MergeRequest"),

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.blocks import lmdb_check
-from mstore.errors import BadRequest
-from mstore.phrases import call
 from mstore.store.layout import for_a_full_disk
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import call
 
 if TYPE_CHECKING:
-    from mstore.backup.backup import BackupReport
-    from mstore.backup.clone import CloneReport
-    from mstore.check.fsck import CheckReport
-    from mstore.check.reindex import ReindexReport
-    from mstore.check.repair import RepairReport
-    from mstore.disk_usage import UsageReport
-    from mstore.gc.collect import GcReport
-    from mstore.gc.prune import PruneReport
-    from mstore.ids import Revision
-    from mstore.pins.pin import PinReport
-    from mstore.pins.unpin import UnpinReport
-    from mstore.progress import ProgressCallback
     from mstore.store.migrations import MigrateReport
-    from mstore.store_size import StoreReport
+    from mstore.terms.ids import Revision
+    from mstore.terms.progress import ProgressCallback
+    from mstore.upkeep.backup.backup import BackupReport
+    from mstore.upkeep.backup.clone import CloneReport
+    from mstore.upkeep.check.fsck import CheckReport
+    from mstore.upkeep.check.reindex import ReindexReport
+    from mstore.upkeep.check.repair import RepairReport
+    from mstore.upkeep.disk_usage import UsageReport
+    from mstore.upkeep.gc.collect import GcReport
+    from mstore.upkeep.gc.prune import PruneReport
+    from mstore.upkeep.pins.pin import PinReport
+    from mstore.upkeep.pins.unpin import UnpinReport
+    from mstore.upkeep.store_size import StoreReport
 
 
 @checked("Store")
@@ -63,8 +63,8 @@ class Keeping(OpenStore):
         Raises Corrupt (a needed record is damaged, or index, mirror and packs disagree),
         StorageFailed; then nothing is lost.
         """
-        from mstore.gc.collect import Collector, Limits
-        from mstore.gc.survey import DEAD_SHARE
+        from mstore.upkeep.gc.collect import Collector, Limits
+        from mstore.upkeep.gc.survey import DEAD_SHARE
 
         collector = Collector(
             self._catalog,
@@ -108,7 +108,7 @@ class Keeping(OpenStore):
 
         Raises BadRequest, NotFound.
         """
-        from mstore.gc.prune import Wish, prune
+        from mstore.upkeep.gc.prune import Wish, prune
 
         wish = Wish(
             keep_last,
@@ -150,7 +150,7 @@ class Keeping(OpenStore):
                 where=str(revision),
                 hint=call("pin", str(revision), raw=True),
             )
-        from mstore.pins.pin import pin
+        from mstore.upkeep.pins.pin import pin
 
         id = self._real(revision)
         return pin(self._catalog, id, threads=thread_count(threads), progress=progress)
@@ -170,7 +170,7 @@ class Keeping(OpenStore):
         Raises BadRequest (not pinned), NotFound, Corrupt, Conflict, StorageFailed; then nothing is
         changed.
         """
-        from mstore.pins.unpin import unpin
+        from mstore.upkeep.pins.unpin import unpin
 
         return unpin(
             self._catalog,
@@ -197,7 +197,7 @@ class Keeping(OpenStore):
 
         Raises Corrupt (the index is too damaged to be walked).
         """
-        from mstore.check.fsck import Checker, Scope
+        from mstore.upkeep.check.fsck import Checker, Scope
 
         scope = Scope.chosen(read_data=read_data, sample=sample, seed=seed)
         threads = thread_count(threads)
@@ -220,8 +220,8 @@ class Keeping(OpenStore):
 
         Raises Corrupt (the index cannot be trusted: run `reindex` first), StorageFailed.
         """
-        from mstore.check.fsck import Scope
-        from mstore.check.repair import Repair
+        from mstore.upkeep.check.fsck import Scope
+        from mstore.upkeep.check.repair import Repair
 
         scope = Scope.chosen(read_data=read_data, sample=None, seed=0)
         paths = [Path(source) for source in sources]
@@ -244,7 +244,7 @@ class Keeping(OpenStore):
 
         Raises Conflict (the store is in use), NotFound, StorageFailed.
         """
-        from mstore.check.reindex import reindex
+        from mstore.upkeep.check.reindex import reindex
 
         return reindex(Path(path), use_old_index=use_old_index, progress=progress)
 
@@ -276,7 +276,7 @@ class Keeping(OpenStore):
         holds something else, was written to, or is newer than this store; BadRequest for the store
         itself, Corrupt if the index is damaged or not the newest, StorageFailed.
         """
-        from mstore.backup.backup import backup
+        from mstore.upkeep.backup.backup import backup
 
         return backup(
             self._catalog, Path(destination), threads=thread_count(threads), progress=progress
@@ -297,7 +297,7 @@ class Keeping(OpenStore):
         BadRequest if that lies inside the source, Corrupt if the source is damaged, NotFound,
         StorageFailed; then nothing was created.
         """
-        from mstore.backup.clone import clone
+        from mstore.upkeep.backup.clone import clone
 
         return clone(
             Path(source), Path(destination), threads=thread_count(threads), progress=progress
@@ -305,7 +305,7 @@ class Keeping(OpenStore):
 
     def stats(self) -> StoreReport:
         """Return sizes in bytes and counts for the whole store."""
-        from mstore.store_size import store_report
+        from mstore.upkeep.store_size import store_report
 
         return store_report(
             self._catalog,
@@ -318,6 +318,6 @@ class Keeping(OpenStore):
 
         In a damaged store, missing objects count as zero bytes.  Raises NotFound.
         """
-        from mstore.disk_usage import usage
+        from mstore.upkeep.disk_usage import usage
 
         return usage(self._catalog, names, reflog_days=self._catalog.config.reflog_days)

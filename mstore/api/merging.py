@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
-from mstore.errors import BadName, BadRequest, NotFound
-from mstore.ids import PlanId, Revision, SnapshotId
-from mstore.phrases import Option, call, phrase
 from mstore.store import layout as layouts
 from mstore.store import refs
 from mstore.store.contents import placing_damage
 from mstore.store.models import Input, tensors_of, with_model
+from mstore.terms.errors import BadName, BadRequest, NotFound
+from mstore.terms.ids import PlanId, Revision, SnapshotId
+from mstore.terms.phrases import Option, call, phrase
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from mstore.merge.running.known import Ready
     from mstore.merge.running.replay import ReplayReport
     from mstore.merge.virtual.deferred import MaterializeReport
-    from mstore.objects.plan import Plan
-    from mstore.progress import ProgressCallback
-    from mstore.requests import MergeRequest, RecipeRequest, Vocabulary
-    from mstore.vocabulary.align import AlignReport
+    from mstore.models.vocabulary.align import AlignReport
+    from mstore.store.objects.plan import Plan
+    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.requests import MergeRequest, RecipeRequest, Vocabulary
 
 
 @checked("Store")
@@ -154,8 +154,8 @@ class Merging(OpenStore):
         """
         from mstore.merge.planning.recipes import preparations
         from mstore.merge.running.commit import run_merge
-        from mstore.objects.plan import Plan
-        from mstore.objects.snapshot import PREPARE
+        from mstore.store.objects.plan import Plan
+        from mstore.store.objects.snapshot import PREPARE
         from mstore.store.plans import sources_of
 
         found = preparations(
@@ -207,9 +207,9 @@ class Merging(OpenStore):
         Raises BadRequest, NotFound, Incompatible (a model without embeddings or tokenizer),
         Conflict, Corrupt, StorageFailed; then nothing is published.
         """
-        from mstore.requests import BASE, COMMON, UNION
+        from mstore.models.vocabulary.align import align
         from mstore.store import contents
-        from mstore.vocabulary.align import align
+        from mstore.terms.requests import BASE, COMMON, UNION
 
         # Nothing is stored for a merge that cannot be planned.
         resolved = self._resolved(request)
@@ -277,7 +277,7 @@ class Merging(OpenStore):
         Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
         """
         from mstore.merge.planning.recipe_text import printed_recipe
-        from mstore.objects.plan import Plan
+        from mstore.store.objects.plan import Plan
         from mstore.store.plans import plan_of
 
         id = self._catalog.resolve(revision)
@@ -480,7 +480,7 @@ class Merging(OpenStore):
         from mstore.merge.planning.report import PlanReport, plan_report
         from mstore.merge.planning.warnings import moved_inputs
         from mstore.merge.running.commit import merge_report, run_merge
-        from mstore.objects.plan import Plan
+        from mstore.store.objects.plan import Plan
         from mstore.store.plans import find, sources_of
 
         began = time.monotonic()

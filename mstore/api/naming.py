@@ -9,25 +9,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from mstore import lineage
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import BadName, Conflict
-from mstore.frozen import frozen
-from mstore.ids import NoteId, Revision, SnapshotId
-from mstore.phrases import call, joined
+from mstore.snapshots import lineage
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import Ref
+from mstore.terms.errors import BadName, Conflict
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import NoteId, Revision, SnapshotId
+from mstore.terms.phrases import call, joined
 
 if TYPE_CHECKING:
-    from mstore.lineage import ReflogReport, RefReport
-    from mstore.notes import NoteReport, SignatureReport
-    from mstore.progress import ProgressCallback
-    from mstore.signing import SigningKey, VerifyReport
+    from mstore.snapshots.lineage import ReflogReport, RefReport
+    from mstore.snapshots.notes import NoteReport, SignatureReport
+    from mstore.snapshots.signing import SigningKey, VerifyReport
     from mstore.store.transaction import RefMove
+    from mstore.terms.progress import ProgressCallback
 
 
 @frozen
@@ -259,7 +259,7 @@ class Naming(OpenStore):
 
         Raises NotFound, BadRequest, Conflict, StorageFailed.
         """
-        from mstore import notes
+        from mstore.snapshots import notes
 
         snapshot = self._catalog.resolve(revision)
         written = notes.write(self._catalog, snapshot, values, kind)
@@ -278,13 +278,13 @@ class Naming(OpenStore):
 
         Raises NotFound, BadName, BadRequest (a signature), Conflict, StorageFailed.
         """
-        from mstore import notes
+        from mstore.snapshots import notes
 
         snapshot = self._catalog.resolve(revision)
         return self._noted_now(snapshot, notes.remove(self._catalog, snapshot, [*map(str, ids)]))
 
     def _noted_now(self, snapshot: SnapshotId, ids: Collection[NoteId]) -> tuple[NoteReport, ...]:
-        from mstore import notes
+        from mstore.snapshots import notes
 
         found = notes.reports(notes.found(self._catalog, snapshot), {}, every=True)
         return tuple(one for one in found if one.note in ids)
@@ -305,7 +305,7 @@ class Naming(OpenStore):
 
         Raises NotFound, BadName, BadRequest, Conflict, StorageFailed.
         """
-        from mstore.signing import sign
+        from mstore.snapshots.signing import sign
 
         snapshot = self._catalog.resolve(revision)
         name = None if note is None else str(note)
@@ -330,7 +330,7 @@ class Naming(OpenStore):
         Raises Corrupt (bytes that differ from what was signed), NotFound, Unavailable (no library
         to check with), StorageFailed.
         """
-        from mstore.signing import verify
+        from mstore.snapshots.signing import verify
 
         return verify(
             self._catalog,

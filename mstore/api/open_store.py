@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mstore.api.arguments import checked
 from mstore.blocks.lmdb_env import closed
-from mstore.errors import BadRequest
-from mstore.ids import Revision, SnapshotId
-from mstore.phrases import Option, Phrase, call, phrase
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
 from mstore.store.models import Input, models_in, resolved
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import Revision, SnapshotId
+from mstore.terms.phrases import Option, Phrase, call, phrase
 
 ONCE = "once"
 ALWAYS = "always"
@@ -25,18 +25,18 @@ ALWAYS = "always"
 # The calls that need numpy, numba and the merge engine import them: `log` must not wait for a
 # compiler.
 if TYPE_CHECKING:
-    from mstore.block_cache import BlockCache
     from mstore.blocks.codecs import Policy
     from mstore.blocks.schema import Sources
-    from mstore.ids import PlanId
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.running.known import Ready
     from mstore.merge.virtual.blocks import VirtualBlocks
-    from mstore.objects.manifest import File
-    from mstore.objects.plan import Plan
-    from mstore.stats.store import StatsStore
+    from mstore.models.stats.store import StatsStore
+    from mstore.store.block_cache import BlockCache
     from mstore.store.memo import Memo
-    from mstore.view import SnapshotView
+    from mstore.store.objects.manifest import File
+    from mstore.store.objects.plan import Plan
+    from mstore.store.view import SnapshotView
+    from mstore.terms.ids import PlanId
 
 
 @checked("Store")
@@ -173,7 +173,7 @@ class OpenStore:
 
     def _still_coded(self, files: Iterable[File], total: int, name: str) -> tuple[Phrase, ...]:
         """Return a remark if a result is not raw because the store had some of its blocks."""
-        from mstore.pins.spots import coded
+        from mstore.upkeep.pins.spots import coded
 
         count = len(coded(self._catalog, files))
         told = (
@@ -190,7 +190,7 @@ class OpenStore:
 
         Raises as `open` does, and Corrupt if the index cannot be trusted.
         """
-        from mstore.check.index_file import require_sound
+        from mstore.upkeep.check.index_file import require_sound
 
         require_sound(locate(Path(path)))
         return cls.open(path, author=author)
@@ -295,7 +295,7 @@ class OpenStore:
 
     @property
     def _statistics(self) -> StatsStore:
-        from mstore.stats.store import StatsStore
+        from mstore.models.stats.store import StatsStore
 
         with self._lock:
             layout = self._catalog.layout

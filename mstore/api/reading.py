@@ -10,27 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore import lineage, notes
 from mstore.api.arguments import checked
 from mstore.api.open_store import ALWAYS, OpenStore, thread_count
-from mstore.errors import BadRequest
-from mstore.ids import Buffer, Revision, SnapshotId
-from mstore.objects.note import SIGNATURE
-from mstore.phrases import Option, call
+from mstore.snapshots import lineage, notes
 from mstore.store import contents, leases
 from mstore.store.contents import placing_damage
 from mstore.store.models import model_of, with_model
+from mstore.store.objects.note import SIGNATURE
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import Buffer, Revision, SnapshotId
+from mstore.terms.phrases import Option, call
 
 if TYPE_CHECKING:
     from mstore.api.snapshot import Snapshot
-    from mstore.checkout import CheckoutReport
-    from mstore.compare import CompareReport
-    from mstore.diff import DiffReport
-    from mstore.directory_diff import DirectoryDiffReport
-    from mstore.lineage import FileReport, SnapshotReport, TensorReport
-    from mstore.notes import NoteReport, SignatureReport
-    from mstore.progress import ProgressCallback
-    from mstore.view import SnapshotView
+    from mstore.models.compare import CompareReport
+    from mstore.snapshots.checkout import CheckoutReport
+    from mstore.snapshots.diff import DiffReport
+    from mstore.snapshots.directory_diff import DirectoryDiffReport
+    from mstore.snapshots.lineage import FileReport, SnapshotReport, TensorReport
+    from mstore.snapshots.notes import NoteReport, SignatureReport
+    from mstore.store.view import SnapshotView
+    from mstore.terms.progress import ProgressCallback
 
 
 VIEWS_KEPT = 8
@@ -47,8 +47,8 @@ class Reading(OpenStore):
 
         Raises NotFound (also if its contents were pruned), BadName.
         """
-        from mstore.block_cache import CACHE_BYTES, BlockCache
-        from mstore.view import SnapshotView
+        from mstore.store.block_cache import CACHE_BYTES, BlockCache
+        from mstore.store.view import SnapshotView
 
         asked = self._whole(revision)
         key = asked.snapshot, asked.model
@@ -148,7 +148,7 @@ class Reading(OpenStore):
         found = notes.found(self._catalog, snapshot)
         signed = {}
         if any(one.form == SIGNATURE for one in found.values()):
-            from mstore.signing import by_subject  # late: `log` of few stores needs it
+            from mstore.snapshots.signing import by_subject  # late: `log` of few stores needs it
 
             signed = by_subject(found, signers)
         return notes.reports(found, signed, every=every), signed.get(None, ())
@@ -201,7 +201,7 @@ class Reading(OpenStore):
 
         Raises NotFound, BadName, Incompatible (b has no model of that name), Corrupt.
         """
-        from mstore.diff import diff
+        from mstore.snapshots.diff import diff
 
         older, newer = self._whole(a), self._whole(b)
         with contents.held(self._catalog, [older.snapshot, newer.snapshot]):
@@ -241,7 +241,7 @@ class Reading(OpenStore):
         Raises BadRequest (no model, a virtual merge, no common base, no such pattern), NotFound,
         BadName, Incompatible (no tensor in common), Corrupt, StorageFailed.
         """
-        from mstore.compare import Reads, common_base, compare
+        from mstore.models.compare import Reads, common_base, compare
 
         if not models:
             raise BadRequest("there is no model to compare", hint=call("compare", "REF", "REF"))
@@ -288,7 +288,7 @@ class Reading(OpenStore):
         Corrupt, StorageFailed.
         """
         from mstore.checkpoint.exclusion import Exclusion
-        from mstore.directory_diff import diff_directory
+        from mstore.snapshots.directory_diff import diff_directory
 
         asked = self._whole(revision)
         with contents.held(self._catalog, [asked.snapshot]):
@@ -328,8 +328,8 @@ class Reading(OpenStore):
         not empty, or others may write above it), Incompatible (this filesystem cannot share, or is
         not the store's), Corrupt, StorageFailed; then nothing is left behind.
         """
-        from mstore.checkout import checkout
-        from mstore.reflinks import parse
+        from mstore.snapshots.checkout import checkout
+        from mstore.snapshots.reflinks import parse
 
         return checkout(
             self._catalog,

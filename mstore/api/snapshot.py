@@ -6,21 +6,21 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mstore import lineage
 from mstore.api.arguments import checked
 from mstore.api.open_store import thread_count
 from mstore.api.reading import Reading
-from mstore.frozen import html
-from mstore.ids import ManifestId, SnapshotId
-from mstore.objects.snapshot import SnapshotRecord
+from mstore.snapshots import lineage
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.terms.frozen import html
+from mstore.terms.ids import ManifestId, SnapshotId
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from mstore.lineage import FileReport, OriginReport, ParentReport, SnapshotReport
-    from mstore.progress import ProgressCallback
-    from mstore.safe_open import SafeOpen
-    from mstore.view import SnapshotView
+    from mstore.api.safe_open import SafeOpen
+    from mstore.snapshots.lineage import FileReport, OriginReport, ParentReport, SnapshotReport
+    from mstore.store.view import SnapshotView
+    from mstore.terms.progress import ProgressCallback
 
 
 @checked("Snapshot")
@@ -181,7 +181,7 @@ class Snapshot:
         Raises Unavailable (torch is not installed), BadRequest or Incompatible (an element type
         that torch lacks; the other tensors can be loaded by their names), and as `load`.
         """
-        from mstore.safe_open import to_torch, torch_module
+        from mstore.api.safe_open import to_torch, torch_module
 
         torch_module()
         view = self._view()
@@ -203,7 +203,7 @@ class Snapshot:
         *,
         for_torch: bool,
     ) -> dict[str, np.ndarray[Any, Any]]:
-        from mstore.load import load
+        from mstore.api.load import load
 
         return load(
             self._store._catalog,
@@ -215,7 +215,7 @@ class Snapshot:
         )
 
     def _load_one(self, view: SnapshotView, name: str, *, for_torch: bool) -> np.ndarray[Any, Any]:
-        from mstore.load import load_one
+        from mstore.api.load import load_one
 
         threads = thread_count(None)
         return load_one(self._store._catalog, view, name, threads=threads, for_torch=for_torch)
@@ -235,7 +235,7 @@ class Snapshot:
 
         Raises NotFound (no such file, or it is not a safetensors file), BadRequest.
         """
-        from mstore.safe_open import SafeOpen
+        from mstore.api.safe_open import SafeOpen
 
         opened = SafeOpen(self, framework, device, file)
         # Whatever is wrong with the file is told here.

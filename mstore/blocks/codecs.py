@@ -23,8 +23,8 @@ from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mstore.checkpoint.dtypes import DTYPES
-from mstore.errors import Corrupt, Incompatible
-from mstore.ids import BlockId, Buffer
+from mstore.terms.errors import Corrupt, Incompatible
+from mstore.terms.ids import BlockId, Buffer
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from mstore.blocks import lmdb_check
 from mstore.blocks.lmdb_env import Environment, closed
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.tables import Table
-from mstore.errors import Corrupt, StorageFailed
+from mstore.terms.errors import Corrupt, StorageFailed
 
 Tell = Callable[[str], None]
 _ATTEMPTS = 10

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.ids import ID_BYTES
+from mstore.terms.ids import ID_BYTES
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

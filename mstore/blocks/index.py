@@ -41,9 +41,9 @@ from mstore.blocks.schema import (
     NamedPack,
 )
 from mstore.blocks.tables import Table
-from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, BlockId, PackId, SnapshotId
-from mstore.phrases import call
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import ID_BYTES, BlockId, PackId, SnapshotId
+from mstore.terms.phrases import call
 
 _NEXT_PACK: Final = "packs"
 GENERATION: Final = "generation"

@@ -26,8 +26,8 @@ from pathlib import Path
 from mstore import fs
 from mstore.blocks.lmdb_copy import PrivateCopy
 from mstore.blocks.lmdb_pages import LmdbFile
-from mstore.errors import Conflict, Corrupt, StorageFailed, Unreadable
-from mstore.phrases import Text
+from mstore.terms.errors import Conflict, Corrupt, StorageFailed, Unreadable
+from mstore.terms.phrases import Text
 
 SMALL_BYTES = 1 << 20
 """Up to this size, in bytes, a file is walked at each opening, which takes about 10 ms."""

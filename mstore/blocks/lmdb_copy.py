@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mstore import fs
 from mstore.blocks.lmdb_pages import HEAD_BYTES, newest_transaction, page_size
-from mstore.errors import Corrupt, Unavailable
+from mstore.terms.errors import Corrupt, Unavailable
 
 _PAUSE = 0.001
 PATIENCE = 10.0

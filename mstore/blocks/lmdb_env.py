@@ -47,8 +47,8 @@ from mstore.blocks.lmdb_check import Trust
 from mstore.blocks.lmdb_copy import PATIENCE, PrivateCopy
 from mstore.blocks.lmdb_table import MAX_READERS, Abandoned, LockTable
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
-from mstore.phrases import Text, call
+from mstore.terms.errors import Corrupt, MstoreError, StorageFailed, Unavailable
+from mstore.terms.phrases import Text, call
 
 _REINDEX: Final = call("reindex")
 RENEWAL_PATIENCE = 0.1

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from mstore import fs
-from mstore.errors import Corrupt
-from mstore.phrases import call
+from mstore.terms.errors import Corrupt
+from mstore.terms.phrases import call
 
 HEAD_BYTES = 152
 """Page 0 up to the end of its meta record: enough to know the page size."""

@@ -15,7 +15,7 @@ import msgspec
 
 from mstore.blocks.packs import NO_BASE, Entry, Kind
 from mstore.blocks.tables import Form
-from mstore.ids import ID_BYTES, PackId
+from mstore.terms.ids import ID_BYTES, PackId
 
 if TYPE_CHECKING:
     import numpy as np

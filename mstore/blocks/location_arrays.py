@@ -57,9 +57,9 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Row
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import BLOCKS, RECORDS
-from mstore.errors import Corrupt, MstoreError
-from mstore.ids import ID_BYTES
-from mstore.phrases import call
+from mstore.terms.errors import Corrupt, MstoreError
+from mstore.terms.ids import ID_BYTES
+from mstore.terms.phrases import call
 
 _Numbers = npt.NDArray[np.int64]
 _Fields = npt.NDArray[np.void]

@@ -27,9 +27,9 @@ from mstore.blocks.packs import (
     open_pack,
     read_footer,
 )
-from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
-from mstore.ids import ID_BYTES, PackId
-from mstore.phrases import call
+from mstore.terms.errors import Corrupt, MstoreError, StorageFailed, Unavailable
+from mstore.terms.ids import ID_BYTES, PackId
+from mstore.terms.phrases import call
 
 IOV_MAX = 1024
 """The most buffers that Linux takes in one call (readv(2))."""

@@ -13,8 +13,8 @@ from typing import Final
 
 from mstore import fs
 from mstore.blocks.packs import Footer, PackGone, SealedPack
-from mstore.errors import Corrupt, Incompatible, Unavailable
-from mstore.ids import Buffer, PackId
+from mstore.terms.errors import Corrupt, Incompatible, Unavailable
+from mstore.terms.ids import Buffer, PackId
 
 HERE: Final = 0
 """The place of packs that lie in the store's own directory."""

@@ -38,9 +38,9 @@ from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.errors import Conflict, Corrupt, Incompatible
-from mstore.ids import Buffer, PackId
-from mstore.phrases import call
+from mstore.terms.errors import Conflict, Corrupt, Incompatible
+from mstore.terms.ids import Buffer, PackId
+from mstore.terms.phrases import call
 
 PAGE = 4096
 VERSION = 3

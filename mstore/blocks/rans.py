@@ -24,8 +24,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.ids import Buffer
 from mstore.numeric.passes import Pass
+from mstore.terms.ids import Buffer
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -18,10 +18,10 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Entry
-from mstore.errors import BudgetExceeded, Corrupt, Incompatible, MstoreError
-from mstore.ids import BlockId, Buffer, Id, PackId
-from mstore.phrases import call
-from mstore.sizes import exact_size, format_size
+from mstore.terms.errors import BudgetExceeded, Corrupt, Incompatible, MstoreError
+from mstore.terms.ids import BlockId, Buffer, Id, PackId
+from mstore.terms.phrases import call
+from mstore.terms.sizes import exact_size, format_size
 
 RECORD_LIMIT: Final = 512 << 20
 """Length of the longest record of any kind, in bytes."""

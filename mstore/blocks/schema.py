@@ -28,7 +28,7 @@ from mstore.blocks.tables import (
     raw,
     word,
 )
-from mstore.ids import ID_BYTES, BlockId, ManifestId, NoteId, PackId, PlanId, SnapshotId
+from mstore.terms.ids import ID_BYTES, BlockId, ManifestId, NoteId, PackId, PlanId, SnapshotId
 
 LEASE_NAME_BYTES: Final = 16
 _IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]

@@ -65,8 +65,8 @@ from mstore.blocks.id_search import (
 )
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Entry, Kind
-from mstore.errors import Conflict, Corrupt, Incompatible, StorageFailed
-from mstore.ids import ID_BYTES, PackId, SegmentId
+from mstore.terms.errors import Conflict, Corrupt, Incompatible, StorageFailed
+from mstore.terms.ids import ID_BYTES, PackId, SegmentId
 
 PAGE: Final = 4096
 VERSION: Final = 1

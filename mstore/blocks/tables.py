@@ -3,7 +3,7 @@
 A `Table` is declared once: its name, the fields of its keys and values, what proves its rows, and
 what they say.  From that come the bytes of a row, its check, the lengths that a walk over pages
 expects, and the tables of docs/format.md.  `mstore.blocks.schema` declares those of the index,
-`mstore.stats.store` and `mstore.store.memo` their own.
+`mstore.models.stats.store` and `mstore.store.memo` their own.
 
     check    first 8 bytes of BLAKE3 derive_key("mstore 1 row at rest") of the database's name,
              a zero byte, the key's length as u16, the key, and the value
@@ -24,9 +24,9 @@ from typing import Any, Final, Generic, TypeVar, overload
 import msgspec
 from blake3 import blake3
 
-from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, Buffer, Id, plain_id
-from mstore.phrases import call
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import ID_BYTES, Buffer, Id, plain_id
+from mstore.terms.phrases import call
 
 CHECK_BYTES: Final = 8
 CHECK: Final = "check"

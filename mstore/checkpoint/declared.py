@@ -19,7 +19,7 @@ import msgspec
 
 from mstore.checkpoint.paths import CONTROL
 from mstore.checkpoint.strict_json import parse_object
-from mstore.errors import BadCheckpoint
+from mstore.terms.errors import BadCheckpoint
 
 CONFIG = "config.json"
 CARD = "README.md"

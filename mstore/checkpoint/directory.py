@@ -57,10 +57,10 @@ from mstore.checkpoint.paths import (
 from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, each_alone, several, told, walk
-from mstore.errors import BadCheckpoint
-from mstore.frozen import frozen
-from mstore.phrases import Phrase, call, few, joined, phrase
-from mstore.sizes import format_size
+from mstore.terms.errors import BadCheckpoint
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import Phrase, call, few, joined, phrase
+from mstore.terms.sizes import format_size
 
 # Files that mark the top of one model; a directory of several models has none of them.
 _TOP_OF_ONE = frozenset(

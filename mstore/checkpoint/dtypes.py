@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from mstore.errors import BadCheckpoint
+from mstore.terms.errors import BadCheckpoint
 
 # A larger tensor exceeds every offset, size and seek of the operating system.
 MAX_TENSOR_BITS = 2**63 - 1

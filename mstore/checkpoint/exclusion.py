@@ -32,9 +32,9 @@ from fnmatch import translate
 from typing import Final
 
 from mstore.checkpoint.paths import quoted
-from mstore.errors import BadCheckpoint, BadRequest
-from mstore.frozen import frozen
-from mstore.phrases import Option, call
+from mstore.terms.errors import BadCheckpoint, BadRequest
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import Option, call
 
 IGNORE_FILE: Final = ".mstoreignore"
 MAX_IGNORE_BYTES: Final = 1 << 16

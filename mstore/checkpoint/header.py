@@ -27,10 +27,10 @@ from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.strict_json import LENGTH_BYTES, METADATA_KEY, parse_object
-from mstore.errors import BadCheckpoint
-from mstore.frozen import frozen
-from mstore.phrases import Text, call, phrase
-from mstore.sizes import exact_size, format_size
+from mstore.terms.errors import BadCheckpoint
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import Text, call, phrase
+from mstore.terms.sizes import exact_size, format_size
 
 MIB = 1024 * 1024
 

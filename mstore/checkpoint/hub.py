@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.tree import HUB_PREFIX, hub_snapshot
-from mstore.errors import MstoreError, NotFound
+from mstore.terms.errors import MstoreError, NotFound
 
 _NAME: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _REVISION: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_./-]{0,253}[A-Za-z0-9_])?"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from pathlib import PurePath
 
-from mstore.errors import BadCheckpoint
+from mstore.terms.errors import BadCheckpoint
 
 INDEX_SUFFIX = ".safetensors.index.json"
 """How the file that says which tensors are in which shard ends."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from mstore.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
+from mstore.terms.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
 
 _MISSING = "check the path"
 # O_PATH: a directory on the way need not be listable.

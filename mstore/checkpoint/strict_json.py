@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mstore.checkpoint.paths import quoted
-from mstore.errors import BadCheckpoint
+from mstore.terms.errors import BadCheckpoint
 
 # 2**64 - 1 has 20 digits; longer numbers are never converted (that takes quadratic time).
 _MAX_DIGITS = 20

@@ -51,10 +51,10 @@ from mstore.checkpoint.reading import (
     read_range,
     storage_error,
 )
-from mstore.errors import BadCheckpoint, MstoreError, NotFound
-from mstore.frozen import frozen
-from mstore.phrases import Call, Option, Phrase, Text, call, few, phrase
-from mstore.sizes import format_size
+from mstore.terms.errors import BadCheckpoint, MstoreError, NotFound
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import Call, Option, Phrase, Text, call, few, phrase
+from mstore.terms.sizes import format_size
 
 # Keeps a hint that lists paths to one line.
 _PATHS_SHOWN = 16

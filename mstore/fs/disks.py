@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from mstore.errors import StorageFailed
 from mstore.fs.files import write_at
 from mstore.fs.roots import open_file, refusal, translated
+from mstore.terms.errors import StorageFailed
 
 LOCAL_FILESYSTEMS = frozenset(
     {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ntfs3", "reiser4"}

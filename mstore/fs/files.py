@@ -28,7 +28,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from mstore.errors import Conflict, StorageFailed
 from mstore.fs.rights import (
     DIRECTORY,
     FILE,
@@ -49,7 +48,8 @@ from mstore.fs.roots import (
     translated,
     unexpected,
 )
-from mstore.ids import Buffer
+from mstore.terms.errors import Conflict, StorageFailed
+from mstore.terms.ids import Buffer
 
 
 class Operation(msgspec.Struct, frozen=True):

@@ -27,9 +27,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from mstore.errors import StorageFailed
 from mstore.fs.roots import identity, listed, parent, root_of, status_of, translated
-from mstore.phrases import Text, call, phrase
+from mstore.terms.errors import StorageFailed
+from mstore.terms.phrases import Text, call, phrase
 
 FILE: Final = 0o666
 SEALED: Final = 0o444

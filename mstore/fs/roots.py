@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from mstore.errors import Conflict, StorageFailed, Unreadable
-from mstore.phrases import Text
+from mstore.terms.errors import Conflict, StorageFailed, Unreadable
+from mstore.terms.phrases import Text
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a fifo waits for a writer for ever.

@@ -19,10 +19,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from mstore.errors import Conflict, StorageFailed
 from mstore.fs.files import Made, NewFile, announce, temporary
 from mstore.fs.roots import translated
-from mstore.phrases import Option, phrase
+from mstore.terms.errors import Conflict, StorageFailed
+from mstore.terms.phrases import Option, phrase
 
 
 class NewTree:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from mstore.errors import BadRequest
-from mstore.phrases import Option, Phrase, call, phrase
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import Option, Phrase, call, phrase
 
 BF16: Final = 0
 F16: Final = 1

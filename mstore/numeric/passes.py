@@ -28,8 +28,8 @@ from typing import Any, Final, NamedTuple
 
 from blake3 import blake3
 
-from mstore.errors import Unavailable
 from mstore.numeric.levels import Level, runnable
+from mstore.terms.errors import Unavailable
 
 KERNELS: Final = Path(__file__).with_name("kernels")
 """Where the code lies that the build made: a directory for each level."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mstore.blocks.index import Index
 from mstore.blocks.packs import Kind
-from mstore.ids import ID_BYTES
-from mstore.objects.canonical import Record
+from mstore.store.objects.canonical import Record
+from mstore.terms.ids import ID_BYTES
 
 if TYPE_CHECKING:
     import numpy as np

@@ -27,8 +27,20 @@ from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import Kind, Outdated, PackGone
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader, Meter, Room
-from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
-from mstore.ids import (
+from mstore.store import generation, listing, mirror, revisions
+from mstore.store import layout as layouts
+from mstore.store import refs as ref_rows
+from mstore.store.caches import Key, RecordCache, StoredLengths
+from mstore.store.config import Config
+from mstore.store.layout import Layout
+from mstore.store.leases import Hold
+from mstore.store.objects.canonical import MAX_COUNT, Record, decode
+from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.store.ref_store import refs_in
+from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
+from mstore.terms.ids import (
     ID_BYTES,
     BlockId,
     Buffer,
@@ -41,19 +53,7 @@ from mstore.ids import (
     TensorId,
     VirtualId,
 )
-from mstore.objects.canonical import MAX_COUNT, Record, decode
-from mstore.objects.manifest import OPAQUE, File, Manifest, Part
-from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor, VirtualTensor
-from mstore.phrases import call
-from mstore.store import generation, listing, mirror, revisions
-from mstore.store import layout as layouts
-from mstore.store import refs as ref_rows
-from mstore.store.caches import Key, RecordCache, StoredLengths
-from mstore.store.config import Config
-from mstore.store.layout import Layout
-from mstore.store.leases import Hold
-from mstore.store.ref_store import refs_in
+from mstore.terms.phrases import call
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,10 +24,10 @@ import msgspec
 
 from mstore import fs
 from mstore.blocks.codecs import Policy
-from mstore.errors import BadRequest, Corrupt, StorageFailed
 from mstore.fs.rights import Sharing
-from mstore.phrases import call
 from mstore.store.layout import Layout, locate, require_writable
+from mstore.terms.errors import BadRequest, Corrupt, StorageFailed
+from mstore.terms.phrases import call
 
 MAX_BYTES: Final = 1 << 16
 MAX_REFLOG_DAYS: Final = 36_500

@@ -19,14 +19,14 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import PRUNED
-from mstore.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
-from mstore.ids import BlockId, SnapshotId
-from mstore.objects.manifest import Manifest
-from mstore.objects.tensor import Tensor
-from mstore.phrases import call, phrase
 from mstore.store import leases, listing, refs
 from mstore.store.catalog import Catalog
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.tensor import Tensor
 from mstore.store.ref_store import refs_in
+from mstore.terms.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
+from mstore.terms.ids import BlockId, SnapshotId
+from mstore.terms.phrases import call, phrase
 
 
 class Pruned(NotFound):

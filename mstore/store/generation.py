@@ -24,11 +24,11 @@ from contextlib import suppress
 
 from mstore.blocks.index import Index
 from mstore.blocks.pack_store import Packs
-from mstore.errors import Corrupt
-from mstore.ids import PackId
-from mstore.phrases import call
 from mstore.store import mirror, pack_list
 from mstore.store.layout import BACKUP_MARKER, Layout
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import PackId
+from mstore.terms.phrases import call
 
 
 def is_backup(layout: Layout, index: Index) -> bool:

@@ -26,7 +26,8 @@ from pathlib import Path
 import msgspec
 
 from mstore import fs
-from mstore.errors import (
+from mstore.fs.rights import Sharing
+from mstore.terms.errors import (
     BadRequest,
     Conflict,
     Corrupt,
@@ -35,11 +36,10 @@ from mstore.errors import (
     StorageFailed,
     Unavailable,
 )
-from mstore.fs.rights import Sharing
-from mstore.phrases import Call, Text, call, phrase
+from mstore.terms.phrases import Call, Text, call, phrase
 
 BACKUP_MARKER = "backup"
-"""The file that says which store a directory is a backup of (`mstore.backup.destination`)."""
+"""The file that says which store a directory is a backup of (`upkeep.backup.destination`)."""
 FORMAT_VERSION = 3
 MIN_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_SIZE = 1 << 24
@@ -175,7 +175,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def incoming(self) -> Path:
-        """Copies from another store, until all of them are complete (`mstore.backup`)."""
+        """Copies from another store, until all of them are complete (`mstore.upkeep.backup`)."""
         return self.tmp / "incoming"
 
     @property

@@ -32,10 +32,10 @@ from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.schema import LEASE_NAME_BYTES, LEASES, LeaseRow
-from mstore.errors import BadName, Corrupt, StorageFailed
-from mstore.ids import SnapshotId
 from mstore.store import layout as layouts
 from mstore.store.layout import Layout
+from mstore.terms.errors import BadName, Corrupt, StorageFailed
+from mstore.terms.ids import SnapshotId
 
 LOCK = ".lock"
 HOLD = ".pin"

@@ -13,9 +13,9 @@ from contextlib import suppress
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.schema import CHILDREN, CONTENTS, SNAPSHOTS
-from mstore.errors import Corrupt
-from mstore.ids import ManifestId, SnapshotId
-from mstore.objects.snapshot import SnapshotRecord
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import ManifestId, SnapshotId
 
 
 def _children(id: SnapshotId, record: SnapshotRecord) -> list[tuple[SnapshotId, SnapshotId, str]]:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from mstore.blocks.disposable import DisposableTables, Tell, silent
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.tables import Table, form, id_of, raw
-from mstore.ids import ID_BYTES, PlanId
+from mstore.terms.ids import ID_BYTES, PlanId
 
 OUTPUTS: Final = Table(
     "outputs",

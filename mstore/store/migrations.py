@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mstore import fs
-from mstore.errors import Conflict, Incompatible
-from mstore.frozen import frozen
-from mstore.phrases import call, phrase
 from mstore.store.config import Config
 from mstore.store.layout import (
     FORMAT_LIMIT,
@@ -28,6 +25,9 @@ from mstore.store.layout import (
     too_new,
     version_of,
 )
+from mstore.terms.errors import Conflict, Incompatible
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import call, phrase
 
 
 @frozen

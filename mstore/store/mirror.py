@@ -23,13 +23,13 @@ import msgspec
 from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import BadName, Corrupt, StorageFailed
-from mstore.ids import SnapshotId
-from mstore.phrases import call
 from mstore.store import refs, sealed_text
 from mstore.store.layout import Layout
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import Ref
+from mstore.terms.errors import BadName, Corrupt, StorageFailed
+from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import call
 
 KEPT: Final = 8
 _HEAD: Final = "mstore refs 2"

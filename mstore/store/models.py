@@ -15,12 +15,12 @@ import msgspec
 from msgspec import structs
 
 from mstore.checkpoint.models import Model, WeightMap, files_of, full_name, models_of, place_of
-from mstore.errors import BadCheckpoint, BadRequest, Incompatible, NotFound, did_you_mean
-from mstore.ids import Revision, SnapshotId, TensorId
-from mstore.objects.manifest import File, Manifest, Part
-from mstore.phrases import Option, call, few
 from mstore.store import contents
 from mstore.store.catalog import Catalog
+from mstore.store.objects.manifest import File, Manifest, Part
+from mstore.terms.errors import BadCheckpoint, BadRequest, Incompatible, NotFound, did_you_mean
+from mstore.terms.ids import Revision, SnapshotId, TensorId
+from mstore.terms.phrases import Option, call, few
 
 _MAX_INDEX: Final = 32 << 20
 _MAX_CONFIG: Final = 1 << 20

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 
 from mstore.blocks.schema import PLANS, Risk
-from mstore.frozen import frozen
-from mstore.objects.coverage import Coverage
-from mstore.objects.snapshot import SnapshotRecord
-from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
+from mstore.store.objects.coverage import Coverage
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.frozen import frozen
 
 
 @frozen

@@ -29,10 +29,10 @@ import msgspec
 
 from mstore import fs
 from mstore.blocks.index import Index
-from mstore.errors import BadName, Corrupt, StorageFailed
-from mstore.ids import PackId
 from mstore.store import sealed_text
 from mstore.store.layout import Layout
+from mstore.terms.errors import BadName, Corrupt, StorageFailed
+from mstore.terms.ids import PackId
 
 KEPT: Final = 4
 _HEAD: Final = "mstore packs 1"

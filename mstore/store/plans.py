@@ -13,15 +13,15 @@ import msgspec
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import PLANS, Source, Sources
-from mstore.errors import BadName, BadRequest, NotFound
-from mstore.ids import ManifestId, PlanId, SnapshotId
-from mstore.objects.plan import Plan
-from mstore.objects.snapshot import PREVIOUS, SnapshotRecord
-from mstore.phrases import call, phrase
 from mstore.store import refs
 from mstore.store.catalog import Catalog
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.snapshot import PREVIOUS, SnapshotRecord
 from mstore.store.ref_store import refs_in
 from mstore.store.transaction import Transaction
+from mstore.terms.errors import BadName, BadRequest, NotFound
+from mstore.terms.ids import ManifestId, PlanId, SnapshotId
+from mstore.terms.phrases import call, phrase
 
 
 def put_sources(

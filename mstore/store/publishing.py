@@ -19,9 +19,9 @@ from typing import Final
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import PackWriter, SealedPack
-from mstore.errors import StorageFailed
 from mstore.store import pack_list
 from mstore.store.catalog import Catalog
+from mstore.terms.errors import StorageFailed
 
 MAX_PACK_BYTES: Final = 512 << 20
 """A pack of this size is sealed, and the next one started."""

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.schema import REFLOG, REFS
-from mstore.errors import Conflict, NotFound
-from mstore.phrases import call, phrase
 from mstore.store import refs
 from mstore.store.refs import Move, Ref
+from mstore.terms.errors import Conflict, NotFound
+from mstore.terms.phrases import call, phrase
 
 
 class RefStore(ABC):

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from mstore.blocks import schema
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import BadName, NotFound, did_you_mean
-from mstore.phrases import call
 from mstore.store import listing
+from mstore.terms.errors import BadName, NotFound, did_you_mean
+from mstore.terms.phrases import call
 
 Ref = schema.Ref
 Move = schema.Move

@@ -19,12 +19,12 @@ import msgspec
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.schema import PLANS
-from mstore.errors import BadName, BadRequest, NotFound, did_you_mean
-from mstore.ids import SnapshotId
-from mstore.objects.snapshot import SnapshotRecord
-from mstore.phrases import Text, call, joined, phrase
 from mstore.store import listing, refs
+from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.ref_store import refs_in
+from mstore.terms.errors import BadName, BadRequest, NotFound, did_you_mean
+from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import Text, call, joined, phrase
 
 _SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
 _ODD_SUFFIX = re.compile(r".(~|@\{)")

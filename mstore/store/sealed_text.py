@@ -20,9 +20,9 @@ from typing import Final
 from blake3 import blake3
 
 from mstore import fs
-from mstore.errors import Corrupt, StorageFailed
-from mstore.phrases import call
-from mstore.sizes import format_size
+from mstore.terms.errors import Corrupt, StorageFailed
+from mstore.terms.phrases import call
+from mstore.terms.sizes import format_size
 
 MAX_BYTES: Final = 1 << 28
 """Longest text that is read, in bytes: about a million refs with the longest names."""

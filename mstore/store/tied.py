@@ -15,10 +15,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from mstore.checkpoint.models import split_name
-from mstore.objects.manifest import Manifest
-from mstore.objects.shapes import EMBEDDINGS
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, models_in
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.shapes import EMBEDDINGS
 
 KEY: Final = "tie_word_embeddings"
 HEAD: Final = re.compile(

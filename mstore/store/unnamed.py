@@ -28,10 +28,10 @@ from mstore.blocks.pack_files import ScatteredPacks
 from mstore.blocks.pack_store import Packs, Places
 from mstore.blocks.packs import Footer, SealedPack
 from mstore.blocks.schema import Condemned
-from mstore.errors import Corrupt, Incompatible, StorageFailed
-from mstore.ids import PackId
 from mstore.store import leases
 from mstore.store.layout import Layout
+from mstore.terms.errors import Corrupt, Incompatible, StorageFailed
+from mstore.terms.ids import PackId
 
 
 def condemn(index: Index, transaction: IndexTransaction, pack: PackId) -> None:

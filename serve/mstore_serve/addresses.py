@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 
 _END_OF_NAME: Final = "-"
 

@@ -26,14 +26,7 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from mstore.errors import (
-    BadName,
-    Conflict,
-    MstoreError,
-    NotFound,
-    StorageFailed,
-    Unavailable,
-)
+from mstore.terms.errors import BadName, Conflict, MstoreError, NotFound, StorageFailed, Unavailable
 from mstore_serve import addresses, conditions, ranges
 from mstore_serve.bodies import Ahead, Body, Threads, unless_gone
 from mstore_serve.conditions import Verdict

@@ -29,9 +29,9 @@ from typing import Final, Protocol, TypeVar
 
 from starlette.types import Message, Receive, Send
 
-from mstore.errors import Corrupt, MstoreError
-from mstore.frozen import frozen
-from mstore.ids import Buffer
+from mstore.terms.errors import Corrupt, MstoreError
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import Buffer
 from mstore_serve.ranges import Part, Span, length_of
 from mstore_serve.shown import Showing, Shown, Source
 

@@ -13,7 +13,7 @@ from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
 from typing import Final
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 
 _ETAG: Final = re.compile(r'(W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 

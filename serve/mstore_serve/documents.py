@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 
-from mstore.frozen import frozen
-from mstore.plain import plain
-from mstore.reports import OriginReport, RefReport, TensorReport
+from mstore.api.reports import OriginReport, RefReport, TensorReport
+from mstore.terms.frozen import frozen
+from mstore.terms.plain import plain
 
 
 @frozen

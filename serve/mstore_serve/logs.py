@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from mstore.errors import StorageFailed
+from mstore.terms.errors import StorageFailed
 
 _LINES_KEPT: Final = 10_000
 _ENDS_WITHIN: Final = 2.0

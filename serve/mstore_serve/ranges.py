@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from mstore.frozen import frozen
+from mstore.terms.frozen import frozen
 
 MOST_RANGES: Final = 64
 """More in one request are refused."""

@@ -26,9 +26,10 @@ from typing import Any, Final
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from mstore import Store, heap
-from mstore.errors import BadRequest, Conflict, MstoreError, StorageFailed, Unavailable
-from mstore.phrases import Option, phrase
+from mstore import Store
+from mstore.terms import heap
+from mstore.terms.errors import BadRequest, Conflict, MstoreError, StorageFailed, Unavailable
+from mstore.terms.phrases import Option, phrase
 from mstore_serve.app import OWN_NAMES, App
 from mstore_serve.bodies import Threads
 from mstore_serve.serving import PORT_TAKEN, ServeInfo, described

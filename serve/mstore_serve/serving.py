@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mstore import Store
-from mstore.errors import BadRequest, Unavailable
-from mstore.frozen import frozen
-from mstore.phrases import Option, phrase
+from mstore.terms.errors import BadRequest, Unavailable
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import Option, phrase
 
 HOST = "127.0.0.1"
 PORT = 8420

@@ -22,12 +22,12 @@ from typing import Final
 from blake3 import blake3
 
 from mstore import Store
-from mstore.errors import MstoreError, NotFound
-from mstore.frozen import frozen
-from mstore.ids import Buffer, SnapshotId
 from mstore.store.leases import Hold
-from mstore.version import __version__
-from mstore.view import SnapshotView
+from mstore.store.view import SnapshotView
+from mstore.terms.errors import MstoreError, NotFound
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import Buffer, SnapshotId
+from mstore.terms.version import __version__
 from mstore_serve import addresses, documents
 from mstore_serve.addresses import Address, Place, segment
 from mstore_serve.conditions import Validators

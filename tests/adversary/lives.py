@@ -11,8 +11,8 @@ from small_models import BLOCK, files_of, small_model
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import MstoreError
-from mstore.ids import SnapshotId
+from mstore.terms.errors import MstoreError
+from mstore.terms.ids import SnapshotId
 
 Contents = dict[str, bytes]
 

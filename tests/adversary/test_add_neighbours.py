@@ -19,14 +19,14 @@ from small_models import BLOCK, files_of, small_model
 from test_checkpoint_tree import cached_model
 
 from mstore import Store
-from mstore import add as adding
-from mstore import nearest as searching
 from mstore.checkpoint import directory, tree
+from mstore.checkpoint.convert import conversion
 from mstore.checkpoint.directory import CheckpointLimits
-from mstore.convert import conversion
-from mstore.errors import BadCheckpoint
-from mstore.progress import Progress
-from mstore.sizes import parse_size
+from mstore.snapshots import add as adding
+from mstore.snapshots import nearest as searching
+from mstore.terms.errors import BadCheckpoint
+from mstore.terms.progress import Progress
+from mstore.terms.sizes import parse_size
 
 TIB = 1 << 40
 CHANGED = "changed while it was being read"
@@ -160,7 +160,7 @@ WAITING = """
 import os, sys
 from pathlib import Path
 from mstore import Store, add as adding
-from mstore.errors import MstoreError
+from mstore.terms.errors import MstoreError
 model, add = Path(sys.argv[1]), adding.add
 def swapped(*arguments, **named):
     (model / "config.json").unlink()

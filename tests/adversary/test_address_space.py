@@ -97,7 +97,7 @@ def test_a_transaction_that_does_not_fit_says_why(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from mstore.blocks.lmdb_env import Environment
-from mstore.errors import StorageFailed
+from mstore.terms.errors import StorageFailed
 env = Environment.acquire(Path(sys.argv[1]), ("rows",))
 def fill(count):
     with env.write() as rows:

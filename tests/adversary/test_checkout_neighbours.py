@@ -19,7 +19,7 @@ from cli_runs import Program
 from small_models import BLOCK, files_of, small_model
 
 from mstore import Store, fs
-from mstore.errors import Conflict, MstoreError, StorageFailed
+from mstore.terms.errors import Conflict, MstoreError, StorageFailed
 
 PRECIOUS = {"weights": b"precious", "deep/notes": b"precious too"}
 

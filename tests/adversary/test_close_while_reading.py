@@ -11,14 +11,14 @@ from small_models import BLOCK, small_model
 from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.lmdb_env import Environment
-from mstore.errors import Unavailable
+from mstore.terms.errors import Unavailable
 
 AT_WORK = """
 import os, sys, threading, time
 from pathlib import Path
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import MstoreError, Unavailable
+from mstore.terms.errors import MstoreError, Unavailable
 path = Path(sys.argv[1])
 """
 

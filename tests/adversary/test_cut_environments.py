@@ -20,9 +20,9 @@ from mstore.api import Store
 from mstore.blocks import lmdb_check
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_pages import LmdbFile
-from mstore.errors import Corrupt
-from mstore.ids import TensorId
-from mstore.stats.store import StatsStore
+from mstore.models.stats.store import StatsStore
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import TensorId
 
 MERGE = ("merge", "--base", "base", "--expert", "one", "--expert", "two", "--method", "ties")
 MERGE = (*MERGE, "--param", "density=0.4", "--name")
@@ -149,7 +149,7 @@ def test_two_processes_set_aside_once(store: Path) -> None:
     both = """
 import os, sys
 from pathlib import Path
-from mstore.stats.store import StatsStore
+from mstore.models.stats.store import StatsStore
 path = Path(sys.argv[1])
 children = []
 for number in range(4):

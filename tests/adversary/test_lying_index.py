@@ -24,11 +24,11 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.pack_store import HERE
 from mstore.blocks.schema import BACKUP, CONDEMNED, PINNED, PRUNED, TABLES
-from mstore.check import reindex as reindexing
-from mstore.errors import Corrupt, MstoreError, Unavailable
-from mstore.ids import PackId, SnapshotId
-from mstore.signing import SigningKey
+from mstore.snapshots.signing import SigningKey
 from mstore.store import mirror
+from mstore.terms.errors import Corrupt, MstoreError, Unavailable
+from mstore.terms.ids import PackId, SnapshotId
+from mstore.upkeep.check import reindex as reindexing
 
 TRANSACTION = 16 + 24 + 2 * 48 + 8
 """Where in a meta page its transaction number lies."""
@@ -489,7 +489,7 @@ def test_many_open_while_the_index_is_rebuilt(life: Life) -> None:
     program = (
         "import sys, time\n"
         "from mstore.api import Store\n"
-        "from mstore.errors import MstoreError\n"
+        "from mstore.terms.errors import MstoreError\n"
         "ends = time.monotonic() + 6\n"
         "while time.monotonic() < ends:\n"
         "    try:\n"

@@ -17,8 +17,8 @@ import pytest
 from small_models import BLOCK, small_model
 
 from mstore import MergeRequest, Store, fs
-from mstore.check.reindex import reindex
-from mstore.errors import StorageFailed
+from mstore.terms.errors import StorageFailed
+from mstore.upkeep.check.reindex import reindex
 
 TESTS = Path(__file__).parent.parent
 OWNER, GROUP = 54321, 54322

@@ -21,10 +21,10 @@ import pytest
 from small_models import BLOCK, small_model
 
 from mstore import MergeRequest, Store, fs
-from mstore.errors import Conflict
-from mstore.progress import Progress
 from mstore.store import refs
 from mstore.store.transaction import RefMove, Transaction, choose_moves
+from mstore.terms.errors import Conflict
+from mstore.terms.progress import Progress
 
 TESTS = Path(__file__).parent.parent
 NUMBER = struct.Struct("<Q")

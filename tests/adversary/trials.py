@@ -37,10 +37,10 @@ from small_models import small_model  # noqa: E402
 from mstore import MergeRequest  # noqa: E402
 from mstore.api import Store  # noqa: E402
 from mstore.blocks.pack_store import Packs  # noqa: E402
-from mstore.errors import MstoreError  # noqa: E402
-from mstore.ids import PackId  # noqa: E402
 from mstore.store import generation, mirror, unnamed  # noqa: E402
 from mstore.store.layout import Layout  # noqa: E402
+from mstore.terms.errors import MstoreError  # noqa: E402
+from mstore.terms.ids import PackId  # noqa: E402
 
 LONGEST = 240.0
 """Seconds after which a trial counts as hung: a loaded machine takes a tenth of that."""

@@ -58,7 +58,7 @@ def module(name: str) -> Any:
 
 def complaint(target: Callable[[bytes], None], data: bytes, longest: float = LONGEST) -> str | None:
     """What is wrong with how a target takes an input, or None."""
-    from mstore.errors import MstoreError
+    from mstore.terms.errors import MstoreError
 
     # The processor's time, so that a busy machine accuses nobody.
     began = time.process_time()
@@ -148,7 +148,7 @@ def guided(name: str, seconds: int) -> int:
         f"sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}\n"
         "with atheris.instrument_imports(include=['mstore']):\n"
         f"    from targets import {name} as module\n"
-        "from mstore.errors import MstoreError\n"
+        "from mstore.terms.errors import MstoreError\n"
         "def one(data):\n"
         "    try:\n"
         "        module.target(data)\n"

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore.phrases import few
+from mstore.terms.phrases import few
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import Interrupted, UsageError, remarks
@@ -27,11 +27,11 @@ from mstore_cli.sizes import counted, format_seconds, format_share, format_size,
 
 if TYPE_CHECKING:
     from mstore import Store
+    from mstore.api.reports import AddReport, ParentReport
+    from mstore.checkpoint.convert.conversion import ConversionLimits
     from mstore.checkpoint.directory import CheckpointLimits
-    from mstore.convert.conversion import ConversionLimits
-    from mstore.errors import NotFound
-    from mstore.phrases import Text
-    from mstore.reports import AddReport, ParentReport
+    from mstore.terms.errors import NotFound
+    from mstore.terms.phrases import Text
 
 NO_BASE = "none"
 NAMES_SHOWN = 4
@@ -143,7 +143,7 @@ def add(
     found = [checkpoint(path) for path in paths]
     named = _named(paths, found, name or [], name_prefix)
     limits = None if max_sparse is None else _limits(max_sparse)
-    from mstore.errors import MstoreError
+    from mstore.terms.errors import MstoreError
 
     reports: list[AddReport] = []
     with session.open() as store, session.progress() as tick:
@@ -190,7 +190,7 @@ def add(
 
 
 def _conversion() -> ConversionLimits:
-    from mstore.convert.conversion import ConversionLimits
+    from mstore.checkpoint.convert.conversion import ConversionLimits
 
     return ConversionLimits()
 
@@ -217,7 +217,7 @@ def _ordered(named: list[tuple[Path, str]], base: str | None) -> list[tuple[Path
     """Return checkpoints in the order to add them: the base, then each after those it declares."""
     if len(named) == 1:
         return named
-    from mstore.nearest import bases_first
+    from mstore.snapshots.nearest import bases_first
 
     return sorted(bases_first(named), key=lambda one: one[1] != base)
 
@@ -260,8 +260,8 @@ def _named(
 def _suggested(path: Path) -> str:
     """Suggest a name for a checkpoint: its own, if valid."""
     from mstore.checkpoint.tree import given_name
-    from mstore.errors import BadName
     from mstore.store.refs import check_name
+    from mstore.terms.errors import BadName
 
     name = given_name(path)
     try:
@@ -273,7 +273,7 @@ def _suggested(path: Path) -> str:
 
 def _with_stored(hint: Text | None, path: Path, stored: list[AddReport], asked: int) -> Text | None:
     """Extend the hint of an error at `path` by the checkpoints that are already stored."""
-    from mstore.phrases import joined
+    from mstore.terms.phrases import joined
 
     if asked == 1:
         return hint
@@ -401,7 +401,7 @@ def checkpoint(path: Path) -> Path:
     A path is taken before a model of the same id, with a remark.  Raises NotFound, BadCheckpoint.
     """
     from mstore.checkpoint.hub import cached_model, is_id
-    from mstore.errors import MstoreError
+    from mstore.terms.errors import MstoreError
 
     id = str(path)
     url = _URL.fullmatch(id)
@@ -422,7 +422,7 @@ def checkpoint(path: Path) -> Path:
 def _is_url(id: str, revision: str | None) -> NotFound:
     """Return the error for an address of a model: which command adds the model."""
     from mstore.checkpoint.hub import cached_model
-    from mstore.errors import MstoreError, NotFound
+    from mstore.terms.errors import MstoreError, NotFound
 
     wanted = f"{id}@{revision}" if revision else id
     add = f"mstore add {shlex.quote(wanted)} --name REF"

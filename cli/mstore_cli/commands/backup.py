@@ -15,7 +15,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import BackupReport
+    from mstore.api.reports import BackupReport
 
 
 @command(

@@ -16,7 +16,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import format_percent, format_seconds, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import BlameReport, ExpertBlame, LayerBlame, TensorBlame
+    from mstore.api.reports import BlameReport, ExpertBlame, LayerBlame, TensorBlame
 
 COLUMNS = ("SHARE", "NORM", "MOVED")
 

@@ -14,7 +14,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
-    from mstore.reports import CompatibilityFinding
+    from mstore.api.reports import CompatibilityFinding
 
 COLUMNS = (
     Column("EXPERT", style="yellow"),

@@ -17,7 +17,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_percent, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import ComparedPair, ComparedPart, CompareReport
+    from mstore.api.reports import ComparedPair, ComparedPart, CompareReport
 
 
 class By(StrEnum):

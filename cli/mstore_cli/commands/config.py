@@ -110,8 +110,8 @@ def _of_user(key: str | None, values: list[str] | None, *, unset: bool) -> Mappi
 
 def _require_known(key: str, *, user: bool) -> None:
     """Raise BadRequest for a setting that is not here, and say where it is."""
-    from mstore.errors import BadRequest
     from mstore.store.config import KEYS
+    from mstore.terms.errors import BadRequest
     from mstore_cli.user_config import KEYS as OF_USER
 
     here, elsewhere = (OF_USER, KEYS) if user else (KEYS, OF_USER)

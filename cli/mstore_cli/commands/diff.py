@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore.phrases import few
+from mstore.terms.phrases import few
 from mstore_cli.command import command
 from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError, remarks
@@ -19,7 +19,7 @@ from mstore_cli.sizes import format_share, format_size
 
 if TYPE_CHECKING:
     from mstore import Store
-    from mstore.reports import DiffReport, DirectoryDiffReport, FileDiff, TensorDiff
+    from mstore.api.reports import DiffReport, DirectoryDiffReport, FileDiff, TensorDiff
 
 SHOWN = 3
 FILE_COLUMNS = (
@@ -152,7 +152,7 @@ def _is_path(name: str) -> bool:
 
 
 def _is_snapshot(store: Store, name: str) -> bool:
-    from mstore.errors import BadName, NotFound
+    from mstore.terms.errors import BadName, NotFound
 
     try:
         store[_snapshot(name)]
@@ -172,7 +172,7 @@ def _directory(store: Store, name: str) -> Path | None:
     A name that can only be a path is one.  Otherwise a snapshot takes precedence, and a remark
     mentions a directory of the same name.
     """
-    from mstore.errors import BadName, NotFound
+    from mstore.terms.errors import BadName, NotFound
 
     path = Path(name)
     if _is_path(name):

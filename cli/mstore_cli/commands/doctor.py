@@ -8,8 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore.errors import MstoreError, NotFound
-from mstore.frozen import frozen
+from mstore.terms.errors import MstoreError, NotFound
+from mstore.terms.frozen import frozen
 from mstore_cli import errors
 from mstore_cli.command import command
 from mstore_cli.output import Screen

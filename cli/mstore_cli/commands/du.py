@@ -18,7 +18,7 @@ from mstore_cli.treemap import Node
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from mstore.reports import CodecUsage, RefUsage, UsageReport
+    from mstore.api.reports import CodecUsage, RefUsage, UsageReport
 
 REF_COLUMNS = (
     Column("REF"),

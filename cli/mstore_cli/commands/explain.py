@@ -20,7 +20,7 @@ from mstore_cli.session import Session
 
 if TYPE_CHECKING:
     from mstore import Store
-    from mstore.reports import (
+    from mstore.api.reports import (
         ExpertShare,
         Explanation,
         LayerExplanation,
@@ -90,7 +90,7 @@ def explain(
 
 def _prepared(store: Store, report: Explanation) -> Iterator[str]:
     """Yield what models are that were made for the recipe of a merge."""
-    from mstore.errors import MstoreError
+    from mstore.terms.errors import MstoreError
 
     plan = report.plan
     names = [plan.base, *(name for name, _ in plan.experts)]

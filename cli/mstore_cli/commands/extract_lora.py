@@ -13,7 +13,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import format_percent, format_seconds, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import TruncatedTensor
+    from mstore.api.reports import TruncatedTensor
 
 
 Only = Annotated[

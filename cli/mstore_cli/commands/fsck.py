@@ -18,8 +18,8 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_share, format_size
 
 if TYPE_CHECKING:
-    from mstore.phrases import Phrase, Text
-    from mstore.reports import Affected, CheckReport, Problem, RepairReport
+    from mstore.api.reports import Affected, CheckReport, Problem, RepairReport
+    from mstore.terms.phrases import Phrase, Text
 
     Typed = Callable[[Text], str]
     """Formats a text of the library, with its commands as this user types them."""

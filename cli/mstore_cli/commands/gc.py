@@ -11,7 +11,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import GcReport
+    from mstore.api.reports import GcReport
 
 SNAPSHOTS_SHOWN = 10
 

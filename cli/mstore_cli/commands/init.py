@@ -118,7 +118,7 @@ def init(
 
 
 def _block_size(text: str) -> int:
-    from mstore.errors import BadRequest
+    from mstore.terms.errors import BadRequest
 
     try:
         return parse_size(text, option="--block-size")

@@ -15,7 +15,7 @@ from mstore_cli.signers import signatures_of, states_of, told_unknown, trusted_s
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import SnapshotReport
+    from mstore.api.reports import SnapshotReport
 
 COLUMNS = (
     Column("SNAPSHOT", style="yellow"),

@@ -12,7 +12,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import TensorReport
+    from mstore.api.reports import TensorReport
 
 COLUMNS = (Column("SIZE", right=True), Column("TENSORS", right=True), Column("FILE"))
 TENSOR_COLUMNS = (

@@ -29,8 +29,8 @@ from mstore_cli.sizes import format_seconds, format_share, format_size, parse_si
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
-    from mstore.ids import SnapshotId
     from mstore.merge.running.commit import MergeReport
+    from mstore.terms.ids import SnapshotId
 
 HELP = "mstore merge --help"
 PLAN_HINT = "mstore plan --help"
@@ -250,7 +250,7 @@ def _known_plan(store: Store, id_or_file: str) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        from mstore.errors import BadRequest
+        from mstore.terms.errors import BadRequest
 
         raise BadRequest("not a plan: not a text file", where=str(path), hint=PLAN_HINT) from error
     return str(store.import_plan(text).plan)
@@ -258,7 +258,7 @@ def _known_plan(store: Store, id_or_file: str) -> str:
 
 def _plan_of(store: Store, name: str) -> str:
     """Return the id of the plan that made a snapshot."""
-    from mstore.errors import BadName, BadRequest, NotFound
+    from mstore.terms.errors import BadName, BadRequest, NotFound
 
     try:
         report = store.show(name)

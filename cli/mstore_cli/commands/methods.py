@@ -10,7 +10,7 @@ from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
-    from mstore.reports import MethodReport, ParameterReport
+    from mstore.api.reports import MethodReport, ParameterReport
 
 COLUMNS = (Column("METHOD", style="yellow"), Column("RESULT", sentence=True), Column("BOUND"))
 PARAMETERS = (

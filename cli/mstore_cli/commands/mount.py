@@ -97,8 +97,8 @@ def mount(
         raise UsageError("empty value for DIR", hint="mstore mount --help")
     revision = None if everything else target[0]
     directory = Path(target[-1])
-    from mstore.phrases import Option
-    from mstore.sizes import parse_size
+    from mstore.terms.phrases import Option
+    from mstore.terms.sizes import parse_size
     from mstore_fuse.mounts import MountInfo
     from mstore_fuse.mounts import mount as start_mount
     from mstore_fuse.mounts import unmount as end_mount

@@ -15,7 +15,7 @@ from mstore_cli.session import Session
 from mstore_cli.signers import states_of, told_unknown, trusted_signers
 
 if TYPE_CHECKING:
-    from mstore.reports import NoteReport
+    from mstore.api.reports import NoteReport
 
 COLUMNS = (
     Column("NOTE", style="yellow"),

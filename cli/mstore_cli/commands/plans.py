@@ -11,7 +11,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import PlanReport
+    from mstore.api.reports import PlanReport
 
 COLUMNS = (
     Column("PLAN", style="yellow"),

@@ -12,7 +12,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
-    from mstore.reports import PruneReport
+    from mstore.api.reports import PruneReport
 
 
 @command(example="mstore prune --keep-last 3 --keep-weekly 8 llama/merged")

@@ -10,7 +10,7 @@ from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
-    from mstore.ids import SnapshotId
+    from mstore.terms.ids import SnapshotId
 
 COLUMNS = (
     Column("POSITION", style="yellow"),

@@ -11,7 +11,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
-    from mstore.reports import RefReport
+    from mstore.api.reports import RefReport
 
 COLUMNS = (
     Column("NAME", style="green"),

@@ -11,7 +11,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
-    from mstore.reports import RemoveReport
+    from mstore.api.reports import RemoveReport
 
 
 @command(example="mstore rm llama/old 'tries/*'")

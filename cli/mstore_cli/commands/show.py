@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mstore.phrases import few
+from mstore.terms.phrases import few
 from mstore_cli.command import command
 from mstore_cli.graph import how, revision_of
 from mstore_cli.options import Revision
@@ -14,7 +14,7 @@ from mstore_cli.signers import signatures_of, states_of, told_unknown, trusted_s
 from mstore_cli.sizes import counted, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import NoteReport, ParentReport, SnapshotReport
+    from mstore.api.reports import NoteReport, ParentReport, SnapshotReport
 
 SHOWN = 5
 

@@ -68,7 +68,7 @@ def sign(
             hint=f"mstore sign {revision} --key FILE, as ~/.ssh/id_ed25519; "
             "ssh-keygen -t ed25519 -f FILE makes one",
         )
-    from mstore.signing import load_key
+    from mstore.snapshots.signing import load_key
 
     def passphrase() -> str:
         if passphrase_file is not None:

@@ -14,7 +14,7 @@ from mstore_cli.signers import SignersOption, how_to_trust, signatures_of, state
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import VerifyReport
+    from mstore.api.reports import VerifyReport
 
 COLUMNS = (
     Column("SNAPSHOT", style="yellow"),
@@ -52,7 +52,7 @@ def verify(
     line; a namespaces option has to include mstore. Signed notes are listed, too; only signatures
     of the snapshots decide.
     """
-    from mstore.notes import UNKNOWN_KEY
+    from mstore.snapshots.notes import UNKNOWN_KEY
 
     trusted = trusted_signers(signers)
     with session.open() as store, session.progress() as tick:
@@ -81,7 +81,7 @@ def verify(
 
 
 def _rows(name: str, report: VerifyReport) -> Iterator[Sequence[str]]:
-    from mstore.objects.note import COUNTS
+    from mstore.store.objects.note import COUNTS
 
     read = format_size(report.bytes_read) if report.bytes_read else "-"
     if not report.signatures:

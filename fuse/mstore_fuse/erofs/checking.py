@@ -16,9 +16,9 @@ from mstore import fs
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE
 from mstore.blocks.reader import BlockReader
-from mstore.errors import Corrupt
-from mstore.ids import BlockId, Buffer, PackId
-from mstore.phrases import call
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import BlockId, Buffer, PackId
+from mstore.terms.phrases import call
 
 _AT_ONCE = 64
 _DONTCACHE = 0x80

@@ -21,14 +21,14 @@ from pathlib import Path
 
 from mstore import Store, fs
 from mstore.blocks.packs import PackGone
-from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.fs.trees import require_alone
-from mstore.ids import PackId
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
 from mstore.store.models import resolved
-from mstore.view import SnapshotView
+from mstore.store.view import SnapshotView
+from mstore.terms.errors import Conflict, StorageFailed, Unavailable
+from mstore.terms.ids import PackId
 from mstore_fuse import mount_table, readahead
 from mstore_fuse.about import AboutStore
 from mstore_fuse.erofs import checking, kernel

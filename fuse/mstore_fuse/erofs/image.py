@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from mstore.errors import Corrupt, Unavailable
-from mstore.frozen import frozen
+from mstore.terms.errors import Corrupt, Unavailable
+from mstore.terms.frozen import frozen
 from mstore_fuse.tree import no_directory_holds
 
 PAGE = 4096

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mstore.block_cache import VirtualBlock
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
-from mstore.errors import Incompatible
-from mstore.frozen import frozen
-from mstore.ids import BlockId, PackId
-from mstore.phrases import Option, call, phrase
-from mstore.sizes import format_size
-from mstore.view import SnapshotView
+from mstore.store.block_cache import VirtualBlock
+from mstore.store.view import SnapshotView
+from mstore.terms.errors import Incompatible
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import BlockId, PackId
+from mstore.terms.phrases import Option, call, phrase
+from mstore.terms.sizes import format_size
 from mstore_fuse.erofs.image import PAGE, CopiedPages, PageMap
 
 COPIED_BYTES = 64 << 20

@@ -32,12 +32,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.frozen import frozen
 from mstore.merge.arithmetic.arguments import pack
 from mstore.merge.arithmetic.tiles import LANES, TILE, address
 from mstore.merge.running.compute import chunk_of, masks_of, row_weights_of
 from mstore.merge.running.loading import Loaded
 from mstore.numeric.passes import Pass
+from mstore.terms.frozen import frozen
 
 _HERE: Final = Path(__file__)
 _PACKAGE: Final = _HERE.parents[2]

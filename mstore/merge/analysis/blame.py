@@ -16,11 +16,7 @@ from contextlib import closing
 
 import numpy as np
 
-from mstore.ahead import in_order
 from mstore.blocks.reader import Meter
-from mstore.errors import BadRequest
-from mstore.frozen import frozen
-from mstore.ids import PlanId, SnapshotId
 from mstore.merge.analysis.attribution import Attribution, attribute
 from mstore.merge.analysis.explain import require_tensor
 from mstore.merge.planning.costs import costs_of
@@ -30,13 +26,17 @@ from mstore.merge.running.compute import tie_counts
 from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
-from mstore.objects.plan import Plan
-from mstore.objects.shapes import layers_of
-from mstore.phrases import call
-from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.shapes import layers_of
 from mstore.store.plans import plan_of, sources_of_merge
+from mstore.terms.ahead import in_order
+from mstore.terms.errors import BadRequest
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import PlanId, SnapshotId
+from mstore.terms.phrases import call
+from mstore.terms.progress import Progress, ProgressCallback
 
 _BATCH = 64
 """How many chunks share one lookup in the index when their tasks are made."""

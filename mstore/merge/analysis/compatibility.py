@@ -14,34 +14,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
-from mstore.adapters.fit import is_any_adapter
-from mstore.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
-from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.models import split_name
 from mstore.checkpoint.strict_json import json_object
-from mstore.compare import ComparedPart, Sums
-from mstore.errors import Incompatible
-from mstore.frozen import frozen
-from mstore.ids import TensorId
-from mstore.made.cards import conflicts, stated_licence
 from mstore.merge.planning.fitting import hint_for_scales, hint_for_types, odd_types
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.sense import far_experts, known_sums, swapped
 from mstore.merge.planning.tied import first_names, told_of_head
 from mstore.merge.planning.warnings import told_of_moved
-from mstore.objects.manifest import Manifest
-from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
-from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, call, few, joined, phrase
-from mstore.stats.known import known_rows
-from mstore.stats.store import StatsStore
+from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
+from mstore.models.adapters.fit import is_any_adapter
+from mstore.models.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
+from mstore.models.adapters.targets import is_adapter
+from mstore.models.compare import ComparedPart, Sums
+from mstore.models.made.cards import conflicts, stated_licence
+from mstore.models.stats.known import known_rows
+from mstore.models.stats.store import StatsStore
+from mstore.models.vocabulary.members import PARTS, chat_template, rows_of
+from mstore.models.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
+from mstore.store.objects.tensor import Tensor
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
-from mstore.vocabulary.members import PARTS, chat_template, rows_of
-from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of
+from mstore.terms.errors import Incompatible
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import TensorId
+from mstore.terms.phrases import Option, call, few, joined, phrase
 
 ERROR: Final = "error"
 WARNING: Final = "warning"

@@ -19,16 +19,16 @@ import msgspec
 import numpy as np
 
 from mstore.blocks.reader import Meter
-from mstore.frozen import frozen
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.planning.costs import costs_of
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
 from mstore.merge.running.ties import TieLedger
-from mstore.objects.plan import Plan
-from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
+from mstore.store.objects.plan import Plan
+from mstore.terms.frozen import frozen
+from mstore.terms.progress import Progress, ProgressCallback
 
 BATCH = 16
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

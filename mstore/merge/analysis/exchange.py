@@ -12,13 +12,12 @@ from typing import Literal
 import msgspec
 
 from mstore.blocks.schema import Sources
-from mstore.errors import BadRequest, Corrupt, NotFound
-from mstore.ids import PlanId
 from mstore.merge.planning.costs import told_costs
 from mstore.merge.planning.report import PlanReport, plan_report
 from mstore.merge.planning.validate import check_block_size, check_fits
-from mstore.objects.canonical import decode
-from mstore.objects.plan import (
+from mstore.store.catalog import Catalog
+from mstore.store.objects.canonical import decode
+from mstore.store.objects.plan import (
     Criteria,
     Mixture,
     Plan,
@@ -29,9 +28,10 @@ from mstore.objects.plan import (
     Threshold,
     Value,
 )
-from mstore.phrases import call, phrase
-from mstore.store.catalog import Catalog
 from mstore.store.plans import find, sources_of, store_plan
+from mstore.terms.errors import BadRequest, Corrupt, NotFound
+from mstore.terms.ids import PlanId
+from mstore.terms.phrases import call, phrase
 
 FORMAT = "mstore plan 1"
 MAX_TEXT = 256 << 20

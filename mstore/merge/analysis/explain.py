@@ -11,18 +11,19 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.schema import Sources
-from mstore.errors import Corrupt, NotFound, did_you_mean
-from mstore.frozen import frozen
-from mstore.ids import SnapshotId
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import told_costs
 from mstore.merge.planning.report import PlanReport, companions_of, plan_report
 from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.tied import names_of_plan
-from mstore.objects.coverage import Coverage, TensorCoverage, bit
-from mstore.objects.plan import (
+from mstore.models.adapters.inputs import Inputs, Names
+from mstore.models.stats.chunks import blocks_per_chunk
+from mstore.store.catalog import Catalog
+from mstore.store.models import tensors_of
+from mstore.store.not_finite import of_merge
+from mstore.store.objects.coverage import Coverage, TensorCoverage, bit
+from mstore.store.objects.plan import (
     BELOW,
     DROPPED,
     EQUAL,
@@ -34,15 +35,14 @@ from mstore.objects.plan import (
     PlanTensor,
     Taken,
 )
-from mstore.objects.shapes import layers_of
-from mstore.objects.snapshot import SnapshotRecord
-from mstore.phrases import call, phrase
-from mstore.stats.chunks import blocks_per_chunk
-from mstore.store.catalog import Catalog
-from mstore.store.models import tensors_of
-from mstore.store.not_finite import of_merge
+from mstore.store.objects.shapes import layers_of
+from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.plans import plan_of, sources_of_merge
 from mstore.store.refs import is_pattern
+from mstore.terms.errors import Corrupt, NotFound, did_you_mean
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import call, phrase
 
 STATE_NAMES = {
     READ: "read",

@@ -10,12 +10,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from mstore.errors import BadRequest
-from mstore.frozen import frozen
 from mstore.merge.analysis.distance import distances
 from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
-from mstore.progress import ProgressCallback
+from mstore.terms.errors import BadRequest
+from mstore.terms.frozen import frozen
+from mstore.terms.progress import ProgressCallback
 
 SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
 

@@ -23,13 +23,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.errors import Incompatible
 from mstore.merge.arithmetic.arguments import Chunk, pack
 from mstore.merge.arithmetic.mix import Mix
 from mstore.merge.arithmetic.tiles import TOGETHER
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.passes import Pass
+from mstore.terms.errors import Incompatible
 
 _HERE: Final = Path(__file__)
 _informed: Final = Pass(

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mstore.errors import MstoreError
-from mstore.objects.plan import BASE, BELOW, EQUAL, EXPERT, READ, SHARED
+from mstore.store.objects.plan import BASE, BELOW, EQUAL, EXPERT, READ, SHARED
+from mstore.terms.errors import MstoreError
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -11,10 +11,10 @@ import numpy as np
 from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic import pieces
 from mstore.merge.arithmetic.masks import Singles
+from mstore.models.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
 from mstore.numeric.halves import Bits
-from mstore.objects.tensor import Tensor
-from mstore.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
 from mstore.store.catalog import Catalog
+from mstore.store.objects.tensor import Tensor
 
 _MOST_KEPT: Final = 1 << 25
 """So many numbers of a tensor are kept: 128 MiB."""

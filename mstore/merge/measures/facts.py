@@ -20,21 +20,21 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from mstore.blocks.reader import Meter
-from mstore.errors import BadRequest
-from mstore.ids import TensorId
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.measures.companions import Companion
 from mstore.merge.measures.deltas import Chunks
+from mstore.models.stats.analysis import measure_apart, measure_pair, measure_squares
+from mstore.models.stats.chunks import ReadChunk, chunk_reader, tensor_chunk
+from mstore.models.stats.known import known_apart, sum_of_squares
+from mstore.models.stats.store import StatsStore
+from mstore.models.stats.table import DeltaTable
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
-from mstore.objects.tensor import Tensor
-from mstore.phrases import Option
-from mstore.stats.analysis import measure_apart, measure_pair, measure_squares
-from mstore.stats.chunks import ReadChunk, chunk_reader, tensor_chunk
-from mstore.stats.known import known_apart, sum_of_squares
-from mstore.stats.store import StatsStore
-from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import TensorId
+from mstore.terms.phrases import Option
 
 Side = tuple[TensorId, Tensor]
 

@@ -12,9 +12,9 @@ from typing import Final
 
 import msgspec
 
-from mstore.errors import BadRequest
 from mstore.merge.methods.method import Operation
-from mstore.phrases import call, phrase
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import call, phrase
 
 
 def coefficients(operation: Operation) -> list[float]:

@@ -15,7 +15,7 @@ from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Range, Scalar
 from mstore.merge.methods.selections.whole import Whole
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 
 def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float]) -> Mixture:

@@ -37,7 +37,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.errors import BadRequest, did_you_mean
 from mstore.merge.arithmetic import kernels
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.mix import Mix
@@ -55,8 +54,9 @@ from mstore.merge.methods.parameters import (
     single,
 )
 from mstore.merge.methods.selections.selection import EVERY, Measured, Selection, common
-from mstore.objects.plan import Mixture
-from mstore.phrases import Option, call, phrase
+from mstore.store.objects.plan import Mixture
+from mstore.terms.errors import BadRequest, did_you_mean
+from mstore.terms.phrases import Option, call, phrase
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

@@ -19,7 +19,7 @@ from mstore.merge.measures.grid import Bools, Floats, Grid, added
 from mstore.merge.methods.bounds import Rounding, coefficients, rounding
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import MAX_SINGLE
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, READ, SHARED
+from mstore.store.objects.plan import BELOW, DROPPED, EQUAL, READ, SHARED
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
 

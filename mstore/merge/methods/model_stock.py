@@ -20,7 +20,7 @@ from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Scalar, Value
 from mstore.merge.methods.selections.delta import Delta
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 _SMALLEST_NORMS: Final = 1e-6
 """A product of two norms below this is replaced by it."""

@@ -11,13 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from mstore.errors import BadRequest
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Range, Scalar
 from mstore.merge.methods.selections.delta import Delta
-from mstore.objects.plan import Mixture
-from mstore.phrases import Option, phrase
+from mstore.store.objects.plan import Mixture
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import Option, phrase
 
 _LOST: Final = 2.0**-48
 """A square this much smaller than the terms that it is the sum of is their rounding error."""

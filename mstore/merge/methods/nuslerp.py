@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic.angles import Doubles, arc_cosine, sine
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.turns import STILL, RowTurn, Turn, at_least, clipped, products
@@ -20,7 +19,8 @@ from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Scalar, Value
 from mstore.merge.methods.selections.delta import Delta
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
+from mstore.terms.errors import BadRequest
 
 _SMALLEST_NORM: Final = 1e-7
 _SMALLEST_TOTAL: Final = 1e-6

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from mstore.errors import BadRequest
+from mstore.terms.errors import BadRequest
 
 Scalar = float | int | bool
 Value = Scalar | str | tuple[float, ...]

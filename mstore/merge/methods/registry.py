@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from mstore.errors import BadRequest, Unavailable, did_you_mean
 from mstore.merge import methods
 from mstore.merge.measures.companions import split
 from mstore.merge.methods.method import Method, Operation
-from mstore.objects.plan import Plan, PlanOperation, PlanTensor
-from mstore.phrases import call, phrase
+from mstore.store.objects.plan import Plan, PlanOperation, PlanTensor
+from mstore.terms.errors import BadRequest, Unavailable, did_you_mean
+from mstore.terms.phrases import call, phrase
 
 # Late: a merge by a method of this folder waits for no list of installed packages.
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ PARAMETERS_ELSEWHERE: Final = frozenset(("filter", "int8_mask"))
 """Parameters of mergekit's methods, in recipes, that no method here needs to have."""
 
 _OF_ADAPTERS: Final = frozenset(("cat", "svd", "magnitude_prune"))
-"""Names that PEFT has for making one adapter of several (`mstore.combination`)."""
+"""Names that PEFT has for making one adapter of several (`mstore.merge.combination`)."""
 
 
 _SHOWN = 60

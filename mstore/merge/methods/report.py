@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mstore.frozen import frozen
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter
+from mstore.terms.frozen import frozen
 
 _KINDS = {"float": "number", "int": "whole number", "bool": "true or false"}
 

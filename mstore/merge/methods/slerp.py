@@ -10,7 +10,7 @@ from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Range, Scalar, single
 from mstore.merge.methods.selections.whole import Whole
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 _SMALLEST_NORM: Final = 1e-8
 _PARALLEL: Final = 0.9995

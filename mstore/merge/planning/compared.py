@@ -13,16 +13,16 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from mstore.adapters import low_rank
-from mstore.ids import ID_BYTES
 from mstore.merge.measures.grid import Bools
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import Candidate, Counts
+from mstore.models.adapters import low_rank
+from mstore.models.stats.chunks import blocks_per_chunk, tensor_chunk
 from mstore.numeric.codes import ITEMSIZES
-from mstore.objects.applied import AppliedTensor
-from mstore.objects.tensor import Tensor
-from mstore.stats.chunks import blocks_per_chunk, tensor_chunk
 from mstore.store.catalog import Catalog
+from mstore.store.objects.applied import AppliedTensor
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.ids import ID_BYTES
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 T = TypeVar("T")

@@ -13,17 +13,17 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from mstore.adapters.inputs import Inputs
-from mstore.adapters.low_rank import stored_bytes
-from mstore.errors import BadRequest, Corrupt, NotFound, Unavailable
-from mstore.ids import ID_BYTES
 from mstore.merge.measures.grid import Bools
 from mstore.merge.planning.compared import Words, batched, chunk_ids, twins
 from mstore.merge.planning.surveyed import Counts
-from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
-from mstore.objects.tensor import Tensor
+from mstore.models.adapters.inputs import Inputs
+from mstore.models.adapters.low_rank import stored_bytes
 from mstore.store.catalog import Catalog
+from mstore.store.objects.applied import AppliedTensor
+from mstore.store.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import BadRequest, Corrupt, NotFound, Unavailable
+from mstore.terms.ids import ID_BYTES
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
 

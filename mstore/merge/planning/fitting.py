@@ -1,6 +1,6 @@
 """Whether tensors of experts can be merged with the base's: types without arithmetic, and hints.
 
-Owns the words.  `mstore.objects.shapes` compares names and shapes, `mstore.casting` owns what a
+Owns the words.  `store.objects.shapes` compares names and shapes, `models.casting` owns what a
 cast does.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from mstore.errors import Incompatible
-from mstore.ids import TensorId
 from mstore.numeric.codes import CASTS, CODES, ITEMSIZES, cast_hint
-from mstore.objects.shapes import differ_in_vocabulary, told_difference
-from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, Phrase, Text, call, few, joined, phrase
+from mstore.store.objects.shapes import differ_in_vocabulary, told_difference
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import Incompatible
+from mstore.terms.ids import TensorId
+from mstore.terms.phrases import Option, Phrase, Text, call, few, joined, phrase
 
 Records = Mapping[str, tuple[TensorId, Tensor]]
 """Tensors of a model with their records, by name."""
@@ -101,7 +101,7 @@ def hint_for_scales(
 
     base, other: names of the models. ours, theirs: types of their tensors, by name.
     """
-    from mstore.casting.scales import are_scales
+    from mstore.models.casting.scales import are_scales
 
     for model, one, two in ((other, theirs, ours), (base, ours, theirs)):
         if are_scales([name for name in one if name not in two], one):

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from mstore.errors import BadRequest
 from mstore.merge.methods.registry import Operations
-from mstore.objects.plan import OMITTED, READ, Plan
-from mstore.phrases import Option, call, phrase
-from mstore.sizes import format_size
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
+from mstore.store.objects.plan import OMITTED, READ, Plan
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import Option, call, phrase
+from mstore.terms.sizes import format_size
 
 _ALLOW: Final = phrase("{allow} merges it all the same", allow=Option("allow_noop", True))
 # A number of bytes that the user may have meant as per cent.

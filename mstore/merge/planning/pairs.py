@@ -4,8 +4,8 @@ Missing statistics are measured, unless the request forbids it.
 
 **Many at a time.** A table takes some 100 us to unpack, and a survey of 20 experts looks at
 thousands; of most it needs the rows and one cut.  So these are kept beside the tables
-(`mstore.stats.digests`), found for all tensors together, and made from the table where they are
-missing.  Tables of one chunk have no digests: they are opened together (`mstore.stats.known`).  A
+(`models.stats.digests`), found for all tensors together, and made from the table where they are
+missing.  Tables of one chunk have no digests: they are opened together (`models.stats.known`).  A
 survey gives the same with digests and without.  Belongs to one survey; not thread-safe.
 """
 
@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from mstore.adapters import low_rank
 from mstore.blocks.reader import Meter
-from mstore.errors import BadRequest
-from mstore.ids import TensorId
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import KEEPS_NONE, Candidate
+from mstore.models.adapters import low_rank
+from mstore.models.stats.chunk import CHUNK, Rows
+from mstore.models.stats.chunks import chunk_elements
+from mstore.models.stats.digests import Digest
+from mstore.models.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
+from mstore.models.stats.known import SingleTables, keep_products
+from mstore.models.stats.products import product_rows
+from mstore.models.stats.store import StatsStore
+from mstore.models.stats.table import DeltaTable
 from mstore.numeric.codes import ITEMSIZES
-from mstore.objects.applied import AppliedTensor
-from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, phrase
-from mstore.stats.chunk import CHUNK, Rows
-from mstore.stats.chunks import chunk_elements
-from mstore.stats.digests import Digest
-from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
-from mstore.stats.known import SingleTables, keep_products
-from mstore.stats.products import product_rows
-from mstore.stats.store import StatsStore
-from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
+from mstore.store.objects.applied import AppliedTensor
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import TensorId
+from mstore.terms.phrases import Option, phrase
 
 # Late: most surveys find statistics.
 if TYPE_CHECKING:

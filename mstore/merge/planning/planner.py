@@ -31,7 +31,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mstore.errors import BadRequest
 from mstore.merge.measures.grid import Bools, Floats, Grid, Ints, added
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import Model, States
@@ -39,9 +38,10 @@ from mstore.merge.planning.ranking import Ranking, Units, lottery, seed
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import Survey, SurveyedTensor, grid_of
 from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
-from mstore.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED
-from mstore.phrases import Option, few, phrase
-from mstore.sizes import exact_size
+from mstore.store.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import Option, few, phrase
+from mstore.terms.sizes import exact_size
 
 # Sums of squares and their roots are off by less than this: 2^-53 per step, in at most 2^28 steps.
 _FLOAT64_ERROR = 2.0**-24

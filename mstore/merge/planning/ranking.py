@@ -53,11 +53,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mstore.errors import BadRequest
-from mstore.ids import TensorId
 from mstore.merge.methods.method import Operation
-from mstore.objects.plan import SCORES, Score
-from mstore.phrases import Option
+from mstore.store.objects.plan import SCORES, Score
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import TensorId
+from mstore.terms.phrases import Option
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]

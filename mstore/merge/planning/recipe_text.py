@@ -1,4 +1,4 @@
-"""The recipe of a plan, for its store: what `mstore.recipes` writes, and must be told of a method.
+"""The recipe of a plan, for its store: what `merge.recipes` writes, and must be told of a method.
 
 Every merge writes one, so this imports nothing that reads recipes (`recipes`).
 """
@@ -9,23 +9,23 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import MERGEKIT
-from mstore.errors import BadRequest, NotFound
-from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
 from mstore.merge.planning.noop import is_retyped
-from mstore.objects.plan import Plan
-from mstore.objects.snapshot import PREPARE
-from mstore.recipes.recipe import DEFAULT_LIMITS
-from mstore.recipes.resolve import KnownMethod, KnownParameter
-from mstore.recipes.write import named, recipe_of
+from mstore.merge.recipes.recipe import DEFAULT_LIMITS
+from mstore.merge.recipes.resolve import KnownMethod, KnownParameter
+from mstore.merge.recipes.write import named, recipe_of
+from mstore.models.adapters.targets import is_adapter
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.snapshot import PREPARE
 from mstore.store.plans import sources_of
 from mstore.store.refs import CANDIDATE, KINDS
+from mstore.terms.errors import BadRequest, NotFound
+from mstore.terms.ids import ManifestId
 
 
 def recipe_text(catalog: Catalog, plan: Plan) -> str:
@@ -124,7 +124,7 @@ def _stack_told(catalog: Catalog, member: ManifestId) -> str:
     if not raw:
         return ""
     # Few merges have a parent with a recipe, and only these read one.
-    from mstore.recipes.parse import parse
+    from mstore.merge.recipes.parse import parse
 
     try:
         text = raw.decode()

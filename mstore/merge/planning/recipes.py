@@ -1,7 +1,7 @@
 """Recipes for one store: its methods, the tensors and layers of the models that they name, and the
 models that must be made first.
 
-Owns what `mstore.recipes` must be told, and the branches of models that are made for a recipe.
+Owns what `merge.recipes` must be told, and the branches of models that are made for a recipe.
 Does not own what a recipe means, nor which models it needs (`recipes.prepared`).
 """
 
@@ -15,26 +15,26 @@ from functools import cache
 import msgspec
 from blake3 import blake3
 
-from mstore.adapters.inputs import Inputs, ModelChoice
-from mstore.adapters.targets import is_adapter
-from mstore.errors import BadName, BadRequest, NotFound
-from mstore.frozen import frozen
-from mstore.ids import ManifestId, SnapshotId
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
 from mstore.merge.planning.tied import first_names
+from mstore.merge.recipes.layout import Layout, layers_of
+from mstore.merge.recipes.modular import check, resolve
+from mstore.merge.recipes.parse import parse
+from mstore.merge.recipes.prepared import APPLY, STACK, Applied, Needed, prepare
+from mstore.merge.recipes.recipe import Parts, Recipe, Text, at
+from mstore.merge.recipes.resolve import DTYPES, KnownMethod, base_of
+from mstore.models.adapters.inputs import Inputs, ModelChoice
+from mstore.models.adapters.targets import is_adapter
 from mstore.numeric.codes import CODES
-from mstore.phrases import Call
-from mstore.recipes.layout import Layout, layers_of
-from mstore.recipes.modular import check, resolve
-from mstore.recipes.parse import parse
-from mstore.recipes.prepared import APPLY, STACK, Applied, Needed, prepare
-from mstore.recipes.recipe import Parts, Recipe, Text, at
-from mstore.recipes.resolve import DTYPES, KnownMethod, base_of
-from mstore.requests import PREPARED, MergeRequest, RecipeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, model_of, snapshot_of, tensors_of
 from mstore.store.tied import ties_embeddings
+from mstore.terms.errors import BadName, BadRequest, NotFound
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import ManifestId, SnapshotId
+from mstore.terms.phrases import Call
+from mstore.terms.requests import PREPARED, MergeRequest, RecipeRequest
 
 
 @frozen

@@ -8,19 +8,29 @@ from contextlib import suppress
 
 from mstore.blocks.schema import Sources
 from mstore.checkpoint.models import place_of, split_name
-from mstore.errors import BadRequest, NotFound, Unavailable
-from mstore.frozen import frozen
-from mstore.ids import PlanId
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import Costs, told_costs
 from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, not_finite_warnings
-from mstore.objects.plan import BASE, BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanInput
-from mstore.phrases import call, few, phrase
-from mstore.sizes import exact_size, format_size
 from mstore.store.catalog import Catalog
 from mstore.store.not_finite import NotFiniteTensor, may_be
+from mstore.store.objects.plan import (
+    BASE,
+    BELOW,
+    DROPPED,
+    EQUAL,
+    OMITTED,
+    READ,
+    SHARED,
+    Plan,
+    PlanInput,
+)
 from mstore.store.plans import plan_ids, sources_of
+from mstore.terms.errors import BadRequest, NotFound, Unavailable
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import PlanId
+from mstore.terms.phrases import call, few, phrase
+from mstore.terms.sizes import exact_size, format_size
 
 
 @frozen

@@ -8,20 +8,20 @@ from typing import overload
 
 import msgspec
 
-from mstore.adapters.inputs import ModelChoice
-from mstore.errors import BadRequest, did_you_mean
-from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.ranking import score_of
+from mstore.models.adapters.inputs import ModelChoice
 from mstore.numeric.codes import output_dtype
-from mstore.objects.canonical import DEFAULT_LIMITS
-from mstore.objects.plan import BASE, EXPERT, PlanInput, Score
-from mstore.objects.shapes import Globs, require_patterns, unmatched
-from mstore.phrases import Option, few, phrase
-from mstore.requests import MergeRequest, TensorRule
-from mstore.sizes import Budget
 from mstore.store.models import Input
+from mstore.store.objects.canonical import DEFAULT_LIMITS
+from mstore.store.objects.plan import BASE, EXPERT, PlanInput, Score
+from mstore.store.objects.shapes import Globs, require_patterns, unmatched
+from mstore.terms.errors import BadRequest, did_you_mean
+from mstore.terms.ids import ManifestId
+from mstore.terms.phrases import Option, few, phrase
+from mstore.terms.requests import MergeRequest, TensorRule
+from mstore.terms.sizes import Budget
 
 BudgetGiven = Budget | str | int | float | None
 _SHOWN = 60
@@ -81,7 +81,7 @@ class Rules(Sequence[Rule]):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One merge to plan, made from a `mstore.requests.MergeRequest`.
+    """One merge to plan, made from a `mstore.terms.requests.MergeRequest`.
 
     operation: the method with its parameters and the experts' weights. budget: bytes (int), share
     of the full cost in (0, 1] (float), or None. max_error: bound on the relative error, or None.

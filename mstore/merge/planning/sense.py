@@ -15,21 +15,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Final
 
-from mstore.adapters.inputs import Inputs
-from mstore.adapters.targets import is_adapter
 from mstore.blocks.schema import Sources
-from mstore.compare import Measure, Sums, by_layer, comparable
-from mstore.errors import Corrupt, NotFound
-from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.warnings import MergeWarning
-from mstore.objects.plan import Plan
-from mstore.objects.snapshot import BASE
-from mstore.phrases import call, few, phrase
-from mstore.stats.store import StatsStore
+from mstore.models.adapters.inputs import Inputs
+from mstore.models.adapters.targets import is_adapter
+from mstore.models.compare import Measure, Sums, by_layer, comparable
+from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, tensors_of
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.snapshot import BASE
+from mstore.terms.errors import Corrupt, NotFound
+from mstore.terms.ids import ManifestId
+from mstore.terms.phrases import call, few, phrase
 
 MOST_OF_MODEL: Final = 0.5
 """An expert that moved a whole model further than this, relative to the base's norm, is odd."""

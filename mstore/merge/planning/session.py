@@ -17,8 +17,6 @@ import msgspec
 from blake3 import blake3
 
 from mstore.blocks.schema import Risk, Source, Sources
-from mstore.errors import NotFound
-from mstore.ids import ManifestId
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import States
 from mstore.merge.methods.parameters import Value
@@ -30,19 +28,15 @@ from mstore.merge.planning.stored_texts import AT_EDGES
 from mstore.merge.planning.survey import Surveyor
 from mstore.merge.planning.surveyed import Survey
 from mstore.merge.planning.thresholds import Known, Thresholds
-from mstore.objects.plan import (
-    Criteria,
-    Plan,
-    PlanOperation,
-    PlanTensor,
-    Threshold,
-)
-from mstore.progress import ProgressCallback
-from mstore.stats.store import StatsStore
+from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.models import tensors_of
+from mstore.store.objects.plan import Criteria, Plan, PlanOperation, PlanTensor, Threshold
 from mstore.store.plans import sources_of, store_plan
+from mstore.terms.errors import NotFound
+from mstore.terms.ids import ManifestId
+from mstore.terms.progress import ProgressCallback
 
 PLANNER = 8
 """Increment whenever the same request leads to a different plan."""

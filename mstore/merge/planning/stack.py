@@ -14,17 +14,17 @@ from collections.abc import Mapping
 
 import msgspec
 
-from mstore.adapters.inputs import Inputs
-from mstore.errors import BadRequest, Incompatible
-from mstore.ids import ManifestId, TensorId
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.stacked_config import unstackable
-from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import Criteria, Plan, PlanOperation, Taken
-from mstore.objects.tensor import Tensor
-from mstore.recipes.layout import Layout, layers_of
+from mstore.merge.recipes.layout import Layout, layers_of
+from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of
+from mstore.store.objects.applied import AppliedTensor
+from mstore.store.objects.plan import Criteria, Plan, PlanOperation, Taken
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import BadRequest, Incompatible
+from mstore.terms.ids import ManifestId, TensorId
 
 
 class _Member(msgspec.Struct, frozen=True):

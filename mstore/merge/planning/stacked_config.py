@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import msgspec
 
-from mstore.phrases import few
-from mstore.recipes.layout import COUNTS, TEXT_CONFIGS
+from mstore.merge.recipes.layout import COUNTS, TEXT_CONFIGS
+from mstore.terms.phrases import few
 
 _MOST_LAYERS: Final = 1 << 16
 _NAMED: Final = 8

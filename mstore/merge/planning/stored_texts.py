@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.phrases import Option, phrase
+from mstore.terms.phrases import Option, phrase
 
 NOT_AMONG_ONLY: Final = "not among --only"
 """The cause for a tensor that none of the patterns of `only` names."""

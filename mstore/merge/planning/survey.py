@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
-from mstore.errors import BadRequest, Incompatible
-from mstore.ids import TensorId
 from mstore.merge.measures.companions import Beside, Companion, grouped, split
 from mstore.merge.measures.grid import Bools
 from mstore.merge.methods.method import Operation
@@ -38,19 +35,22 @@ from mstore.merge.planning.surveyed import (
     SurveyedTensor,
 )
 from mstore.merge.planning.tied import first_names, left_out_names
+from mstore.merge.recipes.layout import Layout, layers_of
+from mstore.models.adapters.inputs import Inputs, Names
+from mstore.models.stats.chunk import CHUNK, finite
+from mstore.models.stats.chunks import tensor_chunk
+from mstore.models.stats.store import StatsStore
 from mstore.numeric.codes import ITEMSIZES
-from mstore.objects.applied import AppliedTensor
-from mstore.objects.shapes import chosen, require_same_shapes
-from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, call, few, phrase
-from mstore.progress import Progress, ProgressCallback
-from mstore.recipes.layout import Layout, layers_of
-from mstore.stats.chunk import CHUNK, finite
-from mstore.stats.chunks import tensor_chunk
-from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, models_in
+from mstore.store.objects.applied import AppliedTensor
+from mstore.store.objects.shapes import chosen, require_same_shapes
+from mstore.store.objects.tensor import Tensor
 from mstore.store.tied import ties_embeddings
+from mstore.terms.errors import BadRequest, Incompatible
+from mstore.terms.ids import TensorId
+from mstore.terms.phrases import Option, call, few, phrase
+from mstore.terms.progress import Progress, ProgressCallback
 
 # Late: most methods need no facts, and most surveys find statistics.
 if TYPE_CHECKING:

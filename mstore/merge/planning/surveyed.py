@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from mstore.ids import ManifestId, TensorId
 from mstore.merge.measures.companions import Beside, Companion, Together
 from mstore.merge.measures.grid import Bools, Floats, Grid, Ints
 from mstore.merge.methods.method import Operation
-from mstore.objects import plan
-from mstore.objects.applied import AppliedTensor
-from mstore.objects.tensor import Tensor
-from mstore.stats.chunk import CHUNK
-from mstore.stats.histogram import Threshold
+from mstore.models.stats.chunk import CHUNK
+from mstore.models.stats.histogram import Threshold
+from mstore.store.objects import plan
+from mstore.store.objects.applied import AppliedTensor
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.ids import ManifestId, TensorId
 
 Counts = Ints
 

@@ -21,16 +21,16 @@ import msgspec
 import numpy as np
 
 from mstore.blocks.reader import Meter
-from mstore.errors import BadRequest
-from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
-from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
-from mstore.stats import deltas, histogram
-from mstore.stats.chunks import Bytes, chunk_reader
-from mstore.stats.store import StatsStore
+from mstore.models.stats import deltas, histogram
+from mstore.models.stats.chunks import Bytes, chunk_reader
+from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
+from mstore.store.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import TensorId
 
 LOW_VALUES = 1 << 16
 # Few chunks at a time: the quota may end in any of them, and chunks after it are read for nothing.

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import split_name
-from mstore.errors import Corrupt
-from mstore.ids import TensorId
 from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, skipped
-from mstore.objects.plan import Criteria, Plan
-from mstore.objects.shapes import EMBEDDINGS, Globs, matching, require_matches
+from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
+from mstore.store.objects.plan import Criteria, Plan
+from mstore.store.objects.shapes import EMBEDDINGS, Globs, matching, require_matches
 from mstore.store.tied import KEY, own_head, sizes_of, ties_embeddings
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import TensorId
 
 Names = Mapping[str, TensorId]
 

@@ -11,20 +11,20 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from mstore.adapters.inputs import Inputs
-from mstore.errors import BadRequest, Incompatible
 from mstore.merge.measures.companions import Companion, split
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.tied import names_of_plan
+from mstore.models.adapters.inputs import Inputs
+from mstore.models.stats.chunks import tensor_chunk
 from mstore.numeric.codes import CODES
-from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
-from mstore.objects.tensor import Tensor
-from mstore.phrases import call, phrase
-from mstore.sizes import format_size
-from mstore.stats.chunks import tensor_chunk
 from mstore.store.catalog import Catalog
+from mstore.store.objects.applied import AppliedTensor
+from mstore.store.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import BadRequest, Incompatible
+from mstore.terms.phrases import call, phrase
+from mstore.terms.sizes import format_size
 
 _TOGETHER: Final = 64
 """Number of tensors whose records are read together."""

@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from mstore.adapters.inputs import Inputs, stand_ins
-from mstore.adapters.targets import is_adapter
 from mstore.blocks.schema import Source, Sources
-from mstore.errors import Incompatible
-from mstore.frozen import frozen
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.stacked_config import stacked_config
 from mstore.merge.planning.tied import (
@@ -22,18 +18,22 @@ from mstore.merge.planning.tied import (
     own_head_of,
     told_of_head,
 )
+from mstore.models.adapters.inputs import Inputs, stand_ins
+from mstore.models.adapters.targets import is_adapter
+from mstore.models.vocabulary import tokenizer as tokenizers
+from mstore.models.vocabulary.tokenizer import TokenDifferences, Tokenizer
 from mstore.numeric.codes import LARGEST
-from mstore.objects.manifest import File, Manifest
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanInput
-from mstore.objects.shapes import EMBEDDINGS
-from mstore.objects.snapshot import BASE
-from mstore.phrases import few
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, models_in, paired, tensors_of
 from mstore.store.not_finite import NotFiniteTensor
+from mstore.store.objects.manifest import File, Manifest
+from mstore.store.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanInput
+from mstore.store.objects.shapes import EMBEDDINGS
+from mstore.store.objects.snapshot import BASE
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
-from mstore.vocabulary import tokenizer as tokenizers
-from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
+from mstore.terms.errors import Incompatible
+from mstore.terms.frozen import frozen
+from mstore.terms.phrases import few
 
 IS_BASE = "expert is the base"
 REPEATED = "expert given twice"

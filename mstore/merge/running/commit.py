@@ -10,25 +10,25 @@ import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.schema import Sources
-from mstore.errors import Incompatible, StorageFailed
-from mstore.frozen import frozen
-from mstore.ids import ManifestId, PlanId, SnapshotId
-from mstore.made.snapshots import Publication, made_of
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning, told_counts
 from mstore.merge.running.engine import Outcome, Resources, run_plan
 from mstore.merge.running.known import Ready
 from mstore.merge.running.memory import MEMORY
 from mstore.merge.running.slices import SLICE_BYTES
-from mstore.objects.plan import READ, SHARED, Plan
-from mstore.objects.snapshot import BASE, COMPANION, EXPERT, MERGE, Parent, SnapshotRecord
-from mstore.phrases import Option, phrase
-from mstore.progress import ProgressCallback
+from mstore.models.made.snapshots import Publication, made_of
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor, counted
+from mstore.store.objects.plan import READ, SHARED, Plan
+from mstore.store.objects.snapshot import BASE, COMPANION, EXPERT, MERGE, Parent, SnapshotRecord
 from mstore.store.transaction import Transaction, branch_to_move
+from mstore.terms.errors import Incompatible, StorageFailed
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import ManifestId, PlanId, SnapshotId
+from mstore.terms.phrases import Option, phrase
+from mstore.terms.progress import ProgressCallback
 
 
 @frozen

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.errors import Incompatible
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import count_ties
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.running.loading import Bytes, Loaded
 from mstore.merge.running.task import TensorTask
 from mstore.numeric.codes import INFINITIES, ITEMSIZES
+from mstore.terms.errors import Incompatible
 
 
 def blend(

@@ -22,9 +22,6 @@ import msgspec
 from mstore.blocks.codecs import Policy
 from mstore.blocks.pack_store import HERE
 from mstore.blocks.reader import Meter
-from mstore.errors import BudgetExceeded
-from mstore.ids import BlockId
-from mstore.made.files import blocks_of
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.computer import Computer
@@ -35,14 +32,17 @@ from mstore.merge.running.papers import Papers
 from mstore.merge.running.runners import LocalRunner, RemoteRunner
 from mstore.merge.running.slices import SLICE_BYTES, Slice
 from mstore.merge.running.work_list import Cutter, WorkList, coverage
-from mstore.objects.coverage import Coverage
-from mstore.objects.manifest import Manifest
-from mstore.objects.plan import Plan
-from mstore.objects.tensor import Tensor
-from mstore.progress import ProgressCallback
+from mstore.models.made.files import blocks_of
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
+from mstore.store.objects.coverage import Coverage
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
+from mstore.terms.errors import BudgetExceeded
+from mstore.terms.ids import BlockId
+from mstore.terms.progress import ProgressCallback
 
 
 class Resources(msgspec.Struct, frozen=True):

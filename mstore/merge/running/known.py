@@ -20,23 +20,23 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from mstore.adapters.low_rank import stored_bytes
 from mstore.blocks.packs import Kind
 from mstore.checkpoint.partition import block_count
-from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.resume import Leftovers
 from mstore.merge.running.slices import Result
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
-from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import Plan
-from mstore.phrases import call
-from mstore.stats.chunks import blocks_per_chunk
+from mstore.models.adapters.low_rank import stored_bytes
+from mstore.models.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
+from mstore.store.objects.applied import AppliedTensor
+from mstore.store.objects.plan import Plan
 from mstore.store.transaction import Transaction
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import ID_BYTES, BlockId
+from mstore.terms.phrases import call
 
 MOST: Final = 1 << 20
 """The most chunks of experts in a plan that is worth keeping: some 100 MB of ids, keys and rows."""

@@ -27,11 +27,11 @@ from mstore.blocks.location import Location
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import PackGone
 from mstore.blocks.reader import Meter, decode_into, verify
-from mstore.errors import Corrupt
-from mstore.ids import BlockId
 from mstore.merge.running.task import ChunkTask, Row, Source
 from mstore.numeric.codes import ITEMSIZES
-from mstore.phrases import call
+from mstore.terms.errors import Corrupt
+from mstore.terms.ids import BlockId
+from mstore.terms.phrases import call
 
 SPARE_SIDES: Final = 3
 """Sides that loading may need beyond the chunk's own.

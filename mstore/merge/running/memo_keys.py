@@ -32,13 +32,13 @@ from typing import Final
 import msgspec
 from blake3 import blake3
 
-from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.methods.method import Operation
 from mstore.merge.running.compute import ALL_FINITE, NotFinite
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
-from mstore.objects.plan import DROPPED, OMITTED
-from mstore.stats.chunks import blocks_per_chunk
+from mstore.models.stats.chunks import blocks_per_chunk
+from mstore.store.objects.plan import DROPPED, OMITTED
+from mstore.terms.ids import ID_BYTES, BlockId
 
 CONTEXT: Final = "mstore 1 memo"
 ARITHMETIC: Final = 2

@@ -15,12 +15,12 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from mstore.errors import BadRequest
 from mstore.merge.running.loading import SPARE_SIDES
 from mstore.merge.running.slices import BATCH_BYTES, Bounds, batch_chunks
 from mstore.merge.running.task import Tasks, item_size
-from mstore.phrases import Option, phrase
-from mstore.sizes import format_size
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import Option, phrase
+from mstore.terms.sizes import format_size
 
 MEMORY: Final = 512 << 20
 """Default limit of anonymous memory, in bytes: of a merge, or of a slice computed elsewhere."""

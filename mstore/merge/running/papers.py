@@ -20,7 +20,6 @@ from functools import cached_property, partial
 
 import msgspec
 
-from mstore.adapters.inputs import files_merged_into
 from mstore.blocks.schema import Sources
 from mstore.checkpoint.declared import (
     CARD,
@@ -30,9 +29,12 @@ from mstore.checkpoint.declared import (
     front_matter,
     values,
 )
-from mstore.errors import BadRequest
-from mstore.ids import ManifestId
-from mstore.made.cards import (
+from mstore.merge.methods.parameters import written
+from mstore.merge.planning.noop import is_base, is_retyped
+from mstore.merge.planning.recipe_text import recipe_text
+from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
+from mstore.models.adapters.inputs import files_merged_into
+from mstore.models.made.cards import (
     NAME,
     WORD,
     conflicts,
@@ -44,14 +46,12 @@ from mstore.made.cards import (
     said,
     start_of,
 )
-from mstore.merge.methods.parameters import written
-from mstore.merge.planning.noop import is_base, is_retyped
-from mstore.merge.planning.recipe_text import recipe_text
-from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
-from mstore.objects.manifest import File, Manifest
-from mstore.objects.plan import BASE, DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.store import contents
 from mstore.store.catalog import Catalog
+from mstore.store.objects.manifest import File, Manifest
+from mstore.store.objects.plan import BASE, DROPPED, OMITTED, READ, SHARED, Plan
+from mstore.terms.errors import BadRequest
+from mstore.terms.ids import ManifestId
 
 LICENCES = "licenses"
 

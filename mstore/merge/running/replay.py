@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 
-from mstore.frozen import frozen
-from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.engine import Outcome, Resources, run_plan
-from mstore.objects.manifest import Manifest
-from mstore.objects.plan import Plan
-from mstore.progress import ProgressCallback
 from mstore.store.catalog import Catalog
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.plan import Plan
 from mstore.store.plans import plan_of
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import ManifestId, PlanId, SnapshotId
+from mstore.terms.progress import ProgressCallback
 
 
 @frozen

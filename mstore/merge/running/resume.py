@@ -25,12 +25,12 @@ from blake3 import blake3
 from mstore import fs
 from mstore.blocks.packs import NO_BASE, PAGE, Kind, SealedPack, open_pack, read_footer
 from mstore.blocks.reader import decoded, located, verify
-from mstore.errors import Corrupt, Incompatible
-from mstore.ids import BlockId
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import Result
 from mstore.store.catalog import Catalog
 from mstore.store.leases import PACK, RECEIPT
+from mstore.terms.errors import Corrupt, Incompatible
+from mstore.terms.ids import BlockId
 
 _MAGIC: Final = b"mstore receipt 1"
 _HASH_END: Final = len(_MAGIC) + 32

@@ -20,8 +20,6 @@ from typing import Final
 
 from mstore.blocks.packs import SealedPack
 from mstore.blocks.reader import Meter
-from mstore.errors import BadRequest, Interrupted, MstoreError
-from mstore.ids import BlockId
 from mstore.merge.running.computer import Computer
 from mstore.merge.running.resume import write_receipt
 from mstore.merge.running.slices import Bounds, Receipt, Slice
@@ -29,6 +27,8 @@ from mstore.merge.running.stream import computed
 from mstore.merge.running.work_list import WorkList
 from mstore.merge.running.worker import SliceWriter, execute
 from mstore.store.transaction import Transaction
+from mstore.terms.errors import BadRequest, Interrupted, MstoreError
+from mstore.terms.ids import BlockId
 
 _SEALING: Final = 2
 """Number of packs that may be syncing while the next one is filled."""

@@ -20,10 +20,10 @@ import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.packs import SealedPack
-from mstore.ids import BlockId
 from mstore.merge.running.compute import NotFinite
 from mstore.merge.running.task import ChunkTask, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
+from mstore.terms.ids import BlockId
 
 SLICE_BYTES: Final = 128 << 20
 """Plain bytes of output per slice, unless a tensor that must not be cut has more."""

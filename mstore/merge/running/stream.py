@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Final, Protocol, TypeVar
 
-from mstore.ahead import in_order
 from mstore.merge.running.computer import Computed, Computer
 from mstore.merge.running.slices import Batch, Bounds, Slice, batches
+from mstore.terms.ahead import in_order
 
 
 def computed(computer: Computer, bounds: Bounds, slices: Iterable[Slice]) -> Generator[Computed]:

@@ -19,13 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.adapters.inputs import Inputs
-from mstore.adapters.low_rank import FactorCache, Factors
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.blocks.reader import Meter
-from mstore.errors import Conflict, Corrupt
-from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.arithmetic.turns import Turn
@@ -33,14 +29,18 @@ from mstore.merge.methods.method import Kernel, Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.methods.selections.selection import Selection
 from mstore.merge.planning.tied import names_of_plan
+from mstore.models.adapters.inputs import Inputs
+from mstore.models.adapters.low_rank import FactorCache, Factors
+from mstore.models.stats.chunks import blocks_per_chunk, row_length
 from mstore.numeric.codes import ITEMSIZES
-from mstore.objects.applied import AppliedTensor
-from mstore.objects.manifest import Manifest
-from mstore.objects.plan import READ, SHARED, Plan, PlanTensor
-from mstore.objects.tensor import Tensor
-from mstore.phrases import call
-from mstore.stats.chunks import blocks_per_chunk, row_length
 from mstore.store.catalog import Catalog
+from mstore.store.objects.applied import AppliedTensor
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.plan import READ, SHARED, Plan, PlanTensor
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import Conflict, Corrupt
+from mstore.terms.ids import ID_BYTES, BlockId, TensorId
+from mstore.terms.phrases import call
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):

@@ -12,17 +12,17 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.running.compute import ALL_FINITE, NotFinite
 from mstore.merge.running.known import TOGETHER, KnownChunks, Shape
 from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
 from mstore.merge.running.slices import Result, Run, Slice
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
-from mstore.objects.coverage import Coverage, TensorCoverage, bitmap
-from mstore.objects.plan import Plan
-from mstore.objects.tensor import Tensor
-from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
+from mstore.store.objects.coverage import Coverage, TensorCoverage, bitmap
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.ids import ID_BYTES, BlockId
+from mstore.terms.progress import Progress, ProgressCallback
 
 
 class Job(msgspec.Struct):

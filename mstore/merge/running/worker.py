@@ -19,10 +19,10 @@ from mstore import fs
 from mstore.blocks.pack_files import places_of
 from mstore.blocks.packs import PackWriter, SealedPack
 from mstore.blocks.reader import Meter
-from mstore.ids import BlockId
 from mstore.merge.running.computer import Computed, Computer
 from mstore.merge.running.slices import Receipt, Result, Slice
 from mstore.merge.running.stream import computed
+from mstore.terms.ids import BlockId
 
 
 class SliceWriter:

@@ -1,7 +1,7 @@
 """Virtual blocks: blocks of merges that were committed as plans, computed when they are read.
 
 Owns the way from a virtual tensor and a block number to verified bytes: task, inputs, kernel, id.
-Keeps no blocks: that is the reader's cache (`mstore.block_cache`). The memo table keeps the id of
+Keeps no blocks: that is the reader's cache (`store.block_cache`). The memo table keeps the id of
 every block that was computed, even while the block itself is stored nowhere; a block that comes out
 differently than before is Corrupt, and never returned.
 
@@ -23,22 +23,22 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import numpy.typing as npt
 
-from mstore.block_cache import VirtualBlock
 from mstore.blocks.reader import Meter
 from mstore.checkpoint.partition import partition
-from mstore.errors import Conflict, Corrupt, MstoreError
-from mstore.ids import BlockId, Buffer, PlanId, VirtualId
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, count_new, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TiePrefix, grant_of
-from mstore.objects.plan import READ, Plan
-from mstore.objects.tensor import Tensor, VirtualTensor
-from mstore.phrases import call
+from mstore.store.block_cache import VirtualBlock
 from mstore.store.catalog import LOOKS, Catalog
 from mstore.store.memo import Memo
+from mstore.store.objects.plan import READ, Plan
+from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.terms.errors import Conflict, Corrupt, MstoreError
+from mstore.terms.ids import BlockId, Buffer, PlanId, VirtualId
+from mstore.terms.phrases import call
 
 _BATCH = 32
 _BATCHES_KEPT = 16
@@ -121,7 +121,7 @@ class _Tensor:
 
 
 class VirtualBlocks:
-    """Computes virtual blocks for the views of one store (`mstore.block_cache.Computing`)."""
+    """Computes virtual blocks for the views of one store (`mstore.store.block_cache.Computing`)."""
 
     def __init__(self, catalog: Catalog, memo: Memo, *, threads: int) -> None:
         self._catalog = catalog

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from mutation import Form
 from small_layers import NAMES
 
-from mstore.adapters.config import parse_config
-from mstore.adapters.targets import targets_of
+from mstore.models.adapters.config import parse_config
+from mstore.models.adapters.targets import targets_of
 
 FORM = Form.TEXT
 

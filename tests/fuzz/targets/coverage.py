@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from mutation import Form
 
-from mstore.objects.canonical import decode
-from mstore.objects.coverage import Coverage, bit
+from mstore.store.objects.canonical import decode
+from mstore.store.objects.coverage import Coverage, bit
 from targets import samples
 
 FORM = Form.MESSAGEPACK

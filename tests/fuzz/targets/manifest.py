@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from mutation import Form
 
-from mstore.objects.canonical import decode
-from mstore.objects.manifest import Manifest
+from mstore.store.objects.canonical import decode
+from mstore.store.objects.manifest import Manifest
 from targets import samples
 
 FORM = Form.MESSAGEPACK

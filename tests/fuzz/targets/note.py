@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from mutation import Form
 
-from mstore.objects.canonical import decode
-from mstore.objects.note import SIGNATURE, Note, packed, states
-from mstore.signing import is_good
+from mstore.snapshots.signing import is_good
+from mstore.store.objects.canonical import decode
+from mstore.store.objects.note import SIGNATURE, Note, packed, states
 from targets import samples
 
 FORM = Form.MESSAGEPACK

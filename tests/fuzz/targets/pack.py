@@ -11,8 +11,8 @@ from mutation import Form
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.packs import Kind, PackWriter, read_footer
-from mstore.errors import MstoreError
-from mstore.ids import BlockId
+from mstore.terms.errors import MstoreError
+from mstore.terms.ids import BlockId
 from targets import samples
 
 FORM = Form.BYTES

@@ -9,8 +9,8 @@ import msgspec
 from mutation import Form
 
 from mstore import MergeRequest
-from mstore.errors import MstoreError
 from mstore.merge.analysis import exchange
+from mstore.terms.errors import MstoreError
 from targets.samples import store
 
 FORM = Form.JSON

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mutation import Form
 
-from mstore.signing import _parse_key
+from mstore.snapshots.signing import _parse_key
 
 FORM = Form.TEXT
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from mutation import Form
 from small_layers import LAYERS, NAMES
 
-from mstore.errors import MstoreError
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
-from mstore.recipes.modular import resolve
-from mstore.recipes.parse import parse
-from mstore.recipes.prepared import prepare
+from mstore.merge.recipes.modular import resolve
+from mstore.merge.recipes.parse import parse
+from mstore.merge.recipes.prepared import prepare
+from mstore.terms.errors import MstoreError
 
 FORM = Form.TEXT
 SEEING = [*NAMES, "visual.blocks.0.w", "visual.blocks.1.w", "visual.merger.w", "visual.norm.w"]

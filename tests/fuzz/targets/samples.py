@@ -11,10 +11,10 @@ import msgspec
 from families import BLOCK
 
 from mstore import Store
-from mstore.objects.coverage import Coverage, TensorCoverage
-from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.note import ED25519, REMOVAL, SIGNATURE, VALUE, Note, packed
-from mstore.objects.plan import (
+from mstore.store.objects.coverage import Coverage, TensorCoverage
+from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.store.objects.note import ED25519, REMOVAL, SIGNATURE, VALUE, Note, packed
+from mstore.store.objects.plan import (
     Criteria,
     Mixture,
     Plan,
@@ -24,7 +24,7 @@ from mstore.objects.plan import (
     Taken,
     Threshold,
 )
-from mstore.objects.snapshot import (
+from mstore.store.objects.snapshot import (
     BASE,
     COMPANION,
     EXPERT,
@@ -33,7 +33,7 @@ from mstore.objects.snapshot import (
     Parent,
     SnapshotRecord,
 )
-from mstore.objects.tensor import BYTES, Tensor, VirtualTensor
+from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor
 
 A, B, C = (bytes([n]) * 32 for n in (0xAA, 0xBB, 0xCC))
 

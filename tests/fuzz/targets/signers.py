@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mutation import Form
 
-from mstore.signing import parse_signers
+from mstore.snapshots.signing import parse_signers
 
 FORM = Form.TEXT
 

@@ -6,8 +6,8 @@ import json
 
 from mutation import Form
 
-from mstore.vocabulary.members import renumbered, with_added
-from mstore.vocabulary.tokenizer import parse, union
+from mstore.models.vocabulary.members import renumbered, with_added
+from mstore.models.vocabulary.tokenizer import parse, union
 
 FORM = Form.TEXT
 _BPE = {

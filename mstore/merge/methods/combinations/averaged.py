@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from mstore.ids import TensorId
 from mstore.merge.arithmetic.agreement import shared_counts
 from mstore.merge.arithmetic.tiles import AVERAGED
 from mstore.merge.measures.estimates import averaged
@@ -20,7 +19,8 @@ from mstore.merge.methods.model import Model
 from mstore.merge.methods.parameters import Scalar
 from mstore.merge.methods.selections.above import Above
 from mstore.merge.methods.selections.selection import Measured, Selection
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
+from mstore.terms.ids import TensorId
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

@@ -161,7 +161,7 @@ def dilution(squares: Floats, kept: Floats) -> Floats:
 
 def _inner(a: Floats, b: Floats) -> Floats:
     products = a * b
-    # Pairwise halving, as in `mstore.stats.chunk.inner`: one fixed order of additions.
+    # Pairwise halving, as in `mstore.models.stats.chunk.inner`: one fixed order of additions.
     while products.shape[-1] > 1:
         half = products.shape[-1] // 2
         products = products[..., :half] + products[..., half:]

@@ -13,7 +13,7 @@ from mstore.merge.measures.grid import Grid
 from mstore.merge.methods.combinations.elected import Elected, ElectedModel
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.selections.selection import Measured
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

@@ -33,7 +33,6 @@ from typing import Final
 
 import numpy as np
 
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic import informed
 from mstore.merge.arithmetic.tiles import INFORMED
 from mstore.merge.measures.companions import Companion
@@ -42,8 +41,9 @@ from mstore.merge.methods.method import Combination, Operation
 from mstore.merge.methods.model import Model, States
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, single
 from mstore.merge.methods.selections.selection import Selection, common
-from mstore.objects.plan import BELOW, EQUAL, READ
-from mstore.phrases import Option
+from mstore.store.objects.plan import BELOW, EQUAL, READ
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import Option
 
 FISHER: Final = "fisher"
 """The role of the diagonal Fisher of an expert: of each tensor one of the same name and shape."""

@@ -13,7 +13,7 @@ from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range
 from mstore.merge.methods.selections.selection import Measured, Selection, common
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

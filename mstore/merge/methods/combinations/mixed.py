@@ -11,15 +11,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic.turns import STILL, Turn
 from mstore.merge.measures import BEYOND
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Scalar, Value
 from mstore.merge.methods.selections.selection import Measured, Selection
-from mstore.objects.plan import Mixture
-from mstore.phrases import Option
+from mstore.store.objects.plan import Mixture
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

@@ -11,7 +11,7 @@ from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import LEAST_MOVE, Value, next_single, single
 from mstore.merge.methods.selections.selection import Cuts, Selection, common
 from mstore.merge.methods.selections.trimmed import kept_above, reached_by_nothing, tails
-from mstore.objects.plan import Threshold
+from mstore.store.objects.plan import Threshold
 
 
 class Above(Selection, frozen=True):

@@ -11,14 +11,14 @@ from typing import Final
 
 import numpy as np
 
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic import pieces
 from mstore.merge.arithmetic.agreement import agreed
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, Value, single
 from mstore.merge.methods.selections.selection import Masks, Selection, alike, common, each
-from mstore.phrases import Option, phrase
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import Option, phrase
 
 LEAST: Final = Parameter("k", "int", 2, Range(1, 2**31))
 RATIO: Final = Parameter("tall_mask_lambda", "float", 1.0, Range(0.0, MAX_SINGLE), each=True)

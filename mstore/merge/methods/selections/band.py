@@ -12,7 +12,7 @@ from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.parameters import GAMMA, TRIM_DENSITY, Value
 from mstore.merge.methods.selections.selection import Selection, each
 from mstore.merge.methods.selections.trimmed import Trimmed, kept_above
-from mstore.stats.histogram import tail_squares
+from mstore.models.stats.histogram import tail_squares
 
 
 class Band(Trimmed, frozen=True, dict=True):

@@ -26,7 +26,7 @@ from mstore.merge.methods.parameters import Parameter, Range, Value
 from mstore.merge.methods.selections.selection import Cuts, Measured, Selection, common
 from mstore.numeric import halves
 from mstore.numeric.halves import Bits, Counts
-from mstore.objects.plan import Threshold
+from mstore.store.objects.plan import Threshold
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

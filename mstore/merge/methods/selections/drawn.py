@@ -23,7 +23,7 @@ from mstore.merge.measures import BEYOND
 from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.parameters import MASK_DENSITY, NORM, SEED, Value, single
 from mstore.merge.methods.selections.selection import Measured, Selection, each
-from mstore.objects.plan import Mixture
+from mstore.store.objects.plan import Mixture
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

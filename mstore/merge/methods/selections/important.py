@@ -23,9 +23,9 @@ from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.selections.selection import CutTogether, Masks, Measured, alike
+from mstore.models.stats.chunks import row_length as length_of
 from mstore.numeric import halves
 from mstore.numeric.halves import Counts
-from mstore.stats.chunks import row_length as length_of
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

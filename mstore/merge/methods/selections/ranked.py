@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mstore.errors import BadRequest
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.parameters import EPSILON, MASK_DENSITY, SEED, Value
 from mstore.merge.methods.selections.drawn import Drawn, Sides
 from mstore.merge.methods.selections.selection import EVERY, Masks, Selection, each
-from mstore.stats.chunks import row_length as length_of
+from mstore.models.stats.chunks import row_length as length_of
+from mstore.terms.errors import BadRequest
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

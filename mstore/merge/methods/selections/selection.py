@@ -19,8 +19,8 @@ from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import Parameter, Value
-from mstore.objects.plan import Mixture, Threshold
-from mstore.phrases import Option
+from mstore.store.objects.plan import Mixture, Threshold
+from mstore.terms.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

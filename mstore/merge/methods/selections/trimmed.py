@@ -11,8 +11,8 @@ import numpy as np
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import TRIM_DENSITY, Value
 from mstore.merge.methods.selections.selection import Cuts, Selection, each
-from mstore.objects.plan import Threshold
-from mstore.stats.histogram import exp_of_minus, tail_squares
+from mstore.models.stats.histogram import exp_of_minus, tail_squares
+from mstore.store.objects.plan import Threshold
 
 
 # Not slotted: a survey asks for ranks of every expert and tensor.

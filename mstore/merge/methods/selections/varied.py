@@ -36,8 +36,8 @@ from mstore.merge.methods.selections.selection import (
 )
 from mstore.numeric import halves
 from mstore.numeric.halves import Bits, Counts
-from mstore.objects.plan import Threshold
-from mstore.phrases import Option
+from mstore.store.objects.plan import Threshold
+from mstore.terms.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts

@@ -1,0 +1,228 @@
+"""Models of transformers from a store: no files, no mount, no second copy on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Final
+
+from mstore import fs
+from mstore.api import Snapshot, Store
+from mstore.api.safe_open import TensorSlice
+from mstore.checkpoint.dtypes import DTYPES
+from mstore.terms.errors import BadRequest, MstoreError, Unavailable
+from mstore.terms.ids import Revision
+from mstore.terms.phrases import call, phrase
+
+_CONFIG: Final = "config.json"
+_GENERATION: Final = "generation_config.json"
+_OF_THE_MODEL: Final = ("dtype", "torch_dtype", "quantization_config", "trust_remote_code")
+"""Options that are for the model, whether or not its config takes them too."""
+
+
+def from_pretrained(kind: Any, store: Store, revision: Revision, **options: Any) -> Any:
+    """Return a model of a snapshot, as `kind.from_pretrained` makes one of its directory.
+
+    kind: a class of transformers: `AutoModelForCausalLM`, `LlamaForCausalLM`.
+    options: of `from_pretrained` of transformers: dtype, device_map, num_labels, subfolder.
+
+    Reads config.json, generation_config.json, and the tensors that the model needs.  A model whose
+    code is in its own directory cannot be loaded so, and neither can a tokenizer: mount it, or
+    check out these files.
+
+    Raises Unavailable (transformers or torch is not installed), NotFound, BadRequest (no config, no
+    weights, or a type of model that transformers does not know), Corrupt, and whatever transformers
+    raises.
+    """
+    try:
+        # Imported by name: the library needs no framework, and a test checks that.
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise Unavailable(
+            "transformers is not installed", hint="pip install transformers"
+        ) from error
+    if not isinstance(store, Store):
+        raise BadRequest(
+            f"the store is an open Store, not {type(store).__name__}",
+            hint="Store.open(PATH)",
+        )
+    is_auto = getattr(kind, "_model_mapping", None) is not None
+    if not (is_auto or issubclass(kind, transformers.PreTrainedModel)):
+        raise BadRequest(
+            f"{kind.__name__} makes no model, and reads files: check them out",
+            hint=call("checkout", "REF", "DIR"),
+        )
+    files = _Files(store[revision], options.pop("subfolder", ""))
+    given, wants_info = options.pop("config", None), options.pop("output_loading_info", False)
+    is_ready = isinstance(given, transformers.PreTrainedConfig)
+    # For all tensors at once: a hold is a file.
+    with store.hold(files.snapshot), files.open(None if is_ready else _CONFIG) as place:
+        if is_auto and not is_ready:
+            _require_type(transformers, files.fields(_CONFIG), str(revision))
+            given, options = _config(transformers, place, options)
+        elif given is None:
+            given = place
+        if is_auto:
+            kind, given = _class(kind, given, str(revision))
+        weights = _weights(files, options.pop("variant", None), given)
+        failed: list[MstoreError] = []
+        state = {name: _Late(part, failed) for name, part in weights.items()}
+        try:
+            model, info = kind.from_pretrained(
+                None, config=given, state_dict=state, output_loading_info=True, **options
+            )
+        except Exception:
+            # transformers may raise something else where a tensor could not be read.
+            if failed:
+                raise failed[0] from None
+            raise
+        if failed:
+            raise failed[0]
+    if model.can_generate() and options.get("generation_config") is None:
+        model.generation_config = _generation(transformers, files, options)
+    return (model, info) if wants_info else model
+
+
+class _Files:
+    """The files of a snapshot in one of its directories."""
+
+    def __init__(self, snapshot: Snapshot, folder: str) -> None:
+        self.snapshot = snapshot
+        self.folder = f"{folder.strip('/')}/".lstrip("/")
+        self.names = {
+            file.path.removeprefix(self.folder)
+            for file in snapshot.files()
+            if file.path.startswith(self.folder)
+        }
+
+    def fields(self, name: str) -> Mapping[str, Any]:
+        """Return what a JSON file holds.  Raises BadRequest."""
+        if name not in self.names:
+            raise BadRequest(f"the snapshot has no {self.folder}{name}", where=str(self.snapshot))
+        try:
+            found = json.loads(self.snapshot.read(self.folder + name))
+        except ValueError as error:
+            raise BadRequest(f"not JSON: {error}", where=self.folder + name) from error
+        if not isinstance(found, dict):
+            raise BadRequest("not a JSON object", where=self.folder + name)
+        return found
+
+    @contextmanager
+    def open(self, name: str | None) -> Iterator[str | None]:
+        """Give a path at which transformers reads this file, which is in memory only."""
+        if name is None:
+            yield None
+            return
+        self.fields(name)
+        data = self.snapshot.read(self.folder + name)
+        descriptor = fs.in_memory(data, -1, len(data))
+        try:
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+
+
+class _Late:
+    """A tensor that transformers reads if the model needs it."""
+
+    def __init__(self, part: TensorSlice, failed: list[MstoreError]) -> None:
+        self._part = part
+        self._failed = failed
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self._part[index]
+        except MstoreError as error:
+            self._failed.append(error)
+            raise
+
+    def get_shape(self) -> list[int]:
+        return self._part.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._part.get_dtype()
+
+    def is_floating_point(self) -> bool:
+        return DTYPES[self._part.get_dtype()].floating
+
+    @property
+    def dtype(self) -> Any:
+        return self[:0].dtype if self.get_shape() else self[...].dtype
+
+
+def _require_type(transformers: Any, fields: Mapping[str, Any], revision: str) -> None:
+    """Raise BadRequest unless transformers has models of the type that a config names."""
+    model_type = fields.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise BadRequest(
+            f"transformers {transformers.__version__} has no models of type {model_type!r}",
+            where=f"{revision}, {_CONFIG}",
+            hint=phrase("{mount} shows it as files", mount=call("mount", "REF", "DIR")),
+        )
+
+
+def _class(auto: Any, config: Any, revision: str) -> tuple[Any, Any]:
+    """Return the class that an Auto class stands for, and the part of the config that it takes."""
+    if type(config) not in auto._model_mapping:
+        raise BadRequest(
+            f"{auto.__name__} has no model of type {config.model_type!r}", where=revision
+        )
+    known = auto._model_mapping[type(config)]
+    if isinstance(known, list | tuple):
+        by_name = {one.__name__: one for one in known}
+        named = [by_name[name] for name in config.architectures or () if name in by_name]
+        known = [*named, *known][0]
+    is_of_text = known.config_class == config.sub_configs.get("text_config")
+    return known, config.get_text_config() if is_of_text else config
+
+
+def _config(transformers: Any, place: str | None, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the config, and the options that it did not take, as the Auto classes do."""
+    asked = {
+        name: value
+        for name, value in options.items()
+        if name != "quantization_config" and not (name in _OF_THE_MODEL and value == "auto")
+    }
+    config, left = transformers.AutoConfig.from_pretrained(
+        place, return_unused_kwargs=True, **asked
+    )
+    again = {name: options[name] for name in _OF_THE_MODEL if options.get(name) is not None}
+    return config, left | again
+
+
+def _weights(files: _Files, variant: str | None, config: Any) -> dict[str, TensorSlice]:
+    """Return the tensors of the files that transformers loads; of equal names the last counts."""
+    mark = f".{variant}" if variant else ""
+    single, index = f"model{mark}.safetensors", f"model.safetensors.index{mark}.json"
+    named = getattr(config, "transformers_weights", None) or single
+    if named in files.names and not named.endswith(".json"):
+        chosen = [named]
+    else:
+        index = named if named.endswith(".json") else index
+        if index not in files.names:
+            raise BadRequest(
+                f"the snapshot has neither {files.folder}{named} nor {files.folder}{index}",
+                where=str(files.snapshot),
+            )
+        shards = files.fields(index).get("weight_map")
+        chosen = sorted(set(shards.values())) if isinstance(shards, dict) else []
+    found: dict[str, TensorSlice] = {}
+    for name in chosen:
+        opened = files.snapshot.safe_open("pt", file=files.folder + name)
+        # In the order of safetensors, which decides where no config says the type of elements.
+        found |= {tensor: opened.get_slice(tensor) for tensor in sorted(opened.keys())}
+    return found
+
+
+def _generation(transformers: Any, files: _Files, options: Mapping[str, Any]) -> Any:
+    """Return the settings for generating, as transformers finds them in a directory."""
+    is_own = _GENERATION in files.names
+    with files.open(_GENERATION if is_own else _CONFIG) as place:
+        directory, file = os.path.split(str(place))
+        asked = dict(options) if is_own else {**options, "_from_model_config": True}
+        return transformers.GenerationConfig.from_pretrained(
+            directory, config_file_name=file, **asked
+        )

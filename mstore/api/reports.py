@@ -1,0 +1,149 @@
+"""The return values of the public API: frozen, ready to print or to convert to JSON.
+
+Field names are the JSON keys of the command line and are stable.  Sizes are bytes, times are
+nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids have their types from
+`mstore.terms.ids`.
+"""
+
+# Each report is defined beside what makes it; the text below a field is the meaning of its key.
+# No other module imports this one: it loads the whole library.
+
+from __future__ import annotations
+
+from mstore.api.naming import RemoveReport
+from mstore.merge.analysis.blame import BlameReport, ExpertBlame, LayerBlame, TensorBlame
+from mstore.merge.analysis.compatibility import CompatibilityFinding, CompatibilityReport
+from mstore.merge.analysis.explain import (
+    ExpertShare,
+    Explanation,
+    LayerExplanation,
+    TensorExplanation,
+)
+from mstore.merge.analysis.sweep import SweepPoint, SweepReport
+from mstore.merge.combination.combine import CombineReport
+from mstore.merge.methods.report import MethodReport, ParameterReport
+from mstore.merge.planning.recipes import PreparedModel
+from mstore.merge.planning.report import PlanReport
+from mstore.merge.planning.warnings import MergeWarning
+from mstore.merge.running.commit import MergeReport
+from mstore.merge.running.replay import ReplayReport
+from mstore.merge.virtual.deferred import MaterializeReport
+from mstore.models.adapters.extract import ExtractReport
+from mstore.models.adapters.truncation import TruncatedTensor
+from mstore.models.casting.cast import CastReport
+from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
+from mstore.models.stats.analysis import AnalyzeReport
+from mstore.models.vocabulary.align import AlignedModel, AlignReport
+from mstore.snapshots.add import AddReport
+from mstore.snapshots.checkout import CheckoutReport
+from mstore.snapshots.diff import DiffReport, FileDiff, TensorDiff
+from mstore.snapshots.directory_diff import DirectoryDiffReport
+from mstore.snapshots.lineage import (
+    FileReport,
+    OriginReport,
+    ParentReport,
+    ReflogReport,
+    RefReport,
+    SnapshotReport,
+    TensorReport,
+)
+from mstore.snapshots.notes import (
+    BAD_SIGNATURE,
+    GOOD_SIGNATURE,
+    UNCHECKED,
+    UNKNOWN_KEY,
+    NoteReport,
+    SignatureReport,
+)
+from mstore.snapshots.signing import VerifyReport
+from mstore.store.migrations import MigrateReport
+from mstore.store.not_finite import NotFiniteTensor
+from mstore.terms.progress import Progress, ProgressCallback
+from mstore.upkeep.backup.backup import BackupReport
+from mstore.upkeep.backup.clone import CloneReport
+from mstore.upkeep.check.findings import Affected, Problem
+from mstore.upkeep.check.fsck import CheckReport
+from mstore.upkeep.check.reindex import ReindexReport
+from mstore.upkeep.check.repair import RepairReport
+from mstore.upkeep.disk_usage import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
+from mstore.upkeep.gc.collect import GcReport
+from mstore.upkeep.gc.prune import PruneReport
+from mstore.upkeep.pins.pin import PinReport
+from mstore.upkeep.pins.unpin import UnpinReport
+from mstore.upkeep.store_size import StoreReport
+
+__all__ = [
+    "BAD_SIGNATURE",
+    "GOOD_SIGNATURE",
+    "UNCHECKED",
+    "UNKNOWN_KEY",
+    "AddReport",
+    "Affected",
+    "AlignReport",
+    "AlignedModel",
+    "AnalyzeReport",
+    "BackupReport",
+    "BlameReport",
+    "CastReport",
+    "CheckReport",
+    "CheckoutReport",
+    "CloneReport",
+    "CodecUsage",
+    "CombineReport",
+    "CompareReport",
+    "ComparedModel",
+    "ComparedPair",
+    "ComparedPart",
+    "CompatibilityFinding",
+    "CompatibilityReport",
+    "DiffReport",
+    "DirectoryDiffReport",
+    "ExpertBlame",
+    "ExpertShare",
+    "Explanation",
+    "ExtractReport",
+    "FileDiff",
+    "FileReport",
+    "GcReport",
+    "HeldBytes",
+    "LayerBlame",
+    "LayerExplanation",
+    "MaterializeReport",
+    "MergeReport",
+    "MergeWarning",
+    "MethodReport",
+    "MigrateReport",
+    "NotFiniteTensor",
+    "NoteReport",
+    "OriginReport",
+    "ParameterReport",
+    "ParentReport",
+    "PinReport",
+    "PlanReport",
+    "PreparedModel",
+    "Problem",
+    "Progress",
+    "ProgressCallback",
+    "PruneReport",
+    "RefReport",
+    "RefUsage",
+    "ReflogReport",
+    "ReindexReport",
+    "RemoveReport",
+    "RepairReport",
+    "ReplayReport",
+    "SharedBytes",
+    "SignatureReport",
+    "SnapshotReport",
+    "StoreReport",
+    "SweepPoint",
+    "SweepReport",
+    "TensorBlame",
+    "TensorDiff",
+    "TensorExplanation",
+    "TensorReport",
+    "TruncatedTensor",
+    "UnpinReport",
+    "UsageReport",
+    "VerifyReport",
+]

@@ -1,0 +1,211 @@
+"""The adapters of a combination: their products by module, read from configs and records.
+
+Owns what can be combined; the rest is refused by the name of the tensor or of the setting.  Reads
+no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from mstore.checkpoint.strict_json import json_object
+from mstore.models.adapters.config import CONFIG, MAX_CONFIG, LoraConfig, parse_config
+from mstore.models.adapters.targets import is_adapter, is_unchanged, pairs_of
+from mstore.numeric.codes import CODES, cast_hint
+from mstore.store.catalog import Catalog
+from mstore.store.models import models_in
+from mstore.store.objects.canonical import DEFAULT_LIMITS
+from mstore.store.objects.snapshot import BASE
+from mstore.store.objects.tensor import Tensor
+from mstore.terms.errors import BadRequest, Incompatible
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import SnapshotId, TensorId
+from mstore.terms.phrases import call, few, phrase
+
+_NAMED: Final = 4
+INSTEAD: Final = phrase(
+    "merge the adapters into their base, which takes all of them: {help}",
+    help=call("merge", help=True),
+)
+
+
+@frozen
+class Product:
+    """One product of an adapter.
+
+    down: float[rank, columns]. up: float[rows, rank]. scale: what the product is multiplied by.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    embedding: bool
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+        return self.down.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of up @ down."""
+        return self.up.shape[0], self.down.shape[1]
+
+
+@frozen
+class Member:
+    """An adapter to combine.
+
+    products: by module. unchanged: tensors that repeat the base's below a product, by name.
+    settings: its config. bases: what it was added as an adapter of.
+    """
+
+    name: str
+    snapshot: SnapshotId
+    weight: float
+    config: LoraConfig
+    products: Mapping[str, Product]
+    unchanged: Mapping[str, TensorId]
+    settings: Mapping[str, Any]
+    bases: tuple[SnapshotId, ...]
+
+
+def members_of(
+    catalog: Catalog, adapters: Sequence[tuple[str, SnapshotId, float]]
+) -> tuple[Member, ...]:
+    """Return adapters, each named by what it was asked for as, that can be combined.
+
+    Raises BadRequest (none, too many), Incompatible, Corrupt, StorageFailed.
+    """
+    if not adapters:
+        raise BadRequest("there is no adapter to combine")
+    if len(adapters) > DEFAULT_LIMITS.experts:
+        raise BadRequest(f"{len(adapters)} adapters; the limit is {DEFAULT_LIMITS.experts}")
+    found = tuple(_member(catalog, *one) for one in adapters)
+    for one, other in pairwise(found):
+        if one.config.transposed != other.config.transposed:
+            raise Incompatible(
+                f"is transposed, or {one.name} is: one of them is of another base (fan_in_fan_out)",
+                where=other.name,
+            )
+    _require_same_modules(found)
+    return found
+
+
+def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Member:
+    snapshot = catalog.snapshot(id)
+    manifest = catalog.manifest(snapshot.manifest_id())
+    models = models_in(catalog, manifest)
+    own = models.meant(name)
+    tensors = models.in_model(own)
+    raw = catalog.read_small(manifest.file(models.named[own].path(CONFIG)), MAX_CONFIG)
+    if raw is None or not is_adapter(tensors):
+        raise Incompatible(
+            f"is not a LoRA adapter with its {CONFIG}",
+            where=name,
+            hint=phrase(
+                "{extract} makes an adapter of a fine-tune",
+                extract=call("extract_lora", "REF", base="BASE", name="NAME"),
+            ),
+        )
+    config, settings = parse_config(raw, name), json_object(raw)
+    pairs, problems = pairs_of(tensors)
+    for what in problems:
+        raise Incompatible(what, where=name)
+    if config.dora or any(pair.magnitudes for pair in pairs):
+        raise Incompatible(
+            "the products of DoRA have norms of their own, which do not add (use_dora)",
+            where=name,
+            hint=INSTEAD,
+        )
+    if settings.get("ensure_weight_tying"):
+        raise Incompatible(
+            "its output layer repeats the product of its embeddings (ensure_weight_tying)",
+            where=name,
+            hint="combine adapters that were saved without it",
+        )
+    used = {one for pair in pairs for one in pair.names}
+    unchanged = {one: id for one, id in tensors.items() if is_unchanged(one)}
+    whole = [one for one in tensors if one not in used and one not in unchanged]
+    if whole:
+        raise Incompatible(
+            f"has tensors that are not products: {few(whole, _NAMED)} (modules_to_save, bias)",
+            where=name,
+            hint=INSTEAD,
+        )
+    records = iter(
+        catalog.tensors([tensors[one] for pair in pairs for one in (pair.down, pair.up)])
+    )
+    products = {
+        pair.module: Product(
+            next(records), next(records), config.scale_of(pair.module), pair.embedding
+        )
+        for pair in pairs
+    }
+    if len(products) < len(pairs):
+        raise Incompatible("has two products for one module", where=name)
+    for module, product in products.items():
+        _require_matrices(module, product, config, name)
+    bases = tuple(one.snapshot_id() for one in snapshot.parents if one.role == BASE)
+    return Member(name, id, weight, config, products, unchanged, settings, bases)
+
+
+def _require_matrices(module: str, product: Product, config: LoraConfig, where: str) -> None:
+    up, down = product.up, product.down
+    odd = {up.dtype, down.dtype} - CODES.keys()
+    if odd:
+        raise Incompatible(
+            f"cannot combine elements of {', '.join(sorted(odd))}",
+            where=where,
+            hint=cast_hint(odd, where),
+        )
+    is_product = len(up.shape) == len(down.shape) == 2 and up.shape[1] == down.shape[0]
+    if not is_product or not all((*up.shape, *down.shape)):
+        raise Incompatible(
+            f"has {list(up.shape)} and {list(down.shape)} for {module}: mstore combines products "
+            "of matrices",
+            where=where,
+        )
+    if product.rank != config.rank_of(module):
+        raise Incompatible(
+            f"its product for {module} has rank {product.rank}, its {CONFIG} says "
+            f"{config.rank_of(module)}",
+            where=where,
+        )
+
+
+def _require_same_modules(members: Sequence[Member]) -> None:
+    """Raise Incompatible for products that differ in shape, or modules in how they are named."""
+    first: dict[str, Member] = {}
+    unchanged: dict[str, tuple[TensorId, Member]] = {}
+    for member in members:
+        for module, product in member.products.items():
+            own = first.setdefault(module, member)
+            before = own.products[module]
+            if (before.shape, before.embedding) != (product.shape, product.embedding):
+                raise Incompatible(
+                    f"its product for {module} has shape {list(product.shape)}, that of "
+                    f"{own.name} {list(before.shape)}",
+                    where=member.name,
+                )
+        for name, id in member.unchanged.items():
+            known, other = unchanged.setdefault(name, (id, member))
+            if known != id:
+                raise Incompatible(
+                    f"was trained on other weights of {name} than {other.name}", where=member.name
+                )
+    for module, member in first.items():
+        rest = module
+        while "." in rest:
+            rest = rest.partition(".")[2]
+            if rest not in first or rest in member.products:
+                continue
+            other = first[rest]
+            if module not in other.products:
+                raise Incompatible(
+                    f"has {module}, and {other.name} has {rest}: they name the modules of one "
+                    "base in two ways",
+                    where=member.name,
+                )

@@ -1,0 +1,413 @@
+"""Extract: the difference of a fine-tune to its base as a LoRA adapter in PEFT's form.
+
+Each matrix that differs becomes a product of two factors, by a truncated singular value
+decomposition (`truncation`); vectors that differ (norms, biases) are stored whole.  What has
+another form (three dimensions, other element types) stays out, and the report names it.  One matrix
+is in memory at a time, as factors; its difference is a mapped file.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from mstore import fs
+from mstore.models.adapters.files import branch_for_adapter, put_factor, put_files
+from mstore.models.adapters.targets import PREFIX, factor_names, is_adapter
+from mstore.models.adapters.truncation import (
+    Errors,
+    Singles,
+    TruncatedTensor,
+    squares_left,
+    truncated,
+)
+from mstore.models.made.snapshots import Publication
+from mstore.numeric.casts import singles
+from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
+from mstore.store.catalog import Catalog
+from mstore.store.models import config_of, models_in
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.shapes import (
+    EMBEDDINGS,
+    chosen,
+    require_matches,
+    require_same_shapes,
+    told_difference,
+)
+from mstore.store.objects.snapshot import BASE, EXPERT, EXTRACT, Parent
+from mstore.store.objects.tensor import Tensor
+from mstore.store.tied import HEAD, Tied
+from mstore.store.transaction import Transaction
+from mstore.store.view import array_dtype
+from mstore.terms.errors import BadRequest, Incompatible
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import SnapshotId, TensorId
+from mstore.terms.phrases import Option, Phrase, joined, phrase
+from mstore.terms.progress import Progress, ProgressCallback
+
+MOST: Final = 4096
+"""The largest rank."""
+
+_WEIGHT: Final = ".weight"
+_BIAS: Final = ".bias"
+_TRANSPOSED: Final = frozenset({"gpt2"})
+_PANEL: Final = 1 << 22
+_NAMED: Final = 4
+
+
+@frozen
+class ExtractReport:
+    """An adapter that was made of a difference."""
+
+    name: str
+    """the ref"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    new_snapshot: bool
+    """false if the ref already held this adapter"""
+    rank: int
+    """rank of each product"""
+    products: int
+    """matrices as products"""
+    whole: int
+    """tensors that are stored whole"""
+    left_out: tuple[str, ...]
+    """tensors that differ and have a form that no adapter can state"""
+    relative_error: float
+    """norm of all that is left out, relative to the norm of the difference: 0 for nothing, 1 for
+    all"""
+    tensors: tuple[TruncatedTensor, ...]
+    """matrices, those with the largest errors first"""
+    remarks: tuple[str, ...]
+    """what PEFT does not do with it, as text"""
+    plain_bytes: int
+    """size of the adapter"""
+    bytes_written: int
+    """bytes added to the store"""
+    seconds: float
+    """how long it took"""
+
+
+def extract(
+    catalog: Catalog,
+    expert: tuple[str, SnapshotId],
+    base: tuple[str, SnapshotId],
+    *,
+    name: str,
+    rank: int,
+    dtype: str,
+    only: Sequence[str],
+    skip: Sequence[str],
+    message: str,
+    progress: ProgressCallback | None = None,
+) -> ExtractReport:
+    """Store an adapter that turns the base into the expert, nearly, under a ref.
+
+    dtype: of the factors, BF16, F16 or F32.
+
+    Raises BadRequest (a rank), Incompatible (models that differ in names or shapes, transposed
+    layers), Conflict, Corrupt, StorageFailed; then nothing is published.
+    """
+    began = time.monotonic()
+    if not 1 <= rank <= MOST:
+        raise BadRequest(f"a rank is 1 to {MOST}, not {rank}", where=Option("rank"))
+    if name in (base[0], expert[0]):
+        raise BadRequest(
+            "is one of the two models: the adapter needs a name of its own", where=Option("name")
+        )
+    current = branch_for_adapter(catalog, name)
+    ours, theirs = (_tensors(catalog, one, only, skip) for one in (base, expert))
+    require_same_shapes(
+        {tensor: record.shape for tensor, (_, record) in ours.items()},
+        {tensor: record.shape for tensor, (_, record) in theirs.items()},
+        what=f"cannot be compared with {base[0]}",
+        where=expert[0],
+        hint=told_difference(base[0], expert[0]),
+    )
+    model = catalog.manifest_of(base[1])
+    models = models_in(catalog, model)
+    main = models.meant(base[0])
+    config = config_of(catalog, model, models.config(main))
+    if config.get("model_type") in _TRANSPOSED:
+        raise Incompatible(
+            f"layers of {config['model_type']} lie transposed: extraction does not support them",
+            where=base[0],
+        )
+    work = _Work.of(ours, theirs, Tied.of(catalog, model, main))
+    if not (work.products or work.whole):
+        more = f": only in {', '.join(work.left_out[:_NAMED])}" if work.left_out else ""
+        raise BadRequest(
+            f"does not differ from {base[0]} in what an adapter can state{more}",
+            where=expert[0],
+            hint=work.cast_hint(base[0], expert[0]),
+        )
+    with Transaction(catalog, f"extract {name}") as transaction:
+        run = _Run(catalog, transaction, rank, dtype, work, progress)
+        # What is not finite is refused by name.
+        with np.errstate(over="ignore", invalid="ignore"):
+            manifest = run.manifest(base[0])
+        publication = Publication(catalog, transaction)
+        record, is_new = publication.put(
+            name,
+            current,
+            manifest,
+            EXTRACT,
+            (Parent(BASE, base[1]), Parent(EXPERT, expert[1])),
+            message=message or f"{expert[0]} less {base[0]}, rank {rank}",
+            action=f"extract: {expert[0]} less {base[0]}",
+        )
+        publication.commit()
+        written = transaction.bytes_written
+    return ExtractReport(
+        name=name,
+        snapshot=record.id(),
+        new_snapshot=is_new,
+        rank=rank,
+        products=len(work.products),
+        whole=len(work.whole),
+        left_out=work.left_out,
+        relative_error=run.errors.relative(),
+        tensors=run.errors.tensors(),
+        remarks=_remarks(work, base[0], expert[0]),
+        plain_bytes=manifest.plain_bytes(),
+        bytes_written=written,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _remarks(work: _Work, base: str, expert: str) -> tuple[str, ...]:
+    found: list[str] = []
+    hint = work.cast_hint(base, expert)
+    if hint is not None:
+        kinds = ", ".join(sorted(work.odd[0] | work.odd[1]))
+        found.append(phrase("no difference of {kinds} is in it: {hint}", kinds=kinds, hint=hint))
+    if not work.products:
+        found.append("there is no product in it: PEFT does not load such an adapter, mstore does")
+    if work.tied:
+        found.append(
+            "embeddings and output layer are tied: with PEFT, use the model after merge_and_unload "
+            "(before, only one of them has the adapter)"
+        )
+    if work.untied:
+        found.append(
+            f"{' and '.join(work.untied)} stored whole: {base} ties its embeddings, {expert} does "
+            "not, and a product would change both"
+        )
+    return tuple(found)
+
+
+_Tensors = Mapping[str, tuple[TensorId, Tensor]]
+
+
+def _tensors(
+    catalog: Catalog, one: tuple[str, SnapshotId], only: Sequence[str], skip: Sequence[str]
+) -> _Tensors:
+    models = models_in(catalog, catalog.manifest_of(one[1]))
+    tensors = models.in_model(models.meant(one[0]))
+    if is_adapter(tensors):
+        raise Incompatible("is an adapter already", where=one[0])
+    require_matches(tensors, only, skip)
+    names = chosen(dict.fromkeys(tensors, ()), only, skip)
+    wanted = {name: id for name, id in tensors.items() if name in names}
+    records = catalog.tensors(list(wanted.values()))
+    return {name: (id, record) for (name, id), record in zip(wanted.items(), records, strict=True)}
+
+
+@frozen
+class _Work:
+    """Tensors that differ, by what becomes of them: (name, the base's, the expert's)."""
+
+    products: tuple[tuple[str, Tensor, Tensor], ...]
+    whole: tuple[tuple[str, Tensor, Tensor], ...]
+    left_out: tuple[str, ...]
+    odd: tuple[frozenset[str], frozenset[str]]
+    """Types of the base's and of the expert's tensors that are left out for it."""
+    tied: bool
+    """Whether one of the products changes a tied tensor."""
+    untied: tuple[str, ...]
+    """Those stored whole because only the base ties them."""
+
+    def cast_hint(self, base: str, expert: str) -> Phrase | None:
+        """Return the hint for tensors that are left out for their types, None if there is none."""
+        hints = [
+            cast_hint(odd, name) for odd, name in zip(self.odd, (base, expert), strict=True) if odd
+        ]
+        return joined(*hints, between="; ")
+
+    @classmethod
+    def of(cls, ours: _Tensors, theirs: _Tensors, tied: Tied) -> _Work:
+        products, whole, left_out = [], [], []
+        odd: list[tuple[str, str]] = []
+        groups = [[name for name in group if name in ours] for group in tied.groups]
+        # A product of one name changes all of its group.
+        apart = {
+            name
+            for group in groups
+            if len({theirs[name][0] for name in group}) > 1
+            for name in group
+        }
+        follow = {name for group in groups for name in group[1:]} - apart
+        untied = []
+        for name, (id, record) in ours.items():
+            other_id, other = theirs[name]
+            if id == other_id or name in follow:
+                continue
+            sides = (name, record, other)
+            if not {record.dtype, other.dtype} <= CODES.keys():
+                left_out.append(name)
+                odd.append((record.dtype, other.dtype))
+            elif name in apart:
+                whole.append(sides)
+                untied.append(name)
+            elif len(record.shape) == 2 and name.endswith(_WEIGHT):
+                products.append(sides)
+            elif len(record.shape) == 1:
+                whole.append(sides)
+            else:
+                left_out.append(name)
+        ours_odd, theirs_odd = (frozenset(pair[n] for pair in odd) - CODES.keys() for n in (0, 1))
+        is_tied = any(name in group for group in groups for name, _, _ in products)
+        return cls(
+            tuple(products),
+            tuple(whole),
+            tuple(left_out),
+            (ours_odd, theirs_odd),
+            is_tied,
+            tuple(untied),
+        )
+
+
+class _Run:
+    """Makes the files of one adapter."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        transaction: Transaction,
+        rank: int,
+        dtype: str,
+        work: _Work,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._catalog = catalog
+        self._transaction = transaction
+        self._rank = rank
+        self._dtype = dtype
+        self._work = work
+        self._progress = progress
+        self._total = sum(other.nbytes for _, _, other in (*work.products, *work.whole)) or 1
+        self._done = 0
+        self._modules = {name.removesuffix(_WEIGHT) for name, _, _ in work.products}
+        self._ranks: dict[str, int] = {}
+        self.errors = Errors()
+
+    def manifest(self, base: str) -> Manifest:
+        """Store the adapter's tensors and files."""
+        tensors: dict[str, Tensor] = {}
+        for name, ours, theirs in self._work.products:
+            module = name.removesuffix(_WEIGHT)
+            left, right = self._factors(name, ours, theirs)
+            is_embedding = _is_embedding(module)
+            if is_embedding:
+                # An embedding's product lies transposed.
+                left, right = right.T, left.T
+            names = factor_names(module, embedding=is_embedding)
+            for key, factor in zip(names, (right, left), strict=True):
+                tensors[key] = put_factor(self._transaction, key, factor, self._dtype)
+            self._tick(theirs)
+        for name, ours, theirs in self._work.whole:
+            squares = self._squares(ours, theirs)
+            if not math.isfinite(squares):
+                raise _not_finite("has elements that are not finite", name)
+            self.errors.add_whole(squares)
+            tensors[self._whole_name(name)] = theirs
+            self._tick(theirs)
+        return put_files(self._catalog, self._transaction, tensors, self._config(base))
+
+    def _whole_name(self, name: str) -> str:
+        """Return PEFT's name of a tensor that is stored whole."""
+        module = name.removesuffix(_BIAS)
+        if module != name and module in self._modules:
+            return f"{PREFIX}{module}.base_layer{_BIAS}"
+        return PREFIX + name
+
+    def _tick(self, record: Tensor) -> None:
+        self._done += record.nbytes
+        if self._progress is not None:
+            self._progress(Progress("extract", self._done, self._total))
+
+    def _config(self, base: str) -> dict[str, object]:
+        products = [name.removesuffix(_WEIGHT) for name, _, _ in self._work.products]
+        whole = [name for name, _, _ in self._work.whole]
+        biased = any(name.endswith(_BIAS) for name in whole)
+        saved = sorted({name.removesuffix(_WEIGHT) for name in whole if name.endswith(_WEIGHT)})
+        return {
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self._rank,
+            "lora_alpha": self._rank,
+            "rank_pattern": self._ranks,
+            "alpha_pattern": self._ranks,
+            "bias": "all" if biased else "none",
+            "target_modules": products,
+            "modules_to_save": saved or None,
+        }
+
+    # -- one matrix ----------------------------------------------------------------------------
+
+    def _factors(self, name: str, ours: Tensor, theirs: Tensor) -> tuple[Singles, Singles]:
+        """Return (left, right) as they are stored, and take note of what they leave."""
+        rows, columns = ours.shape
+        pieces = ((expert - base).tobytes() for base, expert in self._panels(ours, theirs))
+        data = fs.unnamed(self._transaction.directory, pieces)
+        delta = np.frombuffer(data, dtype=np.float32).reshape(rows, columns)
+        if not np.isfinite(delta).all():
+            raise _not_finite("has elements, or differences, that are not finite", name)
+        rank = min(self._rank, rows, columns)
+        if rank < self._rank:
+            self._ranks[name.removesuffix(_WEIGHT)] = rank
+        found = truncated(delta, rank, seed=zlib.crc32(name.encode()))
+        left, right = (one.astype(array_dtype(self._dtype)).astype(np.float32) for one in found)
+        squares, rest = squares_left(delta, left, right)
+        if not math.isfinite(rest):
+            raise _not_finite(f"its difference is too large for factors of {self._dtype}", name)
+        self.errors.add(name, squares, rest)
+        return left, right
+
+    def _panels(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Singles, Singles]]:
+        """Yield the elements of both, some blocks at a time."""
+        count = math.prod(ours.shape)
+        # Both are powers of two, so a step is whole blocks of either type.
+        step = max(_PANEL, self._catalog.block_size)
+        for start in range(0, count, step):
+            base, expert = (
+                self._elements(one, start, min(step, count - start)) for one in (ours, theirs)
+            )
+            yield base, expert
+
+    def _squares(self, ours: Tensor, theirs: Tensor) -> float:
+        """Return the squared norm of the difference."""
+        return math.fsum(
+            float(np.square(expert.astype(np.float64) - base).sum())
+            for base, expert in self._panels(ours, theirs)
+        )
+
+    def _elements(self, record: Tensor, start: int, count: int) -> Singles:
+        """Return elements from `start`, the first one of a block."""
+        each = self._catalog.block_size // ITEMSIZES[record.dtype]
+        numbers = range(start // each, -(-(start + count) // each))
+        data = self._catalog.read_blocks([record.block(number) for number in numbers])
+        return singles(data, record.dtype, count)
+
+
+def _not_finite(what: str, name: str) -> Incompatible:
+    return Incompatible(what, where=name, hint=Option("skip", (name,)))
+
+
+def _is_embedding(module: str) -> bool:
+    return bool(EMBEDDINGS.search(module)) and not HEAD.search(module)

@@ -1,0 +1,1 @@
+"""Snapshots: add and check out, compare, follow their lineage, note and sign."""

@@ -1,0 +1,304 @@
+"""Notes of snapshots: their rows in the index, what is reported of them, how they are written.
+
+    notes   SnapshotId + NoteId   -> empty
+
+What notes mean follows from the records (`mstore.store.objects.note`).  A note is published like
+everything else, in one transaction that finds its snapshot still stored.  It lives as long as the
+snapshot's record does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.packs import Kind
+from mstore.blocks.schema import NOTES
+from mstore.checkpoint.paths import CONTROL, quoted
+from mstore.store.catalog import Catalog, now_ns
+from mstore.store.objects.canonical import MAX_COUNT
+from mstore.store.objects.note import COUNTS, REMOVAL, STATING, Note, packed, states
+from mstore.terms.errors import BadName, BadRequest, Conflict, Corrupt, NotFound
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import NoteId, SnapshotId
+from mstore.terms.phrases import Call, call, few
+
+GOOD_SIGNATURE = "good"
+UNKNOWN_KEY = "unknown key"
+BAD_SIGNATURE = "bad"
+UNCHECKED = "unchecked"
+
+
+@frozen
+class SignatureReport:
+    """One signature of a snapshot, or of a note.
+
+    `state` is GOOD_SIGNATURE, UNKNOWN_KEY, BAD_SIGNATURE, or UNCHECKED if the library for checking
+    is missing.
+    """
+
+    signature: NoteId
+    """the signature's id"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    state: str
+    """good (by a trusted key), unknown key, bad (not made by its key), or unchecked"""
+    key: str
+    """fingerprint of the key, as ssh-keygen -l prints it"""
+    signer: str | None
+    """the name under which the key is trusted; None: it is not trusted"""
+    claimed_signer: str | None
+    """the signer that the signature claims, which proves nothing"""
+    time_ns: int
+    """when, as the signature claims"""
+
+
+def signature_report(
+    id: NoteId, record: Note, *, made_by_key: bool | None, key: str, signer: str | None
+) -> SignatureReport:
+    """Report a signature.
+
+    made_by_key: whether the key in the record made it; None: unchecked. key: its fingerprint.
+    signer: the name under which the key is trusted.
+    """
+    if made_by_key is None:
+        state = UNCHECKED
+    elif not made_by_key:
+        state = BAD_SIGNATURE
+    else:
+        state = UNKNOWN_KEY if signer is None else GOOD_SIGNATURE
+    return SignatureReport(
+        signature=id,
+        snapshot=record.snapshot_id(),
+        state=state,
+        key=key,
+        signer=signer,
+        claimed_signer=record.author or None,
+        time_ns=record.time_ns,
+    )
+
+
+MIN_DIGITS = 4
+Found = Mapping[NoteId, Note]
+"""All notes of one snapshot."""
+
+
+@frozen
+class NoteReport:
+    """One note of a snapshot: a key and a value that somebody gave it later."""
+
+    note: NoteId
+    """the note's id"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    kind: str
+    """value, evaluation, verdict or link"""
+    key: str
+    """what the value is of"""
+    value: Any
+    """what it says"""
+    author: str
+    """who wrote it, as they tell; empty if nobody said"""
+    time_ns: int
+    """when, as the author tells"""
+    state: str
+    """counts, replaced (a newer note has this key), or removed"""
+    signatures: tuple[SignatureReport, ...] = ()
+    """signatures of this note"""
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def found(catalog: Catalog, snapshot: SnapshotId) -> dict[NoteId, Note]:
+    """Return all notes of a snapshot, oldest first.  Raises Corrupt, NotFound."""
+    with catalog.index.env.read() as transaction:
+        ids = [id for (_, id), _ in catalog.index.walk(transaction, NOTES, snapshot)]
+    records = {id: catalog.record(Note, id) for id in ids}
+    for id, record in records.items():
+        if record.snapshot_id() != snapshot:
+            raise Corrupt(
+                "the index gives it to another snapshot than it is about",
+                where=f"note {id}",
+                hint=call("fsck"),
+            )
+    return dict(sorted(records.items(), key=lambda one: (one[1].time_ns, one[0])))
+
+
+def reports(
+    notes: Found,
+    signatures: Mapping[NoteId | None, tuple[SignatureReport, ...]],
+    *,
+    every: bool = False,
+) -> tuple[NoteReport, ...]:
+    """Report the values of a snapshot by key, oldest first.
+
+    signatures: by the note that they sign. every: also those that were replaced or removed.
+    """
+    told = states(notes)
+    listed = [
+        NoteReport(
+            note=id,
+            snapshot=one.snapshot_id(),
+            kind=one.form,
+            key=one.key,
+            value=one.value,
+            author=one.author,
+            time_ns=one.time_ns,
+            state=told[id],
+            signatures=signatures.get(id, ()),
+        )
+        for id, one in notes.items()
+        if one.form in STATING and (every or told[id] == COUNTS)
+    ]
+    return tuple(sorted(listed, key=lambda one: one.key))
+
+
+def named(notes: Found, name: str, snapshot: SnapshotId, again: Callable[[str], Call]) -> NoteId:
+    """Return the note of a snapshot that this is the id of, or its beginning.
+
+    again: the same call with another name. Raises BadName, NotFound.
+    """
+    chosen = [id for id in notes if id.hex().startswith(name)] if len(name) >= MIN_DIGITS else []
+    if len(chosen) == 1:
+        return chosen[0]
+    where, listed = quoted(name), call("notes_of", snapshot.short, every=True)
+    told = states(notes)
+    under = [id for id, one in notes.items() if one.form in STATING and one.key == name][::-1]
+    if not chosen and under:
+        shown = few([f"{id.short} ({told[id]})" for id in under])
+        counting = next((id for id in under if told[id] == COUNTS), None)
+        hint = listed if counting is None else again(counting.short)
+        what = f"a key, and a note is named by its id; under this key are {shown}"
+        raise BadName(what, where=where, hint=hint)
+    if chosen or len(name) < MIN_DIGITS:
+        what = "names no single note; give more digits of its id"
+        raise BadName(what, where=where, hint=listed)
+    raise NotFound("the snapshot has no note with this id", where=where, hint=listed)
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def write(
+    catalog: Catalog, snapshot: SnapshotId, values: Mapping[str, object], kind: str
+) -> list[NoteId]:
+    """Publish a note for each key, all or none; a value that counts already is not written again.
+
+    Each is newer than the one that it replaces, whatever the clock says. Raises BadRequest,
+    Conflict, StorageFailed.
+    """
+    if kind not in STATING:
+        known = ", ".join(STATING)
+        raise BadRequest(f"no kind of value; the kinds are {known}", where=quoted(kind))
+    notes = found(catalog, snapshot)
+    told = states(notes)
+    counting = {
+        one.key: (id, one)
+        for id, one in notes.items()
+        if one.form in STATING and told[id] == COUNTS
+    }
+    author, now = catalog.author(), now_ns()
+    written, new = [], []
+    for key, value in values.items():
+        if not key or CONTROL.search(key):
+            raise BadRequest("a key is a line of text", where=quoted(key))
+        data = packed(value, quoted(key))
+        id, last = counting.get(key, (None, None))
+        same = (kind, data, author)
+        if id is not None and last is not None and (last.form, last.data, last.author) == same:
+            written.append(id)
+            continue
+        time_ns = now if last is None else max(now, last.time_ns + 1)
+        if id is not None and time_ns > MAX_COUNT:
+            raise Conflict(
+                "a note stands at the end of time, so that no other can be newer",
+                where=f"note {id}",
+                hint=call("remove_notes", "REF", ids=(str(id),)),
+            )
+        new.append(Note(snapshot, (), kind, key, data, author, time_ns))
+        written.append(new[-1].id())
+    publish(catalog, new)
+    return written
+
+
+def remove(catalog: Catalog, snapshot: SnapshotId, names: Sequence[str]) -> list[NoteId]:
+    """Publish a removal of these notes, named by their ids or the beginnings of these.
+
+    Raises BadName, NotFound, BadRequest (not a value), Conflict, StorageFailed.
+    """
+    notes = found(catalog, snapshot)
+
+    def again(id: str) -> Call:
+        return call("remove_notes", snapshot.short, ids=(id,))
+
+    chosen = sorted({named(notes, name, snapshot, again) for name in names})
+    for id in chosen:
+        if notes[id].form not in STATING:
+            raise BadRequest(f"a {notes[id].form} is not removed", where=f"note {id}")
+    hidden = {id for one in notes.values() if one.form == REMOVAL for id in one.notes}
+    if chosen and not hidden.issuperset(chosen):
+        author, data = catalog.author(), packed(None)
+        publish(catalog, [Note(snapshot, tuple(chosen), REMOVAL, "", data, author, now_ns())])
+    return chosen
+
+
+def publish(catalog: Catalog, records: Collection[Note]) -> None:
+    """Publish notes.  Raises BadRequest, Conflict (a snapshot is gone), StorageFailed."""
+    from mstore.store.transaction import Transaction  # late: reading needs none
+
+    if not records:
+        return
+    with Transaction(catalog, "note") as transaction:
+        transaction.put_records(list(records))
+
+        def insert_rows(rows: IndexTransaction) -> None:
+            for record in records:
+                if not catalog.index.has_record(rows, Kind.SNAPSHOT, record.snapshot):
+                    raise Conflict(
+                        "the snapshot was collected while this command was running",
+                        where=record.snapshot.hex(),
+                        hint=call("log"),
+                    )
+                insert(catalog.index, rows, record)
+
+        transaction.commit(also=insert_rows)
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def insert(index: Index, transaction: IndexTransaction, record: Note) -> None:
+    """Link a stored note to its snapshot."""
+    index.put(transaction, NOTES, (record.snapshot_id(), record.id()), None)
+
+
+def stored(catalog: Catalog) -> dict[NoteId, Note]:
+    """Return all notes whose records can be read."""
+    with catalog.index.env.read() as transaction:
+        ids = [NoteId(id) for id in catalog.index.record_ids(transaction, Kind.NOTE)]
+    records = {}
+    for id in ids:
+        try:
+            records[id] = catalog.record(Note, id)
+        except (Corrupt, NotFound):
+            continue
+    return records
+
+
+def list_again(index: Index, transaction: IndexTransaction, records: Iterable[Note]) -> None:
+    """Make the rows say what stored records say; others' snapshots, and lost notes, have none."""
+    about = {one.id(): one.snapshot_id() for one in records}
+    rows = {key for key, _ in index.walk(transaction, NOTES)}
+    for snapshot, note in rows | {(snapshot, note) for note, snapshot in about.items()}:
+        is_whole = (
+            about.get(note, snapshot) == snapshot
+            and index.has_record(transaction, Kind.NOTE, note)
+            and index.has_record(transaction, Kind.SNAPSHOT, snapshot)
+        )
+        if is_whole:
+            index.put(transaction, NOTES, (snapshot, note), None)
+        else:
+            index.delete(transaction, NOTES, (snapshot, note))

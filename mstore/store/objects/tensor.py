@@ -1,0 +1,136 @@
+"""The tensor record: dtype, shape and block list of one tensor, or of one file's plain bytes.
+
+A virtual one is of a merge that was planned, not computed.  It takes the place of a tensor record
+in a real merge's manifest, and holds all that a reader of headers, configs and sizes needs.  Its
+bytes are the plan's output for its inputs; `merge.virtual` computes them on demand.  Equal ids mean
+equal bytes.  The same bytes may have several ids (one per plan), and a TensorId once stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from mstore.blocks.packs import Kind
+from mstore.checkpoint.dtypes import nbytes
+from mstore.store.objects.canonical import (
+    DEFAULT_LIMITS,
+    Count,
+    IdBytes,
+    Record,
+    RecordLimits,
+    too_long,
+    too_many,
+)
+from mstore.terms.errors import BadCheckpoint, Corrupt
+from mstore.terms.ids import ID_BYTES, BlockId, PlanId, TensorId, VirtualId
+
+# The dtype of headers and of files that are not safetensors: a plain run of bytes.
+BYTES = "BYTES"
+
+
+class Tensor(Record, frozen=True, array_like=True, tag="tensor/1", gc=False):
+    """`blocks` is the concatenation of BlockIds; all but the last block are BLOCK_SIZE bytes long.
+
+    dtype: a safetensors dtype name, or BYTES.  nbytes: length of the plain bytes.
+    """
+
+    kind: ClassVar[Kind] = Kind.TENSOR
+    id_type: ClassVar[type[TensorId]] = TensorId
+
+    dtype: str
+    shape: tuple[Count, ...]
+    nbytes: Count
+    blocks: bytes
+
+    def id(self) -> TensorId:
+        return TensorId.of(self.encode())
+
+    def problem(self, limits: RecordLimits) -> str | None:
+        if len(self.blocks) % ID_BYTES:
+            return "its block list does not end on a whole id"
+        return shape_problem(self.dtype, self.shape, self.nbytes, limits)
+
+    def block_count(self) -> int:
+        """Number of blocks; 0 for an empty tensor."""
+        return len(self.blocks) // ID_BYTES
+
+    def block(self, number: int) -> BlockId:
+        """The id of block `number`."""
+        return BlockId(self.blocks[number * ID_BYTES : (number + 1) * ID_BYTES])
+
+    def block_ids(self) -> Iterator[BlockId]:
+        """All block ids in order."""
+        for number in range(self.block_count()):
+            yield self.block(number)
+
+    def block_length(self, number: int, block_size: int) -> int:
+        """Plain bytes of block `number`."""
+        return min(block_size, self.nbytes - number * block_size)
+
+    def fits(self, block_size: int) -> bool:
+        """Return whether the block list fits the length."""
+        return len(self.blocks) == ID_BYTES * -(-self.nbytes // block_size)
+
+    def check(self, block_size: int, where: str) -> None:
+        """Raise Corrupt unless the block list fits the length."""
+        if not self.fits(block_size):
+            raise Corrupt("block list and length do not agree", where=where)
+
+
+def shape_problem(
+    dtype: str, shape: tuple[int, ...], length: int, limits: RecordLimits
+) -> str | None:
+    """Return why dtype and shape do not give a tensor of `length` bytes, or None."""
+    problem = too_many("dimensions", len(shape), limits.rank)
+    if problem is not None:
+        return problem
+    try:
+        expected = shape[0] if dtype == BYTES and len(shape) == 1 else nbytes(dtype, shape)
+    except BadCheckpoint as error:
+        return error.what
+    return None if expected == length else "dtype, shape and length do not agree"
+
+
+class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
+    """The tensor called `tensor` in `plan`; tied names share the record of the first of them.
+
+    dtype: a safetensors dtype name.  nbytes: length of the plain bytes, as dtype and shape say.
+    """
+
+    kind: ClassVar[Kind] = Kind.VIRTUAL
+    id_type: ClassVar[type[VirtualId]] = VirtualId
+
+    dtype: str
+    shape: tuple[Count, ...]
+    nbytes: Count
+    plan: IdBytes
+    tensor: str
+
+    def id(self) -> VirtualId:
+        return VirtualId.of(self.encode())
+
+    def problem(self, limits: RecordLimits) -> str | None:
+        if self.dtype == BYTES:
+            return "plain bytes are no tensor of a plan"
+        return too_long("a tensor name", self.tensor, limits.name_bytes) or shape_problem(
+            self.dtype, self.shape, self.nbytes, limits
+        )
+
+    def plan_id(self) -> PlanId:
+        """The plan that computes it."""
+        return PlanId(self.plan)
+
+    def blocks(self, block_size: int) -> int:
+        """Return the number of blocks; 0 for an empty tensor."""
+        return -(-self.nbytes // block_size)
+
+    def block_length(self, number: int, block_size: int) -> int:
+        """Plain bytes of block `number`."""
+        return min(block_size, self.nbytes - number * block_size)
+
+    def check(self, where: str) -> None:
+        """Raise Corrupt unless dtype and shape give the length."""
+        problem = self.problem(DEFAULT_LIMITS)
+        if problem is not None:
+            raise Corrupt(problem, where=where)

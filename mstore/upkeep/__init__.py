@@ -1,0 +1,1 @@
+"""What keeps a store in order: reachability, garbage collection, checks, repair, backups, pins."""

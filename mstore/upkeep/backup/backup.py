@@ -1,0 +1,300 @@
+"""One backup: a directory brought to what the store is now.
+
+    lock of the destination -> lease in the source -> rows of one commit into a new index
+    -> packs that the destination has not: copied to tmp/incoming/, synced, proved
+    -> everything that names need is in the new index, or comes from the old one, or is reported
+    -> locks of the destination: pack list -> packs get their names -> the new index takes the place
+       of the old one -> mirror, settings, format -> packs that the source has no more are removed
+
+Before the new index is in place a crash leaves the state of the last backup, and in tmp/ what was
+copied whole, from which the next run goes on.  After it, the new state.
+
+A payload that is damaged in the source stops nothing: what is whole gets away from a disk that may
+be failing.  The report names what is damaged and whom it hurts, and nothing is removed: an older
+pack of the destination may have the good copy.  What the source has lost, rows and all, the backup
+keeps as it has it.
+
+Only damage is reported so (`terms.errors`). Any other error ends the run, and the backup stays as
+it was.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+from mstore import fs
+from mstore.blocks.index import Index
+from mstore.blocks.location import pack_number
+from mstore.blocks.pack_store import HERE, Places, is_whole
+from mstore.blocks.packs import PackGone
+from mstore.blocks.schema import PRUNED, Condemned, NamedPack
+from mstore.fs.rights import Sharing
+from mstore.store import generation, leases, mirror, pack_list, refs, unnamed
+from mstore.store.catalog import Catalog
+from mstore.store.pack_list import PackList
+from mstore.store.ref_store import refs_in
+from mstore.terms.errors import Conflict, StorageFailed
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import PackId
+from mstore.terms.phrases import Phrase, as_phrase, call
+from mstore.terms.progress import ProgressCallback
+from mstore.upkeep.backup import destination, packs, source
+from mstore.upkeep.backup.destination import Destination
+from mstore.upkeep.backup.packs import Attempt, attempted
+from mstore.upkeep.check.findings import Affected, AffectedTensors, Problem
+
+
+@frozen
+class BackupReport:
+    """The result of `backup`: what the directory holds now, and what this run did.
+
+    If there are `problems`, nothing was removed.
+    """
+
+    path: str
+    """the backup"""
+    uuid: str
+    """the store's UUID, which the backup shares"""
+    generation: int
+    """number of commits that the store had published: the state of the backup"""
+    refs: int
+    """number of branches and tags"""
+    snapshots: int
+    """snapshots in the backup"""
+    packs: int
+    """packs in the backup"""
+    packs_copied: int
+    """packs that the backup lacked"""
+    bytes_copied: int
+    """size of the copied packs"""
+    packs_removed: tuple[str, ...]
+    """packs that the store no longer has, removed from the backup"""
+    freed_bytes: int
+    """size of the removed packs"""
+    waiting_bytes: int
+    """size of packs that may still be read; a later backup removes them"""
+    put_aside: tuple[str, ...]
+    """packs that no index knows, now in the backup's lost+found/"""
+    problems: tuple[Problem, ...]
+    """what is damaged in the store; empty: nothing that was copied is damaged"""
+    affected: tuple[Affected, ...]
+    """files and tensors that the damage makes unreadable"""
+    hint: Phrase | None
+    """the next command if something is damaged; None: nothing is"""
+    seconds: float
+    """how long it took"""
+
+
+def backup(
+    catalog: Catalog, target: Path, *, threads: int, progress: ProgressCallback | None = None
+) -> BackupReport:
+    """Bring the backup at `target` up to date; see `Store.backup`."""
+    source.require_outside(catalog.layout, target)
+    source.require_sound(catalog)
+    path = Path(os.path.realpath(target))
+    with (
+        Destination.opened(catalog.layout, path, catalog.config.filesystem) as into,
+        source.held(catalog, f"backup to {path.name}"),
+    ):
+
+        def attempt() -> BackupReport:
+            with closing(_Backup(catalog, into, threads, progress)) as one:
+                return one.run()
+
+        return attempted(catalog, attempt)
+
+
+class _Backup(Attempt):
+    """One attempt, by the rows of one commit."""
+
+    def __init__(
+        self, catalog: Catalog, into: Destination, threads: int, progress: ProgressCallback | None
+    ) -> None:
+        super().__init__(catalog, into.layout, threads, progress)
+        self._began = time.monotonic()
+        self._into = into
+        self._packs = self._opened({})
+        self._helps = False
+        """Whether the backup may have good copies of what is damaged in the source."""
+
+    def close(self) -> None:
+        """Close the packs of the destination."""
+        self._packs.close()
+
+    def run(self) -> BackupReport:
+        """Copy, prove, publish.  Raises Moved where the source changed under it."""
+        fresh = self._layout.incoming / "index"
+        with self._new_index(fresh) as (index, named):
+            self._require_later(index)
+            missing = [pack for pack in named if not self._has(pack)]
+            staged = self._copy("backup", missing)
+            with closing(self._opened(staged)) as files:
+                self._prove(index, [pack for pack in missing if pack.id in staged], files)
+            self._finish(index, named, missing, staged)
+            with index.env.read() as transaction:
+                number = index.generation(transaction)
+                names = dict(refs_in(index, transaction).walk())
+                snapshots = index.count(transaction, "snapshots")
+            lines = self._lines(index, number)
+        removed, aside, waiting = self._publish(fresh, staged, lines)
+        return BackupReport(
+            path=str(self._layout.root),
+            uuid=str(self._layout.uuid),
+            generation=number,
+            refs=len(names),
+            snapshots=snapshots,
+            packs=len(named),
+            packs_copied=len(staged),
+            bytes_copied=sum(pack.size for pack in missing if pack.id in staged),
+            packs_removed=tuple(pack.pack.hex() for pack in removed),
+            freed_bytes=sum(pack.size for pack in removed),
+            waiting_bytes=waiting,
+            put_aside=tuple(pack.hex() for pack in aside),
+            problems=self._findings.problems,
+            affected=self._affected(names),
+            hint=self._hint(),
+            seconds=time.monotonic() - self._began,
+        )
+
+    def _require_later(self, index: Index) -> None:
+        """Raise Conflict where the backup has what this store never had, or has no more.
+
+        A store that was itself restored from an older copy, and its twin, have the same name.
+        """
+        before = self._into.before
+        if before is None:
+            return
+        with index.env.read() as transaction:
+            own = index.generation(transaction)
+            if before.names.generation > own:
+                raise Conflict(
+                    f"the backup is newer than this store (generation {before.names.generation}, "
+                    f"{own})",
+                    where=str(self._layout.root),
+                    hint="name a new directory",
+                )
+            differing = mirror.differences(before.names, index, transaction)
+        if differing:
+            raise Conflict(
+                f"the backup is of another history than this store's: {differing[0]} was never "
+                "here what it is there",
+                where=str(self._layout.root),
+                hint="name a new directory",
+            )
+
+    def _has(self, pack: NamedPack) -> bool:
+        before = self._into.before
+        if before is not None and pack.id in before.damaged:
+            # It may have been mended since, or be healed by whoever reads it from elsewhere.
+            return False
+        return is_whole(self._packs, pack.id, pack.size)
+
+    def _finish(
+        self,
+        index: Index,
+        named: Sequence[NamedPack],
+        missing: Sequence[NamedPack],
+        staged: dict[PackId, Path],
+    ) -> None:
+        """What makes the new index a backup's: what it is of, and what goes once it is in place."""
+        lost = {pack.number: pack.id for pack in missing}
+        broken = self._findings.broken.values()
+        numbers = {pack_number(row) for row in broken if row is not None}
+        damaged = {lost[number] for number in numbers & lost.keys()} | set(self._findings.packs)
+        with index.env.read() as transaction:
+            number = index.generation(transaction)
+        destination.note(index, number, sorted(damaged))
+        kept = self._name_older(index, named)
+        self._complete(index, staged)
+        if not self._findings.problems:
+            with index.env.write() as transaction:
+                for pack in kept:
+                    unnamed.condemn(index, transaction, pack.id)
+
+    def _name_older(self, index: Index, named: Sequence[NamedPack]) -> list[NamedPack]:
+        """Name the packs too that the backup has and the source has no more."""
+        before = self._into.before
+        if before is None:
+            return []
+        own = {pack.id for pack in named}
+        old = {pack.id: pack.size for pack in before.packs}
+        gone = [pack for pack in (*old, *before.condemned) if pack not in own]
+        first = max((pack.number for pack in named), default=-1) + 1
+        kept = [NamedPack(first + at, pack, self._size(pack, old)) for at, pack in enumerate(gone)]
+        with index.env.write() as transaction:
+            index.name_packs(transaction, kept)
+        self._helps = bool(kept)
+        return kept
+
+    def _complete(self, index: Index, staged: dict[PackId, Path]) -> None:
+        """See that all is there that names need; what the source lost stays as the backup has it.
+
+        The backup would else report success, and the next ones let the last good copy go.
+        """
+        with closing(self._opened(staged)) as files:
+            new = Catalog.over(self._layout, self._catalog.config, index, files)
+            if self._into.before is None:
+                self._findings.take(source.missing_in(new))
+                return
+            with closing(Index(self._layout.index)) as old:
+                if source.kept_rows(new, old, self._findings):
+                    self._helps = True
+
+    def _size(self, pack: PackId, known: dict[PackId, int]) -> int:
+        size = known.get(pack)
+        if size is None:
+            with suppress(PackGone):
+                return self._packs.size(pack)
+        return size or 0
+
+    def _lines(self, index: Index, number: int) -> PackList:
+        """Return the list of all packs that the new index knows."""
+        since = {**pack_list.read(self._layout).since}
+        since |= pack_list.read(self._catalog.layout).since
+        with index.env.read() as transaction:
+            known = [pack for pack, _ in index.packs(transaction)]
+            known += [pack.pack for pack in index.condemned(transaction)]
+        return PackList(number, {pack: since.get(pack, number) for pack in known})
+
+    def _publish(
+        self, fresh: Path, staged: dict[PackId, Path], lines: PackList
+    ) -> tuple[list[Condemned], Sequence[PackId], int]:
+        """Make the new state the state; what was removed, put aside, and waits for its readers."""
+        layout, into = self._layout, self._into
+        with into.publishing():
+            pack_list.write(layout, lines)
+            packs.put(self._packs, staged)
+            into.replace_index(fresh)
+            with closing(Index(layout.index)) as index:
+                mirror.write(layout, index)
+                into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
+                leases.sweep(layout, index)
+                waiting = unnamed.listed(index)
+                removed = (
+                    []
+                    if into.is_read()
+                    else unnamed.sweep(layout, index, Places({HERE: self._packs}))
+                )
+                unknown = generation.unknown_packs(self._packs, index)
+            aside = unnamed.put_aside(layout, self._packs, unknown)
+        with suppress(StorageFailed):
+            fs.remove_tree(layout.incoming)
+        left = sum(pack.size for pack in waiting) - sum(pack.size for pack in removed)
+        return removed, aside, left
+
+    def _affected(self, names: dict[str, refs.Ref]) -> tuple[Affected, ...]:
+        """Whom damage hurts, as the backup is now."""
+        if not self._findings.problems:
+            return ()
+        with closing(Catalog(self._layout)) as catalog:
+            return AffectedTensors(catalog, self._findings).all(names, catalog.index.marked(PRUNED))
+
+    def _hint(self) -> Phrase | None:
+        if not self._findings.problems:
+            return None
+        place = str(self._layout.root) if self._helps else "PLACE"
+        return as_phrase(call("repair", read_data=True, sources=(place,)))

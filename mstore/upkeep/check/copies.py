@@ -1,0 +1,233 @@
+"""Sources of good copies: packs of this store or another, and checkpoints on disk.
+
+A damaged source has fewer copies.  One that this machine cannot read now ends the repair: else
+rows would be dropped that its copies heal.
+
+A source is asked for what is wanted, and returns copies whose bytes it has just hashed to the
+requested id. Nothing else of it is trusted: of another store, only the footers and payloads of its
+packs are read, never its index.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from mstore import fs
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec
+from mstore.blocks.location import Key, Location
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.packs import NO_BASE, Entry, Kind
+from mstore.blocks.reader import BlockReader, located
+from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
+from mstore.checkpoint.exclusion import Exclusion
+from mstore.checkpoint.partition import partition
+from mstore.checkpoint.reading import open_regular, read_range
+from mstore.store import layout as layouts
+from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.store.objects.tensor import BYTES, Tensor
+from mstore.terms.errors import BadCheckpoint, Corrupt
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import BlockId, Buffer, PackId
+from mstore.upkeep.check.findings import typed
+
+Tick = Callable[[int], None]
+"""Called with the number of bytes just read."""
+
+
+class Form(NamedTuple):
+    """How a block is stored: element width, codec (None if unknown), base of a delta."""
+
+    width: int
+    codec: Codec | None = None
+    base: BlockId | None = None
+
+
+AS_RECORD = Form(1)
+
+
+@frozen
+class Copy:
+    """The checked plain bytes of a wanted block or record, and how to store them.
+
+    file, offset: where they lie in their source file, so that neighbours stay neighbours.
+    """
+
+    key: Key
+    data: Buffer
+    form: Form
+    file: str
+    offset: int
+
+
+class Copies(Protocol):
+    """Something that may have copies."""
+
+    def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
+        """Yield at most one copy of each wanted key that is here.
+
+        The data is valid until the next copy is requested.
+        """
+
+
+class PackCopies:
+    """The sealed packs of one store.  opened: opens them."""
+
+    def __init__(self, opened: Callable[[], Packs], block_size: int) -> None:
+        self._opened = opened
+        self._block_size = block_size
+
+    def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
+        """See `Copies`. Decodes a delta with a base from the same packs."""
+        with closing(self._opened()) as packs:
+            candidates = self._candidates(packs, wanted)
+            deltas = {
+                (Kind.BLOCK, entry.base)
+                for found in candidates.values()
+                for _, entry in found
+                if entry.base != NO_BASE
+            }
+            bases = self._candidates(packs, deltas) if deltas else {}
+            reader = BlockReader(packs, self._block_size)
+            # In disk order.
+            for key, found in sorted(candidates.items(), key=lambda item: _place(item[1][0])):
+                for pack, entry in found:
+                    # If this copy is bad, another one may be good.
+                    with suppress(Corrupt):
+                        data = self._checked(reader, key, located(pack, entry), bases)
+                        tick(entry.stored_length)
+                        base = BlockId(entry.base) if entry.base != NO_BASE else None
+                        form = Form(entry.width, Codec(entry.codec), base)
+                        yield Copy(key, data, form, pack.hex(), entry.offset)
+                        break
+
+    def _candidates(self, packs: Packs, wanted: set[Key]) -> dict[Key, list[tuple[PackId, Entry]]]:
+        found: dict[Key, list[tuple[PackId, Entry]]] = defaultdict(list)
+        for pack in packs.listed():
+            try:
+                entries = packs.table(pack).entries
+            except Corrupt:
+                continue
+            for entry in entries:
+                with suppress(ValueError):
+                    key = (Kind(entry.kind), entry.id)
+                    if key in wanted:
+                        found[key].append((pack, entry))
+        return found
+
+    def _checked(
+        self,
+        reader: BlockReader,
+        key: Key,
+        at: Location,
+        bases: dict[Key, list[tuple[PackId, Entry]]],
+    ) -> Buffer:
+        kind, id = key
+        if kind != Kind.BLOCK:
+            return reader.record(typed(kind, id), at)
+        base = None if at.base == NO_BASE else self._base(reader, BlockId(at.base), bases)
+        return reader.block(BlockId(id), at, base)
+
+    def _base(
+        self, reader: BlockReader, block: BlockId, bases: dict[Key, list[tuple[PackId, Entry]]]
+    ) -> Buffer | None:
+        for pack, entry in bases.get((Kind.BLOCK, bytes(block)), ()):
+            if entry.base == NO_BASE:
+                with suppress(Corrupt):
+                    return reader.block(block, located(pack, entry))
+        return None
+
+
+def _place(found: tuple[PackId, Entry]) -> tuple[PackId, int]:
+    return found[0], found[1].offset
+
+
+class CheckpointCopies:
+    """A checkpoint on disk, cut exactly as `add` cuts it.
+
+    It provides blocks, and the tensor records and manifest that adding it would create.
+    """
+
+    def __init__(self, path: Path, block_size: int) -> None:
+        self._checkpoint: Checkpoint = scan(path)
+        self._added: set[str] = set()
+        # A checkpoint that `add` would refuse still has usable blocks.
+        with suppress(BadCheckpoint):
+            checkpoint = scan(path, exclusion=Exclusion.chosen())
+            self._added = {file.path for file in checkpoint.files}
+        self._block_size = block_size
+
+    def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
+        """See `Copies`. Reads every byte of the checkpoint."""
+        missing = set(wanted)
+        files = []
+        for source in self._checkpoint.files:
+            parts: list[Part] = []
+            for copy in self._file(source, missing, parts, tick):
+                missing.discard(copy.key)
+                yield copy
+            form = OPAQUE if source.header is None else SAFETENSORS
+            files.append(File(source.path, form, source.size, tuple(parts)))
+        files.sort(key=lambda file: file.path)
+        # It may have been added with all its files, or only with those that `add` takes by default.
+        for taken in (files, [file for file in files if file.path in self._added]):
+            manifest = Manifest(tuple(taken))
+            key = (Kind.MANIFEST, bytes(manifest.id()))
+            if key in missing:
+                missing.discard(key)
+                yield Copy(key, manifest.encode(), AS_RECORD, "", 0)
+
+    def _file(
+        self, source: SourceFile, missing: set[Key], parts: list[Part], tick: Tick
+    ) -> Iterator[Copy]:
+        with open_regular(source.absolute, source.stamp) as (descriptor, _):
+            for name, dtype, shape, begin, nbytes in _cut(source):
+                form = Form(codecs.elements_of(dtype).width)
+                ids = []
+                for start, length in partition(nbytes, self._block_size):
+                    data = read_range(descriptor, begin + start, length)
+                    if len(data) < length:
+                        raise BadCheckpoint(
+                            "the file changed while it was being read", where=str(source.absolute)
+                        )
+                    tick(length)
+                    block = BlockId.of(data)
+                    ids.append(block)
+                    key = (Kind.BLOCK, bytes(block))
+                    if key in missing:
+                        yield Copy(key, data, form, source.path, begin + start)
+                tensor = Tensor(dtype, shape, nbytes, b"".join(ids))
+                id = tensor.id()
+                parts.append(Part(name, id, nbytes))
+                key = (Kind.TENSOR, bytes(id))
+                if key in missing:
+                    yield Copy(key, tensor.encode(), AS_RECORD, "", 0)
+
+
+def _cut(source: SourceFile) -> list[tuple[str | None, str, tuple[int, ...], int, int]]:
+    """Return name, dtype, shape, begin and length of a file's parts, in data order."""
+    if source.header is None:
+        return [(None, BYTES, (source.size,), 0, source.size)]
+    start = source.header.data_start
+    return [
+        (None, BYTES, (start,), 0, start),
+        *((s.name, s.dtype, s.shape, start + s.begin, s.nbytes) for s in source.header.tensors),
+    ]
+
+
+def copies_at(path: Path, block_size: int) -> Copies:
+    """Open what lies at `path`: a store (its packs), or a checkpoint.
+
+    Raises Incompatible, NotFound, BadCheckpoint, StorageFailed if it is neither.
+    """
+    with fs.translated(path):
+        is_store = (path / "format").is_file() and (path / "packs").is_dir()
+    if is_store:
+        directory = layouts.locate(path).packs
+        return PackCopies(lambda: PackFiles(directory), block_size)
+    return CheckpointCopies(path, block_size)

@@ -1,0 +1,157 @@
+"""New places for stored blocks: copied or coded again into new packs, published as one step.
+
+    lock of garbage collection -> lease -> payloads into tmp/ -> footer, fsync -> writer lock
+    -> pack list, fsync -> rename into packs/ -> fsync of the directories -> ONE index transaction:
+       point rows at the copies, and set or remove the mark of the pin -> acknowledge
+
+A crash before the index commit leaves only garbage; after it, everything is done.  Old payloads are
+garbage that gc frees, once those who may be reading them have ended.
+
+The lock of garbage collection is held throughout: it is the lock of whoever changes rows of stored
+blocks, and then no row changes under a copy, and no base of a difference is collected before the
+difference is published.  `add` and `merge` need no lock: they only add rows.
+
+Belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mstore.blocks.codecs import Codec, Encoded
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location import Key, Row
+from mstore.blocks.packs import ENTRY, PAGE, Kind, SealedPack
+from mstore.store import leases, unnamed
+from mstore.store.catalog import Catalog
+from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
+from mstore.terms.errors import Conflict, StorageFailed
+from mstore.terms.ids import BlockId
+from mstore.terms.phrases import call, phrase
+from mstore.terms.sizes import format_size
+from mstore.upkeep.pins.spots import Spot
+
+RESERVE_BYTES = 8 << 20
+"""Free space, in bytes, that new packs leave to others."""
+
+
+class Rewriting:
+    """Blocks on the way to new places.  Nothing is visible before `publish` returns.
+
+    blocks: how many it then moved.
+    """
+
+    def __init__(self, catalog: Catalog, lease: leases.Lease, max_pack: int) -> None:
+        self._catalog = catalog
+        self._lease = lease
+        self._packs = NewPacks(
+            catalog, lease.directory, prefix="p", max_pack=max_pack, sealing=self._count
+        )
+        self._rows: dict[Key, Row] = {}
+        self._bases: set[bytes] = set()
+        self._deltas: set[BlockId] = set()
+        with catalog.index.env.read() as transaction:
+            self._generation = catalog.index.generation(transaction)
+        self.bytes_written = 0
+        self.blocks = 0
+
+    @classmethod
+    @contextmanager
+    def begin(
+        cls, catalog: Catalog, purpose: str, *, max_pack: int = MAX_PACK_BYTES
+    ) -> Iterator[Rewriting]:
+        """Lock and take a lease; leaving the block without `publish` removes all that was written.
+
+        Waits for a running collection or repair.  Raises StorageFailed.
+        """
+        with leases.collecting(catalog.layout):
+            with catalog.publishing(packs=True):
+                leases.sweep(catalog.layout, catalog.index)
+                unnamed.sweep(catalog.layout, catalog.index, catalog.places)
+            lease = leases.Lease(catalog.layout, catalog.index, purpose)
+            try:
+                own = cls(catalog, lease, max_pack)
+                try:
+                    yield own
+                finally:
+                    own._packs.abandon()
+            finally:
+                lease.release()
+
+    def require_room(self, spots: int, plain_bytes: int) -> None:
+        """Raise StorageFailed unless the disk has room for so many blocks, stored raw."""
+        directory = self._catalog.layout.packs
+        needed = room_for(spots, plain_bytes)
+        free = max(0, self._catalog.packs.room() - RESERVE_BYTES)
+        if needed > free:
+            raise StorageFailed(
+                f"the copies take {format_size(needed)}, and the disk has {format_size(free)} free",
+                where=str(directory),
+                hint=phrase("{gc} frees what nothing needs", gc=call("gc")),
+                errno=errno.ENOSPC,
+            )
+
+    def put(self, spot: Spot, row: Row, encoded: Encoded, file: str) -> None:
+        """Store a block at a new place.
+
+        row: the one that it has now.  Blocks of one file come in file order.  `encoded` decodes to
+        bytes that the caller has checked.
+        """
+        self._packs.writer.append_encoded(spot.block, encoded, file, spot.offset)
+        self._rows[Kind.BLOCK, spot.block] = row
+        if encoded.base is not None:
+            self._bases.add(encoded.base)
+            self._deltas.add(spot.block)
+
+    def _count(self, pack: SealedPack) -> None:
+        self.bytes_written += pack.size
+
+    def publish(self, also: Callable[[IndexTransaction], None]) -> None:
+        """Point the rows of all these blocks at their new places, in one index transaction.
+
+        also: changes further rows there.  Raises Conflict, StorageFailed; then nothing is changed.
+        """
+        catalog = self._catalog
+        with self._packs.committing() as transaction:
+            for block in self._became_bases(transaction):
+                del self._rows[Kind.BLOCK, block]
+            moved = 0
+            for pack in self._packs.sealed:
+                moved += catalog.index.move_into(transaction, pack, self._rows).total()
+            if moved != len(self._rows):
+                raise Conflict(
+                    f"{len(self._rows) - moved} blocks moved while this command was running",
+                    hint="run the command again",
+                )
+            self._require_bases(transaction)
+            also(transaction)
+            self._lease.drop_row(transaction)
+        self.blocks = moved
+
+    def _became_bases(self, transaction: IndexTransaction) -> set[BlockId]:
+        """Return blocks that are differences now, and that others refer to since we looked."""
+        index = self._catalog.index
+        # This very commit is the next generation.
+        if not self._deltas or index.generation(transaction) == self._generation + 1:
+            return set()
+        bases = {place.base for _, place in index.blocks(transaction)}
+        return {block for block in self._deltas if block in bases}
+
+    def _require_bases(self, transaction: IndexTransaction) -> None:
+        """Raise Conflict unless the base of every new difference is stored, and is none itself."""
+        for base in self._bases:
+            place = self._catalog.index.block(transaction, BlockId(base))
+            if place is None or Codec(place.codec).is_delta:
+                raise Conflict(
+                    "the base of a difference changed while this command was running",
+                    where=f"block {base.hex()}",
+                    hint="run the command again",
+                )
+
+
+def room_for(spots: int, plain_bytes: int) -> int:
+    """Return the bytes that so many raw blocks take at most, with footers and alignment."""
+    packs = 1 + plain_bytes // MAX_PACK_BYTES
+    return plain_bytes + spots * ENTRY.size + packs * 4 * PAGE if spots else 0

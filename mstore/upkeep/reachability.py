@@ -1,0 +1,499 @@
+"""Reachability: from names to snapshots, records and blocks.
+
+    roots      refs, reflog moves of the last days, holds of live processes
+    candidate  is a root while it is recent or a live process holds it; its reflog keeps nothing
+    snapshot   keeps its contents, and all its ancestors over every parent role (as in git)
+    missing    a parent that is not stored any more ends the history there; a ref's must be stored
+    pruned     keeps its record, manifest, plan and coverage; its contents only if a root names it
+    virtual    keeps the contents of its plan's base and experts as well
+    delta      keeps its base
+    plan       lives as long as the contents of all its inputs do, and keeps nothing alive
+    note       lives with its snapshot
+
+An `Inventory` holds all rows of an index at one moment, as arrays: about 67 bytes per block.
+`Reach` marks the rows that are reached; it only ever adds marks. It reads and decodes every record
+once, bypassing the catalog's cache. Takes time linear in what is reached. Used by one thread.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mstore.blocks import location_arrays
+from mstore.blocks.id_search import Flags, Numbers
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location import Location
+from mstore.blocks.location_arrays import LOST_BASE, Table, id_at
+from mstore.blocks.packs import NO_BASE, Kind, PackGone
+from mstore.blocks.schema import NOTES, PRUNED
+from mstore.store import leases, listing, refs
+from mstore.store.catalog import Catalog
+from mstore.store.objects.canonical import Record, decode
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.store.ref_store import refs_in
+from mstore.store.refs import Ref
+from mstore.terms.errors import Corrupt, NotFound
+from mstore.terms.frozen import frozen
+from mstore.terms.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
+from mstore.terms.phrases import call, phrase
+
+R = TypeVar("R", bound=Record)
+NS_A_DAY = 86_400 * 10**9
+NEVER_NS = 1 << 64
+"""The start of a window of zero days: no move is that recent."""
+_FIRST_NS, _LAST_NS = 1_735_689_600 * 10**9, 4_891_363_200 * 10**9
+"""2025 and 2125: no store existed before, and a clock beyond that is wrong."""
+_BATCH = 1 << 17
+
+
+def is_recent(time_ns: int, since_ns: int) -> bool:
+    """Return whether a move is within the window that starts at `since_ns`.
+
+    A move with the time of an unset clock may be of any age, and with a clock that runs ahead no
+    move is known to be old: both count as recent. In a window of zero days no move is recent.
+    """
+    if since_ns >= NEVER_NS:
+        return False
+    return time_ns >= since_ns or time_ns < _FIRST_NS or since_ns >= _LAST_NS
+
+
+@frozen
+class Roots:
+    """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, holds) may be gone.
+
+    expired: candidates that keep nothing any more, which garbage collection drops.
+    """
+
+    refs: frozenset[SnapshotId]
+    loose: frozenset[SnapshotId]
+    pruned: frozenset[SnapshotId]
+    expired: tuple[tuple[str, Ref], ...] = ()
+
+    @classmethod
+    def read(cls, catalog: Catalog, transaction: IndexTransaction, since_ns: int) -> Roots:
+        """Read the current roots; from reflogs, the moves since `since_ns` (`is_recent`).
+
+        `since_ns` only says how much history people want to keep. Locks alone guarantee that
+        nothing in use is removed.
+        """
+        index = catalog.index
+        found = dict(refs_in(index, transaction).walk())
+        loose = leases.holds(catalog.layout)
+        held = frozenset(loose)
+        moved: dict[str, int] = {}
+        for name, move in refs_in(index, transaction).reflogs():
+            if refs.is_candidate(name):
+                moved[name] = move.time_ns
+            elif is_recent(move.time_ns, since_ns):
+                loose.update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
+        expired = {
+            name: ref
+            for name, ref in found.items()
+            if ref.kind == refs.CANDIDATE
+            and not is_recent(moved.get(name, 0), since_ns)
+            and ref.snapshot_id() not in held
+        }
+        named = {ref.snapshot_id() for name, ref in found.items() if name not in expired}
+        return cls(
+            frozenset(named),
+            frozenset(loose - named),
+            frozenset(id for id, _ in index.walk(transaction, PRUNED)),
+            tuple(expired.items()),
+        )
+
+
+class Inventory:
+    """All rows of an index at one moment: blocks, records by kind, and packs by number."""
+
+    def __init__(self, catalog: Catalog, transaction: IndexTransaction) -> None:
+        index = catalog.index
+        packs = index.named_packs(transaction)
+        self.packs = {pack.number: (pack.id, pack.size) for pack in packs}
+        self.snapshots = set(listing.ids(index, transaction))
+        self.tables = location_arrays.read(index, transaction)
+
+    @classmethod
+    def read(cls, catalog: Catalog) -> Inventory:
+        """Read all rows of the index as it is now."""
+        with catalog.index.env.read() as transaction:
+            return cls(catalog, transaction)
+
+    @property
+    def blocks(self) -> Table:
+        """The table of blocks."""
+        return self.tables[Kind.BLOCK]
+
+    def location(self, table: Table, number: int) -> Location:
+        """Return where a row says its payload lies. Raises Corrupt for an unknown pack."""
+        head = table.heads[number]
+        pack = self.packs.get(int(head["pack"]))
+        if pack is None:
+            raise Corrupt(f"the index names an unknown pack {head['pack']}", hint=call("fsck"))
+        return Location(
+            pack[0],
+            int(head["offset"]),
+            int(head["stored"]),
+            int(head["plain"]),
+            int(head["codec"]),
+            int(head["width"]),
+            table.base_id(number) or NO_BASE,
+        )
+
+    def records(self, catalog: Catalog, kind: type[R], numbers: Numbers) -> Iterator[tuple[int, R]]:
+        """Yield (row number, record) of those of these rows whose records are sound where they lie.
+
+        In the order in which they lie, past the catalog's cache.
+        """
+        table = self.tables[kind.kind]
+        heads = table.heads[numbers]
+        columns = (heads[name].tolist() for name in ("pack", "offset", "stored", "codec"))
+        rows = {table.id(number): number for number in numbers.tolist()}
+        places = [
+            (self.packs[pack][0], offset, stored, codec, id)
+            for pack, offset, stored, codec, id in zip(*columns, rows, strict=True)
+            if pack in self.packs
+        ]
+        for id, record in catalog.sound_records(kind, places):
+            yield rows[id], record
+
+
+class Reach:
+    """The rows of an inventory that are reached.
+
+    live: by kind, a flag per row. missing: needed blocks without a row. lost_bases: needed blocks
+    that are differences to a block without a row. snapshots: all that are reached, pruned or not.
+    """
+
+    def __init__(self, catalog: Catalog, inventory: Inventory) -> None:
+        self._catalog = catalog
+        self.inventory = inventory
+        self.live: dict[Kind, Flags] = {
+            kind: np.zeros(len(table), np.bool_) for kind, table in inventory.tables.items()
+        }
+        self.snapshots: set[SnapshotId] = set()
+        self.missing: set[bytes] = set()
+        self.lost_bases: set[bytes] = set()
+        self._whole: set[SnapshotId] = set()
+        self._contents: set[ManifestId] = set()
+        self._manifests: list[ManifestId] = []
+        self._blocks: list[bytes] = []
+        self._blocks_waiting = 0
+        self._searches: deque[tuple[bytes, Future[Numbers]]] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+        # Rows newer than the inventory: they may be read, and never dropped.
+        self._later: IndexTransaction | None = None
+
+    @property
+    def whole(self) -> frozenset[SnapshotId]:
+        """The reached snapshots whose contents are reached, too."""
+        return frozenset(self._whole)
+
+    def live_among(self, kind: Kind, ids: Sequence[bytes]) -> list[bytes]:
+        """Return those of these ids that have a reached row."""
+        found = self.inventory.tables[kind].find(b"".join(ids))
+        there = np.flatnonzero(found >= 0)
+        return [ids[at] for at in there[self.live[kind][found[there]]].tolist()]
+
+    def grow(self, roots: Roots, later: IndexTransaction | None = None) -> None:
+        """Mark everything that these roots keep.
+
+        later: an open index transaction, newer than the inventory, in which the roots were read.
+        Raises Corrupt if a record is missing or damaged: then it is unknown what is needed.
+        """
+        self._later = later
+        try:
+            self._require(roots.refs)
+            known = {id for id in roots.loose if self._has_snapshot(id)}
+            # A snapshot that a reflog names may have been collected under a shorter reflog window.
+            whole = {id for id in known if id not in roots.pruned or self._has_contents(id)}
+            self._keep_snapshots(roots.refs | whole, known, roots.pruned)
+            self._finish()
+            self._keep_plans()
+        finally:
+            self._later = None
+
+    # -- snapshots ---------------------------------------------------------------------------
+
+    def _require(self, snapshots: Iterable[SnapshotId]) -> None:
+        """Raise Corrupt, naming a ref, if its snapshot is not stored."""
+        lost = {id for id in snapshots if not self._has_snapshot(id)}
+        if not lost:
+            return
+        for name, ref in self._catalog.refs().items():
+            if ref.snapshot_id() in lost:
+                raise Corrupt(
+                    f"its snapshot {ref.snapshot_id().short} is missing",
+                    where=name,
+                    hint=phrase(
+                        "{rm}, or {reset}",
+                        rm=call("remove", name),
+                        reset=call("reset", name, "OTHER"),
+                    ),
+                )
+
+    def _has_snapshot(self, id: SnapshotId) -> bool:
+        if id in self.inventory.snapshots:
+            return True
+        return self._later is not None and listing.is_listed(self._catalog.index, self._later, id)
+
+    def _has_contents(self, id: SnapshotId) -> bool:
+        manifest = self._load(Manifest, self._load(SnapshotRecord, id).manifest)
+        return all(
+            self.inventory.tables[Kind.TENSOR].find(part.tensor)[0] >= 0
+            or self.inventory.tables[Kind.VIRTUAL].find(part.tensor)[0] >= 0
+            or self._found_later(Kind.TENSOR, part.tensor) is not None
+            or self._found_later(Kind.VIRTUAL, part.tensor) is not None
+            for file in manifest.files
+            for part in file.parts
+        )
+
+    def _keep_snapshots(
+        self,
+        named: Iterable[SnapshotId],
+        others: Iterable[SnapshotId],
+        pruned: AbstractSet[SnapshotId],
+    ) -> None:
+        """Keep these snapshots and all their ancestors, generation by generation.
+
+        named: keep their contents even if they are pruned.
+        """
+        wanted = set(named)
+        waiting = {*wanted, *others}
+        while waiting:
+            kept = {id for id in waiting if id in wanted or id not in pruned}
+            new = {id for id in waiting if id not in self.snapshots or id in kept - self._whole}
+            waiting = set()
+            for id, record in self._snapshots(new):
+                if id not in self.snapshots:
+                    self.snapshots.add(id)
+                    parents = [parent.snapshot_id() for parent in record.parents]
+                    # History ends at a parent that a repair had to drop.
+                    waiting.update(parent for parent in parents if self._has_snapshot(parent))
+                if id in kept:
+                    self._whole.add(id)
+                    self._keep_contents(record)
+
+    def _snapshots(self, ids: Iterable[SnapshotId]) -> Iterator[tuple[SnapshotId, SnapshotRecord]]:
+        """Yield records; mark them, and their manifests, plans, coverage and notes."""
+        named: dict[Kind, list[bytes]] = defaultdict(list)
+        noted = []
+        for id, record in self._loaded(SnapshotRecord, ids):
+            named[Kind.MANIFEST].append(record.manifest)
+            if record.plan is not None:
+                named[Kind.PLAN].append(record.plan)
+            if record.coverage is not None:
+                named[Kind.COVERAGE].append(record.coverage)
+            noted.append(SnapshotId(id))
+            yield SnapshotId(id), record
+        for kind, some in named.items():
+            self._mark_all(kind, some)
+        if self._later is not None:
+            self._mark_notes(self._later, noted)
+        else:
+            with self._catalog.index.env.read() as transaction:
+                self._mark_notes(transaction, noted)
+
+    def _mark_notes(self, transaction: IndexTransaction, snapshots: Iterable[SnapshotId]) -> None:
+        index = self._catalog.index
+        if index.count(transaction, NOTES.name):
+            for id in snapshots:
+                self._mark_all(
+                    Kind.NOTE, (one for (_, one), _ in index.walk(transaction, NOTES, id))
+                )
+
+    def _keep_contents(self, record: SnapshotRecord) -> None:
+        self._manifests.append(record.manifest_id())
+        if record.is_virtual:
+            self._keep_inputs(PlanId(record.plan or b""))
+
+    def _keep_inputs(self, id: PlanId) -> None:
+        plan = self._load(Plan, id)
+        for manifest in (expert.manifest_id() for expert in plan.inputs):
+            self._mark(Kind.MANIFEST, manifest)
+            self._manifests.append(manifest)
+
+    def _keep_plans(self) -> None:
+        """Keep unnamed plans as long as they can be run."""
+        table = self.inventory.tables[Kind.PLAN]
+        for number in np.flatnonzero(~self.live[Kind.PLAN]).tolist():
+            try:
+                plan = self._load(Plan, PlanId(table.id(number)), mark=False)
+            except (NotFound, Corrupt):
+                # Damaged, so its inputs are unknown; keep it, it is small.
+                self.live[Kind.PLAN][number] = True
+                continue
+            inputs = (expert.manifest_id() for expert in plan.inputs)
+            if all(id in self._contents for id in inputs):
+                self.live[Kind.PLAN][number] = True
+
+    # -- contents ----------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        while self._manifests:
+            new = dict.fromkeys(id for id in self._manifests if id not in self._contents)
+            self._manifests.clear()
+            self._contents.update(new)
+            parts: set[bytes] = set()
+            for _, manifest in self._loaded(Manifest, new):
+                for file in manifest.files:
+                    parts.update([part.tensor for part in file.parts])
+                if len(parts) >= _BATCH:
+                    self._keep_parts(parts)
+                    parts.clear()
+            # May name more manifests: those of a virtual tensor's inputs.
+            self._keep_parts(parts)
+        self._flush()
+        while self._searches:
+            self._mark_found()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _keep_parts(self, parts: Iterable[bytes]) -> None:
+        ids = b"".join(parts)
+        found = self.inventory.tables[Kind.TENSOR].find(ids)
+        new = found[found >= 0]
+        new = new[~self.live[Kind.TENSOR][new]]
+        for id, tensor in self._loaded_rows(Tensor, new):
+            self._keep_tensor(TensorId(id), tensor)
+        for at in np.flatnonzero(found < 0).tolist():
+            self._keep_stranger(TensorId(id_at(ids, at)))
+
+    def _keep_tensor(self, id: TensorId, tensor: Tensor) -> None:
+        if not tensor.fits(self._catalog.block_size):
+            tensor.check(self._catalog.block_size, f"tensor {id}")
+        self._blocks.append(tensor.blocks)
+        self._blocks_waiting += tensor.block_count()
+        if self._blocks_waiting >= _BATCH:
+            self._flush()
+
+    def _keep_stranger(self, id: TensorId) -> None:
+        """Keep a tensor without a row in the inventory: virtual, newer, or missing."""
+        virtual = self.inventory.tables[Kind.VIRTUAL].find(id)
+        if virtual[0] < 0 and self._found_later(Kind.VIRTUAL, id) is None:
+            self._keep_tensor(id, self._load(Tensor, id))
+            return
+        if virtual[0] >= 0 and self.live[Kind.VIRTUAL][virtual[0]]:
+            return
+        record = self._load(VirtualTensor, id)
+        self._mark(Kind.PLAN, record.plan)
+        self._keep_inputs(record.plan_id())
+
+    def _flush(self) -> None:
+        """Search the gathered blocks, in another thread while more records are read."""
+        ids, self._blocks, self._blocks_waiting = b"".join(self._blocks), [], 0
+        for start in range(0, len(ids), _BATCH * ID_BYTES):
+            some = ids[start : start + _BATCH * ID_BYTES]
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, "reach")
+            self._searches.append((some, self._pool.submit(self.inventory.blocks.find, some)))
+        while len(self._searches) > 1:
+            self._mark_found()
+
+    def _mark_found(self) -> None:
+        """Mark the blocks of the oldest search, and the bases of those that are deltas."""
+        ids, search = self._searches.popleft()
+        found = search.result()
+        self._mark_blocks(found[found >= 0])
+        for at in np.flatnonzero(found < 0).tolist():
+            self._mark_later(BlockId(id_at(ids, at)))
+
+    def _mark_blocks(self, numbers: Numbers) -> None:
+        live = self.live[Kind.BLOCK]
+        while len(numbers):
+            live[numbers] = True
+            bases = self.inventory.blocks.base[numbers]
+            lost = numbers[bases == LOST_BASE].tolist()
+            self.lost_bases.update(map(self.inventory.blocks.id, lost))
+            numbers = bases[bases >= 0].astype(np.int64)
+            numbers = numbers[~live[numbers]]
+
+    def _mark_later(self, block: BlockId) -> None:
+        """Mark the base of a block that is newer than the inventory: the base may be older."""
+        location = None
+        if self._later is not None:
+            location = self._catalog.index.block(self._later, block)
+        if location is None:
+            self.missing.add(block)
+        elif location.base != NO_BASE:
+            found = self.inventory.blocks.find(location.base)
+            self._mark_blocks(found[found >= 0])
+
+    # -- records -----------------------------------------------------------------------------
+
+    def _mark(self, kind: Kind, id: bytes) -> None:
+        number = self.inventory.tables[kind].find(id)[0]
+        if number >= 0:
+            self.live[kind][number] = True
+
+    def _mark_all(self, kind: Kind, ids: Iterable[bytes]) -> None:
+        numbers = self.inventory.tables[kind].find(b"".join(ids))
+        self.live[kind][numbers[numbers >= 0]] = True
+
+    def _found_later(self, kind: Kind, id: bytes) -> Location | None:
+        if self._later is None:
+            return None
+        row = self._catalog.index.row(self._later, (kind, id))
+        return None if row is None else self._catalog.index.location(self._later, row)
+
+    def _loaded(self, kind: type[R], ids: Iterable[bytes]) -> Iterator[tuple[bytes, R]]:
+        """Yield each id with its record, marked; in the order in which most of them lie.
+
+        Raises Corrupt for one that is needed and cannot be read, like `_load`.
+        """
+        asked = list(ids)
+        found = self.inventory.tables[kind.kind].find(b"".join(asked))
+        yield from self._loaded_rows(kind, found[found >= 0])
+        for at in np.flatnonzero(found < 0).tolist():
+            yield asked[at], self._load(kind, asked[at])
+
+    def _loaded_rows(self, kind: type[R], numbers: Numbers) -> Iterator[tuple[bytes, R]]:
+        table, live = self.inventory.tables[kind.kind], self.live[kind.kind]
+        left = dict.fromkeys(numbers.tolist())
+        for number, record in self.inventory.records(self._catalog, kind, numbers):
+            del left[number]
+            live[number] = True
+            yield table.id(number), record
+        # Moved meanwhile, damaged or gone: each case is handled one by one.
+        for number in left:
+            yield table.id(number), self._load(kind, table.id(number))
+
+    def _load(self, kind: type[Any], id: bytes, *, mark: bool = True) -> Any:
+        """Read and check a record, bypassing the cache. Raises Corrupt if it is not stored."""
+        record_type: type[Record] = kind
+        table = self.inventory.tables[record_type.kind]
+        number = int(table.find(id)[0])
+        name = record_type.id_type(id)
+        if number >= 0:
+            if mark:
+                self.live[record_type.kind][number] = True
+            location: Location | None = self.inventory.location(table, number)
+        else:
+            location = self._found_later(record_type.kind, id)
+        if location is None:
+            raise Corrupt(
+                f"this {record_type.kind.name.lower()} is needed and is not stored",
+                where=str(name),
+                hint=phrase(
+                    "{repair}; while it is missing, what it needs is unknown",
+                    repair=call("repair"),
+                ),
+            )
+        try:
+            data = self._catalog.record_bytes(name, location)
+        except PackGone:
+            with self._catalog.index.env.read() as transaction:
+                location = self._catalog.index.record(transaction, record_type.kind, name)
+            if location is None:
+                raise
+            data = self._catalog.record_bytes(name, location)
+        return decode(record_type, data, str(name))
