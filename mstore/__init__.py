@@ -14,34 +14,66 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mstore.api import Snapshot, Store
-    from mstore.terms.errors import MstoreError
+    from mstore.terms.errors import (
+        BadCheckpoint,
+        BadName,
+        BadRequest,
+        BudgetExceeded,
+        Conflict,
+        Corrupt,
+        Incompatible,
+        Interrupted,
+        InvalidInput,
+        MstoreError,
+        NotFound,
+        StorageFailed,
+        Unavailable,
+        Unreadable,
+    )
     from mstore.terms.ids import BlockId, ManifestId, NoteId, PlanId, SnapshotId, TensorId
     from mstore.terms.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
     from mstore.terms.sizes import Budget
     from mstore.terms.version import __version__
 
 __all__ = [
+    "BadCheckpoint",
+    "BadName",
+    "BadRequest",
     "BlockId",
     "Budget",
+    "BudgetExceeded",
+    "Conflict",
+    "Corrupt",
+    "Incompatible",
+    "Interrupted",
+    "InvalidInput",
     "ManifestId",
     "MergeRequest",
     "MstoreError",
+    "NotFound",
     "NoteId",
     "PlanId",
     "RecipeRequest",
     "Snapshot",
     "SnapshotId",
+    "StorageFailed",
     "Store",
     "TensorId",
     "TensorRule",
     "TokenRow",
+    "Unavailable",
+    "Unreadable",
     "Vocabulary",
     "__version__",
 ]
 
 _MODULES = {
     "mstore.api": ("Snapshot", "Store"),
-    "mstore.terms.errors": ("MstoreError",),
+    "mstore.terms.errors": (
+        *("BadCheckpoint", "BadName", "BadRequest", "BudgetExceeded", "Conflict", "Corrupt"),
+        *("Incompatible", "Interrupted", "InvalidInput", "MstoreError", "NotFound"),
+        *("StorageFailed", "Unavailable", "Unreadable"),
+    ),
     "mstore.terms.ids": ("BlockId", "ManifestId", "NoteId", "PlanId", "SnapshotId", "TensorId"),
     "mstore.terms.requests": (
         *("MergeRequest", "RecipeRequest", "TensorRule"),

@@ -14,7 +14,10 @@ from cli_runs import Program
 # Index, hashes, and records with what they import themselves.
 PACKAGES = {"blake3", "lmdb", "msgspec", "typing_extensions"}
 MODULES = {
-    "mstore": "errors frozen fs ids lineage notes phrases sizes",
+    "mstore": "fs snapshots store terms",
+    "mstore.snapshots": "lineage notes",
+    "mstore.store": "objects",
+    "mstore.terms": "errors frozen ids phrases sizes",
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "

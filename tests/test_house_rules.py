@@ -24,9 +24,9 @@ from mstore_cli.verbs import VERBS
 ROOT = Path(__file__).resolve().parent.parent
 # A program of its own that a child process runs, in a directory it was given: no part of the
 # library and loaded by none of it (tests/test_convert.py).  It knows torch: nothing else need.
-CONVERTER = ROOT / "mstore" / "convert" / "program.py"
+CONVERTER = ROOT / "mstore" / "checkpoint" / "convert" / "program.py"
 # Starts that child; no other module starts any.
-PARENT = ROOT / "mstore" / "convert" / "conversion.py"
+PARENT = ROOT / "mstore" / "checkpoint" / "convert" / "conversion.py"
 LIBRARY = sorted({*(ROOT / "mstore").rglob("*.py")} - {CONVERTER})
 ADAPTERS = sorted(path for top in ("fuse", "serve", "cli") for path in (ROOT / top).rglob("*.py"))
 WRITERS = sorted((ROOT / "mstore" / "fs").glob("*.py"))
@@ -254,7 +254,7 @@ def test_what_compares_with_names_is_seen() -> None:
     assert not list(compared_with("m == 'y'; ALL = ('x',); f('x')", {"x"}))
 
 
-JUDGES = ("check/", "gc/", "backup/", "pins/", "reachability.py", "store_size.py")
+JUDGES = ("upkeep/",)
 """What decides that something is damaged, missing or not needed."""
 OF_THE_MACHINE = {"MstoreError", "StorageFailed", "Unavailable", "OSError", "Exception"}
 ALLOWED = {
@@ -303,7 +303,7 @@ def test_only_damage_is_taken_for_damage() -> None:
     assert found == ALLOWED
 
 
-OF_STORES = ("backup/", "blocks/", "check/", "gc/", "pins/", "stats/", "store/")
+OF_STORES = ("blocks/", "models/stats/", "store/", "upkeep/")
 READS = {"open", "io.open", "os.open", "os.listdir", "os.scandir", "os.walk", "glob"}
 READ_METHODS = {"read_text", "read_bytes", "iterdir", "glob", "rglob"}
 READ_ELSEWHERE = {

@@ -82,19 +82,19 @@ def _sections() -> Iterator[str]:
         yield f"### mstore.{kind.__name__}\n\n{_text(kind)}"
     yield from _members(ids.Id, "SnapshotId", "id")
     yield "## mstore.\\_\\_version\\_\\_\n\nThe version, as text.\n"
-    yield f"## mstore.terms.errors\n\n{_text(errors)}"
+    yield f"## Errors\n\n{_text(errors)}"
     for error in _classes(errors):
-        yield f"### {error.__name__}\n\n{_text(error)}"
+        yield f"### mstore.{error.__name__}\n\n{_text(error)}"
         if error is errors.MstoreError:
             yield from _members(error, "MstoreError", "error")
     yield f"## mstore.terms.phrases\n\n{_text(phrases)}"
     for kind in (phrases.Phrase, phrases.Call, phrases.Option, phrases.Spelling):
         yield f"### {kind.__name__}\n\n{_text(kind)}"
         yield from _members(kind, kind.__name__, kind.__name__.lower())
-    yield f"## mstore.reports\n\n{_text(reports)}"
+    yield f"## mstore.api.reports\n\n{_text(reports)}"
     for report in _reports():
         yield f"### {report.__name__}\n\n{_text(report)}\n{_fields(report)}"
-    yield "## mstore.signing\n\nKeys for `Store.sign` and `Store.verify`.\n"
+    yield "## mstore.snapshots.signing\n\nKeys for `Store.sign` and `Store.verify`.\n"
     for function in (signing.load_key, signing.read_signers):
         yield _function("signing", function)
     yield f"### SigningKey\n\n{_text(signing.SigningKey)}"
