@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_runs import Program
+from msgspec.structs import replace
 from test_gc import large_and_small, write
 
 from mstore import Store

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.terms.ids import SnapshotId
-from mstore.terms.plain import plain
+from mstore.terms.report import plain
 from mstore_cli.output import Column, Mode, Output, Screen, near, printable, short
 
 ONE = SnapshotId(b"\xab" * 32)

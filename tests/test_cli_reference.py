@@ -54,7 +54,7 @@ def test_every_help_is_complete(verb: str) -> None:
 @pytest.mark.parametrize("report", REPORTS, ids=lambda one: one.__name__)
 def test_every_key_has_a_meaning(report: type) -> None:
     """Each field of each report has a meaning, which stands below the field."""
-    names = [field.name for field in dataclasses.fields(report)]
+    names = list(keys.fields_of(report))
     assert list(keys.meanings(report)) == names
     told = keys.keys_of(report)
     assert [key.name for key in told] == names

@@ -10,7 +10,7 @@ import pytest
 
 from mstore.terms.errors import NotFound
 from mstore.terms.phrases import Call, Option, Text, as_phrase, call, joined, phrase
-from mstore.terms.plain import plain
+from mstore.terms.report import plain
 from mstore_cli.errors import report
 from mstore_cli.spelling import Typed
 

@@ -19,7 +19,7 @@ from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.planning import noop, stored_texts
 from mstore.store.objects.shapes import told_difference
 from mstore.terms.phrases import Call, Option, Phrase, Text, as_phrase, call, phrase
-from mstore.terms.plain import plain
+from mstore.terms.report import plain
 from mstore_cli.spelling import Typed, flag
 from mstore_cli.tree import build
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import families
@@ -14,6 +13,7 @@ import pytest
 import reference
 from cli_runs import Program
 from families import BLOCK, Arrays, Family
+from msgspec.structs import replace
 from test_budget import Place, make
 
 from mstore import Store

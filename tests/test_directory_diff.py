@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import families
@@ -14,6 +13,7 @@ import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program
 from families import BLOCK
+from msgspec.structs import replace
 from small_models import files_of
 
 from mstore import MergeRequest, Store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import msgspec
 import numpy as np
 import pytest
 from families import BLOCK
@@ -132,7 +132,7 @@ def test_coverage_is_what_happened(way: str, store: Store) -> None:
 
 
 def _counts(share: ExpertShare) -> dict[str, int]:
-    own = {f.name: getattr(share, f.name) for f in dataclasses.fields(share)}
+    own = msgspec.structs.asdict(share)
     return {name: count for name, count in own.items() if name.startswith("chunks_")}
 
 
@@ -298,7 +298,7 @@ def test_a_virtual_merge_is_explained_by_its_plan(way: str, store: Store) -> Non
     assert (planned.plan, planned.experts) == (real.plan, real.experts)
     for before, after in zip(planned.tensors, real.tensors, strict=True):
         assert before.blocks_reused <= after.blocks_reused
-        assert before == dataclasses.replace(after, blocks_reused=before.blocks_reused)
+        assert before == msgspec.structs.replace(after, blocks_reused=before.blocks_reused)
     assert sum(item.blocks_reused for item in planned.tensors) > 0
     ours, theirs = store.blame("virtual"), store.blame("merged")
     assert (ours.tensors, ours.layers) == (theirs.tensors, theirs.layers)

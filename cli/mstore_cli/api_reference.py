@@ -6,10 +6,11 @@ class that these calls take or return.  `mstore_cli.reference` writes it.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
 
 import mstore
 from mstore.api import reports
@@ -111,7 +112,7 @@ def _sections() -> Iterator[str]:
     yield f"### ServeInfo\n\n{_text(serving.ServeInfo)}\n{_fields(serving.ServeInfo)}"
     yield "## What else calls take and give\n"
     for other, instance in OTHERS.items():
-        fields = f"\n{_fields(other)}" if dataclasses.is_dataclass(other) else ""
+        fields = f"\n{_fields(other)}" if issubclass(other, msgspec.Struct) else ""
         yield f"### {other.__module__}.{other.__name__}\n\n{_text(other)}{fields}"
         yield from _members(other, other.__name__, instance)
 
@@ -218,13 +219,18 @@ def _paragraph(text: str) -> str:
 
 def _fields(report: type) -> str:
     """Format one row per field: its type as written, and the meaning of the JSON key."""
-    fields = dataclasses.fields(report)
+    types = {
+        name: kind
+        for one in report.__mro__[::-1]
+        for name, kind in vars(one).get("__annotations__", {}).items()
+    }
+    names = keys.fields_of(report)
     told = keys.meanings(report)
     if not told:
-        return _table(("field", "type"), [(f"`{one.name}`", f"`{one.type}`") for one in fields])
+        return _table(("field", "type"), [(f"`{one}`", f"`{types[one]}`") for one in names])
     return _table(
         ("field", "type", "meaning"),
-        [(f"`{one.name}`", f"`{one.type}`", told[one.name]) for one in fields],
+        [(f"`{one}`", f"`{types[one]}`", told[one]) for one in names],
     )
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from mstore.terms.frozen import frozen
+import msgspec
+
 from mstore_cli.output import Column, Screen, distinct, printable
 
 WIDTH = 80
@@ -30,8 +31,7 @@ class By(StrEnum):
     EXPERT = "expert"
 
 
-@frozen
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """A heading, a note behind it, and rows: a name, and a cell for each column of the table."""
 
     heading: str

@@ -18,9 +18,10 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from mstore.api import reports
 from mstore.terms import ids
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Phrase
 from mstore_cli.commands.doctor import DoctorReport, StoreState
 from mstore_cli.user_config import KEYS as USER_KEYS
@@ -29,8 +30,7 @@ from mstore_serve import documents
 from mstore_serve.serving import ServeInfo
 
 
-@frozen
-class Key:
+class Key(msgspec.Struct, frozen=True):
     """One key of a JSON object: its name, the kind of its value, and its meaning."""
 
     name: str
@@ -101,13 +101,20 @@ _SIMPLE: dict[object, str] = {
 }
 
 
+def fields_of(kind: typing.Any) -> tuple[str, ...]:
+    """Return the names of a report's fields, or of a request's."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(one.name for one in dataclasses.fields(kind))
+    return tuple(kind.__struct_fields__)
+
+
 def keys_of(report: type) -> tuple[Key, ...]:
     """Return the keys of a report, in the order in which they are printed."""
     hints = typing.get_type_hints(report)
     told = meanings(report)
     return tuple(
-        Key(field.name, _kind(hints[field.name]), re.sub(r"\bNone\b", "null", told[field.name]))
-        for field in dataclasses.fields(report)
+        Key(name, _kind(hints[name]), re.sub(r"\bNone\b", "null", told[name]))
+        for name in fields_of(report)
     )
 
 

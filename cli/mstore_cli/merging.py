@@ -17,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-from mstore.terms.frozen import frozen
+import msgspec
+
 from mstore_cli.declared import HOW_MUCH, RESULT, WHAT, WHICH, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
@@ -421,7 +422,7 @@ def parse_parameters(texts: list[str]) -> dict[str, object]:
     return parameters
 
 
-@frozen
+@dataclasses.dataclass(frozen=True)
 class Wanted:
     """The options of `plan` and `merge` that say what to merge."""
 
@@ -593,7 +594,7 @@ def _refuse(what: str, option: str, hint: str) -> NoReturn:
 
 def plan_document(report: PlanReport, file: Path | None) -> dict[str, object]:
     """Return a plan as JSON: its report, and the keys of a merge that has not happened yet."""
-    own = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
+    own = msgspec.structs.asdict(report)
     return own | {
         "snapshot": None,
         "manifest": None,

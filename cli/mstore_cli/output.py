@@ -95,7 +95,7 @@ class Output:
                     # Imported here because other output must not pay for them.
                     import json
 
-                    from mstore.terms.plain import plain
+                    from mstore.terms.report import plain
 
                     self.stream.write(
                         json.dumps(plain(document, self._typed), indent=2, allow_nan=False) + "\n"

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from mstore.terms.frozen import frozen
+import msgspec
+
 from mstore_cli.output import elided, printable
 from mstore_cli.sizes import format_percent
 from mstore_cli.treemap import Box, Node, Placed, place
@@ -59,8 +60,7 @@ CELL_NUMBERS = 400
 """Heat maps of at most this many cells show the numbers in the cells."""
 
 
-@frozen
-class SweepPoint:
+class SweepPoint(msgspec.Struct, frozen=True):
     """One budget of a sweep: bytes read from experts, and errors relative to the base's norm.
 
     None if the method has no such figure or it was not measured.
@@ -72,8 +72,7 @@ class SweepPoint:
     measured: float | None = None
 
 
-@frozen
-class HeatMap:
+class HeatMap(msgspec.Struct, frozen=True):
     """A table of numbers: `cells[row][column]`, None if unknown (drawn hatched).
 
     axes: what rows and columns are.  `measure` names the numbers, with their unit; `unknown`
@@ -209,8 +208,7 @@ def heat_map(table: HeatMap, path: Path, form: str = "svg") -> None:
     _write(draw, path, form=form)
 
 
-@frozen
-class TreeMap:
+class TreeMap(msgspec.Struct, frozen=True):
     """Nested sizes.  The leaves whose name is in `hatched` are drawn hatched.
 
     Boxes show their numbers if there is room, and always in their titles; the legend also lists the

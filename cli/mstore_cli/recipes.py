@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore.terms.frozen import frozen
+import msgspec
+
 from mstore_cli.declared import WHAT, Option
 from mstore_cli.errors import remarks, warn
 from mstore_cli.session import Session
@@ -90,8 +91,7 @@ Strict = Annotated[
 ]
 
 
-@frozen
-class RecipeText:
+class RecipeText(msgspec.Struct, frozen=True):
     """A recipe as it was read.
 
     folder: what paths of models in it are relative to. strict: refuse what mergekit ignores.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mstore.terms.frozen import frozen
+import msgspec
 
 GAP = 2
 INDENT = 2
@@ -16,8 +16,7 @@ SHORTEST_SENTENCE = 24
 """Columns of sentences are not made narrower than this."""
 
 
-@frozen
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """Text within a line, and the number of its column (None: a blank)."""
 
     text: str
@@ -27,8 +26,7 @@ class Piece:
 Line = list[Piece]
 
 
-@frozen
-class _Band:
+class _Band(msgspec.Struct, frozen=True):
     """Columns side by side: their numbers, widths and indentation."""
 
     columns: tuple[int, ...]

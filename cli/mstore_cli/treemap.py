@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mstore.terms.frozen import frozen
+import msgspec
 
 
-@frozen
-class Node:
+class Node(msgspec.Struct, frozen=True):
     """A part: its name, its size, and its subparts, whose sizes add up to its own.
 
     A part without subparts is a leaf.
@@ -24,8 +23,7 @@ class Node:
     parts: tuple[Node, ...] = ()
 
 
-@frozen
-class Box:
+class Box(msgspec.Struct, frozen=True):
     """A rectangle, given by its lower left corner."""
 
     x: float
@@ -41,8 +39,7 @@ class Box:
         )
 
 
-@frozen
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """A node in its rectangle; `path` are the nodes above it, the outermost first."""
 
     node: Node

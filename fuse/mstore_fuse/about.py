@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from mstore.snapshots import lineage
 from mstore.store.objects.manifest import SAFETENSORS
-from mstore.terms.plain import plain
+from mstore.terms.report import plain
 
 if TYPE_CHECKING:
     from mstore import Store

@@ -27,7 +27,7 @@ import subprocess
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
-from mstore.terms.frozen import frozen
+import msgspec
 
 TYPE = "fuse.mstore"
 KERNEL_TYPE = "erofs"
@@ -46,8 +46,7 @@ _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 
 
-@frozen
-class TableEntry:
+class TableEntry(msgspec.Struct, frozen=True):
     """One line of mountinfo: mount point, type, source, whether it is a whole file system.
 
     user: who mounted it, for FUSE; None for other types.
@@ -60,8 +59,7 @@ class TableEntry:
     user: int | None = None
 
 
-@frozen
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """What a mount of ours shows, and which process serves it.
 
     revision: None for the whole store. pid: None for a kernel mount.

@@ -26,6 +26,8 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from mstore.terms import errors
 from mstore.terms.errors import (
     Conflict,
@@ -35,7 +37,6 @@ from mstore.terms.errors import (
     StorageFailed,
     Unavailable,
 )
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Phrase, call, from_json, joined
 from mstore_fuse import drivers, mount_table, readahead
 from mstore_fuse.drivers import Driver, Verify
@@ -49,8 +50,7 @@ _ENDS_WITHIN = 10.0
 _POLL = 0.02
 
 
-@frozen
-class MountInfo:
+class MountInfo(msgspec.Struct, frozen=True):
     """One mount.
 
     A mount that is not `alive` crashed: reading it fails with ENOTCONN until it is unmounted.
@@ -217,8 +217,7 @@ def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
         _await_end(info.pid)
 
 
-@frozen
-class Unmounted:
+class Unmounted(msgspec.Struct, frozen=True):
     """What became of several mounts."""
 
     unmounted: tuple[Path, ...]

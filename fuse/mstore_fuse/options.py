@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+from msgspec.structs import replace
+
 from mstore.terms.errors import BadRequest, StorageFailed, Unavailable
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Option
 
 FUSE_CONF = Path("/etc/fuse.conf")
@@ -20,8 +21,7 @@ FUSE_CONF = Path("/etc/fuse.conf")
 _ALLOWED_LINE = "user_allow_other"
 
 
-@frozen
-class MountOptions:
+class MountOptions(msgspec.Struct, frozen=True):
     """How one mount behaves.
 
     cache_bytes: the most decoded blocks to keep, in bytes; None is the library's default.

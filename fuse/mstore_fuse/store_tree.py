@@ -10,10 +10,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
 
 from mstore.terms.errors import NotFound
-from mstore.terms.frozen import frozen
 from mstore_fuse.tree import (
     NOTHING,
     About,
@@ -45,8 +47,7 @@ class _Held:
     count: int
 
 
-@frozen
-class _Below:
+class _Below(msgspec.Struct, frozen=True):
     """A path inside a snapshot: the snapshot, the ref that led there, the rest of the path."""
 
     snapshot: str

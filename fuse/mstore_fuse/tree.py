@@ -32,10 +32,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 from blake3 import blake3
 
 from mstore.terms.errors import Corrupt, MstoreError, NotFound
-from mstore.terms.frozen import frozen
 
 BLOCK = 512
 """Unit of st_blocks, whatever the file system."""
@@ -146,8 +146,7 @@ class Nothing:
 NOTHING = Nothing()
 
 
-@frozen
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """The attributes of a file or directory; `size` is 0 for a directory."""
 
     inode: int
@@ -156,8 +155,7 @@ class Entry:
     time_ns: int
 
 
-@frozen
-class Totals:
+class Totals(msgspec.Struct, frozen=True):
     """What `df` shows: files and bytes of the snapshots read so far."""
 
     files: int

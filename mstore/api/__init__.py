@@ -21,8 +21,8 @@ from mstore.api.naming import Naming
 from mstore.api.reading import Reading
 from mstore.api.snapshot import Snapshot
 from mstore.terms.errors import BadName, BadRequest, NotFound
-from mstore.terms.frozen import html
 from mstore.terms.ids import Revision
+from mstore.terms.report import html
 
 __all__ = ["Snapshot", "Store"]
 

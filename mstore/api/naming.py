@@ -18,9 +18,9 @@ from mstore.store.layout import for_a_full_disk
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import Ref
 from mstore.terms.errors import BadName, Conflict
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import NoteId, Revision, SnapshotId
 from mstore.terms.phrases import call, joined
+from mstore.terms.report import Report
 
 if TYPE_CHECKING:
     from mstore.snapshots.lineage import ReflogReport, RefReport
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from mstore.terms.progress import ProgressCallback
 
 
-@frozen
-class RemoveReport:
+class RemoveReport(Report, frozen=True):
     """Removed refs, and what they pointed at."""
 
     removed: tuple[str, ...]

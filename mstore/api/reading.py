@@ -6,9 +6,10 @@ Part of `mstore.api.Store`, which combines all parts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from mstore.api.arguments import checked
 from mstore.api.open_store import ALWAYS, OpenStore, thread_count

@@ -11,8 +11,8 @@ from mstore.api.open_store import thread_count
 from mstore.api.reading import Reading
 from mstore.snapshots import lineage
 from mstore.store.objects.snapshot import SnapshotRecord
-from mstore.terms.frozen import html
 from mstore.terms.ids import ManifestId, SnapshotId
+from mstore.terms.report import html
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,8 +15,10 @@ import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
 
 from mstore.checkpoint.exclusion import (
     ASKED,
@@ -58,7 +60,6 @@ from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_e
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, each_alone, several, told, walk
 from mstore.terms.errors import BadCheckpoint
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Phrase, call, few, joined, phrase
 from mstore.terms.sizes import format_size
 
@@ -80,8 +81,7 @@ _CONFIGS = ("config.json", "adapter_config.json")
 _NAMES_SHOWN = 5
 
 
-@frozen
-class CheckpointLimits(HeaderLimits):
+class CheckpointLimits(HeaderLimits, frozen=True):
     """How large a checkpoint may be before it is refused.  Raise them for a trusted checkpoint.
 
     The header's limits apply to each file, these to all files together. max_sparse_bytes: the sizes
@@ -98,8 +98,7 @@ class CheckpointLimits(HeaderLimits):
 DEFAULT_LIMITS = CheckpointLimits()
 
 
-@frozen
-class SourceFile:
+class SourceFile(msgspec.Struct, frozen=True):
     """One file of a checkpoint.
 
     `path` is relative, with `/`; `absolute` is the real location of its bytes (behind a link, if it
@@ -117,8 +116,7 @@ class SourceFile:
         return self.stamp.size
 
 
-@frozen
-class Checkpoint:
+class Checkpoint(msgspec.Struct, frozen=True):
     """The files below `root`, sorted by path; at least one has a header.
 
     models: which files loaders load together. shown: the checkpoint as the user named it. excluded:
@@ -156,8 +154,7 @@ class Checkpoint:
         return {path: one.name for one in self.models for path in one.files}
 
 
-@frozen
-class Replacement:
+class Replacement(msgspec.Struct, frozen=True):
     """Generated files that replace some of a checkpoint's own, by path.
 
     The files in `gone` are left out; those in `made` are added.

@@ -27,13 +27,14 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from fnmatch import translate
 from typing import Final
 
+import msgspec
+from msgspec.structs import replace
+
 from mstore.checkpoint.paths import quoted
 from mstore.terms.errors import BadCheckpoint, BadRequest
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Option, call
 
 IGNORE_FILE: Final = ".mstoreignore"
@@ -92,8 +93,7 @@ _NEEDED: Final = frozenset(
 )
 
 
-@frozen
-class Pattern:
+class Pattern(msgspec.Struct, frozen=True):
     """One line: its text, its source, and what it matches."""
 
     text: str
@@ -185,8 +185,7 @@ def _patterns(lines: Iterable[str], source: str | Option) -> tuple[Pattern, ...]
     return patterns
 
 
-@frozen
-class Exclusion:
+class Exclusion(msgspec.Struct, frozen=True):
     """Which files and directories of a checkpoint are left out; the last matching pattern decides.
 
     reads_file: whether the checkpoint's own `.mstoreignore` applies. kept: paths that stay whatever
@@ -246,8 +245,7 @@ class Exclusion:
 NOTHING_EXCLUDED: Final = Exclusion(reads_file=False)
 
 
-@frozen
-class Excluded:
+class Excluded(msgspec.Struct, frozen=True):
     """A file that was left out, or a directory (its path ends with a slash) with its contents."""
 
     path: str

@@ -28,15 +28,13 @@ from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.strict_json import LENGTH_BYTES, METADATA_KEY, parse_object
 from mstore.terms.errors import BadCheckpoint
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Text, call, phrase
 from mstore.terms.sizes import exact_size, format_size
 
 MIB = 1024 * 1024
 
 
-@frozen
-class HeaderLimits:
+class HeaderLimits(msgspec.Struct, frozen=True):
     """What a header may cost before it is refused. Callers who trust a file can raise them."""
 
     max_header_bytes: int = 16 * MIB
@@ -72,8 +70,7 @@ class TensorSlot(msgspec.Struct, frozen=True, gc=False):
         return self.end - self.begin
 
 
-@frozen
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """A valid header: its slots cover [0, data_bytes) exactly once, in order.
 
     raw: the length and the JSON as they are in the file. tensors: in data order, by (begin, end);

@@ -24,10 +24,12 @@ import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
 
 from mstore.checkpoint.exclusion import (
     ASKED,
@@ -52,7 +54,6 @@ from mstore.checkpoint.reading import (
     storage_error,
 )
 from mstore.terms.errors import BadCheckpoint, MstoreError, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Call, Option, Phrase, Text, call, few, phrase
 from mstore.terms.sizes import format_size
 
@@ -68,8 +69,7 @@ _SMALL = 1 << 20
 _MAX_REVISION_BYTES = 255
 
 
-@frozen
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """A regular file: its path in the checkpoint, its location, and the result of `stat`.
 
     `absolute` contains no link.
@@ -85,8 +85,7 @@ class Found:
         return Stamp.of(self.status)
 
 
-@frozen
-class Tree:
+class Tree(msgspec.Struct, frozen=True):
     """The regular files of a checkpoint, sorted by path; `shown` is `root` as the user named it.
 
     excluded: what the directory holds and the patterns left out, also sorted.
@@ -340,8 +339,7 @@ def _shown(path: str) -> str:
     return path.encode("utf-8", "backslashreplace").decode()
 
 
-@frozen
-class _Walker:
+class _Walker(msgspec.Struct, frozen=True):
     """One walk below `root`; `blobs` is the other directory that links may lead to."""
 
     root: Path

@@ -43,10 +43,10 @@ from mstore.store.objects.shapes import EMBEDDINGS, layers_of, matching, require
 from mstore.store.objects.snapshot import BASE
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ID_BYTES, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Option, few
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 BY: Final = ("tensor", "layer", "model")
 _TOGETHER: Final = 64
@@ -63,8 +63,7 @@ class Reads(Enum):
     """also what statistics only estimate"""
 
 
-@frozen
-class ComparedModel:
+class ComparedModel(Report, frozen=True):
     """How far one model moved."""
 
     model: str
@@ -76,8 +75,7 @@ class ComparedModel:
     """share of the blocks that are the base's"""
 
 
-@frozen
-class ComparedPair:
+class ComparedPair(Report, frozen=True):
     """How alike two models' changes are."""
 
     a: str
@@ -94,8 +92,7 @@ class ComparedPair:
     """share of the blocks that are the same in both"""
 
 
-@frozen
-class ComparedPart:
+class ComparedPart(Report, frozen=True):
     """A tensor, a layer or whole models, compared."""
 
     name: str | None
@@ -106,8 +103,7 @@ class ComparedPart:
     """each two of them, in the order given"""
 
 
-@frozen
-class CompareReport:
+class CompareReport(Report, frozen=True):
     """How far models moved from their common base, and in which directions."""
 
     base: str

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Final, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,7 +38,6 @@ from mstore.store.objects.manifest import File, Manifest, Part
 from mstore.store.objects.shapes import matching
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import TensorId
 from mstore.terms.phrases import Call, Option, phrase
 
@@ -52,8 +52,7 @@ _WHOLE: Final = ("I", "U", "BOOL")
 """How the names of types begin whose elements are no differences."""
 
 
-@frozen
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """A tensor of the checkpoint: where it lies, what it is added to."""
 
     source: SourceFile

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,7 +29,6 @@ from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.objects.snapshot import BASE
 from mstore.store.objects.tensor import Tensor
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ID_BYTES, SnapshotId, TensorId
 
 _ROUNDING: Final = 1e-6
@@ -37,8 +37,7 @@ _WORDS: Final = ID_BYTES // 8
 Pair = tuple[TensorId, TensorId]
 
 
-@frozen
-class Distance:
+class Distance(msgspec.Struct, frozen=True):
     """||b - a|| / ||a||: bounds, equal where it is known, and an estimate within them."""
 
     low: float

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from mstore import fs
@@ -55,10 +56,10 @@ from mstore.store.tied import KEY, Tied, own_head, ties
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.ahead import in_groups, in_order
 from mstore.terms.errors import Corrupt, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Call, Option, call, few, phrase
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 if TYPE_CHECKING:
     from mstore.models.differences import Differences, Slot, Sums
@@ -71,8 +72,7 @@ GROUP_BYTES = 4 << 20
 _HUB = "https://huggingface.co"
 
 
-@frozen
-class AddReport:
+class AddReport(Report, frozen=True):
     """What `add` stored."""
 
     name: str
@@ -137,8 +137,7 @@ class Base(NamedTuple):
 NO_BASE = Base(None, None, given=True)
 
 
-@frozen
-class _PartPlan:
+class _PartPlan(msgspec.Struct, frozen=True):
     """A part before its blocks are known: its place in the file, and its base tensor if any."""
 
     name: str | None
@@ -162,8 +161,7 @@ class _PartPlan:
         return base.block(number)
 
 
-@frozen
-class _Span:
+class _Span(msgspec.Struct, frozen=True):
     """One block to read: block `number` of part `part`, at `offset` of the file."""
 
     part: int
@@ -172,8 +170,7 @@ class _Span:
     length: int
 
 
-@frozen
-class _Group:
+class _Group(msgspec.Struct, frozen=True):
     """Neighbouring blocks read with one `pread` into `buffer`, and their ids.
 
     encoded: the payloads to store, possibly views of `buffer`; None for a block that is stored

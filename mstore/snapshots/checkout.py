@@ -35,17 +35,16 @@ from mstore.store.objects.shapes import matching, unmatched
 from mstore.store.view import SnapshotView
 from mstore.terms.ahead import in_order
 from mstore.terms.errors import BadRequest, Corrupt, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 PIECE_BYTES = 2 << 20
 """Large enough to be worth handing to a thread, small enough to give every thread one."""
 
 
-@frozen
-class CheckoutReport:
+class CheckoutReport(Report, frozen=True):
     """What `checkout` wrote."""
 
     snapshot: SnapshotId

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mstore.checkpoint.dtypes import DTYPES
@@ -29,8 +30,8 @@ from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.store.view import array_dtype, tensor_blocks
 from mstore.terms.errors import Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ID_BYTES, Buffer, SnapshotId, TensorId
+from mstore.terms.report import Report
 
 _AHEAD = 4
 _IN_STATISTICS = frozenset({"BF16", "F16", "F32", "F8_E4M3", "F8_E5M2"})
@@ -39,8 +40,7 @@ _TOGETHER = 256
 """How many tensor records are read together."""
 
 
-@frozen
-class TensorDiff:
+class TensorDiff(Report, frozen=True):
     """One tensor on both sides."""
 
     name: str
@@ -73,8 +73,7 @@ class TensorDiff:
     """whether relative_l2 is None because an element of a or b is infinite or NaN"""
 
 
-@frozen
-class FileDiff:
+class FileDiff(Report, frozen=True):
     """One file on both sides."""
 
     path: str
@@ -87,8 +86,7 @@ class FileDiff:
     """bytes in b; None if b lacks it"""
 
 
-@frozen
-class DiffReport:
+class DiffReport(Report, frozen=True):
     """How snapshot b differs from snapshot a; equal files and tensors are counted, not listed."""
 
     a: SnapshotId
@@ -109,8 +107,7 @@ class DiffReport:
     """blocks that differ"""
 
 
-@frozen
-class _Side:
+class _Side(msgspec.Struct, frozen=True):
     """One snapshot's tensor: its id, its record, and its blocks in order."""
 
     id: TensorId

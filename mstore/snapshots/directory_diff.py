@@ -14,9 +14,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from mstore import fs
 from mstore.checkpoint.directory import DEFAULT_LIMITS, CheckpointLimits, read_weight_map
@@ -35,16 +36,15 @@ from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor
 from mstore.store.view import tensor_blocks
 from mstore.terms.errors import BadCheckpoint
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, SnapshotId, TensorId
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 _Place = tuple[str, int, int]
 """File, first byte, number of bytes."""
 
 
-@frozen
-class DirectoryDiffReport:
+class DirectoryDiffReport(Report, frozen=True):
     """How a directory differs from a snapshot; the lists are empty if it matches."""
 
     snapshot: SnapshotId

@@ -35,12 +35,11 @@ from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.store.ref_store import refs_in
 from mstore.terms.errors import Corrupt, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
+from mstore.terms.report import Report
 
 
-@frozen
-class FileReport:
+class FileReport(Report, frozen=True):
     """One file of a snapshot."""
 
     path: str
@@ -51,8 +50,7 @@ class FileReport:
     """tensors in it; 0 if not safetensors"""
 
 
-@frozen
-class TensorReport:
+class TensorReport(Report, frozen=True):
     """One tensor of a snapshot."""
 
     name: str
@@ -67,8 +65,7 @@ class TensorReport:
     """the file that holds it"""
 
 
-@frozen
-class ParentReport:
+class ParentReport(Report, frozen=True):
     """An edge of the lineage."""
 
     role: str
@@ -81,8 +78,7 @@ class ParentReport:
     """the one of its models that a merge took; None if it named none"""
 
 
-@frozen
-class OriginReport:
+class OriginReport(Report, frozen=True):
     """Where a checkpoint came from."""
 
     url: str
@@ -93,8 +89,7 @@ class OriginReport:
     """the commit"""
 
 
-@frozen
-class SnapshotReport:
+class SnapshotReport(Report, frozen=True):
     """One snapshot as `log` and `show` print it."""
 
     snapshot: SnapshotId
@@ -145,8 +140,7 @@ class SnapshotReport:
     the merge, worst first"""
 
 
-@frozen
-class RefReport:
+class RefReport(Report, frozen=True):
     """A name and what it points at."""
 
     name: str
@@ -165,8 +159,7 @@ class RefReport:
     """whether that snapshot's blocks were rewritten raw and in file order"""
 
 
-@frozen
-class ReflogReport:
+class ReflogReport(Report, frozen=True):
     """One move of a ref."""
 
     name: str

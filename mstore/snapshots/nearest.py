@@ -24,6 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 from blake3 import blake3
 
 from mstore.blocks.schema import PRUNED
@@ -48,7 +49,6 @@ from mstore.store.objects.snapshot import BASE, SnapshotRecord
 from mstore.store.refs import CANDIDATE
 from mstore.store.tied import Tied, sizes_of
 from mstore.terms.errors import Corrupt, Incompatible, MstoreError, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, Buffer, SnapshotId, TensorId
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ _TRIES = 4
 _NOTHING_CALLED: Mapping[SnapshotId, Declared] = MappingProxyType({})
 
 
-@frozen
-class SearchLimits:
+class SearchLimits(msgspec.Struct, frozen=True):
     """How far the search goes; it does not find what lies beyond.
 
     blocks, block_bytes: limits on the checkpoint's samples; the smaller applies. unequal: blocks
@@ -104,8 +103,7 @@ class Nearest(NamedTuple):
     reason: str
 
 
-@frozen
-class _Candidate:
+class _Candidate(msgspec.Struct, frozen=True):
     """A snapshot that has bytes; `root` is the first of its family, itself if it has no base."""
 
     id: SnapshotId
@@ -115,8 +113,7 @@ class _Candidate:
     root: SnapshotId
 
 
-@frozen
-class _Sampled:
+class _Sampled(msgspec.Struct, frozen=True):
     """One block of the checkpoint."""
 
     tensor: str
@@ -127,8 +124,7 @@ class _Sampled:
     id: BlockId
 
 
-@frozen
-class _Score:
+class _Score(msgspec.Struct, frozen=True):
     """A candidate's nearness, from 0 to 1, and the count of sampled blocks that are equal."""
 
     candidate: _Candidate

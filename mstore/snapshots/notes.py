@@ -21,9 +21,9 @@ from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import MAX_COUNT
 from mstore.store.objects.note import COUNTS, REMOVAL, STATING, Note, packed, states
 from mstore.terms.errors import BadName, BadRequest, Conflict, Corrupt, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.phrases import Call, call, few
+from mstore.terms.report import Report
 
 GOOD_SIGNATURE = "good"
 UNKNOWN_KEY = "unknown key"
@@ -31,8 +31,7 @@ BAD_SIGNATURE = "bad"
 UNCHECKED = "unchecked"
 
 
-@frozen
-class SignatureReport:
+class SignatureReport(Report, frozen=True):
     """One signature of a snapshot, or of a note.
 
     `state` is GOOD_SIGNATURE, UNKNOWN_KEY, BAD_SIGNATURE, or UNCHECKED if the library for checking
@@ -85,8 +84,7 @@ Found = Mapping[NoteId, Note]
 """All notes of one snapshot."""
 
 
-@frozen
-class NoteReport:
+class NoteReport(Report, frozen=True):
     """One note of a snapshot: a key and a value that somebody gave it later."""
 
     note: NoteId

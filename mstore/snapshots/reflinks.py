@@ -16,6 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from mstore import fs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
@@ -24,7 +26,6 @@ from mstore.store.block_cache import Extent
 from mstore.store.catalog import Catalog
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import BadRequest, Incompatible, StorageFailed
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId
 from mstore.terms.phrases import Option, Text, call, phrase
 
@@ -59,8 +60,7 @@ def parse(word: str) -> Reflink:
         raise BadRequest(f"reflink is one of {words}, not {word!r}") from None
 
 
-@frozen
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """Neighbouring blocks of a file from `offset` on, one location for each.
 
     shared: the bytes of the file that can be an extent of the pack; empty if there are none.

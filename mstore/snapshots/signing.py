@@ -24,6 +24,8 @@ from hashlib import sha256, sha512
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.snapshots import notes
@@ -35,10 +37,10 @@ from mstore.store.objects.note import ED25519, SIGNATURE, Note, packed
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Corrupt, Unavailable
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, ManifestId, NoteId, SnapshotId
 from mstore.terms.phrases import Call, Option, call
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -52,8 +54,7 @@ Trusted = Mapping[bytes, str]
 """Maps a public key to the name under which it is trusted."""
 
 
-@frozen
-class VerifyReport:
+class VerifyReport(Report, frozen=True):
     """Whether a trusted key signed a snapshot, and what was read of its blocks."""
 
     snapshot: SnapshotId
@@ -87,8 +88,7 @@ def _library_is_missing(error: ImportError) -> Unavailable:
 # -- keys ----------------------------------------------------------------------------------------
 
 
-@frozen
-class SigningKey:
+class SigningKey(msgspec.Struct, frozen=True):
     """An ed25519 private key. Its repr never shows the secret."""
 
     _key: Ed25519PrivateKey

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Outdated
 from mstore.blocks.reader import Room
 from mstore.store.catalog import LOOKS, Catalog
 from mstore.terms.errors import BadRequest, Corrupt
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, Buffer, PackId, VirtualId
 from mstore.terms.phrases import call
 
@@ -42,8 +43,7 @@ class VirtualBlock(NamedTuple):
     number: int
 
 
-@frozen
-class Extent:
+class Extent(msgspec.Struct, frozen=True):
     """A piece of a file within one block: `length` bytes from `start` of the block."""
 
     block: BlockId | VirtualBlock
@@ -78,8 +78,7 @@ class Computing(Protocol):
         ...
 
 
-@frozen
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """Blocks of a virtual tensor that are being computed."""
 
     tensor: VirtualId

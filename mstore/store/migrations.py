@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from mstore import fs
 from mstore.store.config import Config
 from mstore.store.layout import (
@@ -26,12 +28,11 @@ from mstore.store.layout import (
     version_of,
 )
 from mstore.terms.errors import Conflict, Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import call, phrase
+from mstore.terms.report import Report
 
 
-@frozen
-class MigrateReport:
+class MigrateReport(Report, frozen=True):
     """The result of `migrate`: the steps between format versions, done or still to do."""
 
     path: str
@@ -46,8 +47,7 @@ class MigrateReport:
     """false for a dry run"""
 
 
-@frozen
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """A migration from format version `source` to `source + 1`.
 
     apply: changes the directory through `mstore.fs`; every name and byte that it makes is durable

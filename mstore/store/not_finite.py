@@ -11,11 +11,10 @@ from mstore.store.models import tensors_of
 from mstore.store.objects.coverage import Coverage
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor
-from mstore.terms.frozen import frozen
+from mstore.terms.report import Report
 
 
-@frozen
-class NotFiniteTensor:
+class NotFiniteTensor(Report, frozen=True):
     """A tensor of a merge with elements that are infinite or NaN, and are finite in the base."""
 
     tensor: str

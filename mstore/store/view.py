@@ -13,6 +13,7 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -26,13 +27,11 @@ from mstore.store.models import models_in
 from mstore.store.objects.manifest import SAFETENSORS, File, Manifest
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.errors import BadRequest, Incompatible, MstoreError, NotFound, did_you_mean
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, Buffer, ManifestId, PackId, SnapshotId, TensorId, VirtualId
 from mstore.terms.phrases import call, phrase
 
 
-@frozen
-class PhysicalExtent:
+class PhysicalExtent(msgspec.Struct, frozen=True):
     """Where a piece of a file lies at rest.
 
     The `length` bytes from `offset` of the file are those from `start` of the block at `location`

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mstore.terms.frozen import frozen
+from mstore.terms.report import Report
 
 
-@frozen
-class Progress:
+class Progress(Report, frozen=True):
     """One tick of a long call: `done` of `total` bytes in the named phase."""
 
     phase: str

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, cast
 
+import msgspec
+
 from mstore.terms.errors import BadRequest
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import Identified, Revision
 from mstore.terms.sizes import Budget
 
@@ -177,8 +178,7 @@ class Vocabulary:
     chat_template: str | None = None
 
 
-@frozen
-class RecipeRequest:
+class RecipeRequest(msgspec.Struct, frozen=True):
     """The merge that a recipe asks for.
 
     request: to plan as it is, or changed (a budget). warnings: what of the recipe is ignored, as

@@ -10,8 +10,9 @@ import re
 from numbers import Integral, Real
 from typing import Final, NoReturn
 
+import msgspec
+
 from mstore.terms.errors import BadRequest
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Option, Text, phrase
 
 _BINARY = {"": 1, "B": 1} | {
@@ -99,8 +100,7 @@ def _require_number(given: object, kind: type, words: str) -> None:
         _refuse(what, "Budget", 'mstore.Budget.share(0.3), or the text "30%"')
 
 
-@frozen
-class Budget:
+class Budget(msgspec.Struct, frozen=True):
     """A limit on bytes read: a number of bytes (int), or a share of the full cost (float)."""
 
     amount: int | float

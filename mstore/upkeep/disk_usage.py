@@ -23,12 +23,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar, overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -43,9 +44,9 @@ from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor
 from mstore.store.ref_store import refs_in
 from mstore.terms.errors import Corrupt, Incompatible, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ID_BYTES, Id, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import call
+from mstore.terms.report import Report
 from mstore.upkeep.reachability import NEVER_NS, NS_A_DAY, Inventory, Roots, is_recent
 
 Numbers = npt.NDArray[np.int64]
@@ -61,8 +62,7 @@ _CHUNK = 1 << 10
 _BATCH = 1 << 17
 
 
-@frozen
-class CodecUsage:
+class CodecUsage(Report, frozen=True):
     """Blocks stored with one codec: how many, and their bytes."""
 
     codec: str
@@ -75,8 +75,7 @@ class CodecUsage:
     """their size at rest"""
 
 
-@frozen
-class SharedBytes:
+class SharedBytes(Report, frozen=True):
     """Stored bytes that another ref's snapshot uses as well."""
 
     name: str
@@ -85,8 +84,7 @@ class SharedBytes:
     """stored bytes that both use"""
 
 
-@frozen
-class RefUsage:
+class RefUsage(Report, frozen=True):
     """What one ref takes: the blocks of its snapshot, and the bases of those that are deltas.
 
     stored_bytes = unique_bytes + shared_bytes.
@@ -116,8 +114,7 @@ class RefUsage:
     """bytes that other refs also use, by codec"""
 
 
-@frozen
-class HeldBytes:
+class HeldBytes(Report, frozen=True):
     """Why blocks are kept, in stored bytes: each counts for the first reason that applies."""
 
     refs: int
@@ -132,8 +129,7 @@ class HeldBytes:
     """stored bytes that running operations are reading"""
 
 
-@frozen
-class UsageReport:
+class UsageReport(Report, frozen=True):
     """What refs take and share, in stored bytes of blocks, and what gc would free without them."""
 
     refs: tuple[RefUsage, ...]
@@ -170,8 +166,7 @@ def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageR
 # Who keeps what -----------------------------------------------------------------------------------
 
 
-@frozen
-class History:
+class History(msgspec.Struct, frozen=True):
     """Snapshots, their parents, and the refs that name them: all that decides what is kept.
 
     names: refs in order. tips: the snapshot of each. starts: for each ref, what it and its reflog
@@ -483,8 +478,7 @@ class Sharings:
         return np.stack([column.astype(np.int64) for column in columns], axis=2)
 
 
-@frozen
-class Alone:
+class Alone(msgspec.Struct, frozen=True):
     """The figures of one owner, int64[codecs, 3]: counts, plain and stored bytes by codec.
 
     all: of everything that it has. unique: of what it alone has. portion: its stored bytes, where a
@@ -606,8 +600,7 @@ def flags(sets: Sequence[Owners], width: int) -> Chosen:
     return np.unpackbits(rows, axis=1, count=width, bitorder="little").astype(np.bool_)
 
 
-@frozen
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """One consistent reading of a store, from which all figures are computed.
 
     plain: bytes of the files of what refs name. taken: sharings by the refs whose snapshots need a

@@ -23,6 +23,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from mstore.blocks import location_arrays
@@ -42,7 +43,6 @@ from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.store.ref_store import refs_in
 from mstore.store.refs import Ref
 from mstore.terms.errors import Corrupt, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.terms.phrases import call, phrase
 
@@ -66,8 +66,7 @@ def is_recent(time_ns: int, since_ns: int) -> bool:
     return time_ns >= since_ns or time_ns < _FIRST_NS or since_ns >= _LAST_NS
 
 
-@frozen
-class Roots:
+class Roots(msgspec.Struct, frozen=True):
     """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, holds) may be gone.
 
     expired: candidates that keep nothing any more, which garbage collection drops.

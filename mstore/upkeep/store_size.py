@@ -19,13 +19,12 @@ from mstore.store import leases, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.layout import FORMAT_VERSION
 from mstore.terms.errors import Corrupt
-from mstore.terms.frozen import frozen
+from mstore.terms.report import Report
 from mstore.upkeep.disk_usage import CodecUsage, Sums, Usage
 from mstore.upkeep.reachability import Inventory
 
 
-@frozen
-class StoreReport:
+class StoreReport(Report, frozen=True):
     """Sizes and counts of a whole store.
 
     `stored_bytes` includes `unreachable_bytes`, `dead_bytes` and `overhead_bytes`.  It does not

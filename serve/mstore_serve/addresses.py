@@ -24,45 +24,39 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
 
-from mstore.terms.frozen import frozen
+import msgspec
 
 _END_OF_NAME: Final = "-"
 
 
-@frozen
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A snapshot: by a text that may be its id, or by a ref."""
 
     name: str
     is_ref: bool
 
 
-@frozen
-class Root:
+class Root(msgspec.Struct, frozen=True):
     """What this server is."""
 
 
-@frozen
-class Refs:
+class Refs(msgspec.Struct, frozen=True):
     """All refs, or the one of a name."""
 
     name: str | None = None
 
 
-@frozen
-class Snapshots:
+class Snapshots(msgspec.Struct, frozen=True):
     """The ids of all snapshots."""
 
 
-@frozen
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """What one snapshot is."""
 
     place: Place
 
 
-@frozen
-class Files:
+class Files(msgspec.Struct, frozen=True):
     """A file; or a directory, if `path` is empty or ends in a slash.
 
     `path` is None for `files` itself, without a slash.
@@ -72,8 +66,7 @@ class Files:
     path: str | None
 
 
-@frozen
-class Tensors:
+class Tensors(msgspec.Struct, frozen=True):
     """A tensor, or all of them if `name` is empty."""
 
     place: Place

@@ -27,10 +27,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
+import msgspec
 from starlette.types import Message, Receive, Send
 
 from mstore.terms.errors import Corrupt, MstoreError
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import Buffer
 from mstore_serve.ranges import Part, Span, length_of
 from mstore_serve.shown import Showing, Shown, Source
@@ -106,8 +106,7 @@ class Ahead:
             return min(_AHEAD, _AHEAD_OF_ALL // max(1, self._answers))
 
 
-@frozen
-class _Piece:
+class _Piece(msgspec.Struct, frozen=True):
     """Bytes to read at once; those up to `end` follow."""
 
     span: Span

@@ -13,13 +13,12 @@ from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
 from typing import Final
 
-from mstore.terms.frozen import frozen
+import msgspec
 
 _ETAG: Final = re.compile(r'(W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
 
-@frozen
-class Validators:
+class Validators(msgspec.Struct, frozen=True):
     """What tells versions of one address apart.
 
     etag: strong, with its quotes. modified: seconds since 1970, None where a time does not tell.

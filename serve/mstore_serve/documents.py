@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 
+import msgspec
+
 from mstore.api.reports import OriginReport, RefReport, TensorReport
-from mstore.terms.frozen import frozen
-from mstore.terms.plain import plain
+from mstore.terms.report import plain
 
 
-@frozen
-class RootDocument:
+class RootDocument(msgspec.Struct, frozen=True):
     """What `/` shows."""
 
     service: str
@@ -28,24 +28,21 @@ class RootDocument:
     """refs and snapshots, each with its address"""
 
 
-@frozen
-class RefsDocument:
+class RefsDocument(msgspec.Struct, frozen=True):
     """What `/refs` shows."""
 
     refs: tuple[RefReport, ...]
     """branches and tags, by name"""
 
 
-@frozen
-class SnapshotsDocument:
+class SnapshotsDocument(msgspec.Struct, frozen=True):
     """What `/snapshots` shows."""
 
     snapshots: tuple[str, ...]
     """the ids of all snapshots"""
 
 
-@frozen
-class ServedParent:
+class ServedParent(msgspec.Struct, frozen=True):
     """An edge of the lineage."""
 
     role: str
@@ -54,8 +51,7 @@ class ServedParent:
     """the snapshot's id"""
 
 
-@frozen
-class ServedFile:
+class ServedFile(msgspec.Struct, frozen=True):
     """A file of a snapshot."""
 
     path: str
@@ -68,8 +64,7 @@ class ServedFile:
     """its ETag: equal ones mean equal bytes"""
 
 
-@frozen
-class SnapshotDocument:
+class SnapshotDocument(msgspec.Struct, frozen=True):
     """What `/snapshots/ID` shows."""
 
     snapshot: str
@@ -102,8 +97,7 @@ class SnapshotDocument:
     """every file, by path"""
 
 
-@frozen
-class ServedEntry:
+class ServedEntry(msgspec.Struct, frozen=True):
     """A file or directory in a directory."""
 
     name: str
@@ -114,8 +108,7 @@ class ServedEntry:
     """its ETag; None for a directory"""
 
 
-@frozen
-class DirectoryDocument:
+class DirectoryDocument(msgspec.Struct, frozen=True):
     """What a directory shows to who accepts application/json."""
 
     path: str
@@ -124,16 +117,14 @@ class DirectoryDocument:
     """files and directories in it, by name"""
 
 
-@frozen
-class TensorsDocument:
+class TensorsDocument(msgspec.Struct, frozen=True):
     """What `/snapshots/ID/tensors/` shows."""
 
     tensors: tuple[TensorReport, ...]
     """every tensor, in file and data order; its address is tensors/NAME"""
 
 
-@frozen
-class ErrorReport:
+class ErrorReport(msgspec.Struct, frozen=True):
     """What went wrong."""
 
     code: str
@@ -144,8 +135,7 @@ class ErrorReport:
     """the ref, snapshot, path or tensor, if one is to name"""
 
 
-@frozen
-class ErrorDocument:
+class ErrorDocument(msgspec.Struct, frozen=True):
     """The body of every answer with a status of 400 or more."""
 
     error: ErrorReport

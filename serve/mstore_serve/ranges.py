@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from mstore.terms.frozen import frozen
+import msgspec
 
 MOST_RANGES: Final = 64
 """More in one request are refused."""
@@ -23,8 +23,7 @@ _LONGEST: Final = 18
 """Digits of a number that is converted; a longer one is beyond any file."""
 
 
-@frozen
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """The bytes from `start` to before `stop`; at least one unless the file is empty."""
 
     start: int

@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from mstore import Store
 from mstore.terms.errors import BadRequest, Unavailable
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Option, phrase
 
 HOST = "127.0.0.1"
@@ -24,8 +25,7 @@ TIMEOUT = 60.0
 _NEEDED = ("starlette", "uvicorn")
 
 
-@frozen
-class ServeInfo:
+class ServeInfo(msgspec.Struct, frozen=True):
     """A server that answers."""
 
     url: str

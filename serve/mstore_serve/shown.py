@@ -19,13 +19,13 @@ from functools import partial
 from html import escape
 from typing import Final
 
+import msgspec
 from blake3 import blake3
 
 from mstore import Store
 from mstore.store.leases import Hold
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import MstoreError, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import Buffer, SnapshotId
 from mstore.terms.version import __version__
 from mstore_serve import addresses, documents
@@ -53,8 +53,7 @@ _SHORT: Final = 1000
 _NS: Final = 1_000_000_000
 
 
-@frozen
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """Where bytes come from that do not lie in memory.
 
     read: returns exactly `size` bytes from `offset`, checked; raises as `SnapshotView.read`.
@@ -68,8 +67,7 @@ class Source:
     is_computed: bool
 
 
-@frozen
-class Shown:
+class Shown(msgspec.Struct, frozen=True):
     """One version of what an address shows: `size` bytes, of `source` or `content`."""
 
     size: int
@@ -81,15 +79,13 @@ class Shown:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-@frozen
-class Elsewhere:
+class Elsewhere(msgspec.Struct, frozen=True):
     """Another address shows it: a relative one."""
 
     location: str
 
 
-@frozen
-class Later:
+class Later(msgspec.Struct, frozen=True):
     """A document that takes long: `make` returns it, and raises as `Showing.find`."""
 
     make: Callable[[], Shown | Elsewhere]

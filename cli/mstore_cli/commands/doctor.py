@@ -8,8 +8,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from mstore.terms.errors import MstoreError, NotFound
-from mstore.terms.frozen import frozen
 from mstore_cli import errors
 from mstore_cli.command import command
 from mstore_cli.output import Screen
@@ -27,8 +28,7 @@ PACKAGES = (
 """Packages whose versions are told where they are installed: what mstore needs, and its extras."""
 
 
-@frozen
-class StoreState:
+class StoreState(msgspec.Struct, frozen=True):
     """Quick facts of a store."""
 
     path: str
@@ -45,8 +45,7 @@ class StoreState:
     """snapshots"""
 
 
-@frozen
-class DoctorReport:
+class DoctorReport(msgspec.Struct, frozen=True):
     """What a report of a bug needs."""
 
     mstore: str

@@ -24,12 +24,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from mstore.terms.errors import Corrupt, Unavailable
-from mstore.terms.frozen import frozen
 from mstore_fuse.tree import no_directory_holds
 
 PAGE = 4096
@@ -64,8 +64,7 @@ _DIRENT = struct.Struct("<QHBB")
 _INDEX = np.dtype([("zero", "<u2"), ("device", "<u2"), ("page", "<u4")])
 
 
-@frozen
-class PageMap:
+class PageMap(msgspec.Struct, frozen=True):
     """Where each page of a file lies: device (0: the image) and number of the page there."""
 
     devices: npt.NDArray[np.uint16]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +20,6 @@ from mstore.blocks.location import Location
 from mstore.store.block_cache import VirtualBlock
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, PackId
 from mstore.terms.phrases import Option, call, phrase
 from mstore.terms.sizes import format_size
@@ -62,8 +62,7 @@ class Run(NamedTuple):
         return slice(first, max(first, (self.offset + self.length) // PAGE))
 
 
-@frozen
-class Survey:
+class Survey(msgspec.Struct, frozen=True):
     """Where the files of a snapshot lie: the pieces of each file, and the packs of raw ones."""
 
     files: Mapping[str, list[Piece]]

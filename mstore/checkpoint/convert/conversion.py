@@ -40,7 +40,6 @@ from mstore.checkpoint.paths import CONTROL, INDEX_SUFFIX, SAFETENSORS_SUFFIX, q
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.tree import Found, Tree, walk
 from mstore.terms.errors import BadCheckpoint, Unavailable
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import few
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -53,8 +52,7 @@ _MAX_ANSWER = 16 << 20
 _LEFT_OUT_SHOWN = 5
 
 
-@frozen
-class ConversionLimits:
+class ConversionLimits(msgspec.Struct, frozen=True):
     """What the child may use.  Raise them for a trusted file.
 
     memory: bytes beyond what torch itself maps; None: twice the largest file and 2 GiB.

@@ -29,6 +29,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,7 +38,6 @@ from mstore.merge.arithmetic.tiles import LANES, TILE, address
 from mstore.merge.running.compute import chunk_of, masks_of, row_weights_of
 from mstore.merge.running.loading import Loaded
 from mstore.numeric.passes import Pass
-from mstore.terms.frozen import frozen
 
 _HERE: Final = Path(__file__)
 _PACKAGE: Final = _HERE.parents[2]
@@ -58,8 +58,7 @@ _attribute: Final = Pass(
 )
 
 
-@frozen
-class Attribution:
+class Attribution(msgspec.Struct, frozen=True):
     """Sums over some elements. Add them up in a fixed order.
 
     square      ||m||^2

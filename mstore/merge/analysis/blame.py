@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+import msgspec
 import numpy as np
 
 from mstore.blocks.reader import Meter
@@ -33,17 +34,16 @@ from mstore.store.objects.shapes import layers_of
 from mstore.store.plans import plan_of, sources_of_merge
 from mstore.terms.ahead import in_order
 from mstore.terms.errors import BadRequest
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import PlanId, SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 _BATCH = 64
 """How many chunks share one lookup in the index when their tasks are made."""
 
 
-@frozen
-class ExpertBlame:
+class ExpertBlame(Report, frozen=True):
     """One expert's part in a merged delta."""
 
     expert: str
@@ -58,8 +58,7 @@ class ExpertBlame:
     """elements where its contribution is not 0"""
 
 
-@frozen
-class TensorBlame:
+class TensorBlame(Report, frozen=True):
     """Each expert's share of one merged tensor.  Their shares and `base_share` add up to 1."""
 
     name: str
@@ -82,8 +81,7 @@ class TensorBlame:
     """each expert's share"""
 
 
-@frozen
-class LayerBlame:
+class LayerBlame(Report, frozen=True):
     """As `TensorBlame`, over the tensors of one layer; tied tensors count once."""
 
     name: str
@@ -104,8 +102,7 @@ class LayerBlame:
     """each expert's share"""
 
 
-@frozen
-class BlameReport:
+class BlameReport(Report, frozen=True):
     """Each expert's share of what a merge changed, by tensor, by layer, and over all.
 
     Measured by running the plan's blocks again; the bytes read are counted as for a merge.
@@ -207,8 +204,7 @@ def blame(
     )
 
 
-@frozen
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """A number of elements and the sums over them."""
 
     elements: int

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.models import split_name
 from mstore.checkpoint.strict_json import json_object
@@ -39,9 +41,9 @@ from mstore.store.objects.shapes import EMBEDDINGS, chosen, matching, require_ma
 from mstore.store.objects.tensor import Tensor
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.terms.errors import Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import TensorId
 from mstore.terms.phrases import Option, call, few, joined, phrase
+from mstore.terms.report import Report
 
 ERROR: Final = "error"
 WARNING: Final = "warning"
@@ -65,8 +67,7 @@ _RISKY: Final = (
 """Keys that change what is computed with the weights: the result is computed as the base is."""
 
 
-@frozen
-class CompatibilityFinding:
+class CompatibilityFinding(Report, frozen=True):
     """Something about an expert that differs from the base."""
 
     expert: str | None
@@ -82,8 +83,7 @@ class CompatibilityFinding:
     """what to do about it, as text; None: nothing in particular"""
 
 
-@frozen
-class CompatibilityReport:
+class CompatibilityReport(Report, frozen=True):
     """Whether experts can be merged into a base."""
 
     base: str
@@ -103,8 +103,7 @@ class CompatibilityReport:
     """how long it took"""
 
 
-@frozen
-class _Model:
+class _Model(msgspec.Struct, frozen=True):
     """What a model's files say, without its weights."""
 
     name: str

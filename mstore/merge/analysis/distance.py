@@ -27,15 +27,13 @@ from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
 from mstore.merge.running.ties import TieLedger
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
-from mstore.terms.frozen import frozen
 from mstore.terms.progress import Progress, ProgressCallback
 
 BATCH = 16
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@frozen
-class Distances:
+class Distances(msgspec.Struct, frozen=True):
     """||merged - full||^2 for each plan, over all names of all tensors; expert bytes read."""
 
     squares: tuple[float, ...]

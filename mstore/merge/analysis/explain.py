@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec.structs import replace
 
 from mstore.blocks.schema import Sources
 from mstore.merge.methods.registry import Operations
@@ -40,9 +43,9 @@ from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.plans import plan_of, sources_of_merge
 from mstore.store.refs import is_pattern
 from mstore.terms.errors import Corrupt, NotFound, did_you_mean
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call, phrase
+from mstore.terms.report import Report
 
 STATE_NAMES = {
     READ: "read",
@@ -54,8 +57,7 @@ STATE_NAMES = {
 }
 
 
-@frozen
-class ExpertShare:
+class ExpertShare(Report, frozen=True):
     """What one expert contributed, and what was left out of it and why.
 
     Of a companion: what was read to weigh an expert.  Counts are chunks; if all dtypes are equal, a
@@ -86,8 +88,7 @@ class ExpertShare:
     """one word per chunk; None unless a single tensor was requested"""
 
 
-@frozen
-class TensorExplanation:
+class TensorExplanation(Report, frozen=True):
     """Where one merged tensor came from."""
 
     name: str
@@ -116,8 +117,7 @@ class TensorExplanation:
     """what each expert contributed"""
 
 
-@frozen
-class LayerExplanation:
+class LayerExplanation(Report, frozen=True):
     """Sums over the tensors of one layer.  A tied tensor's blocks count where it was merged."""
 
     name: str
@@ -132,8 +132,7 @@ class LayerExplanation:
     """what each expert contributed"""
 
 
-@frozen
-class Explanation:
+class Explanation(Report, frozen=True):
     """Where a merge came from: by tensor, by layer, and by expert over all requested tensors."""
 
     snapshot: SnapshotId
@@ -148,8 +147,7 @@ class Explanation:
     """the same, summed over all requested tensors"""
 
 
-@frozen
-class _Side:
+class _Side(msgspec.Struct, frozen=True):
     """An expert, or a companion."""
 
     name: str

@@ -14,14 +14,13 @@ from mstore.merge.analysis.distance import distances
 from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
 from mstore.terms.errors import BadRequest
-from mstore.terms.frozen import frozen
 from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import Report
 
 SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
 
 
-@frozen
-class SweepPoint:
+class SweepPoint(Report, frozen=True):
     """The plan at one share of the full cost.
 
     Errors are relative to the base's norm, and `*_error_share*` to what the full merge changes.
@@ -50,8 +49,7 @@ class SweepPoint:
     nothing, or the method scales the base"""
 
 
-@frozen
-class SweepReport:
+class SweepReport(Report, frozen=True):
     """Cost against error over many budgets of one request."""
 
     method: str

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from mstore.merge.combination.members import INSTEAD, Member, members_of
@@ -33,10 +34,10 @@ from mstore.store.tied import Tied
 from mstore.store.transaction import Transaction
 from mstore.store.view import array_dtype
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 MOST: Final = 4096
 """The largest rank that can be asked for."""
@@ -45,8 +46,7 @@ _KEPT: Final = ("auto_mapping", "base_model_name_or_path", "revision", "task_typ
 """Settings that say what an adapter is of: the first one's count."""
 
 
-@frozen
-class CombineReport:
+class CombineReport(Report, frozen=True):
     """An adapter that was made of several."""
 
     name: str
@@ -228,8 +228,7 @@ def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
-@frozen
-class _Work:
+class _Work(msgspec.Struct, frozen=True):
     """What to combine: by module, the numbers of the adapters that have it."""
 
     modules: dict[str, tuple[int, ...]]

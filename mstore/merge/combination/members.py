@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
+import msgspec
+
 from mstore.checkpoint.strict_json import json_object
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG, LoraConfig, parse_config
 from mstore.models.adapters.targets import is_adapter, is_unchanged, pairs_of
@@ -20,7 +22,6 @@ from mstore.store.objects.canonical import DEFAULT_LIMITS
 from mstore.store.objects.snapshot import BASE
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import SnapshotId, TensorId
 from mstore.terms.phrases import call, few, phrase
 
@@ -31,8 +32,7 @@ INSTEAD: Final = phrase(
 )
 
 
-@frozen
-class Product:
+class Product(msgspec.Struct, frozen=True):
     """One product of an adapter.
 
     down: float[rank, columns]. up: float[rows, rank]. scale: what the product is multiplied by.
@@ -54,8 +54,7 @@ class Product:
         return self.up.shape[0], self.down.shape[1]
 
 
-@frozen
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """An adapter to combine.
 
     products: by module. unchanged: tensors that repeat the base's below a product, by name.

@@ -22,10 +22,11 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, cast
 
+import msgspec
+
 from mstore.merge.methods import registry
 from mstore.merge.methods.parameters import SEED, Parameter, Range, Value
 from mstore.terms.errors import BadRequest, did_you_mean
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Option, call, phrase
 
 TOTAL: Final = "total"
@@ -48,8 +49,7 @@ class Select(Enum):
     DRAWN = "drawn"
 
 
-@frozen
-class Method:
+class Method(msgspec.Struct, frozen=True):
     """A method: of_products: it combines products, and truncates.  elects: only the elements that
     have the sign of the majority count.  joins: factors stand one beside the other.
     """
@@ -90,8 +90,7 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(_methods())
 """The methods by name, in alphabetical order."""
 
 
-@frozen
-class Setting:
+class Setting(msgspec.Struct, frozen=True):
     """A method and its parameters; those that it lacks have no effect.
 
     density: the share of elements to keep. sign: how the majority is found. clamp: None, or the

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,7 +39,6 @@ from mstore.numeric import halves
 from mstore.numeric.codes import INFINITIES
 from mstore.numeric.halves import Bits
 from mstore.terms.errors import Incompatible
-from mstore.terms.frozen import frozen
 
 _RUN: Final = 1 << 22
 """Elements of a product at a time."""
@@ -198,8 +198,7 @@ Source = Callable[[], Iterator[Singles]]
 """Gives the elements of one matrix, from the first on, in runs; each call begins anew."""
 
 
-@frozen
-class Term:
+class Term(msgspec.Struct, frozen=True):
     """One of the matrices: its elements, its weight, and which adapter, from 0, it is of."""
 
     source: Source

@@ -5,13 +5,12 @@ from __future__ import annotations
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter
-from mstore.terms.frozen import frozen
+from mstore.terms.report import Report
 
 _KINDS = {"float": "number", "int": "whole number", "bool": "true or false"}
 
 
-@frozen
-class ParameterReport:
+class ParameterReport(Report, frozen=True):
     """A parameter of a merge method."""
 
     name: str
@@ -28,8 +27,7 @@ class ParameterReport:
     """whether each expert may have its own value"""
 
 
-@frozen
-class MethodReport:
+class MethodReport(Report, frozen=True):
     """A merge method."""
 
     name: str

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 
 import msgspec
 from blake3 import blake3
+from msgspec.structs import replace
 
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
@@ -31,14 +31,13 @@ from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, model_of, snapshot_of, tensors_of
 from mstore.store.tied import ties_embeddings
 from mstore.terms.errors import BadName, BadRequest, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ManifestId, SnapshotId
 from mstore.terms.phrases import Call
+from mstore.terms.report import Report
 from mstore.terms.requests import PREPARED, MergeRequest, RecipeRequest
 
 
-@frozen
-class PreparedModel:
+class PreparedModel(Report, frozen=True):
     """A model that was made for a recipe."""
 
     name: str

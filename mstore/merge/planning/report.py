@@ -27,14 +27,13 @@ from mstore.store.objects.plan import (
 )
 from mstore.store.plans import plan_ids, sources_of
 from mstore.terms.errors import BadRequest, NotFound, Unavailable
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import PlanId
 from mstore.terms.phrases import call, few, phrase
+from mstore.terms.report import Report
 from mstore.terms.sizes import exact_size, format_size
 
 
-@frozen
-class PlanReport:
+class PlanReport(Report, frozen=True):
     """A plan's identity, costs and bounds.
 
     Counts are of (expert, chunk) pairs; if all dtypes are equal, a chunk is a block.

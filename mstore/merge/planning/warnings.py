@@ -32,8 +32,8 @@ from mstore.store.objects.shapes import EMBEDDINGS
 from mstore.store.objects.snapshot import BASE
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.terms.errors import Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import few
+from mstore.terms.report import Report
 
 IS_BASE = "expert is the base"
 REPEATED = "expert given twice"
@@ -57,8 +57,7 @@ _NAMED = 3
 _MANY = 20
 
 
-@frozen
-class MergeWarning:
+class MergeWarning(Report, frozen=True):
     """Something allowed that is usually a mistake."""
 
     kind: str

@@ -31,7 +31,6 @@ from mstore.merge.recipes.recipe import Module, Recipe, Setting, Settings, at
 from mstore.merge.recipes.resolve import KnownMethod, base_of
 from mstore.store.objects.shapes import literal_name, literal_pattern
 from mstore.terms.errors import BadRequest, did_you_mean
-from mstore.terms.frozen import frozen
 from mstore.terms.requests import MergeRequest, RecipeRequest, TensorRule, Vocabulary
 
 DEFAULT: Final = "default"
@@ -188,8 +187,7 @@ def check(
     return found[0]
 
 
-@frozen
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     """A module, its tensors, and the merge that it asks for; None: they stay as in the base."""
 
     module: Module

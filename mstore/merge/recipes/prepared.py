@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
+import msgspec
 from msgspec.structs import replace
 
 from mstore.merge.recipes.recipe import (
@@ -32,7 +33,6 @@ from mstore.merge.recipes.recipe import (
 )
 from mstore.merge.recipes.resolve import PREFIX, WEIGHT, KnownMethod, base_of
 from mstore.terms.errors import BadRequest
-from mstore.terms.frozen import frozen
 
 APPLY: Final = "task_arithmetic"
 """The method that applies an adapter."""
@@ -42,8 +42,7 @@ STACK: Final = "passthrough"
 _UNCHANGED: Final = 1
 
 
-@frozen
-class Applied:
+class Applied(msgspec.Struct, frozen=True):
     """A model with an adapter merged into it."""
 
     model: Text
@@ -55,8 +54,7 @@ class Applied:
         return f"{self.model} with {self.adapter}"
 
 
-@frozen
-class Stacked:
+class Stacked(msgspec.Struct, frozen=True):
     """Runs of layers, one after the other: (model, first layer, last layer + 1).
 
     base: the model that its other files are from.

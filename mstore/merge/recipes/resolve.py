@@ -150,7 +150,7 @@ def resolve(
                 where=at(recipe.where, asked.line),
             )
         return found
-    return dataclasses.replace(found, request=dataclasses.replace(found.request, dtype=None))
+    return msgspec.structs.replace(found, request=dataclasses.replace(found.request, dtype=None))
 
 
 def check(

@@ -25,14 +25,13 @@ from mstore.store.objects.plan import READ, SHARED, Plan
 from mstore.store.objects.snapshot import BASE, COMPANION, EXPERT, MERGE, Parent, SnapshotRecord
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import Incompatible, StorageFailed
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import Report
 
 
-@frozen
-class MergeReport:
+class MergeReport(Report, frozen=True):
     """What a merge read, wrote and published.
 
     expert_bytes_read = planned_expert_bytes - memo_expert_bytes - resumed_expert_bytes.

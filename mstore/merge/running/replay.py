@@ -10,13 +10,12 @@ from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.plans import plan_of
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import Report
 
 
-@frozen
-class ReplayReport:
+class ReplayReport(Report, frozen=True):
     """A recorded plan run again."""
 
     snapshot: SnapshotId

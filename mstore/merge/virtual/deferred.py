@@ -30,14 +30,13 @@ from mstore.store.objects.tensor import VirtualTensor
 from mstore.store.plans import sources_of
 from mstore.store.transaction import Transaction, branch_to_move, tip_of
 from mstore.terms.errors import BadRequest, Conflict
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 from mstore.terms.phrases import Phrase, call, phrase
 from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import Report
 
 
-@frozen
-class MaterializeReport:
+class MaterializeReport(Report, frozen=True):
     """What computing a virtual merge in full read and wrote."""
 
     name: str

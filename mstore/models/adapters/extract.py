@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from mstore import fs
@@ -45,10 +46,10 @@ from mstore.store.tied import HEAD, Tied
 from mstore.store.transaction import Transaction
 from mstore.store.view import array_dtype
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import SnapshotId, TensorId
 from mstore.terms.phrases import Option, Phrase, joined, phrase
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 MOST: Final = 4096
 """The largest rank."""
@@ -60,8 +61,7 @@ _PANEL: Final = 1 << 22
 _NAMED: Final = 4
 
 
-@frozen
-class ExtractReport:
+class ExtractReport(Report, frozen=True):
     """An adapter that was made of a difference."""
 
     name: str
@@ -218,8 +218,7 @@ def _tensors(
     return {name: (id, record) for (name, id), record in zip(wanted.items(), records, strict=True)}
 
 
-@frozen
-class _Work:
+class _Work(msgspec.Struct, frozen=True):
     """Tensors that differ, by what becomes of them: (name, the base's, the expert's)."""
 
     products: tuple[tuple[str, Tensor, Tensor], ...]

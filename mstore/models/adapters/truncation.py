@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.terms.frozen import frozen
+from mstore.terms.report import Report
 
 Singles = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -30,8 +30,7 @@ _ITERATIONS: Final = 4
 _PANEL: Final = 1 << 22
 
 
-@frozen
-class TruncatedTensor:
+class TruncatedTensor(Report, frozen=True):
     """What a truncated decomposition leaves out of one matrix."""
 
     tensor: str

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+import msgspec
+
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.models import Model, full_name, split_name
@@ -40,10 +42,10 @@ from mstore.store.objects.snapshot import BASE, CAST, EXPERT, Parent
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import SnapshotId, TensorId
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 BRANCHES: Final = "cast"
 """Models are cast to branches below this name, if no other is given."""
@@ -58,8 +60,7 @@ _NAMED: Final = 3
 _MAX_MARK: Final = 1 << 16
 
 
-@frozen
-class CastReport:
+class CastReport(Report, frozen=True):
     """A model that was cast."""
 
     name: str
@@ -195,8 +196,7 @@ def _too_large(what: str, told: str, counts: Mapping[str, int]) -> str:
     return f"{many} too large for {told}: {where}{more}"
 
 
-@frozen
-class _Slot:
+class _Slot(msgspec.Struct, frozen=True):
     """A tensor of the output: its name, its part, and if it is cast, from and to what."""
 
     full: str

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,14 +26,12 @@ from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
 from mstore.terms.ahead import in_order
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, Buffer
 
 _GROUP_BYTES: Final = 4 << 20
 
 
-@frozen
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """A tensor to cast: the stored one, its scale if it has one, and the new one, without blocks.
 
     begin: where the new tensor begins in its file.
@@ -44,8 +43,7 @@ class Job:
     begin: int
 
 
-@frozen
-class CastTensor:
+class CastTensor(msgspec.Struct, frozen=True):
     """A new tensor, and how much was too large.
 
     overflowed: elements, for its type. products: of weights and scales, for float32.
@@ -56,8 +54,7 @@ class CastTensor:
     products: int
 
 
-@frozen
-class _Group:
+class _Group(msgspec.Struct, frozen=True):
     """Some whole blocks of a job: its number, its first element and how many it has."""
 
     job: int
@@ -65,8 +62,7 @@ class _Group:
     count: int
 
 
-@frozen
-class _Done:
+class _Done(msgspec.Struct, frozen=True):
     """The new blocks of a group; None for the bytes of one that is stored."""
 
     ids: list[BlockId]

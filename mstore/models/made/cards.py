@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
+import msgspec
 import numpy as np
 
 from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter, values
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import OPAQUE, File
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import ManifestId
 
 _LICENCE_FILE = re.compile(
@@ -33,8 +33,7 @@ _FORBIDS = {
 }
 
 
-@frozen
-class Said:
+class Said(msgspec.Struct, frozen=True):
     """A model as its own card describes it.
 
     name, licence: None if it states none, or several.

@@ -30,13 +30,12 @@ from mstore.store.objects.shapes import (
     told_difference,
 )
 from mstore.store.objects.tensor import Tensor
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import TensorId
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 
 
-@frozen
-class AnalyzeReport:
+class AnalyzeReport(Report, frozen=True):
     """What `analyze` measured.  Tensors with the same content count once."""
 
     expert: str

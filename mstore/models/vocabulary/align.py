@@ -8,12 +8,13 @@ are the model's own blocks.  Models that fit stay as they are.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from msgspec import structs
+from msgspec.structs import replace
 
 from mstore.models.adapters.inputs import ModelChoice, ModelPairs
 from mstore.models.adapters.targets import is_adapter
@@ -47,10 +48,10 @@ from mstore.store.objects.snapshot import ALIGN, BASE, Parent
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import Revision, SnapshotId, TensorId
 from mstore.terms.phrases import Option
 from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import Report
 from mstore.terms.requests import MergeRequest, Vocabulary
 
 _MAX_FILE: Final = 1 << 24
@@ -58,8 +59,7 @@ BRANCHES: Final = "aligned"
 """Aligned models are branches below this name."""
 
 
-@frozen
-class AlignedModel:
+class AlignedModel(Report, frozen=True):
     """A model of an alignment."""
 
     name: str
@@ -83,8 +83,7 @@ class AlignedModel:
         return None if self.ref is None else f"{self.ref}{colon}{model}"
 
 
-@frozen
-class AlignReport:
+class AlignReport(Report, frozen=True):
     """What an alignment stored."""
 
     base: AlignedModel
@@ -113,7 +112,7 @@ class AlignReport:
         known: dict[Revision, Revision] = {
             given: revision(one, given) for one, (given, _) in pairs
         } | {request.base: revision(self.base, request.base)}
-        return replace(
+        return dataclasses.replace(
             request,
             base=known[request.base],
             experts=tuple((known[given], weight) for given, weight in weighted),

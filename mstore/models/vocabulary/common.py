@@ -18,11 +18,12 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.models.vocabulary.members import CONFIGS, TOKENIZER_CONFIG, template_of
 from mstore.models.vocabulary.tokenizer import TOKENIZER, Tokenizer
 from mstore.terms.errors import Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Option
 
 Read = Callable[[str], bytes | None]
@@ -40,8 +41,7 @@ _PLAIN_PROCESSORS: Final = frozenset({"ByteLevel"})
 _PAIRS: Final = ("sep", "cls")
 
 
-@frozen
-class Common:
+class Common(msgspec.Struct, frozen=True):
     """tokenizer: of the tokens that stay. needed: those of them that not all models have."""
 
     tokenizer: Tokenizer

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import msgspec
 from msgspec import structs
 
 from mstore.checkpoint.models import renamed
@@ -22,7 +23,6 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.shapes import EMBEDDINGS
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import TensorId
 
 VOCAB_SIZE: Final = "vocab_size"
@@ -138,8 +138,7 @@ _ENCODER: Final = re.compile(r"(?P<above>(?:.*/)?)text_encoder(?P<number>(?:_[0-
 _MAX_TEMPLATE = 1 << 24
 
 
-@frozen
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """One model, in all its forms: these have one tokenizer.
 
     given: as it was asked for. whole: the snapshot. manifest: its files, of REF:MODEL those of its

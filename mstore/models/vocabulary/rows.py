@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from mstore.terms.errors import Incompatible
-from mstore.terms.frozen import frozen
 
 Numbers = npt.NDArray[np.int64]
 
@@ -29,8 +29,7 @@ MISSING: Final = -1
 """As a row: the member does not have the token."""
 
 
-@frozen
-class Wish:
+class Wish(msgspec.Struct, frozen=True):
     """What a request says of one token: a member's row, or ZERO; force: for all members."""
 
     member: int
@@ -38,8 +37,7 @@ class Wish:
     force: bool
 
 
-@frozen
-class Places:
+class Places(msgspec.Struct, frozen=True):
     """int64[rows] each. member: whose row it is, or ZERO, MEAN, PADDING. row: which of its rows."""
 
     member: Numbers

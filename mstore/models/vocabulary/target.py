@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from msgspec import structs
 
 from mstore.models.vocabulary.common import Read, common_of
@@ -13,7 +14,6 @@ from mstore.models.vocabulary.rows import MISSING, ZERO, Wish
 from mstore.models.vocabulary.tokenizer import TOKENIZER, Tokenizer, union, with_tokens
 from mstore.store.models import Input
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.frozen import frozen
 from mstore.terms.phrases import Option
 from mstore.terms.requests import AUTO, COMMON, Vocabulary
 
@@ -25,8 +25,7 @@ _SHOWN = 10
 _SAVE = f"save its tokenizer with transformers once, which writes {TOKENIZER}, and add it again"
 
 
-@frozen
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """The vocabulary.
 
     source: whose tokenizer files it has. tokenizer: None if it is not known; then tokens are what

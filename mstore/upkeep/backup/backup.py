@@ -38,18 +38,17 @@ from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
 from mstore.store.ref_store import refs_in
 from mstore.terms.errors import Conflict, StorageFailed
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call
 from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import Report
 from mstore.upkeep.backup import destination, packs, source
 from mstore.upkeep.backup.destination import Destination
 from mstore.upkeep.backup.packs import Attempt, attempted
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Problem
 
 
-@frozen
-class BackupReport:
+class BackupReport(Report, frozen=True):
     """The result of `backup`: what the directory holds now, and what this run did.
 
     If there are `problems`, nothing was removed.

@@ -13,8 +13,9 @@ import os
 import time
 from collections.abc import Collection
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from mstore import fs
 from mstore.blocks.index import Index
@@ -24,16 +25,15 @@ from mstore.store import layout as layouts
 from mstore.store import mirror, pack_list
 from mstore.store.catalog import Catalog
 from mstore.terms.errors import Conflict, Corrupt
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import call
 from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import Report
 from mstore.upkeep.backup import packs, source
 from mstore.upkeep.backup.packs import Attempt, attempted
 
 
-@frozen
-class CloneReport:
+class CloneReport(Report, frozen=True):
     """The result of `clone`: a new store, `uuid`, with everything that `source` had."""
 
     path: str

@@ -23,6 +23,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from mstore import fs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
@@ -34,7 +36,6 @@ from mstore.store.layout import BACKUP_MARKER, Layout
 from mstore.store.mirror import Mirror
 from mstore.store.ref_store import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import call, joined, phrase
 
@@ -45,8 +46,7 @@ _LOCK = "incoming"
 _HINT = "name a new directory"
 
 
-@frozen
-class State:
+class State(msgspec.Struct, frozen=True):
     """What a backup holds: refs as of a generation, packs (condemned ones too), damaged packs."""
 
     names: Mirror

@@ -16,6 +16,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
@@ -32,7 +34,6 @@ from mstore.store import layout as layouts
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.tensor import BYTES, Tensor
 from mstore.terms.errors import BadCheckpoint, Corrupt
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, Buffer, PackId
 from mstore.upkeep.check.findings import typed
 
@@ -51,8 +52,7 @@ class Form(NamedTuple):
 AS_RECORD = Form(1)
 
 
-@frozen
-class Copy:
+class Copy(msgspec.Struct, frozen=True):
     """The checked plain bytes of a wanted block or record, and how to store them.
 
     file, offset: where they lie in their source file, so that neighbours stay neighbours.

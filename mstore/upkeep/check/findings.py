@@ -28,8 +28,8 @@ from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.errors import Corrupt, NotFound, Unreadable
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, Id, PackId, SnapshotId, TensorId
+from mstore.terms.report import Report
 
 RECORDS: dict[Kind, type[Record]] = {
     Kind.TENSOR: Tensor,
@@ -42,8 +42,7 @@ RECORDS: dict[Kind, type[Record]] = {
 }
 
 
-@frozen
-class Problem:
+class Problem(Report, frozen=True):
     """One finding of `fsck`."""
 
     kind: str
@@ -153,8 +152,7 @@ def typed(kind: Kind, id: bytes) -> Id:
     return BlockId(id) if kind == Kind.BLOCK else RECORDS[kind].id_type(id)
 
 
-@frozen
-class Affected:
+class Affected(Report, frozen=True):
     """What of a snapshot cannot be read as it is: a tensor, a file, or all of it."""
 
     snapshot: SnapshotId

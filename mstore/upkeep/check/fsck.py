@@ -12,6 +12,8 @@ import time
 from collections.abc import Collection, Container
 from contextlib import closing
 
+import msgspec
+
 from mstore.blocks import lmdb_check
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
@@ -19,18 +21,17 @@ from mstore.store import generation, leases
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.terms.errors import BadRequest
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call, phrase
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 from mstore.upkeep.check import index_file
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Findings, Problem
 from mstore.upkeep.check.graph import Graph
 from mstore.upkeep.check.packs import Footers, Payloads, Totals
 
 
-@frozen
-class CheckReport:
+class CheckReport(Report, frozen=True):
     """The result of `fsck`; the store is sound if `problems` is empty."""
 
     read_data: bool
@@ -67,8 +68,7 @@ class CheckReport:
     """how long it took"""
 
 
-@frozen
-class Scope:
+class Scope(msgspec.Struct, frozen=True):
     """How much to read. share: of all blocks, 0 for none; the seed selects those of a sample."""
 
     share: float = 0.0

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from mstore.blocks.index import GENERATION
 from mstore.blocks.lmdb_pages import LmdbFile, Tree
 from mstore.blocks.schema import (
@@ -37,7 +39,6 @@ from mstore.store.layout import Layout
 from mstore.store.mirror import Mirror
 from mstore.store.refs import Move, Ref
 from mstore.terms.errors import BadName, Corrupt
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import PackId, PlanId, SnapshotId
 
 _K = TypeVar("_K")
@@ -152,8 +153,7 @@ _INDEX: Final = "the old index"
 _REFLOG: Final = "its reflog"
 
 
-@frozen
-class _Word:
+class _Word(msgspec.Struct, frozen=True):
     """A statement: this ref, or none, as of a generation. rank: breaks ties of generations."""
 
     generation: int
@@ -162,8 +162,7 @@ class _Word:
     ref: Ref | None
 
 
-@frozen
-class Names:
+class Names(msgspec.Struct, frozen=True):
     """The refs to restore.
 
     removed: names that have a reflog and no ref. generation: the latest that any witness states.

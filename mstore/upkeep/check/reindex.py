@@ -43,10 +43,10 @@ from mstore.store.objects.note import Note
 from mstore.store.objects.snapshot import BASE, COMPANION, EXPERT, SnapshotRecord
 from mstore.store.ref_store import refs_in
 from mstore.terms.errors import Conflict, Corrupt, MstoreError
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import Buffer, PackId, PlanId, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import Report
 from mstore.upkeep.check import old_index, pack_rows
 from mstore.upkeep.check.old_index import Names, OldIndex, settle
 from mstore.upkeep.check.pack_rows import PackRows
@@ -54,8 +54,7 @@ from mstore.upkeep.check.pack_rows import PackRows
 _DATA = "data.mdb"
 
 
-@frozen
-class ReindexReport:
+class ReindexReport(Report, frozen=True):
     """The result of `reindex`."""
 
     packs: int

@@ -36,10 +36,10 @@ from mstore.store.objects.canonical import decode
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.terms.errors import Corrupt, Incompatible, NotFound, Unreadable
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 from mstore.upkeep.check.copies import Copies, Copy, Form, PackCopies, copies_at
 from mstore.upkeep.check.findings import Findings, typed
 from mstore.upkeep.check.fsck import Checker, CheckReport, Scope
@@ -48,8 +48,7 @@ _DROPS = 3
 WIDTHS = (1, 2, 4, 8)
 
 
-@frozen
-class RepairReport:
+class RepairReport(Report, frozen=True):
     """The result of `repair`.
 
     `after.affected` lists what the dropped objects make unreadable.

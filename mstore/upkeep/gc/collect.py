@@ -21,10 +21,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import pack_number
@@ -39,9 +41,9 @@ from mstore.store.memo import Memo
 from mstore.store.publishing import MAX_PACK_BYTES
 from mstore.store.transaction import RefMove, apply_moves
 from mstore.terms.errors import StorageFailed
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import PackId, PlanId, SnapshotId
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 from mstore.terms.sizes import format_size
 from mstore.upkeep.gc import proof
 from mstore.upkeep.gc.repack import Copies
@@ -54,8 +56,7 @@ NEVER_NS = 1 << 64
 _POLL_SECONDS = 0.05
 
 
-@frozen
-class GcReport:
+class GcReport(Report, frozen=True):
     """What garbage collection dropped, or with `dry_run` would drop."""
 
     dry_run: bool
@@ -106,8 +107,7 @@ class GcReport:
     """how long it took"""
 
 
-@frozen
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Limits of one run.
 
     room: bytes for copies; None means the free space of the disk, less a reserve. max_pack: bytes

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
+import msgspec
+
 from mstore.blocks.schema import PRUNED
 from mstore.snapshots.lineage import ancestry
 from mstore.store import refs
@@ -18,16 +20,15 @@ from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.snapshot import PREVIOUS
 from mstore.store.transaction import RefMove, apply_moves
 from mstore.terms.errors import BadRequest, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call
+from mstore.terms.report import Report
 from mstore.upkeep.reachability import NS_A_DAY, Roots
 
 NS_A_SECOND = 1_000_000_000
 
 
-@frozen
-class PruneReport:
+class PruneReport(Report, frozen=True):
     """The snapshots whose contents were dropped, or with `dry_run` would be.
 
     Garbage collection frees their space.
@@ -45,8 +46,7 @@ class PruneReport:
     """how long it took"""
 
 
-@frozen
-class Wish:
+class Wish(msgspec.Struct, frozen=True):
     """What to prune: of each branch (all for no names), every snapshot that no rule keeps.
 
     keep_last: the newest so many; the tip always stays. keep_daily, keep_weekly, keep_monthly,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 
 from mstore.blocks.id_search import Flags, Numbers
@@ -16,7 +17,6 @@ from mstore.blocks.location_arrays import Table
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import ENTRY, PAGE, Kind
 from mstore.terms.errors import Corrupt
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import PackId, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.sizes import format_size
@@ -30,8 +30,7 @@ SMALL_PACKS = 8
 _STEP = 1 << 20
 
 
-@frozen
-class Use:
+class Use(msgspec.Struct, frozen=True):
     """A pack and its rows; `rows` includes dead ones.
 
     dead_bytes: None if the pack is damaged.
@@ -51,8 +50,7 @@ class Use:
         return dead / (dead + self.live_bytes) if dead else 0.0
 
 
-@frozen
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """What to do: remove packs without a live row, rewrite some others.
 
     joined: numbers of packs that are rewritten only because there are many small ones. stays: dead
@@ -67,8 +65,7 @@ class Choice:
     stays: int
 
 
-@frozen
-class Dead:
+class Dead(msgspec.Struct, frozen=True):
     """The rows to delete, by kind."""
 
     rows: dict[Kind, Flags]
@@ -194,8 +191,7 @@ def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[Use]) 
     return sorted(found, key=lambda place: (place.pack, place.offset))
 
 
-@frozen
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A row by kind and number, and where its payload lies."""
 
     pack: int

@@ -23,16 +23,15 @@ from mstore.store.objects.manifest import File
 from mstore.store.publishing import MAX_PACK_BYTES
 from mstore.terms.ahead import in_order
 from mstore.terms.errors import Corrupt, NotFound, StorageFailed
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, SnapshotId
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 from mstore.upkeep.pins import spots as places_of
 from mstore.upkeep.pins.rewriting import Rewriting
 from mstore.upkeep.pins.spots import GROUP_BYTES, LONG_RUN, Group, Layout, Spot, layout, to_copy
 
 
-@frozen
-class PinReport:
+class PinReport(Report, frozen=True):
     """What `pin` rewrote."""
 
     snapshot: SnapshotId

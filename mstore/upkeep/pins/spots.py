@@ -13,6 +13,8 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+import msgspec
+
 from mstore.blocks.codecs import Codec, Elements, elements_of
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE
@@ -22,7 +24,6 @@ from mstore.store.objects.manifest import File
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.ahead import in_groups
 from mstore.terms.errors import Corrupt, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, SnapshotId
 
 GROUP_BYTES: Final = 4 << 20
@@ -120,8 +121,7 @@ Reading it takes ten times as long as finding it, on any disk; and a file of 5 G
 """
 
 
-@frozen
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """How a file lies: the number of its raw runs, and bytes that no page can be mapped from.
 
     unmapped_bytes: of blocks that are not raw, or not page-congruent with the file.

@@ -27,17 +27,16 @@ from mstore.store.objects.tensor import Tensor
 from mstore.store.publishing import MAX_PACK_BYTES
 from mstore.terms.ahead import in_order
 from mstore.terms.errors import BadRequest, Corrupt, NotFound
-from mstore.terms.frozen import frozen
 from mstore.terms.ids import BlockId, Buffer, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Report
 from mstore.upkeep.pins import spots as places_of
 from mstore.upkeep.pins.rewriting import Rewriting
 from mstore.upkeep.pins.spots import Group, Spot
 
 
-@frozen
-class UnpinReport:
+class UnpinReport(Report, frozen=True):
     """What `unpin` coded again."""
 
     snapshot: SnapshotId

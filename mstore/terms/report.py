@@ -1,0 +1,75 @@
+"""What calls return: frozen structs that notebooks show as tables, and that become JSON types."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from mstore.terms.phrases import Phrase, Text
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a call returns.  Its fields are the JSON keys of the command line."""
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+
+def plain(value: object, typed: Callable[[Text], str] = str) -> Any:
+    """Convert a value to JSON types: ids to hex, reports to objects, NaN and infinities to null.
+
+    typed: formats a phrase, with its commands as the user types them.
+    """
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name), typed) for name in value.__struct_fields__}
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, typed) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, typed) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return typed(value) if isinstance(value, Phrase) else value
+
+
+def html(value: object, rows: int = 100) -> str:
+    """Return a value as HTML, for notebooks: fields and lists as tables of at most `rows` rows."""
+    if isinstance(value, list | tuple) and value:
+        first = value[0]
+        if isinstance(first, msgspec.Struct):
+            names = first.__struct_fields__
+            lines = ["".join(f"<th>{name}</th>" for name in names)]
+            lines += [
+                "".join(f"<td>{_cell(one, name)}</td>" for name in names) for one in value[:rows]
+            ]
+            if len(value) > rows:
+                lines.append(f"<td>and {len(value) - rows} more</td>")
+            return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
+        return ", ".join(html(one) for one in value[:rows]) + (", ..." if len(value) > rows else "")
+    if isinstance(value, msgspec.Struct):
+        lines = [
+            f"<tr><th>{name}</th><td>{_cell(value, name)}</td></tr>"
+            for name in value.__struct_fields__
+        ]
+        return f"<table>{''.join(lines)}</table>"
+    from html import escape  # late: commands never show HTML
+
+    # Ids are bytes; their first digits name them.
+    shown = value.hex()[:12] if isinstance(value, bytes) else "" if value is None else str(value)
+    return escape(shown)
+
+
+def _cell(value: object, name: str) -> str:
+    """Return a field as HTML, times as they are read: in UTC, to the second."""
+    part = getattr(value, name)
+    if name.endswith("time_ns") and isinstance(part, int):
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(part // 10**9))
+    return html(part)
