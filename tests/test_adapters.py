@@ -12,6 +12,7 @@ from typing import Any
 
 import adapters
 import families
+import msgspec
 import numpy as np
 import pytest
 import reference
