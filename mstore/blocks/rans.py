@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +28,7 @@ from mstore.terms.ids import Buffer
 
 Bytes = npt.NDArray[np.uint8]
 
-_SOURCES: Final = (Path(__file__).with_name("rans.c"), Path(__file__).with_name("lanes.h"))
+_SOURCES: Final = ("blocks/rans.c", "blocks/lanes.h")
 _MODULE: Final = "mstore.blocks.rans"
 _encode: Final = Pass(_MODULE, "encode", "iiiipppp", _SOURCES)
 _decode: Final = Pass(_MODULE, "decode", "iiiipppp", _SOURCES)

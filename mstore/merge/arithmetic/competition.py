@@ -18,7 +18,6 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -33,12 +32,10 @@ from mstore.numeric.passes import Pass
 
 LIMITS: Final = 3
 """Thresholds of each expert: its largest |d_k|, the least score, and the largest."""
-_HERE: Final = Path(__file__)
-_NUMERIC: Final = _HERE.parents[2] / "numeric"
 _SOURCES: Final = (
-    *(_NUMERIC / "codes.py", _NUMERIC / "floats.py"),
-    *(_HERE.with_name("tiles.py"), _HERE.with_name("arguments.py"), _HERE.with_name("stages.py")),
-    _HERE.with_name("competition_passes.py"),
+    *("numeric/codes.py", "numeric/floats.py"),
+    *("merge/arithmetic/tiles.py", "merge/arithmetic/arguments.py", "merge/arithmetic/stages.py"),
+    "merge/arithmetic/competition_passes.py",
 )
 _MODULE: Final = "mstore.merge.arithmetic.competition_passes"
 _scores: Final = Pass(_MODULE, "scores", "piippp", _SOURCES)

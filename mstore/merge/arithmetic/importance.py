@@ -8,7 +8,6 @@ tensor with fewer than two dimensions is one row.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -21,7 +20,7 @@ _divergences: Final = Pass(
     "mstore.merge.arithmetic.importance_passes",
     "divergences",
     "ppiipp",
-    (Path(__file__).with_name("importance_passes.py"),),
+    ("merge/arithmetic/importance_passes.py",),
 )
 
 

@@ -17,7 +17,6 @@ A Fisher that is negative, infinite or NaN counts as 0, and is reported.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -31,17 +30,14 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.passes import Pass
 from mstore.terms.errors import Incompatible
 
-_HERE: Final = Path(__file__)
 _informed: Final = Pass(
     "mstore.merge.arithmetic.informed_passes",
     "informed",
     "p",
     (
-        _HERE.parents[2] / "numeric" / "codes.py",
-        _HERE.parents[2] / "numeric" / "floats.py",
-        _HERE.with_name("tiles.py"),
-        _HERE.with_name("arguments.py"),
-        _HERE.with_name("informed_passes.py"),
+        *("numeric/codes.py", "numeric/floats.py"),
+        *("merge/arithmetic/tiles.py", "merge/arithmetic/arguments.py"),
+        "merge/arithmetic/informed_passes.py",
     ),
 )
 

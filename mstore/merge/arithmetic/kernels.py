@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -34,16 +33,10 @@ from mstore.numeric.passes import Pass
 
 __all__ = ["COUNTED", "UNLIMITED", "Mix", "count_ties", "mix_chunk", "run"]
 
-_HERE: Final = Path(__file__)
 _SOURCES: Final = (
-    _HERE.parents[2] / "numeric" / "codes.py",
-    _HERE.parents[2] / "numeric" / "floats.py",
-    _HERE.with_name("philox.py"),
-    _HERE.with_name("tiles.py"),
-    _HERE.with_name("arguments.py"),
-    _HERE.with_name("stages.py"),
-    _HERE.with_name("straight.py"),
-    _HERE.with_name("passes.py"),
+    *("numeric/codes.py", "numeric/floats.py"),
+    *("merge/arithmetic/philox.py", "merge/arithmetic/tiles.py", "merge/arithmetic/arguments.py"),
+    *("merge/arithmetic/stages.py", "merge/arithmetic/straight.py", "merge/arithmetic/passes.py"),
 )
 _PASSES: Final = "mstore.merge.arithmetic.passes"
 _mix: Final = Pass(_PASSES, "mix", "p", _SOURCES)

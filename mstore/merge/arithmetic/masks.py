@@ -12,7 +12,6 @@ the probability density.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -30,12 +29,9 @@ from mstore.merge.arithmetic.tiles import (
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 
-_HERE: Final = Path(__file__)
-_NUMERIC: Final = _HERE.parent.parent.parent / "numeric"
 _SOURCES: Final = (
-    *(_NUMERIC / "codes.py", _NUMERIC / "floats.py"),
-    *(_HERE.with_name("philox.py"), _HERE.with_name("tiles.py")),
-    _HERE.with_name("mask_passes.py"),
+    *("numeric/codes.py", "numeric/floats.py", "merge/arithmetic/philox.py"),
+    *("merge/arithmetic/tiles.py", "merge/arithmetic/mask_passes.py"),
 )
 _MODULE: Final = "mstore.merge.arithmetic.mask_passes"
 _words: Final = Pass(_MODULE, "words", "iiiip", _SOURCES)

@@ -9,7 +9,6 @@ threshold, and of those that equal it the ones before an index: the same however
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,12 +17,11 @@ from mstore.merge.arithmetic.masks import Bools, Singles
 from mstore.merge.arithmetic.tiles import TILE, address
 from mstore.numeric.passes import Pass
 
-_HERE: Final = Path(__file__)
 _spreads: Final = Pass(
     "mstore.merge.arithmetic.spread_passes",
     "spreads",
     "piipp",
-    (_HERE.with_name("tiles.py"), _HERE.with_name("spread_passes.py")),
+    ("merge/arithmetic/tiles.py", "merge/arithmetic/spread_passes.py"),
 )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar, Final
 
 import numpy as np
@@ -27,12 +26,11 @@ from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.passes import Pass
 
-_HERE: Final = Path(__file__)
 _products: Final = Pass(
     "mstore.merge.arithmetic.turn_passes",
     "products",
     "piiipp",
-    (_HERE.with_name("tiles.py"), _HERE.with_name("turn_passes.py")),
+    ("merge/arithmetic/tiles.py", "merge/arithmetic/turn_passes.py"),
 )
 
 

@@ -23,7 +23,6 @@ with zeros; in a tile element j and its three fellows at j + 256, + 512, + 768 a
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -46,13 +45,9 @@ DenseHistogram = npt.NDArray[np.int64]
 
 _INFINITY: Final = 0x7F800000
 _NO_SKETCH: Final = bytes(SKETCH_BUCKETS)
-_HERE: Final = Path(__file__)
 _SOURCES: Final = (
-    _HERE.parents[2] / "numeric" / "codes.py",
-    _HERE.parents[2] / "numeric" / "floats.py",
-    _HERE.with_name("chunk.py"),
-    _HERE.with_name("scratch.py"),
-    _HERE.with_name("passes.py"),
+    *("numeric/codes.py", "numeric/floats.py"),
+    *("models/stats/chunk.py", "models/stats/scratch.py", "models/stats/passes.py"),
 )
 _measure: Final = Pass("mstore.models.stats.passes", "measure", "ipiipiiipppppp", _SOURCES)
 _square: Final = Pass("mstore.models.stats.passes", "square", "ipiipp", _SOURCES)

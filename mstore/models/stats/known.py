@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
@@ -31,9 +30,9 @@ from mstore.models.stats.table import unpacked
 from mstore.numeric.passes import Pass
 from mstore.terms.ids import TensorId
 
-_HERE: Final = Path(__file__)
-_SOURCES: Final = tuple(
-    _HERE.with_name(name) for name in ("chunk.py", "histogram.py", "table.py", "table_passes.py")
+_SOURCES: Final = (
+    *("models/stats/chunk.py", "models/stats/histogram.py", "models/stats/table.py"),
+    "models/stats/table_passes.py",
 )
 _open: Final = Pass("mstore.models.stats.table_passes", "open_singles", "pppipppppp", _SOURCES)
 
