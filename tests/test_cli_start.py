@@ -19,7 +19,7 @@ MODULES = {
     "mstore.terms": "errors ids phrases report sizes",
     "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
-        "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "
+        "codecs index lmdb_check lmdb_copy lmdb_env lmdb_files lmdb_pages lmdb_table "
         "lmdb_types location meter pack_files pack_store packs reader schema tables"
     ),
     "mstore.checkpoint": "dtypes models paths",

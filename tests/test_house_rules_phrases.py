@@ -27,7 +27,7 @@ EXEMPT = {
         "mstore backup ([0-9]+) ([0-9a-f-]{36})\\n",
     ): "the pattern of that line",
     (
-        "mstore/blocks/lmdb_env.py",
+        "mstore/blocks/lmdb_files.py",
         (
             "run the two one after the other, or with one PID namespace "
             "(docker run --pid=host, or --pid=container:NAME)"

@@ -152,7 +152,7 @@ class StoredLengths:
         """Return what changes with every commit to the index."""
         env = self._index.env
         with env.read() as transaction:
-            return env.files, transaction.id()
+            return env.times_replaced, transaction.id()
 
     def _found(self, lists: Sequence[bytes]) -> list[Lengths]:
         import numpy as np  # late: most commands open a store and never need it
