@@ -180,7 +180,7 @@ def test_an_older_kernel_is_not_asked(env: Environment, monkeypatch: pytest.Monk
     assert table._populate() == errno.EINVAL
     lost = LockTable(env.path / "nowhere", copies=False)
     assert lost._populate() == errno.EINVAL
-    for free, answer in ((fs.ROOM - 1, False), (fs.ROOM, True)):
+    for free, answer in ((fs.SPARE_BYTES - 1, False), (fs.SPARE_BYTES, True)):
         monkeypatch.setattr(disks, "free_bytes", lambda path, free=free: free)
         assert table.is_writable() == lost.is_writable() == answer
         (env.path / "other").write_bytes(b"")
@@ -202,7 +202,7 @@ def test_where_writing_copies_little_room_is_none(
             asked.append(copies)
             return 0
 
-        monkeypatch.setattr(disks, "free_bytes", lambda path, free=free: fs.ROOM + free)
+        monkeypatch.setattr(disks, "free_bytes", lambda path, free=free: fs.SPARE_BYTES + free)
         assert fs.is_mappable(tmp_path, populate, copies=copies) == answer
     assert asked == [True, False]
 

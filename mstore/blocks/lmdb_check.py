@@ -171,15 +171,8 @@ def at_most(found: list[str]) -> Callable[[str], None]:
 
 
 def _state(status: os.stat_result, transaction: int) -> bytes:
-    return _STATE.pack(
-        _MAGIC,
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-        transaction,
-    )
+    file = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return _STATE.pack(_MAGIC, *file, transaction)
 
 
 def _stamp(directory: Path) -> bytes:

@@ -72,18 +72,12 @@ class Environment:
 
     @property
     def epoch(self) -> int:
-        """Changes when data that was read before may be invalid.
-
-        That is after a write transaction was dropped, or other files were opened.
-        """
+        """Changes when data that was read before may be invalid, as `LmdbFiles` has it."""
         return self._files.epoch
 
     @property
     def times_replaced(self) -> int:
-        """Changes when other files were opened: numbers of commits are comparable while it stays.
-
-        A transaction that was dropped was never read from outside of it.
-        """
+        """Changes when other files were opened, as `LmdbFiles` has it."""
         return self._files.times_replaced
 
     @classmethod
@@ -226,10 +220,7 @@ class Environment:
             return self._files.copy is not copy
 
     def opened(self) -> int:
-        """Open the file that is read once more: LMDB's own, or a private copy.
-
-        Returns the descriptor, which is the caller's to close. Raises OSError, Conflict.
-        """
+        """Open the file that is read once more, for the caller to close. Raises OSError."""
         return self._files.opened()
 
     def mapped(self) -> mmap.mmap:

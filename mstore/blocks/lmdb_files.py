@@ -419,7 +419,7 @@ class LmdbFiles:
         self._trust.before(number)
         before = self._tree_bytes(transaction)
         yield
-        self._require_room(before, self._tree_bytes(transaction))
+        self._require_space(before, self._tree_bytes(transaction))
         self.require_writable_table()
         try:
             with fs.index_commit(self.path):
@@ -456,13 +456,13 @@ class LmdbFiles:
         pages = ("branch_pages", "leaf_pages", "overflow_pages")
         return sum(one["psize"] * sum(one[kind] for kind in pages) for one in stats)
 
-    def _require_room(self, before: int, now: int) -> None:
+    def _require_space(self, before: int, now: int) -> None:
         """Raise StorageFailed if the disk may get full inside of the commit.
 
         LMDB then fails and unlocks in one call, which needs room where writing copies.
         """
         most = max(0, now - before) + min(before, _MOST_REWRITTEN) + _FEW_PAGES
-        if self._copies and not fs.has_room(self.path, most + fs.ROOM):
+        if self._copies and not fs.has_free_bytes(self.path, most + fs.SPARE_BYTES):
             raise fs.full(self.path)
 
     def may_write(self) -> bool:
@@ -516,7 +516,7 @@ class LmdbFiles:
             return StorageFailed(what, where=where, hint=hint, errno=errno.EAGAIN)
         # Positive codes are the system's, negative ones LMDB's own.
         code = max(0, int(getattr(error, "code", 0)))
-        if code == errno.EIO and not fs.has_room(self.path, 1 << 20):
+        if code == errno.EIO and not fs.has_free_bytes(self.path, 1 << 20):
             # LMDB reports a short write as an I/O error.
             code = errno.ENOSPC
         if code == errno.ENOMEM:

@@ -16,9 +16,6 @@ class Cursor(Protocol):
     def value(self) -> bytes:
         """Return the value at this position; empty if there is none."""
 
-    def item(self) -> tuple[bytes, bytes]:
-        """Return both."""
-
     def first(self) -> bool:
         """Go to the first row; False if the database is empty."""
 
@@ -67,16 +64,12 @@ class IndexTransaction(Protocol):
         value: bytes,
         *,
         overwrite: bool = True,
-        append: bool = False,
         db: Any = None,
     ) -> bool:
         """Write a row; False where it exists and must not be overwritten."""
 
     def delete(self, key: bytes, *, db: Any = None) -> bool:
         """Remove a row; False where there was none."""
-
-    def pop(self, key: bytes, *, db: Any = None) -> bytes | None:
-        """Remove a row and return its value."""
 
     def cursor(self, db: Any = None) -> AbstractContextManager[Cursor]:
         """Open a cursor."""

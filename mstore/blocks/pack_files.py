@@ -295,7 +295,7 @@ class PackFiles(Packs):
             fs.sync_directory(above)
         return moved
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         return fs.free_bytes(self._directory)
 
     def close(self) -> None:

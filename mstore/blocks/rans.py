@@ -53,10 +53,10 @@ class Mode(IntEnum):
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
-        self._room = np.zeros(_SCRATCH, dtype=np.uint8)
-        self._result = self._room[:8].view(np.int64)
+        self._area = np.zeros(_SCRATCH, dtype=np.uint8)
+        self._result = self._area[:8].view(np.int64)
         self._payload = np.empty(0, dtype=np.uint8)
-        self.at = self._room.ctypes.data
+        self.at = self._area.ctypes.data
 
     @property
     def result(self) -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Lock
 
 from mstore import fs
-from mstore.blocks.reader import FSCK, Room
+from mstore.blocks.reader import FSCK, ThreadBuffer
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.snapshots.reflinks import Reflink, Reflinks
 from mstore.store import contents
@@ -187,7 +187,7 @@ class _Checkout:
         self._reflinks = reflinks
         self._open: set[_File] = set()
         self._lock = Lock()
-        self._room = Room(catalog.block_size)
+        self._room = ThreadBuffer(catalog.block_size)
 
     def run(self, threads: int, total: int, progress: ProgressCallback | None) -> None:
         """Write all files and sync each. Closes every file, also after an error."""

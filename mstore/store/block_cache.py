@@ -26,7 +26,7 @@ import msgspec
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Outdated
-from mstore.blocks.reader import Room
+from mstore.blocks.reader import ThreadBuffer
 from mstore.store.catalog import LOOKS, Catalog
 from mstore.terms.errors import BadRequest, Corrupt
 from mstore.terms.ids import BlockId, Buffer, PackId, VirtualId
@@ -122,7 +122,7 @@ class BlockCache:
         self._under_way: dict[VirtualBlock, Group] = {}
         self._filling: dict[BlockId, Future[Buffer | _Checked]] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._room = Room(catalog.block_size)
+        self._room = ThreadBuffer(catalog.block_size)
 
     @property
     def computing(self) -> Computing:

@@ -26,7 +26,7 @@ from mstore.blocks.location import Location, Row, stored_lengths
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import Kind, Outdated, PackGone
-from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader, Meter, Room
+from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader, Meter, ThreadBuffer
 from mstore.store import generation, listing, mirror, revisions
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
@@ -93,7 +93,7 @@ class Catalog:
         index.places = self.places
         self._reader = BlockReader(packs, layout.block_size)
         self._records = RecordCache()
-        self._room = Room(layout.block_size)
+        self._room = ThreadBuffer(layout.block_size)
         self.lengths = StoredLengths(index, self.stored_lengths)
         self._candidates: dict[str, Hold] = {}
         self.author: Callable[[], str] = str

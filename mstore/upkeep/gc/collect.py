@@ -219,7 +219,7 @@ class Collector:
     def _room(self) -> int:
         if self._limits.room is not None:
             return self._limits.room
-        return max(0, self._catalog.packs.room() - RESERVE_BYTES)
+        return max(0, self._catalog.packs.free_bytes() - RESERVE_BYTES)
 
     def dry_run(self) -> GcReport:
         """Report what `run` would do now. Changes nothing."""

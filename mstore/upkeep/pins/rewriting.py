@@ -84,7 +84,7 @@ class Rewriting:
         """Raise StorageFailed unless the disk has room for so many blocks, stored raw."""
         directory = self._catalog.layout.packs
         needed = room_for(spots, plain_bytes)
-        free = max(0, self._catalog.packs.room() - RESERVE_BYTES)
+        free = max(0, self._catalog.packs.free_bytes() - RESERVE_BYTES)
         if needed > free:
             raise StorageFailed(
                 f"the copies take {format_size(needed)}, and the disk has {format_size(free)} free",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mstore.blocks.codecs import Codec, Encoded, encode
 from mstore.blocks.location import Location, Row, base_of
-from mstore.blocks.reader import Room
+from mstore.blocks.reader import ThreadBuffer
 from mstore.blocks.schema import PINNED
 from mstore.models.stats.streaming import BaseBlocks
 from mstore.store import contents
@@ -134,7 +134,7 @@ class _Unpinning:
         self._files = manifest.files
         self._policy = catalog.config.codec
         self._bases = BaseBlocks(catalog)
-        self._room = Room(catalog.block_size)
+        self._room = ThreadBuffer(catalog.block_size)
         self.base, self._base_tensors = _base_of(catalog, record, manifest)
         self.blocks: set[BlockId] = set()
         self.bytes_before = 0
