@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import threading
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.terms.errors import Corrupt, Incompatible
@@ -86,7 +88,7 @@ class Policy(StrEnum):
     DENSE = "dense"
 
 
-class Elements(NamedTuple):
+class Elements(msgspec.Struct, frozen=True):
     """How to view a block's bytes: elements of 1, 2, 4 or 8 bytes, floats or not."""
 
     width: int
@@ -96,7 +98,7 @@ class Elements(NamedTuple):
 PLAIN_BYTES: Final = Elements(1, False)
 
 
-class Encoded(NamedTuple):
+class Encoded(msgspec.Struct, frozen=True):
     """A block as it will be stored. base: for a delta, the block that it is a difference to."""
 
     codec: Codec

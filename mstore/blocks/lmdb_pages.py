@@ -28,7 +28,9 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
+
+import msgspec
 
 from mstore import fs
 from mstore.terms.errors import Corrupt
@@ -59,7 +61,7 @@ TREE_BYTES = _TREE.size
 _TREES = PAGE_HEAD + _META_HEAD.size
 
 
-class Tree(NamedTuple):
+class Tree(msgspec.Struct, frozen=True):
     """A B-tree as its record describes it."""
 
     pad: int
@@ -77,7 +79,7 @@ class Tree(NamedTuple):
         return cls(*_TREE.unpack(data))
 
 
-class _Meta(NamedTuple):
+class _Meta(msgspec.Struct, frozen=True):
     map_size: int
     free: Tree
     main: Tree

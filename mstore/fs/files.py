@@ -24,7 +24,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -97,7 +97,7 @@ _FICLONERANGE: Final = 0x4020940D
 _FILE_CLONE_RANGE: Final = struct.Struct("=qQQQ")
 
 
-class Made(NamedTuple):
+class Made(msgspec.Struct, frozen=True):
     """Identifies a file or directory that was created, whatever its current name."""
 
     device: int

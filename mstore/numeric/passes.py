@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import msgspec
 from blake3 import blake3
 
 from mstore.numeric.levels import Level, runnable
@@ -44,7 +45,7 @@ _BUILD: Final = ("scripts", "kernels.py")
 """What makes the kernels, in a checkout."""
 
 
-class Trailer(NamedTuple):
+class Trailer(msgspec.Struct, frozen=True):
     """What a file says of its code: digests of what it was made from, and of what made it."""
 
     stamp: bytes
