@@ -46,7 +46,7 @@ DOCUMENTS = {
     "mstore/merge/running/papers.py",
     "mstore/merge/combination/combine.py",
     # A plan's id covers the bytes that versions without phrases wrote.
-    "mstore/merge/planning/stored_texts.py",
+    "mstore/merge/planning/tensors.py",
 }
 """Modules whose texts are kept, in documents and in plans."""
 

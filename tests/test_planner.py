@@ -18,7 +18,7 @@ from mstore.merge.methods.registry import operation
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.ranking import Ranking, Units
 from mstore.merge.planning.request import Request, resolve
-from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
+from mstore.merge.planning.survey import ExpertTensor, Survey, SurveyedTensor
 from mstore.models.stats.chunk import CHUNK
 from mstore.models.stats.histogram import Threshold
 from mstore.store.models import Input

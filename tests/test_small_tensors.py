@@ -17,7 +17,7 @@ from small_models import BLOCK
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.location import Location
-from mstore.merge.planning.pairs import KnownPairs
+from mstore.merge.planning.statistics import KnownPairs
 from mstore.merge.running import computer, slices
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks

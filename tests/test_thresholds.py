@@ -11,7 +11,7 @@ import numpy as np
 from mstore import Store
 from mstore.blocks.reader import Meter
 from mstore.merge.methods.registry import operation
-from mstore.merge.planning.surveyed import ExpertTensor, SurveyedTensor
+from mstore.merge.planning.survey import ExpertTensor, SurveyedTensor
 from mstore.merge.planning.thresholds import Known, Thresholds
 from mstore.models.stats.histogram import Threshold
 from mstore.store.objects.plan import DROPPED, EQUAL, OMITTED, READ, SHARED

@@ -359,7 +359,7 @@ class Merging(OpenStore):
 
     def _warnings(self, id: PlanId, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         """Return what a plan alone does not show."""
-        from mstore.merge.planning.sense import senseless
+        from mstore.merge.planning.warnings import senseless
 
         names = [source.name for source in (sources.base, *sources.experts)]
         key = (id, *names)
@@ -476,9 +476,9 @@ class Merging(OpenStore):
         Conflict (the ref moved meanwhile), Corrupt, BudgetExceeded (a read outside the plan),
         Interrupted (the executor lost a slice), StorageFailed.
         """
-        from mstore.merge.planning.costs import Costs, told_costs
-        from mstore.merge.planning.noop import require_effect
+        from mstore.merge.planning.costs import Costs, costs_to_report
         from mstore.merge.planning.report import PlanReport, plan_report
+        from mstore.merge.planning.validate import require_effect
         from mstore.merge.planning.warnings import moved_inputs
         from mstore.merge.running.commit import merge_report, run_merge
         from mstore.store.objects.plan import Plan
@@ -513,7 +513,7 @@ class Merging(OpenStore):
             )
             told += moved_inputs(sources, called) if deferred.is_new else ()
             costs = (
-                told_costs(self._catalog, record)
+                costs_to_report(self._catalog, record)
                 if planned is None
                 else Costs(planned.full_expert_bytes, planned.planned_expert_bytes)
             )

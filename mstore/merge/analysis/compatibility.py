@@ -19,11 +19,15 @@ import msgspec
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.models import split_name
 from mstore.checkpoint.strict_json import json_object
-from mstore.merge.planning.fitting import hint_for_scales, hint_for_types, odd_types
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.sense import far_experts, known_sums, swapped
-from mstore.merge.planning.tied import first_names, told_of_head
-from mstore.merge.planning.warnings import told_of_moved
+from mstore.merge.planning.tensors import (
+    first_names,
+    hint_for_scales,
+    hint_for_types,
+    odd_types,
+    told_of_head,
+)
+from mstore.merge.planning.warnings import far_experts, known_sums, swapped, told_of_moved
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.fit import is_any_adapter
 from mstore.models.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins

@@ -36,7 +36,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import Model, States
 from mstore.merge.planning.ranking import Ranking, Units, lottery, seed
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.surveyed import Survey, SurveyedTensor, grid_of
+from mstore.merge.planning.survey import Survey, SurveyedTensor, grid_of
 from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
 from mstore.store.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED
 from mstore.terms.errors import BadRequest

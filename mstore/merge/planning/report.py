@@ -9,8 +9,8 @@ from contextlib import suppress
 from mstore.blocks.schema import Sources
 from mstore.checkpoint.models import place_of, split_name
 from mstore.merge.methods.registry import Operations
-from mstore.merge.planning.costs import Costs, told_costs
-from mstore.merge.planning.stored_texts import phrased
+from mstore.merge.planning.costs import Costs, costs_to_report
+from mstore.merge.planning.tensors import phrased
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, not_finite_warnings
 from mstore.store.catalog import Catalog
 from mstore.store.not_finite import NotFiniteTensor, may_be
@@ -355,5 +355,5 @@ def plan_reports(catalog: Catalog) -> list[PlanReport]:
         # A plan whose inputs were removed can be neither named nor run.
         with suppress(NotFound):
             sources = sources_of(catalog, id, plan)
-            found.append(plan_report(plan, id, sources, told_costs(catalog, plan)))
+            found.append(plan_report(plan, id, sources, costs_to_report(catalog, plan)))
     return sorted(found, key=lambda p: (p.base, p.method, p.planned_expert_bytes, p.plan))

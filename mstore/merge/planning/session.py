@@ -21,13 +21,13 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import States
 from mstore.merge.methods.parameters import Value
 from mstore.merge.planning.costs import Costs, costs_of
-from mstore.merge.planning.noop import require_effect
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.stored_texts import AT_EDGES
-from mstore.merge.planning.survey import Surveyor
-from mstore.merge.planning.surveyed import Survey
+from mstore.merge.planning.survey import Survey
+from mstore.merge.planning.surveyor import Surveyor
+from mstore.merge.planning.tensors import AT_EDGES
 from mstore.merge.planning.thresholds import Known, Thresholds
+from mstore.merge.planning.validate import require_effect
 from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo

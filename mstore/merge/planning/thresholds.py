@@ -23,7 +23,8 @@ import numpy as np
 from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
 from mstore.merge.measures import NEEDS_ANALYSIS
-from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
+from mstore.merge.measures.grid import Ints
+from mstore.merge.planning.survey import ExpertTensor, SurveyedTensor
 from mstore.models.stats import deltas, histogram
 from mstore.models.stats.chunks import Bytes, chunk_reader
 from mstore.models.stats.store import StatsStore
@@ -192,7 +193,7 @@ class Thresholds:
         chunk = tensor.chunk_elements
         read = self._reader(tensor, expert)
 
-        def count(number: int) -> Counts:
+        def count(number: int) -> Ints:
             low = np.zeros(LOW_VALUES, dtype=np.int64)
             base, data, n = read(number)
             dtypes = tensor.record.dtype, expert.record.dtype
@@ -210,7 +211,7 @@ class Thresholds:
 
     def _count_ties(
         self, tensor: SurveyedTensor, expert: ExpertTensor, cut: Threshold, *, bounded: bool
-    ) -> Counts:
+    ) -> Ints:
         """Count ties of each chunk up to the one where the quota ends; none if all are kept.
 
         bounded: there are more ties than the quota.
@@ -248,7 +249,7 @@ class Thresholds:
         )
 
 
-def _fit(ties: Counts, quota: int, chunks: int) -> bool:
+def _fit(ties: Ints, quota: int, chunks: int) -> bool:
     """Return whether cached tie counts can belong to this tensor: the quota ends in the last."""
     if not len(ties):
         return True

@@ -16,9 +16,8 @@ from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import name_in_model
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.strict_json import json_bytes, json_object
-from mstore.merge.planning.noop import is_base
-from mstore.merge.planning.stacked_config import stacked_config
-from mstore.merge.planning.tied import left_to_base, own_head_of
+from mstore.merge.planning.tensors import left_to_base, own_head_of
+from mstore.merge.planning.validate import is_base
 from mstore.merge.running.papers import Papers
 from mstore.merge.running.task import Tasks
 from mstore.models.adapters.inputs import Inputs, files_merged_into
@@ -275,6 +274,8 @@ class Stack:
 
     def config(self, file: File) -> bytes | None:
         """Return the config for these layers, in place of the base's; None if it stays."""
+        from mstore.merge.planning.stack import stacked_config
+
         fields = json_object(self._catalog.read_parts(file.parts))
         experts = [one.manifest_id() for one in self._plan.experts]
         others = [config_of(self._catalog, self._catalog.manifest(one)) for one in experts]

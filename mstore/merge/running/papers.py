@@ -30,8 +30,8 @@ from mstore.checkpoint.declared import (
     values,
 )
 from mstore.merge.methods.parameters import written
-from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipe_text import recipe_text
+from mstore.merge.planning.validate import is_base, is_retyped
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.models.adapters.inputs import files_merged_into
 from mstore.models.made.cards import (

@@ -28,7 +28,7 @@ from mstore.merge.arithmetic.turns import Turn
 from mstore.merge.methods.method import Kernel, Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.methods.selections.selection import Selection
-from mstore.merge.planning.tied import names_of_plan
+from mstore.merge.planning.tensors import names_of_plan
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.low_rank import FactorCache, Factors
 from mstore.models.stats.chunks import blocks_per_chunk, row_length
@@ -231,7 +231,7 @@ class Tasks:
             False,
         )
         self.first = names_of_plan(catalog, plan, self._base, self._experts)
-        """Each tensor of the base -> the name it is planned under (`merge.planning.tied`)."""
+        """Each tensor of the base -> the name it is planned under (`planning.tensors`)."""
 
     def charge(self, meter: Meter) -> None:
         """Count the bytes of adapters that are read from now on with this meter."""

@@ -22,7 +22,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.surveyed import KEEPS_NONE, Candidate
+from mstore.merge.planning.survey import KEEPS_NONE, Candidate
 from mstore.models.adapters import low_rank
 from mstore.models.stats.chunk import CHUNK, Rows
 from mstore.models.stats.chunks import chunk_elements
