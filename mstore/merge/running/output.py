@@ -18,7 +18,7 @@ from mstore.checkpoint.partition import partition
 from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.merge.planning.tensors import left_to_base, own_head_of
 from mstore.merge.planning.validate import is_base
-from mstore.merge.running.papers import Papers
+from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.task import Tasks
 from mstore.models.adapters.inputs import Inputs, files_merged_into
 from mstore.models.made.files import Slot, assembled, slots_of, texts_of, with_dtype
@@ -34,7 +34,7 @@ from mstore.store.transaction import Transaction
 from mstore.terms.ids import BlockId, Id
 
 
-class Layout:
+class OutputFiles:
     """The output's files, derived from a plan and the base's manifest.
 
     Reads headers, indexes and the config, and nothing else.
@@ -120,7 +120,7 @@ class Layout:
 
     def manifest(
         self,
-        papers: Papers,
+        card: ModelCard,
         not_finite: int,
         *,
         record_of: Callable[[str, File, Part | Slot], Tensor | VirtualTensor],
@@ -146,7 +146,7 @@ class Layout:
                 )
                 for one, record in zip(ours, records, strict=True)
             ]
-        before, texts = papers.files(not_finite)
+        before, texts = card.files(not_finite)
         return assembled(before, texts | self.texts, weights, weights.__getitem__, put_bytes)
 
     def _record(
