@@ -17,7 +17,7 @@ from small_models import BLOCK
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.location import Location
-from mstore.merge.planning.statistics import KnownPairs
+from mstore.merge.planning.statistics import KnownDigests
 from mstore.merge.running import compute, slices
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
@@ -107,7 +107,7 @@ def test_together_as_alone(
     """Plan and output are the same whether small tensors are taken together or one at a time."""
     with filled(tmp_path / "together", written) as store:
         together = merged(store, method, budget)
-    monkeypatch.setattr(KnownPairs, "_open", lambda self, singles: None)
+    monkeypatch.setattr(KnownDigests, "_open", lambda self, singles: None)
     monkeypatch.setattr(slices, "BATCH_BYTES", 1)
     with filled(tmp_path / "alone", written) as store:
         alone = merged(store, method, budget)

@@ -116,7 +116,7 @@ def companions_of(plan: Plan, sources: Sources) -> tuple[tuple[str, str], ...]:
     """Return what each companion of a plan is and of what, and its name."""
     own = sources.experts[len(plan.experts) :]
     pairs = zip(plan.companions, own, strict=True)
-    return tuple((told_companion(one, sources), source.name) for one, source in pairs)
+    return tuple((companion_name(one, sources), source.name) for one, source in pairs)
 
 
 def plan_report(
@@ -224,7 +224,7 @@ def plan_report(
     )
 
 
-def told_companion(one: PlanInput, sources: Sources) -> str:
+def companion_name(one: PlanInput, sources: Sources) -> str:
     """Return the role of a companion and what it belongs to, as a request names it."""
     if one.of is None:
         return one.role

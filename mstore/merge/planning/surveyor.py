@@ -24,7 +24,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.methods.selections.selection import Measured
 from mstore.merge.planning.costs import Comparer
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.statistics import Pairs, Shown
+from mstore.merge.planning.statistics import DeltaStatistics, DeltaSummary
 from mstore.merge.planning.survey import (
     NOTHING_KEPT,
     Candidate,
@@ -83,7 +83,9 @@ class Surveyor:
         self._squares_of: dict[str, float] = {}
         self._copied: list[tuple[str, str]] = []
         self._comparer = Comparer(catalog, request)
-        self._pairs = Pairs(catalog, statistics, request, lambda: self._facts, self.factors)
+        self._deltas = DeltaStatistics(
+            catalog, statistics, request, lambda: self._facts, self.factors
+        )
 
     @cached_property
     def _facts(self) -> Facts:
@@ -183,7 +185,7 @@ class Surveyor:
             name: Candidate(name, *records[name], [found[name] for found in experts], copies[name])
             for name in merged
         }
-        self._pairs.fetch(candidates.values())
+        self._deltas.fetch(candidates.values())
         self._comparer.compare(candidates.values())
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
@@ -197,7 +199,7 @@ class Surveyor:
                 elif first[name] == name:
                     # In the order of the base, which is also the order of the plan and of its
                     # remarks.
-                    surveyed = self._tensor(*candidates[name], pool)
+                    surveyed = self._tensor(candidates[name], pool)
                     if surveyed is not None:
                         tensors.append(surveyed)
                 done += record.nbytes
@@ -212,7 +214,7 @@ class Surveyor:
             tensors=tuple(tensors),
             base_squares=squares,
             copied=tuple(self._copied),
-            missing=tuple(self._pairs.missing),
+            missing=tuple(self._deltas.missing),
             unreliable=tuple(self._unreliable),
             base_not_finite=tuple(self._base_not_finite),
             idle_rules=self._idle_rules({*first.values()} - left_out.keys()),
@@ -352,7 +354,8 @@ class Surveyor:
                     f"{sources[0]}, which {name} is made of",
                     where=name,
                 )
-        surveyed = self._tensor(name, base_id, base, pairs, 1, pool, sources=sources)
+        one = Candidate(name, base_id, base, pairs, copies=1)
+        surveyed = self._tensor(one, pool, sources=sources)
         if surveyed is None:
             raise BadRequest(
                 f"an output is made of floating-point tensors with elements, not of {base.dtype} "
@@ -364,24 +367,17 @@ class Surveyor:
     # -- one tensor --------------------------------------------------------------------------
 
     def _tensor(
-        self,
-        name: str,
-        base_id: TensorId,
-        base: Tensor,
-        pairs: list[tuple[TensorId, Tensor]],
-        copies: int,
-        pool: ThreadPoolExecutor,
-        *,
-        sources: tuple[str, ...] = (),
+        self, one: Candidate, pool: ThreadPoolExecutor, *, sources: tuple[str, ...] = ()
     ) -> SurveyedTensor | None:
         """Survey one tensor; None for one that is the base's own.
 
         sources: its names in base and experts, for a tensor that the base does not have.
         """
+        name, base_id, base, every, copies = one
         rule = self._request.rule_of(name)
         operation = self._request.operation_of(name)
         dtype = None if rule is None else rule.dtype
-        every, pairs = pairs, pairs[: len(self._request.models)]
+        pairs = every[: len(self._request.models)]
         named = sources[1:] or (name,) * len(every)
         changed = [id != base_id for id, _ in pairs]
         dtypes = [record.dtype for _, record in pairs]
@@ -405,7 +401,7 @@ class Surveyor:
         compared = None if sources else self._comparer.found(name)
         if compared is None:
             records = [record for _, record in pairs]
-            read = [own for one, own in self._split(every) if one.is_read]
+            read = [own for companion, own in self._split(every) if companion.is_read]
             others = [*records, *(record for own in read for _, record in own)]
             whole = operation.needs_rows
             chunk = tensor_chunk(self._catalog.block_size, base, others, output, whole=whole)
@@ -422,9 +418,9 @@ class Surveyor:
             for k, (id, _) in enumerate(pairs)
             if id != base_id and not weightless[k]
         }
-        shown = self._pairs.shown(name, operation, (base_id, base), pairs, moving, chunk, pool)
+        shown = self._deltas.summaries(name, operation, (base_id, base), pairs, moving, chunk, pool)
         none = (NOTHING_KEPT,) * len(operation.selection.ranks(elements))
-        still = Shown(np.zeros(equal.shape[1], dtype=CHUNK), none, is_finite=True)
+        still = DeltaSummary(np.zeros(equal.shape[1], dtype=CHUNK), none, is_finite=True)
         is_told = (sources[0] if sources else name) in self._base_not_finite
         experts: list[ExpertTensor] = []
         for number, (id, record) in enumerate(pairs):
@@ -443,7 +439,7 @@ class Surveyor:
                     cost[number],
                     rows,
                     cuts,
-                    self._pairs.surplus(pair, number, operation, cuts, elements, chunk),
+                    self._deltas.surplus(pair, number, operation, cuts, elements, chunk),
                     # What is measured of the tensor goes before what its table shows.
                     own.band if math.isnan(known.band) else known.band,
                     beside[number],

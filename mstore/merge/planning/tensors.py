@@ -90,7 +90,7 @@ def own_head_of(
     return found if found and split_name(found[0])[0] in ties_embeddings(catalog, base) else None
 
 
-def told_of_head(head: str, embedding: str) -> str:
+def own_head_text(head: str, embedding: str) -> str:
     """Return that a model has a head of its own, and what becomes of it, as text."""
     return (
         f"has a head of its own: {head} differs from {embedding}, and the base's config ties them. "
@@ -132,7 +132,7 @@ def left_out_names(
 
 # -- whether experts fit ---------------------------------------------------------------------------
 
-Records = Mapping[str, tuple[TensorId, Tensor]]
+RecordsByName = Mapping[str, tuple[TensorId, Tensor]]
 """Tensors of a model with their records, by name."""
 
 
@@ -141,8 +141,8 @@ def hint_for(
     expert: str,
     ours: Mapping[str, tuple[int, ...]],
     theirs: Mapping[str, tuple[int, ...]],
-    records: Records,
-    found: Records,
+    records: RecordsByName,
+    found: RecordsByName,
 ) -> Text:
     """Return what to do about an expert whose tensors have not the names and shapes of the base's.
 
@@ -165,8 +165,8 @@ def odd_types(base: Tensor, other: Tensor) -> set[str]:
 
 
 def require_types(
-    base_records: Records,
-    records: Records,
+    base_records: RecordsByName,
+    records: RecordsByName,
     names: Sequence[str],
     *,
     base: str,
@@ -227,7 +227,7 @@ def hint_for_scales(
     return None
 
 
-def _types(tensors: Records) -> dict[str, str]:
+def _types(tensors: RecordsByName) -> dict[str, str]:
     return {name: record.dtype for name, (_, record) in tensors.items()}
 
 

@@ -42,7 +42,7 @@ _ALL_KEPT = np.zeros(0, dtype=np.int64)
 States = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Known(msgspec.Struct, frozen=True):
+class FoundThresholds(msgspec.Struct, frozen=True):
     """What was found for one survey, to reuse for plans with other budgets.
 
     whole: thresholds of whole experts by pair of tensors and k, None if finding one was forbidden.
@@ -71,7 +71,7 @@ class Thresholds:
         analyze: bool,
         pool: ThreadPoolExecutor,
         meter: Meter,
-        known: Known | None = None,
+        known: FoundThresholds | None = None,
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
@@ -79,7 +79,7 @@ class Thresholds:
         self.at_edges = False
         self._pool = pool
         self._meter = meter
-        self._known = Known() if known is None else known
+        self._known = FoundThresholds() if known is None else known
 
     def of_tensor(self, tensor: SurveyedTensor, states: States) -> tuple[Threshold, ...]:
         """Return `of` for each expert and rank, all experts of a rank together.

@@ -20,7 +20,7 @@ from mstore.merge.planning.tensors import (
     left_to_base,
     names_of_plan,
     own_head_of,
-    told_of_head,
+    own_head_text,
 )
 from mstore.models.adapters.inputs import Inputs, stand_ins
 from mstore.models.adapters.targets import is_adapter
@@ -180,7 +180,7 @@ def tokens_in_other_rows(
         if ours is not None and theirs is not None:
             differing = tokenizers.differences(ours, theirs)
             if differing.moved:
-                text = f"{source.name}: {told_of_moved(differing)}"
+                text = f"{source.name}: {moved_tokens_text(differing)}"
                 found.append(MergeWarning(OTHER_TOKENS, source.name, text))
     return tuple(found)
 
@@ -274,7 +274,7 @@ def heads_of_their_own(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[
     names = (sources.base.name, *(one.name for one in sources.experts))
     models = zip(names, (inputs.base, *inputs.models), strict=False)
     name = next((name for name, own in models if own_head(sizes, own)), None)
-    return (MergeWarning(OWN_HEAD, name, f"{name or 'the merge'} {told_of_head(*found)}"),)
+    return (MergeWarning(OWN_HEAD, name, f"{name or 'the merge'} {own_head_text(*found)}"),)
 
 
 def merges_embeddings(plan: Plan) -> bool:
@@ -282,7 +282,7 @@ def merges_embeddings(plan: Plan) -> bool:
     return any(EMBEDDINGS.search(tensor.name) for tensor in plan.tensors)
 
 
-def told_of_moved(found: TokenDifferences) -> str:
+def moved_tokens_text(found: TokenDifferences) -> str:
     """Return that tokens are in other rows, as text."""
     return (
         f"{found.moved} tokens are in other rows than the base's, such as {found.example!r}: rows "
@@ -364,7 +364,7 @@ def not_finite_warnings(
 
     counts: what a merge of the plan has; None if it was not run.
     """
-    found = [MergeWarning(NOT_FINITE, None, told_counts(counts))] if counts else []
+    found = [MergeWarning(NOT_FINITE, None, not_finite_text(counts))] if counts else []
     have = {one.tensor for one in counts or ()}
     for k, expert in enumerate(sources.experts):
         names = [risk.tensor for risk in sources.risks if k in risk.experts]
@@ -388,7 +388,7 @@ def not_finite_warnings(
     return tuple(found)
 
 
-def told_counts(counts: Sequence[NotFiniteTensor], finite: str = "the base") -> str:
+def not_finite_text(counts: Sequence[NotFiniteTensor], finite: str = "the base") -> str:
     """Return how many elements are infinite or NaN, and of which tensors, as text.
 
     finite: which of the inputs have finite elements there.

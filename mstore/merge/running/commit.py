@@ -12,7 +12,7 @@ import msgspec
 from mstore.blocks.codecs import Policy
 from mstore.blocks.schema import Sources
 from mstore.merge.planning.report import PlanReport
-from mstore.merge.planning.warnings import MergeWarning, told_counts
+from mstore.merge.planning.warnings import MergeWarning, not_finite_text
 from mstore.merge.running.engine import MEMORY, Outcome, Resources, run_plan
 from mstore.merge.running.finished import KeyedTasks
 from mstore.merge.running.slices import SLICE_BYTES
@@ -270,7 +270,7 @@ def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) 
     }
     experts = [sources.experts[k].name for k in sorted(takes)]
     return Incompatible(
-        told_counts(found, "all models"),
+        not_finite_text(found, "all models"),
         where=", ".join(experts) or sources.base.name,
         hint=phrase(
             "smaller weights or a wider dtype avoid them; {allow} publishes it as it is",

@@ -233,7 +233,9 @@ class Computer:
                 out = buffer[start : start + one.task.out_bytes]
                 start += one.task.out_bytes
                 taken = self._blend(one, part, out)
-                draft = _draft(one, out.data, batch.slice.block_size)
+                blocks = partition(len(out), batch.slice.block_size)
+                pieces = [out.data[at : at + length] for at, length in blocks]
+                draft = _Draft(one, pieces, tuple(map(BlockId.of, pieces)))
                 drafts.append(draft)
                 odd = count_new(one, out)
                 results.append(
@@ -311,11 +313,6 @@ class _Draft(msgspec.Struct, frozen=True, eq=False, gc=False):
     loaded: Loaded
     pieces: list[memoryview]
     ids: tuple[BlockId, ...]
-
-
-def _draft(loaded: Loaded, out: memoryview, block_size: int) -> _Draft:
-    pieces = [out[at : at + length] for at, length in partition(len(out), block_size)]
-    return _Draft(loaded, pieces, tuple(BlockId.of(piece) for piece in pieces))
 
 
 # -- the batches of many slices ----------------------------------------------------------------

@@ -240,13 +240,6 @@ def coverage(plan: Plan, jobs: Sequence[Job]) -> Coverage:
 
 def _covered(job: Job) -> TensorCoverage:
     count = len(job.ids) // ID_BYTES
-    if count == 1:
-        like_base = job.tensor.out_dtype == job.tensor.base_dtype
-        is_base = like_base and job.ids == job.members.base.blocks
-        there = job.members.present[:, 0].tolist()
-        return TensorCoverage(
-            job.tensor.name, 1, bitmap([is_base]), tuple(bitmap([flag]) for flag in there)
-        )
     ids = np.frombuffer(bytes(job.ids), dtype=np.uint8).reshape(count, ID_BYTES)
     reused = np.zeros(count, dtype=np.bool_)
     if job.tensor.out_dtype == job.tensor.base_dtype:
