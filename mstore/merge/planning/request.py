@@ -8,6 +8,7 @@ from typing import overload
 
 import msgspec
 
+from mstore.checkpoint.strict_json import METADATA_KEY
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.ranking import score_of
@@ -366,8 +367,6 @@ def _output(
 
     companions: the numbers of what they belong to, whose tensors have the same names.
     """
-    from mstore.checkpoint.strict_json import METADATA_KEY
-
     # A lone surrogate is not printable, either.
     sound = name.isprintable() and 0 < len(name.encode()) <= DEFAULT_LIMITS.name_bytes
     if not sound or name == METADATA_KEY:

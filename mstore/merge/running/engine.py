@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -205,8 +205,8 @@ class _Need(msgspec.Struct, frozen=True):
 
 def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
     """Fit as many of `threads` as possible.  Raises BadRequest if the largest chunk is too big."""
-    shapes = _shapes(tasks)
-    alone = _need(shapes, 0)
+    shapes, elements = _shapes(tasks)
+    alone = _need(shapes, elements, 0)
     count = alone.fitting(memory, threads)
     if not count:
         least = alone.of(1)
@@ -222,15 +222,15 @@ def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
         )
     # Small tensors share a batch as long as that costs no thread.
     shared = (BATCH_BYTES, BATCH_BYTES // 4, BATCH_BYTES // 16)
-    fits = (size for size in shared if _need(shapes, size).of(count) <= memory)
+    fits = (size for size in shared if _need(shapes, elements, size).of(count) <= memory)
     return Bounds(count, 2 * count, next(fits, 0))
 
 
-class _Shape(NamedTuple):
-    """The memory needs of one tensor.
+class _Shape(msgspec.Struct, frozen=True):
+    """What decides the memory that a tensor needs.
 
-    They are the rows held, the elements of its own batch, and the item size of the narrower of base
-    and output, of the widest side and of the output.
+    rows: held of each chunk. elements: of a batch of its chunks. narrow, wide, out: bytes of an
+    element of the narrower of base and output, of the widest side, of the output.
     """
 
     rows: int
@@ -240,14 +240,8 @@ class _Shape(NamedTuple):
     out: int
 
 
-class _Shapes(NamedTuple):
-    """The distinct shapes of a plan, with the first tensor of each; elements of all tensors."""
-
-    first: dict[_Shape, str]
-    elements: int
-
-
-def _shapes(tasks: Tasks) -> _Shapes:
+def _shapes(tasks: Tasks) -> tuple[dict[_Shape, str], int]:
+    """Return the distinct shapes with the first tensor of each, and the elements of all tensors."""
     first: dict[_Shape, str] = {}
     total = 0
     for planned in tasks.plan.tensors:
@@ -262,14 +256,14 @@ def _shapes(tasks: Tasks) -> _Shapes:
         masks = -(-beside // wide)
         shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)
-    return _Shapes(first, total)
+    return first, total
 
 
-def _need(shapes: _Shapes, together: int) -> _Need:
-    """Return the largest need; together: as in Bounds."""
+def _need(shapes: Mapping[_Shape, str], total: int, together: int) -> _Need:
+    """Return the largest need.  total: elements of all tensors. together: as in Bounds."""
     sides, output, largest = 0, 0, ""
-    for one, name in shapes.first.items():
-        elements = max(one.elements, min(shapes.elements, together // one.narrow))
+    for one, name in shapes.items():
+        elements = max(one.elements, min(total, together // one.narrow))
         needed = one.rows * elements * one.wide
         if needed > sides:
             sides, largest = needed, name
