@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,13 @@ from mstore.merge.planning.survey import (
     Survey,
     SurveyedTensor,
 )
-from mstore.merge.planning.tensors import first_names, hint_for, left_out_names, require_types
+from mstore.merge.planning.tensors import (
+    RecordsByName,
+    first_names,
+    hint_for,
+    left_out_names,
+    require_types,
+)
 from mstore.merge.recipes.layout import Layout, layers_of
 from mstore.models.adapters.inputs import Inputs, Names
 from mstore.models.stats.chunk import CHUNK, finite
@@ -138,38 +144,7 @@ class Surveyor:
         )
         self._inputs = inputs
         records = _tensors(inputs, inputs.base)
-        experts: list[dict[str, tuple[TensorId, Tensor]]] = []
-        has_missing = False
-        for expert, ids, lacking in zip(
-            request.models, inputs.models, inputs.lacking, strict=False
-        ):
-            found = _tensors(inputs, ids)
-            ours = chosen(_shapes(records), request.only, request.skip)
-            theirs = chosen(_shapes(found), request.only, request.skip)
-            if request.allow_missing:
-                lacks = ours.keys() & lacking
-                if lacks == ours.keys() and ours:
-                    raise Incompatible(
-                        f"has none of the tensors of {request.base.name} that are merged: it is "
-                        "another model",
-                        where=expert.name,
-                    )
-                has_missing |= bool(lacks) or not theirs.keys() <= ours.keys()
-                theirs = {name: shape for name, shape in theirs.items() if name in ours}
-            if ours != theirs:
-                require_same_shapes(
-                    ours,
-                    theirs,
-                    what=f"cannot be merged into {request.base.name}",
-                    where=expert.name,
-                    hint=hint_for(request.base.name, expert.name, ours, theirs, records, found),
-                )
-            experts.append(found)
-        for one, numbers in self._split(range(len(inputs.experts))):
-            for number in numbers:
-                found = _tensors(inputs, inputs.experts[number])
-                has_missing |= self._check_companion(one, number, records, found, experts)
-                experts.append(found)
+        experts, has_missing = self._experts(records)
         tensors: list[SurveyedTensor] = []
         self._require_rules(records)
         tied = ties_embeddings(catalog, base)
@@ -225,6 +200,46 @@ class Surveyor:
             without=inputs.without,
         )
 
+    def _experts(self, base: RecordsByName) -> tuple[list[RecordsByName], bool]:
+        """Return the tensors of experts and companions, and whether one lacks some or has others.
+
+        Raises Incompatible.
+        """
+        request, inputs = self._request, self._inputs
+        experts: list[RecordsByName] = []
+        has_missing = False
+        ours = chosen(_shapes(base), request.only, request.skip)
+        for expert, ids, lacking in zip(
+            request.models, inputs.models, inputs.lacking, strict=False
+        ):
+            found = _tensors(inputs, ids)
+            theirs = chosen(_shapes(found), request.only, request.skip)
+            if request.allow_missing:
+                lacks = ours.keys() & lacking
+                if lacks == ours.keys() and ours:
+                    raise Incompatible(
+                        f"has none of the tensors of {request.base.name} that are merged: it is "
+                        "another model",
+                        where=expert.name,
+                    )
+                has_missing |= bool(lacks) or not theirs.keys() <= ours.keys()
+                theirs = {name: shape for name, shape in theirs.items() if name in ours}
+            if ours != theirs:
+                require_same_shapes(
+                    ours,
+                    theirs,
+                    what=f"cannot be merged into {request.base.name}",
+                    where=expert.name,
+                    hint=hint_for(request.base.name, expert.name, ours, theirs, base, found),
+                )
+            experts.append(found)
+        for one, numbers in self._split(range(len(inputs.experts))):
+            for number in numbers:
+                found = _tensors(inputs, inputs.experts[number])
+                has_missing |= self._check_companion(one, number, base, found, experts)
+                experts.append(found)
+        return experts, has_missing
+
     def _split(self, inputs: Sequence[Any]) -> list[tuple[Companion, Sequence[Any]]]:
         """Return what the method asks for with its part of what there is of each expert."""
         request = self._request
@@ -234,9 +249,9 @@ class Surveyor:
         self,
         one: Companion,
         number: int,
-        base: Mapping[str, tuple[TensorId, Tensor]],
-        found: Mapping[str, tuple[TensorId, Tensor]],
-        models: Sequence[Mapping[str, tuple[TensorId, Tensor]]],
+        base: RecordsByName,
+        found: RecordsByName,
+        models: Sequence[RecordsByName],
     ) -> bool:
         """Check a companion's tensors, and return whether it lacks some that an expert moves.
 
@@ -327,7 +342,7 @@ class Surveyor:
         self,
         name: str,
         sources: tuple[str, ...],
-        members: Sequence[Mapping[str, tuple[TensorId, Tensor]]],
+        members: Sequence[RecordsByName],
         pool: ThreadPoolExecutor,
     ) -> SurveyedTensor:
         """Survey a tensor that the base does not have.  Raises BadRequest, Incompatible."""
@@ -501,9 +516,7 @@ class Surveyor:
 
     # -- the base ----------------------------------------------------------------------------
 
-    def _base_squares(
-        self, records: dict[str, tuple[TensorId, Tensor]], pool: ThreadPoolExecutor
-    ) -> float | None:
+    def _base_squares(self, records: RecordsByName, pool: ThreadPoolExecutor) -> float | None:
         """Return the sum of squares of the base's tensors whose dtype can be merged."""
         sums = []
         measured = {name: one for name, one in records.items() if one[1].dtype in ITEMSIZES}
@@ -524,5 +537,5 @@ def _tensors(inputs: Inputs, ids: Names) -> dict[str, tuple[TensorId, Tensor]]:
     return dict(zip(ids, zip(ids.values(), records, strict=True), strict=True))
 
 
-def _shapes(tensors: Mapping[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: RecordsByName) -> dict[str, tuple[int, ...]]:
     return {name: record.shape for name, (_, record) in tensors.items()}

@@ -272,8 +272,8 @@ def write_receipt(pack: SealedPack, results: Sequence[Result]) -> None:
         raise
 
 
-class Found(msgspec.Struct, frozen=True):
-    """A chunk that was computed before: its row, and how many expert bytes were read for it."""
+class FinishedChunk(msgspec.Struct, frozen=True):
+    """A chunk of a receipt: its row, how many expert bytes were read for it, and its pack."""
 
     row: Remembered
     expert_bytes: int
@@ -285,7 +285,7 @@ class Leftovers:
 
     def __init__(self, directory: Path, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._found: dict[bytes, Found] = {}
+        self._found: dict[bytes, FinishedChunk] = {}
         self._packs: dict[Path, SealedPack | None] = {}
         with fs.translated(directory):
             names = [name for name in fs.listed(directory) if name.endswith(RECEIPT)]
@@ -293,24 +293,23 @@ class Leftovers:
             for key, value, expert_bytes in _rows(path):
                 row = Remembered.decode(value)
                 if row is not None:
-                    self._found[key] = Found(row, expert_bytes, path.with_suffix(PACK))
+                    self._found[key] = FinishedChunk(row, expert_bytes, path.with_suffix(PACK))
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def find(self, key: bytes) -> Found | None:
-        """Return the entry of a memo key if its pack is sound, else None."""
+    def find(self, key: bytes) -> tuple[FinishedChunk, SealedPack] | None:
+        """Return the chunk of a memo key with its pack, if that is sound: it is read whole once."""
         found = self._found.get(key)
-        return None if found is None or self.pack(found.pack) is None else found
-
-    def pack(self, path: Path) -> SealedPack | None:
-        """Return one of these packs, None if it is damaged; reads it whole on first use."""
-        if path not in self._packs:
+        if found is None:
+            return None
+        if found.pack not in self._packs:
             try:
-                self._packs[path] = _sound(path, self._catalog)
+                self._packs[found.pack] = _sound(found.pack, self._catalog)
             except (Corrupt, Incompatible):
-                self._packs[path] = None
-        return self._packs[path]
+                self._packs[found.pack] = None
+        pack = self._packs[found.pack]
+        return None if pack is None else (found, pack)
 
 
 def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
@@ -410,23 +409,18 @@ class FinishedChunks:
         if self._leftovers:
             for number in sorted(keys.keys() - rows.keys()):
                 found = self._leftovers.find(keys[number])
-                if found is None or not shape.fits(number, found.row):
+                if found is None or not shape.fits(number, found[0].row):
                     continue
-                self._adopt(sink, self._leftovers, found.pack)
-                if all(sink.has_blocks(found.row.blocks)):
-                    rows[number] = found.row
-                    self.resumed_bytes += found.expert_bytes
-                    self.rows.append((keys[number], found.row.encode()))
+                chunk, pack = found
+                if pack.path not in self._adopted:
+                    self._adopted.add(pack.path)
+                    self._written.update(BlockId(entry.id) for entry in pack.entries)
+                    sink.adopt(pack)
+                if all(sink.has_blocks(chunk.row.blocks)):
+                    rows[number] = chunk.row
+                    self.resumed_bytes += chunk.expert_bytes
+                    self.rows.append((keys[number], chunk.row.encode()))
         return rows
-
-    def _adopt(self, sink: Transaction, leftovers: Leftovers, path: Path) -> None:
-        pack = leftovers.pack(path)
-        if pack is not None and path not in self._adopted:
-            self._adopted.add(path)
-            self._written.update(
-                BlockId(entry.id) for entry in pack.entries if entry.kind == Kind.BLOCK
-            )
-            sink.adopt(pack)
 
     def learn(self, result: Result) -> None:
         """Add a computed chunk.  Raises Corrupt if the memo table remembers another output."""
