@@ -25,7 +25,7 @@ from safetensors import safe_open
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.merge.planning.sense import FAR
+from mstore.merge.planning.warnings import FAR
 from mstore.models.casting import streaming
 from mstore.models.casting.scales import Scale, apply
 from mstore.numeric.casts import narrowed, widened

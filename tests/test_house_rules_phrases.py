@@ -43,10 +43,10 @@ EXEMPT = {
 
 DOCUMENTS = {
     # A model card tells people which commands made the model.
-    "mstore/merge/running/papers.py",
+    "mstore/merge/running/model_card.py",
     "mstore/merge/combination/combine.py",
     # A plan's id covers the bytes that versions without phrases wrote.
-    "mstore/merge/planning/stored_texts.py",
+    "mstore/merge/planning/tensors.py",
 }
 """Modules whose texts are kept, in documents and in plans."""
 

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.commit import MergeReport
-    from mstore.merge.running.known import Ready
-    from mstore.merge.running.replay import ReplayReport
+    from mstore.merge.running.commit import MergeReport, ReplayReport
+    from mstore.merge.running.finished import KeyedTasks
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.models.vocabulary.align import AlignReport
     from mstore.store.objects.plan import Plan
@@ -178,7 +177,7 @@ class Merging(OpenStore):
                 threads=thread_count(threads),
                 progress=progress,
                 memo=self._memo,
-                ready=self._taken(plan.plan),
+                keyed=self._taken(plan.plan),
             )
             made.append(
                 one.made(merged.snapshot, is_new=merged.is_new, written=merged.bytes_written)
@@ -359,7 +358,7 @@ class Merging(OpenStore):
 
     def _warnings(self, id: PlanId, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         """Return what a plan alone does not show."""
-        from mstore.merge.planning.sense import senseless
+        from mstore.merge.planning.warnings import senseless
 
         names = [source.name for source in (sources.base, *sources.experts)]
         key = (id, *names)
@@ -377,7 +376,7 @@ class Merging(OpenStore):
             stack_warnings,
             tokens_in_other_rows,
         )
-        from mstore.merge.running.papers import licence_warnings
+        from mstore.merge.running.model_card import licence_warnings
 
         names = [source.name for source in (sources.base, *sources.experts)]
         of_plan = (merges_embeddings(plan), plan.criteria, plan.allow_missing, plan.layers)
@@ -401,11 +400,11 @@ class Merging(OpenStore):
         """
         if not self._memo.has_outputs():
             return 0
-        from mstore.merge.running.known import Ready, memo_expert_bytes
+        from mstore.merge.running.finished import KeyedTasks, memo_expert_bytes
 
-        ready = Ready(self._catalog, plan, keeps=True)
-        self._ready = ready if ready.keeps else None
-        return memo_expert_bytes(self._catalog, self._memo, ready, costs.planned)
+        keyed = KeyedTasks(self._catalog, plan, keeps=True)
+        self._keyed = keyed if keyed.keeps else None
+        return memo_expert_bytes(self._catalog, self._memo, keyed, costs.planned)
 
     def export_plan(self, plan: PlanReport | PlanId | str) -> str:
         """Return a plan as JSON text, also one of this object that is not stored.
@@ -476,9 +475,9 @@ class Merging(OpenStore):
         Conflict (the ref moved meanwhile), Corrupt, BudgetExceeded (a read outside the plan),
         Interrupted (the executor lost a slice), StorageFailed.
         """
-        from mstore.merge.planning.costs import Costs, told_costs
-        from mstore.merge.planning.noop import require_effect
+        from mstore.merge.planning.costs import Costs, costs_to_report
         from mstore.merge.planning.report import PlanReport, plan_report
+        from mstore.merge.planning.validate import require_effect
         from mstore.merge.planning.warnings import moved_inputs
         from mstore.merge.running.commit import merge_report, run_merge
         from mstore.store.objects.plan import Plan
@@ -513,7 +512,7 @@ class Merging(OpenStore):
             )
             told += moved_inputs(sources, called) if deferred.is_new else ()
             costs = (
-                told_costs(self._catalog, record)
+                costs_to_report(self._catalog, record)
                 if planned is None
                 else Costs(planned.full_expert_bytes, planned.planned_expert_bytes)
             )
@@ -534,7 +533,7 @@ class Merging(OpenStore):
             memory=memory,
             executor=executor,
             policy=policy,
-            ready=self._taken(id),
+            keyed=self._taken(id),
         )
         told += moved_inputs(sources, called) if merged.is_new else ()
         outcome = merged.outcome
@@ -553,10 +552,10 @@ class Merging(OpenStore):
         seconds = time.monotonic() - began
         return merge_report(planned, merged, name=called, analyzed=analyzed, seconds=seconds)
 
-    def _taken(self, plan: PlanId) -> Ready | None:
-        """Return what the last report of a plan made ready, if it is this plan: for one run."""
-        ready, self._ready = self._ready, None
-        return ready if ready is not None and ready.plan.id() == plan else None
+    def _taken(self, plan: PlanId) -> KeyedTasks | None:
+        """Return the tasks that the last report of a plan made, if it is this plan: for one run."""
+        keyed, self._keyed = self._keyed, None
+        return keyed if keyed is not None and keyed.plan.id() == plan else None
 
     def materialize(
         self,
@@ -638,7 +637,7 @@ class Merging(OpenStore):
         Raises BadRequest (not a merge, or a virtual one, which has no bytes to compare with),
         NotFound, Corrupt.
         """
-        from mstore.merge.running.replay import replay
+        from mstore.merge.running.commit import replay
 
         id = self._real(revision)
         return replay(self._catalog, id, threads=thread_count(threads), progress=progress)

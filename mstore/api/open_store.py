@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mstore.blocks.codecs import Policy
     from mstore.blocks.schema import Sources
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.known import Ready
+    from mstore.merge.running.finished import KeyedTasks
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.models.stats.store import StatsStore
     from mstore.store.block_cache import BlockCache
@@ -83,7 +83,7 @@ class OpenStore:
         self._about_parents: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
         # Nor does what statistics say of its experts.
         self._about_sizes: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
-        self._ready: Ready | None = None
+        self._keyed: KeyedTasks | None = None
         self._cache: BlockCache | None = None
         self._cache_bytes = cache_bytes
         self._verify = verify

@@ -25,8 +25,7 @@ from mstore.merge.methods.report import MethodReport, ParameterReport
 from mstore.merge.planning.recipes import PreparedModel
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
-from mstore.merge.running.commit import MergeReport
-from mstore.merge.running.replay import ReplayReport
+from mstore.merge.running.commit import MergeReport, ReplayReport
 from mstore.merge.virtual.deferred import MaterializeReport
 from mstore.models.adapters.extract import ExtractReport
 from mstore.models.adapters.truncation import TruncatedTensor

@@ -16,10 +16,9 @@ from msgspec.structs import replace
 
 from mstore.blocks.schema import Sources
 from mstore.merge.methods.registry import Operations
-from mstore.merge.planning.costs import told_costs
+from mstore.merge.planning.costs import costs_to_report
 from mstore.merge.planning.report import PlanReport, companions_of, plan_report
-from mstore.merge.planning.stored_texts import phrased
-from mstore.merge.planning.tied import names_of_plan
+from mstore.merge.planning.tensors import names_of_plan, phrased
 from mstore.models.adapters.inputs import Inputs, Names
 from mstore.models.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
@@ -384,7 +383,7 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     return Explanation(
         snapshot=snapshot,
         plan=plan_report(
-            *(plan, plan_id, sources, told_costs(catalog, plan)),
+            *(plan, plan_id, sources, costs_to_report(catalog, plan)),
             not_finite=of_merge(catalog, record),
         ),
         tensors=tuple(tensors),

@@ -146,7 +146,7 @@ def sweep(
                 planning.request.experts, planning.request.operation.given, strict=False
             )
         ),
-        companions=planning.request.told_companions(),
+        companions=planning.request.named_companions(),
         full_expert_bytes=full,
         points=points,
         measure_bytes_read=read,

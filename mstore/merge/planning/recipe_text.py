@@ -13,7 +13,7 @@ from mstore.checkpoint.declared import MERGEKIT
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
-from mstore.merge.planning.noop import is_retyped
+from mstore.merge.planning.validate import is_retyped
 from mstore.merge.recipes.recipe import DEFAULT_LIMITS
 from mstore.merge.recipes.resolve import KnownMethod, KnownParameter
 from mstore.merge.recipes.write import named, recipe_of

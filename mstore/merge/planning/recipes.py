@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
-from mstore.merge.planning.tied import first_names
+from mstore.merge.planning.tensors import first_names
 from mstore.merge.recipes.layout import Layout, layers_of
 from mstore.merge.recipes.modular import check, resolve
 from mstore.merge.recipes.parse import parse

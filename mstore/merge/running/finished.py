@@ -1,48 +1,62 @@
-"""Known chunks: those whose output exists, because an earlier merge or an interrupted run made it.
+"""Finished chunks: an earlier merge or an interrupted run made their output.
 
 Owns the lookup of both sources, and the rows that a run adds to the memo table.  A hit is a row
 whose output blocks are all still stored; a chunk whose remembered blocks were collected is computed
 again, and must come out the same.  Hits change what a merge reads and writes, but never what it
-selects, or a plan would not be a function of its inputs.  Reads the memo table and the index, no
-block.
+selects, or a plan would not be a function of its inputs.
 
 A report of a plan looks at every chunk, to tell what the memo table saves.  The merge that follows
-needs the same tasks and keys, and takes them from `Ready`: all of it follows from contents, so what
-happens to the store meanwhile changes nothing.
+needs the same tasks and keys, and takes them from `KeyedTasks`: all of it follows from contents, so
+what happens to the store meanwhile changes nothing.
+
+Leftovers are the finished work of an interrupted merge.  Beside each sealed pack in tmp/ lies a
+receipt, NAME.receipt: the chunks that the pack was written for, by memo key, and their rows.
+
+    0    16   "mstore receipt 1"
+    16   32   BLAKE3 of the rest
+    48   ...  MessagePack [[key, value, expert bytes], ...]
+
+Nothing here is trusted: before a pack is used, its receipt must match its hash, and every block its
+id; a delta is decoded with its base as currently stored.  A pack is checked only if its receipt has
+a chunk that the merge needs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
-from mstore.blocks.packs import Kind
+from mstore import fs
+from mstore.blocks.packs import NO_BASE, PAGE, Kind, SealedPack, open_pack, read_footer
+from mstore.blocks.reader import decoded, located, verify
 from mstore.checkpoint.partition import block_count
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
-from mstore.merge.running.resume import Leftovers
 from mstore.merge.running.slices import Result
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
 from mstore.models.adapters.low_rank import stored_bytes
 from mstore.models.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
+from mstore.store.leases import PACK, RECEIPT
 from mstore.store.memo import Memo
 from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.plan import Plan
 from mstore.store.transaction import Transaction
-from mstore.terms.errors import Corrupt
-from mstore.terms.ids import ID_BYTES, BlockId
+from mstore.terms.errors import Corrupt, Incompatible
+from mstore.terms.ids import ID_BYTES, BlockId, TensorId
 from mstore.terms.phrases import call
 
 MOST: Final = 1 << 20
 """The most chunks of experts in a plan that is worth keeping: some 100 MB of ids, keys and rows."""
 
 
-class Ready:
+class KeyedTasks:
     """The tasks of a plan that fits this store, and the memo keys of its chunks.
 
     What follows from the plan and from its inputs alone.  Belongs to one run at a time.
@@ -115,106 +129,97 @@ class Shape:
 
 
 class Hits(msgspec.Struct, frozen=True, gc=False):
-    """Chunks of one tensor by number: known ones, and rows whose blocks are gone."""
+    """Rows of one tensor's chunks, by number: whose blocks are stored, and whose are gone."""
 
-    known: Mapping[int, Remembered]
-    gone: Mapping[int, Remembered]
+    stored: dict[int, Remembered]
+    gone: dict[int, Remembered]
 
 
 def find_hits(
     memo: Memo,
     has_blocks: Callable[[Sequence[BlockId]], Sequence[bool]],
     wanted: Sequence[tuple[Shape, Mapping[int, bytes]]],
-    known: dict[bytes, Remembered],
+    rows: dict[bytes, Remembered],
 ) -> list[Hits]:
     """Look up chunks of several tensors together: for each its shape, and keys by chunk number.
 
-    known: rows that were found before, by key; gets the new ones.  A row never changes, but its
+    rows: those that were found before, by key; gets the new ones.  A row never changes, but its
     blocks may go: they are looked up each time.
     """
-    asked = [key for _, keys in wanted for key in keys.values() if key not in known]
+    asked = [key for _, keys in wanted for key in keys.values() if key not in rows]
     for key, value in zip(asked, memo.outputs(asked), strict=True):
         row = None if value is None else Remembered.decode(value)
         if row is not None:
-            known[key] = row
+            rows[key] = row
     found = [
         {
             number: row
             for number, key in keys.items()
-            if (row := known.get(key)) is not None and shape.fits(number, row)
+            if (row := rows.get(key)) is not None and shape.fits(number, row)
         }
         for shape, keys in wanted
     ]
-    blocks = [block for rows in found for row in rows.values() for block in row.blocks]
+    blocks = [block for own in found for row in own.values() for block in row.blocks]
     there = has_blocks(blocks) if blocks else []
     stored = {block for block, is_there in zip(blocks, there, strict=True) if is_there}
-    return [_split(rows, stored) for rows in found]
+    hits = [Hits({}, {}) for _ in found]
+    for own, hit in zip(found, hits, strict=True):
+        for number, row in own.items():
+            (hit.stored if stored.issuperset(row.blocks) else hit.gone)[number] = row
+    return hits
 
 
-def _split(rows: Mapping[int, Remembered], stored: set[BlockId]) -> Hits:
-    known = {number: row for number, row in rows.items() if stored.issuperset(row.blocks)}
-    return Hits(known, {number: row for number, row in rows.items() if number not in known})
-
-
-def memo_expert_bytes(catalog: Catalog, memo: Memo, ready: Ready, planned: int) -> int:
+def memo_expert_bytes(catalog: Catalog, memo: Memo, keyed: KeyedTasks, planned: int) -> int:
     """Return how many of a plan's `planned` expert bytes a merge would not read now."""
     if not memo.file_bytes():
         return 0
-    plan, tasks = ready.plan, ready.tasks
-    known: list[tuple[TensorTask, list[int]]] = []
-    unknown: list[tuple[TensorTask, list[int]]] = []
+    plan, tasks = keyed.plan, keyed.tasks
+    finished: list[_Chunks] = []
+    others: list[_Chunks] = []
     for start in range(0, len(plan.tensors), TOGETHER):
-        asked: list[tuple[TensorTask, Shape, dict[int, bytes]]] = []
-        for one in plan.tensors[start : start + TOGETHER]:
-            tensor = tasks.tensor(one.name)
-            numbers = np.flatnonzero(~tasks.reused(tensor)).tolist()
-            named = ready.keys(tensor, numbers)
-            shape = Shape(tensor, tasks.members(one.name), catalog.block_size)
-            asked.append((tensor, shape, named))
-        wanted = [(shape, named) for _, shape, named in asked]
-        hits = find_hits(memo, catalog.has_blocks, wanted, ready.rows)
-        for (tensor, _, named), found in zip(asked, hits, strict=True):
-            known.append((tensor, list(found.known)))
-            unknown.append((tensor, [number for number in named if number not in found.known]))
-    saved = _saved_adapters(catalog, tasks, known, unknown)
+        tensors = [tasks.tensor(one.name) for one in plan.tensors[start : start + TOGETHER]]
+        keys = [keyed.keys(one, np.flatnonzero(~tasks.reused(one)).tolist()) for one in tensors]
+        shapes = [Shape(one, tasks.members(one.name), catalog.block_size) for one in tensors]
+        wanted = list(zip(shapes, keys, strict=True))
+        hits = find_hits(memo, catalog.has_blocks, wanted, keyed.rows)
+        for tensor, numbers, found in zip(tensors, keys, hits, strict=True):
+            finished.append((tensor, list(found.stored)))
+            others.append((tensor, [number for number in numbers if number not in found.stored]))
+    read = _adapters(catalog, tasks, others)
     # Looking up what a chunk costs is expensive, so sum over the smaller half.
-    if _count(unknown) < _count(known):
-        read = _saved_adapters(catalog, tasks, [*known, *unknown], []) - saved
-        return planned - read - _expert_bytes(catalog, tasks, unknown)
-    return _expert_bytes(catalog, tasks, known) + saved
+    if _count(others) < _count(finished):
+        return planned - sum(read.values()) - _expert_bytes(catalog, tasks, others)
+    used = _adapters(catalog, tasks, finished)
+    saved = sum(length for key, length in used.items() if key not in read)
+    return saved + _expert_bytes(catalog, tasks, finished)
 
 
-def _saved_adapters(
-    catalog: Catalog,
-    tasks: Tasks,
-    known: list[tuple[TensorTask, list[int]]],
-    unknown: list[tuple[TensorTask, list[int]]],
-) -> int:
-    """Return the bytes of adapters that known chunks use and unknown ones do not.
-
-    An adapter's tensors are read whole if one chunk needs them.
-    """
-    used: dict[str, dict[int, AppliedTensor]] = {}
-    for parts, is_known in ((known, True), (unknown, False)):
-        for tensor, numbers in parts:
-            members = tasks.members(tensor.name)
-            own = used.setdefault(tensor.name, {})
-            # By contents: experts that are one adapter share what is read.
-            ids = members.expert_ids
-            for k, record in enumerate(members.experts):
-                if isinstance(record, AppliedTensor) and members.present[k, numbers].any():
-                    if is_known:
-                        own[ids.index(ids[k])] = record
-                    else:
-                        own.pop(ids.index(ids[k]), None)
-    return sum(stored_bytes(catalog, one) for own in used.values() for one in own.values())
+_Chunks = tuple[TensorTask, list[int]]
+"""Some chunks of a tensor, by number."""
 
 
-def _count(parts: list[tuple[TensorTask, list[int]]]) -> int:
+def _count(parts: Sequence[_Chunks]) -> int:
     return sum(len(numbers) for _, numbers in parts)
 
 
-def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: list[tuple[TensorTask, list[int]]]) -> int:
+def _adapters(
+    catalog: Catalog, tasks: Tasks, parts: Sequence[_Chunks]
+) -> dict[tuple[str, TensorId], int]:
+    """Return what the adapters that these chunks need cost, by tensor and expert's tensor.
+
+    An adapter's tensors are read whole if one chunk needs them; experts that are one adapter share
+    what is read.
+    """
+    found = {}
+    for tensor, numbers in parts:
+        members = tasks.members(tensor.name)
+        for k, (id, record) in enumerate(zip(members.expert_ids, members.experts, strict=True)):
+            if isinstance(record, AppliedTensor) and members.present[k, numbers].any():
+                found[tensor.name, id] = stored_bytes(catalog, record)
+    return found
+
+
+def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: Sequence[_Chunks]) -> int:
     """Return the bytes that reading the experts of some chunks costs (`ChunkTask.expert_bytes`)."""
     total = 0
     size = catalog.block_size
@@ -244,10 +249,109 @@ def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: list[tuple[TensorTask, 
     return total + int(catalog.stored_lengths(blocks).sum()) if blocks else total
 
 
-class KnownChunks:
-    """What is known of the chunks of one run, by memo key.  Belongs to one thread.
+# -- leftovers ---------------------------------------------------------------------------------
 
-    sink: None if the output is not stored: then no chunk is known, and no key is needed. memo: None
+_MAGIC: Final = b"mstore receipt 1"
+_HASH_END: Final = len(_MAGIC) + 32
+_MAX_RECEIPT: Final = 1 << 28
+_decode = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, int]]).decode
+
+
+def write_receipt(pack: SealedPack, results: Sequence[Result]) -> None:
+    """Write the receipt of a sealed pack. Raises StorageFailed.
+
+    Not synced: a receipt that a power loss tears does not match its hash and is ignored.
+    """
+    rows = msgspec.msgpack.encode([(r.key, r.value, r.expert_bytes) for r in results])
+    file = fs.NewFile(pack.path.with_suffix(RECEIPT))
+    try:
+        file.append(_MAGIC + blake3(rows).digest() + rows)
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise
+
+
+class FinishedChunk(msgspec.Struct, frozen=True):
+    """A chunk of a receipt: its row, how many expert bytes were read for it, and its pack."""
+
+    row: Remembered
+    expert_bytes: int
+    pack: Path
+
+
+class Leftovers:
+    """The leftovers in one directory, for this store. Belongs to one thread."""
+
+    def __init__(self, directory: Path, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._found: dict[bytes, FinishedChunk] = {}
+        self._packs: dict[Path, SealedPack | None] = {}
+        with fs.translated(directory):
+            names = [name for name in fs.listed(directory) if name.endswith(RECEIPT)]
+        for path in map(directory.joinpath, names):
+            for key, value, expert_bytes in _rows(path):
+                row = Remembered.decode(value)
+                if row is not None:
+                    self._found[key] = FinishedChunk(row, expert_bytes, path.with_suffix(PACK))
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def find(self, key: bytes) -> tuple[FinishedChunk, SealedPack] | None:
+        """Return the chunk of a memo key with its pack, if that is sound: it is read whole once."""
+        found = self._found.get(key)
+        if found is None:
+            return None
+        if found.pack not in self._packs:
+            try:
+                self._packs[found.pack] = _sound(found.pack, self._catalog)
+            except (Corrupt, Incompatible):
+                self._packs[found.pack] = None
+        pack = self._packs[found.pack]
+        return None if pack is None else (found, pack)
+
+
+def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
+    try:
+        with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
+            data = file.read(_MAX_RECEIPT + 1)
+        if len(data) > _MAX_RECEIPT or not data.startswith(_MAGIC):
+            return []
+        if blake3(data[_HASH_END:]).digest() != data[len(_MAGIC) : _HASH_END]:
+            return []
+        return _decode(data[_HASH_END:])
+    except (Corrupt, msgspec.MsgspecError):
+        return []
+
+
+def _sound(path: Path, catalog: Catalog) -> SealedPack | None:
+    """Return the pack if it holds only blocks, and each matches its id."""
+    footer = read_footer(path)
+    id, entries = footer.id, footer.entries
+    with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
+        for entry in sorted(entries, key=lambda entry: entry.offset):
+            file.seek(entry.offset)
+            longest = max(entry.raw_length, entry.stored_length)
+            if entry.kind != Kind.BLOCK or longest > catalog.block_size:
+                return None
+            base = None if entry.base == NO_BASE else catalog.read_block(BlockId(entry.base))
+            payload = file.read(entry.stored_length)
+            if len(payload) != entry.stored_length:
+                return None
+            block, at = BlockId(entry.id), located(id, entry)
+            verify(block, at, decoded(block, at, payload, base), base)
+        size = file.seek(0, 2)
+    return SealedPack(id, path, size, entries) if size % PAGE == 0 else None
+
+
+# -- both --------------------------------------------------------------------------------------
+
+
+class FinishedChunks:
+    """The finished chunks of one run, by memo key.  Belongs to one thread.
+
+    sink: None if the output is not stored: then none is finished, and no key is needed. memo: None
     to use no memo table. written: the blocks that this run has written; grows by those of adopted
     packs.
 
@@ -258,7 +362,7 @@ class KnownChunks:
     def __init__(
         self,
         catalog: Catalog,
-        ready: Ready,
+        tasks: KeyedTasks,
         sink: Transaction | None,
         memo: Memo | None,
         written: set[BlockId],
@@ -266,7 +370,7 @@ class KnownChunks:
         self._sink = sink
         self._memo = memo
         self._written = written
-        self._ready = ready
+        self._tasks = tasks
         self._leftovers = None if sink is None else Leftovers(sink.directory, catalog)
         self._adopted: set[Path] = set()
         self._expected: dict[bytes, tuple[BlockId, ...]] = {}
@@ -278,50 +382,45 @@ class KnownChunks:
         """Return the memo keys of some chunks, by number; empty keys if none is needed."""
         if self._sink is None:
             return dict.fromkeys(numbers, b"")
-        return self._ready.keys(tensor, numbers)
+        return self._tasks.keys(tensor, numbers)
 
     def find(
         self, shapes: Sequence[Shape], keys: Sequence[Mapping[int, bytes]]
     ) -> list[dict[int, Remembered]]:
-        """Return the known chunks of some tensors, by number, with one lookup for all of them."""
+        """Return the finished chunks of some tensors, by number, with one lookup for all."""
         if self._sink is None:
             return [{} for _ in shapes]
         hits = [Hits({}, {}) for _ in shapes]
         if self._memo is not None:
             wanted = list(zip(shapes, keys, strict=True))
-            hits = find_hits(self._memo, self._sink.has_blocks, wanted, self._ready.rows)
+            hits = find_hits(self._memo, self._sink.has_blocks, wanted, self._tasks.rows)
         return [
-            self._known_of(self._sink, shape, named, found)
+            self._of_tensor(self._sink, shape, named, found)
             for shape, named, found in zip(shapes, keys, hits, strict=True)
         ]
 
-    def _known_of(
+    def _of_tensor(
         self, sink: Transaction, shape: Shape, keys: Mapping[int, bytes], hits: Hits
     ) -> dict[int, Remembered]:
-        rows: dict[int, Remembered] = dict(hits.known)
-        self.hits += len(hits.known)
+        rows = dict(hits.stored)
+        self.hits += len(hits.stored)
         # gc deleted their blocks: recomputing them must give the same ids.
         self._expected.update((keys[number], row.blocks) for number, row in hits.gone.items())
         if self._leftovers:
             for number in sorted(keys.keys() - rows.keys()):
                 found = self._leftovers.find(keys[number])
-                if found is None or not shape.fits(number, found.row):
+                if found is None or not shape.fits(number, found[0].row):
                     continue
-                self._adopt(sink, self._leftovers, found.pack)
-                if all(sink.has_blocks(found.row.blocks)):
-                    rows[number] = found.row
-                    self.resumed_bytes += found.expert_bytes
-                    self.rows.append((keys[number], found.row.encode()))
+                chunk, pack = found
+                if pack.path not in self._adopted:
+                    self._adopted.add(pack.path)
+                    self._written.update(BlockId(entry.id) for entry in pack.entries)
+                    sink.adopt(pack)
+                if all(sink.has_blocks(chunk.row.blocks)):
+                    rows[number] = chunk.row
+                    self.resumed_bytes += chunk.expert_bytes
+                    self.rows.append((keys[number], chunk.row.encode()))
         return rows
-
-    def _adopt(self, sink: Transaction, leftovers: Leftovers, path: Path) -> None:
-        pack = leftovers.pack(path)
-        if pack is not None and path not in self._adopted:
-            self._adopted.add(path)
-            self._written.update(
-                BlockId(entry.id) for entry in pack.entries if entry.kind == Kind.BLOCK
-            )
-            sink.adopt(pack)
 
     def learn(self, result: Result) -> None:
         """Add a computed chunk.  Raises Corrupt if the memo table remembers another output."""

@@ -16,7 +16,7 @@ from families import BLOCK
 from mstore import MergeRequest, Store, TensorRule
 from mstore.checkpoint.declared import front_matter, values
 from mstore.merge.planning import costs as planning_costs
-from mstore.merge.running import papers
+from mstore.merge.running import model_card
 
 Make = Callable[..., Store]
 CARDS = {
@@ -94,7 +94,7 @@ def test_what_a_plan_has_found_a_merge_does_not_look_up_again(
     costs is what its plan said; a merge by a plan's id finds the same by itself.
     """
     asked: list[str] = []
-    warnings, costs = papers.Papers.licence_warnings, planning_costs.told_costs
+    warnings, costs = model_card.ModelCard.licence_warnings, planning_costs.costs_to_report
 
     def seen_warnings(self: Any) -> Any:
         asked.append("licences")
@@ -104,8 +104,8 @@ def test_what_a_plan_has_found_a_merge_does_not_look_up_again(
         asked.append("costs")
         return costs(*given)
 
-    monkeypatch.setattr(papers.Papers, "licence_warnings", seen_warnings)
-    monkeypatch.setattr(planning_costs, "told_costs", seen_costs)
+    monkeypatch.setattr(model_card.ModelCard, "licence_warnings", seen_warnings)
+    monkeypatch.setattr(planning_costs, "costs_to_report", seen_costs)
     with make({"base": "license: llama3", "e0": "license: mit"}) as store:
         plan = store.plan(MergeRequest(base="base", experts=["e0"], method="linear"))
         assert asked == ["licences"]

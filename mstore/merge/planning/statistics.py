@@ -1,4 +1,4 @@
-"""Pairs: what statistics show of each expert's delta, for a survey.
+"""What statistics show of each expert's delta, for a survey.
 
 Missing statistics are measured, unless the request forbids it.
 
@@ -22,7 +22,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.surveyed import KEEPS_NONE, Candidate
+from mstore.merge.planning.survey import KEEPS_NONE, Candidate
 from mstore.models.adapters import low_rank
 from mstore.models.stats.chunk import CHUNK, Rows
 from mstore.models.stats.chunks import chunk_elements
@@ -53,7 +53,7 @@ BY_SKETCH: Final = "conflict"
 """The score that compares sketches, which digests leave out."""
 
 
-class Shown(NamedTuple):
+class DeltaSummary(NamedTuple):
     """What statistics show of one expert's delta.
 
     rows: at the plan's chunks, None if there are none. thresholds, band: as in `ExpertTensor`.
@@ -71,7 +71,7 @@ def has_digest(operation: Operation) -> bool:
     return len(operation.selection.ranks(1)) < 2
 
 
-class KnownPairs:
+class KnownDigests:
     """What one survey knows of pairs without opening each table."""
 
     def __init__(self, statistics: StatsStore, request: Request) -> None:
@@ -145,7 +145,7 @@ class KnownPairs:
                 self._cuts[*pair, rank] = cut
 
 
-class Pairs:
+class DeltaStatistics:
     """What statistics show of the deltas of one survey.
 
     facts: measures what is missing.  factors: counts what is read for the norms of adapters'
@@ -165,14 +165,14 @@ class Pairs:
         self._request = request
         self._facts = facts
         self._factors = factors
-        self._known = KnownPairs(statistics, request)
+        self._known = KnownDigests(statistics, request)
         self.missing: list[tuple[str, str]] = []
 
     def fetch(self, candidates: Iterable[Candidate]) -> None:
         """Fetch what is known of these tensors."""
         self._known.fetch(asked for one in candidates for asked in self._measured(one))
 
-    def shown(
+    def summaries(
         self,
         name: str,
         operation: Operation,
@@ -181,7 +181,7 @@ class Pairs:
         moving: Mapping[int, Pair],
         chunk: int,
         pool: ThreadPoolExecutor,
-    ) -> dict[int, Shown]:
+    ) -> dict[int, DeltaSummary]:
         """Return what is known of each expert that moves a tensor, by its number."""
         elements = math.prod(base[1].shape)
         found = self._digested(operation, elements, chunk, moving)
@@ -220,7 +220,7 @@ class Pairs:
         return 0, 0 if self._statistics.ties(*pair, keep, chunk) is not None else beyond
 
     def _measured(self, one: Candidate) -> Iterator[tuple[Pair, int, int, Operation, int]]:
-        """Yield the pairs of a tensor whose statistics are probably needed (`KnownPairs.fetch`)."""
+        """Yield what is probably needed of a tensor (`KnownDigests.fetch`)."""
         operation = self._request.operation_of(one.name)
         if one.base.dtype not in ITEMSIZES or not has_digest(operation):
             return
@@ -238,9 +238,9 @@ class Pairs:
         elements: int,
         chunk: int,
         moving: Mapping[int, Pair],
-    ) -> dict[int, Shown]:
+    ) -> dict[int, DeltaSummary]:
         """Return what is known of experts without their tables."""
-        found: dict[int, Shown] = {}
+        found: dict[int, DeltaSummary] = {}
         if not has_digest(operation):
             return found
         ranks_of = operation.selection.ranks
@@ -250,7 +250,7 @@ class Pairs:
                 row, cuts = known
                 rows = coarsen(row.rows, chunk // row.chunk_elements)
                 # Sums of what is finite are.
-                found[number] = Shown(rows, cuts, is_finite=row.is_finite)
+                found[number] = DeltaSummary(rows, cuts, is_finite=row.is_finite)
         return found
 
     def _product_rows(
@@ -261,7 +261,7 @@ class Pairs:
         moving: Mapping[int, Pair],
         chunk: int,
         pool: ThreadPoolExecutor,
-    ) -> dict[int, Shown]:
+    ) -> dict[int, DeltaSummary]:
         """Return upper bounds on the rows of products, where planning needs no more of them."""
         products = {
             pair: record
@@ -280,7 +280,7 @@ class Pairs:
 
         found = dict(zip(products, pool.map(rows_of, products.values()), strict=True))
         keep_products(self._statistics, found)
-        return {k: Shown(found[pair], ()) for k, pair in moving.items() if pair in found}
+        return {k: DeltaSummary(found[pair], ()) for k, pair in moving.items() if pair in found}
 
     def _checked(
         self,
@@ -309,7 +309,7 @@ class Pairs:
         elements: int,
         chunk: int,
         table: DeltaTable | None,
-    ) -> Shown:
+    ) -> DeltaSummary:
         """Return what a table shows of an expert that moves the tensor."""
         ranks = operation.selection.ranks(elements, number)
         if table is None:
@@ -323,7 +323,7 @@ class Pairs:
                         base=Option("base"),
                     ),
                 )
-            return Shown(None, ())
+            return DeltaSummary(None, ())
         rows = coarsen(table.rows, chunk // table.chunk_elements)
         histogram = _without_nan(table.histogram) if ranks else table.histogram
         thresholds = tuple(
@@ -331,9 +331,9 @@ class Pairs:
         )
         if has_digest(operation):
             self._known.learn(pair, table, ranks, thresholds)
-            return Shown(rows, thresholds)
+            return DeltaSummary(rows, thresholds)
         squares = [kept_squares(histogram, threshold) for threshold in thresholds]
-        return Shown(rows, thresholds, squares[0] - squares[1])
+        return DeltaSummary(rows, thresholds, squares[0] - squares[1])
 
 
 def _without_nan(histogram: Histogram) -> Histogram:

@@ -1,4 +1,4 @@
-"""Papers: the model card and the licence files of a merged checkpoint.
+"""The model card and the licence files of a merged checkpoint.
 
 The base's README.md describes the base, and a licence file at the top level applies to everything
 below it; neither is true of a merge. So a merge has a card of its own. It keeps the base's licence
@@ -7,7 +7,7 @@ licenses/, each under the parent that it is from.
 
 Everything is a function of the plan and of the parents' contents, never of names, times, costs at
 rest or versions. So the same merge has the same bytes in any store, also after replay and
-materialize (docs/design/011-model-cards.md). A merge that is the base keeps the base's papers.
+materialize (docs/design/011-model-cards.md). A merge that is the base keeps the base's own.
 Statements of parents' cards are read with limits and repeated, never interpreted.
 """
 
@@ -30,8 +30,8 @@ from mstore.checkpoint.declared import (
     values,
 )
 from mstore.merge.methods.parameters import written
-from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipe_text import recipe_text
+from mstore.merge.planning.validate import is_base, is_retyped
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.models.adapters.inputs import files_merged_into
 from mstore.models.made.cards import (
@@ -106,8 +106,11 @@ class Parent(msgspec.Struct, frozen=True):
         return self.name or self.manifest.hex()
 
 
-class Papers:
-    """Card and licence files of one plan's merge. Reads the parents' cards, and nothing else."""
+class ModelCard:
+    """The card of one plan's merge, and the licence files beside it.
+
+    Reads the parents' cards, and nothing else.
+    """
 
     def __init__(self, catalog: Catalog, plan: Plan) -> None:
         self._catalog = catalog
@@ -357,7 +360,7 @@ def licence_warnings(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Me
                 names[who[0]] if len(who) == 1 else None,
                 f"{', '.join(dict.fromkeys(names[n] for n in who))}: {text}",
             )
-            for who, text in Papers(catalog, plan).licence_warnings()
+            for who, text in ModelCard(catalog, plan).licence_warnings()
         )
 
 
