@@ -19,7 +19,7 @@ from mstore.merge.arithmetic.turns import STILL, RowTurn, Turn, at_least, clippe
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Scalar, Value
-from mstore.merge.methods.selections.delta import Delta
+from mstore.merge.methods.selection import Delta
 from mstore.store.objects.plan import Mixture
 
 _SMALLEST_NORMS: Final = 1e-6
@@ -71,7 +71,7 @@ def _turn(parameters: Mapping[str, Value]) -> Turn:
     return _Stock() if parameters.get(_FILTER_WISE.name, False) else STILL
 
 
-METHOD: Final = Method(
+MODEL_STOCK: Final = Method(
     name="model_stock",
     summary="base plus a share of the mean delta, which their angles decide",
     formula="base + t * mean of the d_k, t = K c / (1 + (K - 1) c), c the mean cosine of two d_k",

@@ -21,7 +21,7 @@ from mstore.checkpoint.models import split_name
 from mstore.merge.measures.companions import Beside, Companion, grouped, split
 from mstore.merge.measures.grid import Bools
 from mstore.merge.methods.method import Operation
-from mstore.merge.methods.selections.selection import Measured
+from mstore.merge.methods.selection import Measured
 from mstore.merge.planning.compared import Comparer
 from mstore.merge.planning.fitting import hint_for, require_types
 from mstore.merge.planning.pairs import Pairs, Shown

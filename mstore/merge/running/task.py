@@ -25,9 +25,10 @@ from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.arithmetic.turns import Turn
-from mstore.merge.methods.method import Kernel, Operation
+from mstore.merge.methods.combination import Kernel
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
-from mstore.merge.methods.selections.selection import Selection
+from mstore.merge.methods.selection import Selection
 from mstore.merge.planning.tied import names_of_plan
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.low_rank import FactorCache, Factors

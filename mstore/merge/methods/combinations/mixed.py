@@ -16,7 +16,7 @@ from mstore.merge.measures import BEYOND
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Scalar, Value
-from mstore.merge.methods.selections.selection import Measured, Selection
+from mstore.merge.methods.selection import Measured, Selection
 from mstore.store.objects.plan import Mixture
 from mstore.terms.errors import BadRequest
 from mstore.terms.phrases import Option

@@ -1,7 +1,8 @@
-"""Selection: what of an expert a method takes, and all that follows from that.
+"""Selections: what of an expert a method takes, and all that follows from that.
 
 For a base element b, expert elements e_k and d_k = e_k - b, in float32, a selection makes of each
-expert what a combination then makes one number of.
+expert what a combination then makes one number of.  Here are the contract and the two that need no
+parameters: `Delta`, d_k itself, and `Whole`, e_k itself.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy.typing as npt
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.measures.grid import Bools, Floats, Grid
-from mstore.merge.methods.parameters import Parameter, Value
+from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Value
 from mstore.store.objects.plan import Mixture, Threshold
 from mstore.terms.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
+
 
 Masks = npt.NDArray[np.uint8]
 Cuts = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
@@ -324,3 +326,29 @@ def common(parameters: Mapping[str, Value], parameter: Parameter) -> float:
     assert value is not None
     assert not isinstance(value, tuple | str)
     return float(value)
+
+
+class Whole(Selection, frozen=True):
+    """The experts themselves: an element counts although no expert moves it."""
+
+    is_whole = True
+    lists_base = True
+    leaves_base = False
+
+    @property
+    def cancels(self) -> bool:
+        """Two of them leave nothing of the base, either."""
+        return False
+
+    def idle(self, grid: Grid) -> Bools:
+        """Return False throughout."""
+        return np.zeros(grid.shape, dtype=bool)
+
+
+class Delta(Selection, frozen=True):
+    """The deltas as they are."""
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        """Return `Whole` with around_base=false."""
+        return cls(experts) if parameters.get(AROUND_BASE.name, True) else Whole(experts)
