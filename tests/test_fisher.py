@@ -18,8 +18,7 @@ from msgspec import structs
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store, TensorRule, Vocabulary
-from mstore.merge.arithmetic.informed import sums_of
-from mstore.merge.methods.fisher import ROLE
+from mstore.merge.methods.fisher import ROLE, sums_of
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.validate import check_fits
 from mstore.store.models import tensors_of

@@ -43,14 +43,14 @@ def applied(name: str) -> Operation:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_selection_travels(name: str) -> None:
     """The selection of an operation is a value, which a worker gets as it is; so is what computes
-    a chunk, and what turns rows."""
+    a chunk, and what makes factors of rows."""
     operation = applied(name)
     selection = operation.selection
     assert pickle.loads(pickle.dumps(selection)) == selection
     assert selection == applied(name).selection
     kernel = operation.method.combine.kernel
     assert pickle.loads(pickle.dumps(kernel)) is kernel
-    assert type(pickle.loads(pickle.dumps(operation.turn))) is type(operation.turn)
+    assert type(pickle.loads(pickle.dumps(operation.row_factors))) is type(operation.row_factors)
 
 
 @pytest.mark.parametrize("name", METHODS)

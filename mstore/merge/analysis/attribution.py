@@ -33,28 +33,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mstore.merge.arithmetic import sources
 from mstore.merge.arithmetic.arguments import pack
 from mstore.merge.arithmetic.tiles import LANES, TILE, address
 from mstore.merge.running.compute import chunk_of, masks_of, row_weights_of
 from mstore.merge.running.loading import Loaded
 from mstore.numeric.passes import Pass
 
-_HERE: Final = Path(__file__)
-_PACKAGE: Final = _HERE.parents[2]
+_SOURCES: Final = (
+    *sources("codes", "floats", "philox", "tiles", "arguments", "stages", "competition_passes"),
+    Path(__file__).with_name("attribution_passes.py"),
+)
 _attribute: Final = Pass(
-    "mstore.merge.analysis.attribution_passes",
-    "attribute",
-    "ppppppp",
-    (
-        _PACKAGE / "numeric" / "codes.py",
-        _PACKAGE / "numeric" / "floats.py",
-        _PACKAGE / "merge" / "arithmetic" / "philox.py",
-        _PACKAGE / "merge" / "arithmetic" / "tiles.py",
-        _PACKAGE / "merge" / "arithmetic" / "arguments.py",
-        _PACKAGE / "merge" / "arithmetic" / "stages.py",
-        _PACKAGE / "merge" / "arithmetic" / "competition_passes.py",
-        _HERE.with_name("attribution_passes.py"),
-    ),
+    "mstore.merge.analysis.attribution_passes", "attribute", "ppppppp", _SOURCES
 )
 
 

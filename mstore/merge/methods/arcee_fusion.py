@@ -1,6 +1,11 @@
 """arcee_fusion: the base, and the expert's elements that matter more than most.
 
-An element is selected if its importance (`arithmetic.importance`) is the median or more by one and
+The importance of an element is |expert - base| times the Kullback-Leibler divergence of its row: of
+the softmax of the expert's row from that of the base's, 1e-8 added to each share.  (As in mergekit
+0.1.5, which computes it in the type of the tensors; here it is computed in float64 and rounded to
+float32.)  A tensor with fewer than two dimensions is one row.
+
+An element is selected if its importance is the median or more by one and
 a half interquartile ranges.  The three quartiles are exact: elements of rank int(q (n - 1)) from
 the smallest.  They are found by the bits of the importances, which order as the numbers do: the
 upper half in a first pass, the lower half in a second.  No pass keeps more than chunks, and the
@@ -17,21 +22,50 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from mstore.merge.arithmetic import pieces
+from mstore.merge.arithmetic import sources
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.importance import divergences, importances
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.arithmetic.tiles import address
+from mstore.merge.measures.deltas import pieces_of_rows, stored
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
-from mstore.merge.methods.selection import CutTogether, Masks, Measured, alike
+from mstore.merge.methods.selection import Cut, CutTogether, Masks, Measured, alike
 from mstore.models.stats.chunks import row_length as length_of
 from mstore.numeric import halves
 from mstore.numeric.halves import Counts
+from mstore.numeric.passes import Pass
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
+
+
+_divergences: Final = Pass(
+    "mstore.merge.arithmetic.importance_passes",
+    "divergences",
+    "ppiipp",
+    sources("importance_passes"),
+)
+
+
+def divergences(base: Singles, expert: Singles, row_length: int) -> Singles:
+    """Return the divergence of each row, float32[n / row_length], NaN if it is not finite.
+
+    base, expert: float32[n], contiguous, whole rows.
+    """
+    rows = base.size // row_length
+    found = np.empty(rows, dtype=np.float32)
+    scratch = np.empty((2, row_length), dtype=np.float64)
+    base, expert = np.ascontiguousarray(base), np.ascontiguousarray(expert)
+    _divergences(address(base), address(expert), rows, row_length, address(scratch), address(found))
+    return found
+
+
+def importances(base: Singles, expert: Singles, divergence: Singles) -> Singles:
+    """Return float32[n]; divergence: of each row.  Equal elements have none."""
+    sizes = np.abs(expert - base).reshape(divergence.size, -1)
+    found: Singles = sizes * divergence[:, None]
+    return found.reshape(-1)
 
 
 _QUARTERS: Final = (1, 2, 3)
@@ -87,8 +121,8 @@ class Important(CutTogether, frozen=True):
         assert cut is not None
         found = np.zeros(chunk.n, dtype=np.bool_)
         if chunk.row_dtypes:
-            sides = pieces.stored(chunk)[:2]
-            for start, end, (base, expert) in pieces.rows(sides, row_length, chunk.n):
+            sides = stored(chunk)[:2]
+            for start, end, (base, expert) in pieces_of_rows(sides, row_length, chunk.n):
                 divergence = divergences(base, expert, row_length)
                 found[start:end] = importances(base, expert, divergence) >= np.float32(cut.value)
         return alike(found, len(chunk.row_of))
@@ -117,7 +151,7 @@ class _Rows:
         elements = min(self._chunk, self.elements - number * self._chunk)
         data = [read(number) for read in self._readers]
         sides = list(zip(data, self._dtypes, strict=True))
-        for _, _, both in pieces.rows(sides, self.length, elements):
+        for _, _, both in pieces_of_rows(sides, self.length, elements):
             yield both
 
 

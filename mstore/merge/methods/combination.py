@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.merge.arithmetic import kernels
-from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.mix import Mix
+from mstore.merge.arithmetic.arguments import Chunk, Mix
+from mstore.merge.arithmetic.row_factors import RowFactors
 from mstore.merge.arithmetic.tiles import DIRECT
-from mstore.merge.arithmetic.turns import STILL, Turn
 from mstore.merge.measures.companions import Companion
 from mstore.merge.methods.parameters import Value, finite_single, single
 from mstore.merge.methods.selection import Measured, Selection
@@ -40,7 +39,7 @@ class Combination:
     factors (`combinations.sum`), in these groups:
 
     - what is said of it: `unbounded`, `unconflicting`, `of_nan`, `facts`, `unkept`
-    - what it needs of whole tensors: `needs_facts`, `settle`; or of rows: `turn`
+    - what it needs of whole tensors: `needs_facts`, `settle`; or of rows: `row_factors`
     - what it needs beside base and experts: `companions`
     - what weights do: `normalizes`, `divisor`, `divided_by`, `dilutes`, `most`, `keeps_base`
     - what leaving out costs: `model`
@@ -95,9 +94,9 @@ class Combination:
         """
         return operation
 
-    def turn(self, parameters: Mapping[str, Value]) -> Turn:
-        """Return how factors follow from what is read of a chunk."""
-        return STILL
+    def row_factors(self, parameters: Mapping[str, Value]) -> RowFactors | None:
+        """Return how factors of rows follow from what is read; None for those of the tensor."""
+        return None
 
     # -- weights -----------------------------------------------------------------------------
 

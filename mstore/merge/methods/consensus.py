@@ -1,7 +1,8 @@
 """consensus: task arithmetic on the elements that several experts need.
 
 An expert needs an element if its TALL mask has it: |m_k| > tall_mask_lambda |sum of all m_j - m_k|,
-m_k = w_k d_k.  So it moves it further than the others do together.
+m_k = w_k d_k.  So it moves it further than the others do together.  Sums are float32, in the order
+of experts; an expert that is not read moves nothing, and needs nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from typing import Final
 
 import numpy as np
 
-from mstore.merge.arithmetic import pieces
-from mstore.merge.arithmetic.agreement import agreed
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.arithmetic.masks import Bools, Singles
+from mstore.merge.measures.deltas import pieces_of_chunk
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import LAMBDA, MAX_SINGLE, Parameter, Range, Value, single
-from mstore.merge.methods.selection import Masks, Selection, alike, common, each
+from mstore.merge.methods.selection import Cut, Masks, Selection, alike, common, each
 from mstore.terms.errors import BadRequest
 from mstore.terms.phrases import Option, phrase
 
@@ -88,7 +88,7 @@ class Agreed(Selection, frozen=True):
     ) -> Masks:
         """Return what enough of the experts that are read need."""
         found = np.zeros(chunk.n, dtype=np.bool_)
-        for start, end, sides in pieces.of_chunk(chunk):
+        for start, end, sides in pieces_of_chunk(chunk):
             needed = agreed(sides, weights, self.ratios, self.least)
             if needed is not None:
                 found[start:end] = needed
@@ -97,6 +97,33 @@ class Agreed(Selection, frozen=True):
     def chances(self) -> tuple[bytes, ...]:
         """Return what makes it a need, and of how many."""
         return tuple([struct.pack("<dq", ratio, self.least) for ratio in self.ratios])
+
+
+def agreed(
+    sides: Sequence[Singles | None], weights: Sequence[float], ratios: Sequence[float], least: int
+) -> Bools | None:
+    """Return bool[n]: the elements that at least `least` experts need; None if all are unread.
+
+    sides: deltas of each expert, float32[n], None for one that is not read. An expert needs an
+    element if its weighted delta is larger than its ratio times the sum of all the others'.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        moved: list[Singles | None] = [
+            None if side is None else side * np.float32(weight)
+            for side, weight in zip(sides, weights, strict=True)
+        ]
+        there = [one for one in moved if one is not None]
+        if not there:
+            return None
+        total = there[0].copy()
+        for side in there[1:]:
+            total += side
+        count = np.zeros(total.size, dtype=np.int32)
+        for own, ratio in zip(moved, ratios, strict=True):
+            if own is not None:
+                count += np.abs(own) > np.float32(ratio) * np.abs(total - own)
+    found: Bools = count >= least
+    return found
 
 
 CONSENSUS: Final = Method(

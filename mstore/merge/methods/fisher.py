@@ -3,7 +3,7 @@
 The Fisher of an expert is a checkpoint of its own: for each of the model's tensors one of the same
 name and shape, the diagonal of the expert's Fisher information matrix.  With its element F_k, at
 least `floor`, the result is the sum of the w_k F_k d_k over the sum of the w_k F_k, or 0 if that is
-0 (`arithmetic.informed`).
+0 (`run`).
 
 **What leaving experts out costs.**
 
@@ -32,12 +32,15 @@ An estimate, no bound: shares of single elements may be anything.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from mstore.merge.arithmetic import informed
-from mstore.merge.arithmetic.tiles import INFORMED
+from mstore.merge.arithmetic import sources
+from mstore.merge.arithmetic.arguments import Chunk, Mix, pack
+from mstore.merge.arithmetic.tiles import INFORMED, TOGETHER
 from mstore.merge.measures.companions import Companion
 from mstore.merge.measures.grid import Bools, Floats, Grid, added
 from mstore.merge.methods.combination import Combination
@@ -45,9 +48,75 @@ from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.model import Model, States
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, single
 from mstore.merge.methods.selection import Delta, Selection, common
+from mstore.numeric.casts import singles
+from mstore.numeric.codes import ITEMSIZES
+from mstore.numeric.passes import Pass
 from mstore.store.objects.plan import BELOW, EQUAL, READ
-from mstore.terms.errors import BadRequest
+from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.phrases import Option
+
+_informed: Final = Pass(
+    "mstore.merge.arithmetic.informed_passes",
+    "informed",
+    "p",
+    sources("codes", "floats", "tiles", "arguments", "informed_passes"),
+)
+
+
+def sums_of(data: npt.NDArray[np.uint8], dtype: str, n: int) -> tuple[float, float]:
+    """Return the sum of n elements of a Fisher and that of their squares, the same on any machine.
+
+    NaN if one of them is no information.
+    """
+    total = squares = 0.0
+    wide = np.zeros(TOGETHER)
+    for start in range(0, n, TOGETHER):
+        count = min(TOGETHER, n - start)
+        part = singles(data[start * ITEMSIZES[dtype] :], dtype, count)
+        # Of a NaN both comparisons are false.
+        if not (part.min() >= 0 and part.max() < np.inf):
+            return math.nan, math.nan
+        wide[:count], wide[count:] = part, 0.0
+        total += _halved(wide)
+        squares += _halved(wide * wide)
+    return total, squares
+
+
+def _halved(values: npt.NDArray[np.float64]) -> float:
+    """Return the sum of 2^k values: of their halves, element by element, again and again."""
+    while values.size > 1:
+        half = values.size // 2
+        values = values[:half] + values[half:]
+    return float(values[0])
+
+
+def unsound_fisher(where: str | None) -> Incompatible:
+    """Return the error for a Fisher that has other elements than information of 0 or more."""
+    return Incompatible(
+        "a Fisher has elements that are negative, infinite or NaN",
+        where=where,
+        hint="a Fisher is a mean of squared gradients: is this one, and does its type hold it?",
+    )
+
+
+def run(
+    mix: Mix,
+    chunk: Chunk,
+    out: npt.NDArray[np.uint8],
+    out_dtype: str,
+    masks: npt.NDArray[np.uint8] | None = None,
+    row_weights: npt.NDArray[np.float32] | None = None,
+) -> tuple[int, ...]:
+    """Average a chunk into `out`.  As `kernels.run`; the Fishers come after the experts.
+
+    Raises Incompatible for a Fisher that is negative or not finite.
+    """
+    packed = pack(mix, chunk, out, out_dtype)
+    _informed(packed.at)
+    if packed.read_ties()[0]:
+        raise unsound_fisher(None)
+    return ()
+
 
 ROLE: Final = "fisher"
 """The role of the diagonal Fisher of an expert: of each tensor one of the same name and shape."""
@@ -157,14 +226,10 @@ class Informed(Combination):
     """The average by Fishers: a task has all experts, and after them their Fishers."""
 
     kind = INFORMED
-    kernel = staticmethod(informed.run)
+    kernel = staticmethod(run)
     model = InformedModel
     unbounded = "divides by sums of Fishers"
-    companions = (
-        Companion(
-            ROLE, is_read=True, totals=2, measure=informed.sums_of, refuse=informed.unsound_fisher
-        ),
-    )
+    companions = (Companion(ROLE, is_read=True, totals=2, measure=sums_of, refuse=unsound_fisher),)
 
     def check(self, operation: Operation) -> None:
         """Raise BadRequest for a negative weight."""

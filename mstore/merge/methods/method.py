@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from mstore.merge.arithmetic.mix import Mix
-from mstore.merge.arithmetic.turns import Turn
+from mstore.merge.arithmetic.arguments import Mix
+from mstore.merge.arithmetic.row_factors import RowFactors
 from mstore.merge.measures.companions import Companion
 from mstore.merge.methods.combination import Combination, sum_of
 from mstore.merge.methods.parameters import (
@@ -164,7 +164,7 @@ class Method(msgspec.Struct, frozen=True):
             if isinstance(value, tuple) and len(set(value)) == 1:
                 # One meaning, one plan.
                 parameters[name] = value[0]
-        by_rows = self.combine.turn(parameters).code != 0
+        by_rows = self.combine.row_factors(parameters) is not None
         for parameter in self.parameters:
             # Without them, plans are as they were before there were such parameters.
             if parameter.of_rows and not (
@@ -261,14 +261,9 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         return self.method.select.of(self.parameters, len(self.weights))
 
     @cached_property
-    def turn(self) -> Turn:
-        """How factors follow from what is read of a chunk."""
-        return self.method.combine.turn(self.parameters)
-
-    @property
-    def turns(self) -> bool:
-        """Whether factors follow from what is read, and are not those of the tensor."""
-        return self.turn.code != 0
+    def row_factors(self) -> RowFactors | None:
+        """How factors of rows follow from what is read; None for those of the tensor."""
+        return self.method.combine.row_factors(self.parameters)
 
     # -- what is told ------------------------------------------------------------------------
 
@@ -276,7 +271,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     def unbounded(self) -> str | None:
         """What it does, where the error of leaving something out has no bound; None if it has."""
         declared = self.method.combine.unbounded or self.method.select.unbounded
-        if declared is None and self.turns:
+        if declared is None and self.row_factors is not None:
             return "turns each row by what is read of it"
         return declared
 
@@ -334,7 +329,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     @property
     def needs_rows(self) -> bool:
         """Whether a chunk must be whole rows."""
-        return self.selection.needs_rows or self.turns
+        return self.selection.needs_rows or self.row_factors is not None
 
     @property
     def needs_facts(self) -> bool:
@@ -452,7 +447,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     @property
     def counts_all(self) -> bool:
         """Whether every expert is a summand of a chunk, present or not."""
-        return self.selection.is_whole or self.turns
+        return self.selection.is_whole or self.row_factors is not None
 
     @property
     def has_base(self) -> bool:
@@ -492,7 +487,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         assert not self.needs_facts
         selection, combine = self.selection, self.method.combine
         keeps = self.keeps_base if selection.is_whole else self.normalizes
-        masked = self.turn.code or selection.masked
+        masked = selection.masked if self.row_factors is None else self.row_factors.code
         code = combine.whole_kind if selection.is_whole else combine.kind
         code = code if selection.code is None else selection.code
         flags = (code, keeps, selection.cuts, masked)

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from mstore.merge.arithmetic.agreement import shared_counts
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.arithmetic.tiles import AVERAGED
 from mstore.merge.measures.estimates import averaged
@@ -161,6 +160,17 @@ def _counts(least: float, facts: TensorFacts) -> list[list[int]]:
         total += own
     counts: list[list[int]] = total.tolist()
     return counts
+
+
+def shared_counts(kept: Sequence[Bools]) -> list[tuple[int, int]]:
+    """Return how many elements each expert moves that others move, too, and how many it alone does.
+
+    kept: bool[n] of each expert, those that it moves.
+    """
+    # There may be thousands of experts.
+    numbers = np.sum(kept, axis=0, dtype=np.uint16)
+    many, lone = numbers > 1, numbers == 1
+    return [(int(np.count_nonzero(own & many)), int(np.count_nonzero(own & lone))) for own in kept]
 
 
 def _keys(least: float, others: Sequence[TensorId]) -> tuple[bytes, bytes]:

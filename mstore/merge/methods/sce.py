@@ -1,11 +1,15 @@
 """sce: the deltas where experts differ most, fused by their energy where they agree on a sign.
 
 Selected is d_k if the variance of all d_k of the element, at least one of which is not 0, is among
-the int(select_topk * n) largest of n (`arithmetic.spread`).  The result is the sum of the w_k d_k
-of those that have the sign of the sum of all selected, over the sum of their w_k, which is at least
-1e-6; w_k is the expert's share of the squares of what is selected.
+the int(select_topk * n) largest of n.  The result is the sum of the w_k d_k of those that have the
+sign of the sum of all selected, over the sum of their w_k, which is at least 1e-6; w_k is the
+expert's share of the squares of what is selected.
 
-Exactly k elements of a tensor are selected.  The threshold is found by the bits of the spreads,
+That variance is the spread of an element: the population variance of its deltas over all K experts,
+where one that does not move it, or is not read, counts as zero.  It is summed in float64, in the
+order of experts (Welford 1962), and rounded to float32.  Selected are the elements of a larger
+spread than a threshold, and of those that equal it the ones before an index: exactly k elements,
+the same however a tensor is cut.  The threshold is found by the bits of the spreads,
 which order as the numbers do: the upper half in a first pass over all experts, the lower half in a
 second.  A third adds up squares, and finds the element with which the number of equal ones is
 reached.  Spreads of a tensor of up to 32 Mi elements are kept from the first pass on, so that the
@@ -23,18 +27,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from mstore.merge.arithmetic import masks, pieces
+from mstore.merge.arithmetic import masks, sources
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Bools, Singles
-from mstore.merge.arithmetic.spread import Cut, selected, spreads
-from mstore.merge.arithmetic.tiles import FUSED
+from mstore.merge.arithmetic.tiles import FUSED, TILE, address
 from mstore.merge.measures import BEYOND
-from mstore.merge.measures.deltas import Chunks, Ordered
+from mstore.merge.measures.deltas import Chunks, Ordered, pieces_of_chunk
 from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.combinations.elected import Elected, ElectedModel
 from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.parameters import Parameter, Range, Value, single
 from mstore.merge.methods.selection import (
+    Cut,
     CutTogether,
     Masks,
     Measured,
@@ -44,11 +48,38 @@ from mstore.merge.methods.selection import (
 )
 from mstore.numeric import halves
 from mstore.numeric.halves import Bits, Counts
+from mstore.numeric.passes import Pass
 from mstore.store.objects.plan import Mixture, Threshold
 from mstore.terms.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
+
+
+_spreads: Final = Pass(
+    "mstore.merge.arithmetic.spread_passes", "spreads", "piipp", sources("tiles", "spread_passes")
+)
+
+
+def spreads(sides: Sequence[Singles | None], n: int) -> Singles:
+    """Return float32[n], the spread of n elements.
+
+    sides: deltas of each expert, float32[n], contiguous; None for zeros.
+    """
+    found, scratch = np.empty(n, dtype=np.float32), np.empty((3, TILE), dtype=np.float64)
+    places = np.array([0 if one is None else address(one) for one in sides], dtype=np.int64)
+    _spreads(address(places), len(sides), n, address(scratch), address(found))
+    return found
+
+
+def selected(found: Singles, cut: Cut, first_index: int) -> Bools:
+    """Return bool[n]: which of the elements from `first_index` on are selected; found: spreads."""
+    value = np.float32(cut.value)
+    equal = found == value
+    if cut.before >= 0:
+        equal[max(0, cut.before - first_index) :] = False
+    chosen: Bools = equal | (found > value)
+    return chosen
 
 
 SHARE: Final = Parameter("select_topk", "float", 1.0, Range(0.0, 1.0, above_low=True))
@@ -118,7 +149,7 @@ class Varied(CutTogether, frozen=True):
         """Return the elements that the spread of what is read selects."""
         assert cut is not None
         found = np.empty(chunk.n, dtype=np.bool_)
-        for start, end, sides in pieces.of_chunk(chunk):
+        for start, end, sides in pieces_of_chunk(chunk):
             at = chunk.first_index + start
             found[start:end] = selected(spreads(sides, end - start), cut, at)
         return alike(found, len(chunk.row_of))

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Value
 from mstore.store.objects.plan import Mixture, Threshold
@@ -31,6 +30,13 @@ Masks = npt.NDArray[np.uint8]
 Cuts = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 EVERY = 2**32
 """The mask limit that keeps every element."""
+
+
+class Cut(NamedTuple):
+    """Where a tensor's selection ends; before: a flat index, -1 if all equal ones are selected."""
+
+    value: float
+    before: int
 
 
 class Measured(NamedTuple):
@@ -217,7 +223,7 @@ class Selection(msgspec.Struct, frozen=True):
 
     @property
     def masked(self) -> int:
-        """The kernel's code for where masks come from (`arithmetic.mix`); 0 for none."""
+        """The kernel's code for where masks come from (`Mix`); 0 for none."""
         return 0
 
     @property

@@ -2,7 +2,7 @@
 
 slerp goes from the base to one expert; nuslerp from one expert to another, by their deltas, or with
 around_base=false by the experts themselves.  With nuslerp_flatten=false each row is a vector
-(`arithmetic.turns`).
+(`arithmetic.row_factors`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from typing import Final
 
 import numpy as np
 
-from mstore.merge.arithmetic.angles import Doubles, arc_cosine, sine
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.turns import STILL, RowTurn, Turn, at_least, clipped, products
+from mstore.merge.arithmetic.row_factors import (
+    Doubles,
+    RowFactors,
+    arc_cosine,
+    at_least,
+    clipped,
+    products,
+    sine,
+)
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Range, Scalar, Value, single
@@ -95,7 +102,7 @@ _FLATTEN: Final = Parameter("nuslerp_flatten", "bool", True, of_rows=True)
 _ROW_WISE: Final = Parameter("nuslerp_row_wise", "bool", False, of_rows=True)
 
 
-class _Slerp(RowTurn):
+class _Slerp(RowFactors):
     """Rows turned each by its own angle."""
 
     code = 5
@@ -122,13 +129,13 @@ class _Slerp(RowTurn):
         return np.where(straight, np.array([[1.0 - t], [t]]), turned)
 
 
-def _turn(parameters: Mapping[str, Value]) -> Turn:
+def _row_factors(parameters: Mapping[str, Value]) -> RowFactors | None:
     """Return whether rows are turned, each by its own angle.
 
     As in mergekit 0.1.5, nuslerp_row_wise has no effect on whole tensors, and else turns columns.
     """
     if parameters.get(_FLATTEN.name, _FLATTEN.default):
-        return STILL
+        return None
     if parameters.get(_ROW_WISE.name, _ROW_WISE.default):
         raise BadRequest(
             "nuslerp_row_wise turns columns, which needs whole tensors in memory; a merge has no "
@@ -149,6 +156,6 @@ NUSLERP: Final = Method(
     source="mergekit, github.com/arcee-ai/mergekit",
     parameters=(AROUND_BASE, _FLATTEN, _ROW_WISE),
     select=Delta,
-    combine=Mixed(_mix_experts, pairs=True, turn=_turn),
+    combine=Mixed(_mix_experts, pairs=True, row_factors=_row_factors),
     experts=2,
 )

@@ -21,12 +21,11 @@ from blake3 import blake3
 
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.random import mask_keys
-from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.arithmetic.masks import mask_keys
 from mstore.merge.measures import BEYOND
 from mstore.merge.measures.grid import Floats, Grid
 from mstore.merge.methods.parameters import EPSILON, MASK_DENSITY, NORM, SEED, Value, single
-from mstore.merge.methods.selection import EVERY, Masks, Measured, Selection, each
+from mstore.merge.methods.selection import EVERY, Cut, Masks, Measured, Selection, each
 from mstore.models.stats.chunks import row_length as length_of
 from mstore.store.objects.plan import Mixture
 from mstore.terms.errors import BadRequest
