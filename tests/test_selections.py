@@ -176,7 +176,7 @@ def test_a_package_brings_a_selection_and_a_combination(
 TRACED = '''
 import numpy as np
 
-from mstore.merge.measures.companions import Companion
+from mstore.merge.measures.grid import Companion
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Delta
@@ -218,7 +218,7 @@ METHOD = Method(
 HEATED = '''
 import numpy as np
 
-from mstore.merge.measures.companions import Companion
+from mstore.merge.measures.grid import Companion
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Delta

@@ -5,19 +5,19 @@ the softmax of the expert's row from that of the base's, 1e-8 added to each shar
 0.1.5, which computes it in the type of the tensors; here it is computed in float64 and rounded to
 float32.)  A tensor with fewer than two dimensions is one row.
 
-An element is selected if its importance is the median or more by one and
-a half interquartile ranges.  The three quartiles are exact: elements of rank int(q (n - 1)) from
-the smallest.  They are found by the bits of the importances, which order as the numbers do: the
-upper half in a first pass, the lower half in a second.  No pass keeps more than chunks, and the
-divergences of all rows.
+An element is selected if its importance is the median or more by one and a half interquartile
+ranges.  The three quartiles are exact: elements of rank int(q (n - 1)) from the smallest.  They are
+found by the bits of the importances, which order as the numbers do: the upper half in a first pass,
+the lower half in a second.  No pass keeps more than chunks, and the divergences of all rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
@@ -87,6 +87,7 @@ class Important(CutTogether, frozen=True):
     needs_rows = True
     by_norms = False
     ranks_by_bound = True
+    masked = 4
 
     def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
         """Return from where on elements are important, and at most their sum of squares."""
@@ -109,11 +110,6 @@ class Important(CutTogether, frozen=True):
         """Return the whole delta's: of a chunk no more is selected than of its tensor."""
         return np.minimum(grid.whole, grid.band)
 
-    @property
-    def masked(self) -> int:
-        """By masks."""
-        return 4
-
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
     ) -> Masks:
@@ -128,7 +124,7 @@ class Important(CutTogether, frozen=True):
         return alike(found, len(chunk.row_of))
 
 
-class _Look(NamedTuple):
+class _Look(msgspec.Struct, frozen=True):
     """Of a chunk: the divergences of rows, by piece; elements by upper half, and their squares."""
 
     divergence: list[Singles]

@@ -12,7 +12,7 @@ from mstore.merge.arithmetic import kernels
 from mstore.merge.arithmetic.arguments import Chunk, Mix
 from mstore.merge.arithmetic.row_factors import RowFactors
 from mstore.merge.arithmetic.tiles import DIRECT
-from mstore.merge.measures.companions import Companion
+from mstore.merge.measures.grid import Companion
 from mstore.merge.methods.parameters import Value, finite_single, single
 from mstore.merge.methods.selection import Measured, Selection
 
@@ -65,6 +65,8 @@ class Combination:
     """Whether an expert of which nothing is left has no share in the divisor."""
     stacks: ClassVar[bool] = False
     """Whether the result is one expert's, so that layers may be stacked by it."""
+    by_norms: ClassVar[bool] = True
+    """Whether planning needs no more of deltas than what their norms do not exceed."""
     companions: ClassVar[tuple[Companion, ...]] = ()
     """What it asks for beside base and experts, sorted by role."""
 
@@ -76,11 +78,6 @@ class Combination:
     def facts(self, select: type[Selection]) -> str | None:
         """Return what must be measured of whole tensors first, for lists of methods."""
         return None
-
-    @property
-    def by_norms(self) -> bool:
-        """Whether planning needs no more of deltas than what their norms do not exceed."""
-        return True
 
     def needs_facts(self, operation: Operation) -> bool:
         """Return whether factors follow from facts of the whole tensor."""

@@ -44,7 +44,8 @@ class Agreed(Selection, frozen=True):
         "the others' elements may drop, too"
     )
     by_norms = False
-    is_told = False
+    sized_by_norms = False
+    masked = 3
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -73,11 +74,6 @@ class Agreed(Selection, frozen=True):
                     one=Option("parameters", {"k": 1}),
                 ),
             )
-
-    @property
-    def masked(self) -> int:
-        """By masks."""
-        return 3
 
     def mask_bytes(self, read: int) -> int:
         """Return a byte for each expert."""

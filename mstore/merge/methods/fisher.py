@@ -41,8 +41,7 @@ import numpy.typing as npt
 from mstore.merge.arithmetic import sources
 from mstore.merge.arithmetic.arguments import Chunk, Mix, pack
 from mstore.merge.arithmetic.tiles import INFORMED, TOGETHER
-from mstore.merge.measures.companions import Companion
-from mstore.merge.measures.grid import Bools, Floats, Grid, added
+from mstore.merge.measures.grid import Bools, Companion, Floats, Grid, added
 from mstore.merge.methods.combination import Combination
 from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.model import Model, States

@@ -37,7 +37,7 @@ import numpy as np
 
 from mstore.merge.arithmetic.arguments import Mix
 from mstore.merge.arithmetic.row_factors import RowFactors
-from mstore.merge.measures.companions import Companion
+from mstore.merge.measures.grid import Companion
 from mstore.merge.methods.combination import Combination, sum_of
 from mstore.merge.methods.parameters import (
     AROUND_BASE,
@@ -305,7 +305,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         return self.selection.is_whole and self.method.combine.by_norms and not self.normalizes
 
     @property
-    def told_weights(self) -> tuple[float, ...]:
+    def stated_weights(self) -> tuple[float, ...]:
         """What each expert is multiplied by: its weight, or the parameter in its place."""
         return self.given if self.method.weight is None else self.weights
 

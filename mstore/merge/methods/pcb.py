@@ -122,7 +122,9 @@ class Competing(Selection, frozen=True):
     )
     leaves_nothing = "no element has a score that counts"
     by_norms = False
-    is_told = False
+    sized_by_norms = False
+    planned = LIMITS
+    cuts = LIMITS
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -159,16 +161,6 @@ class Competing(Selection, frozen=True):
     def kept(self, grid: Grid) -> Floats:
         """Return the share of what moves."""
         return grid.moved * self.ratio
-
-    @property
-    def planned(self) -> int:
-        """Those of each expert."""
-        return LIMITS
-
-    @property
-    def cuts(self) -> int:
-        """As many for the kernel."""
-        return LIMITS
 
     def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
         """Return them; nothing ties at them."""
@@ -236,11 +228,7 @@ class Balanced(Combination):
     kernel = staticmethod(run)
     model = BalancedModel
     unbounded = "weighs elements by who competes for them"
-
-    @property
-    def by_norms(self) -> bool:
-        """Elements count."""
-        return False
+    by_norms = False
 
     def who(self, operation: Operation, k: int, listed: int) -> bytes:
         """Return how many compete: scores follow from that, too."""

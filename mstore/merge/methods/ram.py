@@ -46,6 +46,7 @@ class Above(Selection, frozen=True):
     least: float
 
     by_norms = False
+    cuts = 1
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -70,11 +71,6 @@ class Above(Selection, frozen=True):
     def kept(self, grid: Grid) -> Floats:
         """Return the share above it."""
         return kept_above(grid, self._threshold(grid))
-
-    @property
-    def cuts(self) -> int:
-        """One, the same for all."""
-        return 1
 
     def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
         """Return the least move, with all ties."""

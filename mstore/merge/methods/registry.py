@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from mstore.merge.measures.companions import split
+from mstore.merge.measures.grid import split
 from mstore.merge.methods import MODULES
 from mstore.merge.methods.method import Method, Operation
 from mstore.store.objects.plan import Plan, PlanOperation, PlanTensor
@@ -89,11 +89,11 @@ def operation(method: str, parameters: Mapping[str, object], weights: Sequence[f
 class Operations:
     """The operations of one plan's tensors; `main` is the plan's own.
 
-    Raises as `_made` does.
+    Raises as `_of_plan` does.
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._all = [_made(plan, one) for one in _operations(plan)]
+        self._all = [_of_plan(plan, one) for one in _operations(plan)]
         self.main = self._all[0]
 
     def of(self, tensor: PlanTensor) -> Operation:
@@ -131,20 +131,19 @@ def _operations(plan: Plan) -> tuple[PlanOperation, ...]:
     return plan.operations
 
 
-def _of_plan(plan: Plan, name: str) -> Method:
-    """Return a method of a plan.  Raises Unavailable if it is not installed or cannot load."""
+def _of_plan(plan: Plan, one: PlanOperation) -> Operation:
+    """Return an operation of a plan.
+
+    Raises Unavailable if its method is not installed or cannot load, and as `Method.apply`.
+    """
+    name = one.method
     if name not in METHODS and name not in _elsewhere():
         raise Unavailable(
             f"plan {plan.id().short} uses the method {name[:_SHOWN]}, of a package that is not "
             "installed",
             hint="install the package that brings it, where mstore is installed",
         )
-    return find(name)
-
-
-def _made(plan: Plan, one: PlanOperation) -> Operation:
-    """Return an operation of a plan.  Raises as `_of_plan` and `Method.apply`."""
-    return _of_plan(plan, one.method).apply(dict(one.parameters), one.weights)
+    return find(name).apply(dict(one.parameters), one.weights)
 
 
 def names() -> tuple[str, ...]:

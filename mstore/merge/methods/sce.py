@@ -22,8 +22,9 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -92,6 +93,7 @@ class Varied(CutTogether, frozen=True):
 
     facts = "squares of the deltas that are selected, and where the selection ends"
     by_norms = False
+    masked = 1
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -138,11 +140,6 @@ class Varied(CutTogether, frozen=True):
         """Return whether there is one for each expert, the same for all."""
         return super().fits(thresholds, listed) and len(set(thresholds)) == 1
 
-    @property
-    def masked(self) -> int:
-        """By masks."""
-        return 1
-
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
     ) -> Masks:
@@ -161,7 +158,7 @@ class _All(Selection, frozen=True):
     by_norms = False
 
 
-class _Sums(NamedTuple):
+class _Sums(msgspec.Struct, frozen=True):
     """Of a chunk: elements at the threshold, and each expert's squares above it and at it."""
 
     equal: int

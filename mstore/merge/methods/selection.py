@@ -39,7 +39,7 @@ class Cut(NamedTuple):
     before: int
 
 
-class Measured(NamedTuple):
+class Measured(msgspec.Struct, frozen=True):
     """What a selection knows of a whole tensor.
 
     cut: where it ends, if all experts share that. band: at most, or roughly, the sum of squares
@@ -101,10 +101,12 @@ class Selection(msgspec.Struct, frozen=True):
     """Whether planning needs no more of deltas than what their norms do not exceed."""
     ranks_by_bound: ClassVar[bool] = False
     """Whether units are ranked by what is certain: then a larger budget has no larger bound."""
-    is_told: ClassVar[bool] = True
+    sized_by_norms: ClassVar[bool] = True
     """Whether norms of deltas tell how much is selected."""
     leaves_base: ClassVar[bool] = True
     """Whether a chunk keeps the base's bytes if no expert moves it, however it is combined."""
+    masked: ClassVar[int] = 0
+    """The kernel's code for where masks come from (`Mix`); 0 for none."""
     weighs: ClassVar[bool] = True
     """Whether factors of a mixture take the place of weights; else kept deltas have both."""
     steps: ClassVar[int] = 0
@@ -222,11 +224,6 @@ class Selection(msgspec.Struct, frozen=True):
         return factor
 
     @property
-    def masked(self) -> int:
-        """The kernel's code for where masks come from (`Mix`); 0 for none."""
-        return 0
-
-    @property
     def cuts(self) -> int:
         """How many thresholds the kernel has of each expert."""
         return 0
@@ -289,10 +286,7 @@ class Selection(msgspec.Struct, frozen=True):
 class CutTogether(Selection, frozen=True):
     """A selection that one threshold of a tensor, the same for all experts, ends."""
 
-    @property
-    def planned(self) -> int:
-        """One."""
-        return 1
+    planned = 1
 
     def cut(self, planned: Sequence[Threshold]) -> Cut:
         """Return the threshold."""
@@ -340,11 +334,7 @@ class Whole(Selection, frozen=True):
     is_whole = True
     lists_base = True
     leaves_base = False
-
-    @property
-    def cancels(self) -> bool:
-        """Two of them leave nothing of the base, either."""
-        return False
+    cancels = False
 
     def idle(self, grid: Grid) -> Bools:
         """Return False throughout."""

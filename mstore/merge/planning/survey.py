@@ -18,8 +18,7 @@ import numpy as np
 
 from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
-from mstore.merge.measures.companions import Beside, Companion, grouped, split
-from mstore.merge.measures.grid import Bools
+from mstore.merge.measures.grid import Beside, Bools, Companion, grouped, split
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.selection import Measured
 from mstore.merge.planning.compared import Comparer

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from mstore.merge.measures.companions import Companion, split
+from mstore.merge.measures.grid import Companion, split
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.tied import names_of_plan

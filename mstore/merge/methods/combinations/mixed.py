@@ -41,6 +41,8 @@ class Mixed(Sum):
     each row follow, None for those of the tensor; an operation with factors of rows has no facts.
     """
 
+    by_norms = False
+
     def __init__(
         self,
         mix: Mix,
@@ -72,11 +74,6 @@ class Mixed(Sum):
             return "inner products of the experts' deltas"
         others = "of all inputs with each other" if self._pairs else "of each expert with the base"
         return f"inner products {others}"
-
-    @property
-    def by_norms(self) -> bool:
-        """Directions count."""
-        return False
 
     def counts_base(self, selection: Selection) -> bool:
         """Return whether inner products are those of whole tensors, not of deltas."""

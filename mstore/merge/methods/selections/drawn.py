@@ -56,6 +56,7 @@ class Drawn(Selection, frozen=True):
 
     facts = f"L1 norms of deltas before and after the mask, with rescale={NORM}"
     weighs = False
+    masked = 1
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -146,11 +147,6 @@ class Drawn(Selection, frozen=True):
         return np.sqrt(self.shares) if self.rescale else super().thinning
 
     @property
-    def masked(self) -> int:
-        """By keys, or by masks in their place."""
-        return 1
-
-    @property
     def limits(self) -> tuple[int, ...]:
         """round(density * 2^32), so 2^32 keeps all."""
         return tuple([round(density * 2**32) for density in self.densities])
@@ -183,6 +179,7 @@ class Ranked(Drawn, frozen=True):
 
     facts = "L1 norms of deltas before and after the mask, with rescale"
     needs_rows = True
+    masked = 2
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -216,11 +213,6 @@ class Ranked(Drawn, frozen=True):
         moved = masks.deltas(*sides)
         row = length_of(facts.base.shape)
         return masks.norms(moved, masks.ranked(moved, key, first, row, *self._chances(expert)))
-
-    @property
-    def masked(self) -> int:
-        """By masks."""
-        return 2
 
     @property
     def limits(self) -> tuple[int, ...]:
