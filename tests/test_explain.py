@@ -17,7 +17,7 @@ from families import BLOCK
 from mstore import MergeRequest, Store
 from mstore.api.reports import ExpertShare, MergeReport, PlanReport
 from mstore.merge.arithmetic import kernels
-from mstore.merge.methods.method import Combination
+from mstore.merge.methods.combination import Combination
 from mstore.store.objects.coverage import Coverage, bit, bitmap
 from mstore.terms.errors import BadRequest, NotFound
 

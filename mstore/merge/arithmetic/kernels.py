@@ -25,8 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.arguments import Chunk, pack, scratch
-from mstore.merge.arithmetic.mix import Mix
+from mstore.merge.arithmetic.arguments import Chunk, Mix, pack, scratch
 from mstore.merge.arithmetic.tiles import COUNTED, UNLIMITED, address
 from mstore.numeric.codes import ITEMSIZES, dtype_code
 from mstore.numeric.passes import Pass

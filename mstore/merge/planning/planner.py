@@ -471,7 +471,9 @@ class Planner:
         operations = [part.model.operation for part in self._parts]
         # A sum that scales the base changes more than the experts' deltas show, and one of what
         # several experts need less.
-        if not base or not all(one.keeps_base and one.selection.is_told for one in operations):
+        if not base or not all(
+            one.keeps_base and one.selection.sized_by_norms for one in operations
+        ):
             return None
         with np.errstate(over="ignore"):
             if not np.isfinite(added(self._roots**2)).all():

@@ -268,7 +268,7 @@ def _check_companions(
         if other.companions != method.companions:
             own = method if method.companions else other
             raise BadRequest(
-                f"{own.name} takes {' and '.join(one.told for one in own.companions)}, so it is "
+                f"{own.name} takes {' and '.join(one.words for one in own.companions)}, so it is "
                 "the method of all tensors or of none",
                 where=f"the rule for {rule}",
             )
@@ -287,7 +287,7 @@ def _check_companions(
         told = f"{few(lacking)} {has} none" if lacking else "and nothing else has one"
         whose = {EXPERT: f":{next(iter(lacking), 'EXPERT')}", BASE: f":{BASE}", None: ""}
         raise BadRequest(
-            f"{method.name} takes {asked.told}: {told}",
+            f"{method.name} takes {asked.words}: {told}",
             where=Option("companions"),
             hint=Option("companions", {asked.role + whose[asked.of]: "REF"}),
         )

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from mstore.merge.measures.companions import Beside, Companion, Together
-from mstore.merge.measures.grid import Bools, Floats, Grid, Ints
+from mstore.merge.measures.grid import Beside, Bools, Companion, Floats, Grid, Ints, Together
 from mstore.merge.methods.method import Operation
 from mstore.models.stats.chunk import CHUNK
 from mstore.models.stats.histogram import Threshold

@@ -18,10 +18,9 @@ import numpy as np
 
 from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
-from mstore.merge.measures.companions import Beside, Companion, grouped, split
-from mstore.merge.measures.grid import Bools, Ints
+from mstore.merge.measures.grid import Beside, Bools, Companion, Ints, grouped, split
 from mstore.merge.methods.method import Operation
-from mstore.merge.methods.selections.selection import Measured
+from mstore.merge.methods.selection import Measured
 from mstore.merge.planning.costs import Comparer
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.statistics import DeltaStatistics, DeltaSummary

@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from mstore.merge.measures.companions import Companion, split
+from mstore.merge.measures.grid import Companion, split
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.tensors import names_of_plan

@@ -528,9 +528,9 @@ def swapped(
 
 
 def _large_sums(operations: Sequence[Operation], names: Sequence[str]) -> tuple[MergeWarning, ...]:
-    sums = [sum(one.told_weights) for one in operations]
+    sums = [sum(one.stated_weights) for one in operations]
     most = max(sums, key=abs)
-    columns = zip(*(one.told_weights for one in operations), strict=True)
+    columns = zip(*(one.stated_weights for one in operations), strict=True)
     large = [max(map(abs, column)) > MOST_SUMMED for column in columns]
     if abs(most) > MOST_SUMMED and not any(large):
         text = (

@@ -76,8 +76,10 @@ def masks_of(tensor: TensorTask, chunk: Chunk) -> Bytes | None:
 
 def row_weights_of(tensor: TensorTask, chunk: Chunk) -> Singles | None:
     """Return the factor of each row of each expert, float32[R, K]; None if the tensor has them."""
-    weights = tensor.mix.weights.tolist()
-    return tensor.turn.weights(chunk, tensor.row_length, weights, whole=tensor.selection.is_whole)
+    if tensor.row_factors is None:
+        return None
+    whole, weights = tensor.selection.is_whole, tensor.mix.weights.tolist()
+    return tensor.row_factors.weights(chunk, tensor.row_length, weights, whole=whole)
 
 
 def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:

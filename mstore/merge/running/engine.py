@@ -252,7 +252,9 @@ def _shapes(tasks: Tasks) -> tuple[dict[_Shape, str], int]:
         there = int(members.present.sum(axis=0).max(initial=0))
         elements = min(tensor.elements, tensor.chunk_elements * batch_chunks(tensor))
         total += tensor.elements
-        beside = tensor.selection.mask_bytes(there) + tensor.turn.room(len(members.experts))
+        beside = tensor.selection.mask_bytes(there)
+        if tensor.row_factors is not None:
+            beside += tensor.row_factors.bytes_each(len(members.experts))
         masks = -(-beside // wide)
         shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)

@@ -23,11 +23,11 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
-from mstore.merge.arithmetic.spread import Cut
-from mstore.merge.arithmetic.turns import Turn
-from mstore.merge.methods.method import Kernel, Operation
+from mstore.merge.arithmetic.row_factors import RowFactors
+from mstore.merge.methods.combination import Kernel
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
-from mstore.merge.methods.selections.selection import Selection
+from mstore.merge.methods.selection import Cut, Selection
 from mstore.merge.planning.tensors import names_of_plan
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.low_rank import FactorCache, Factors
@@ -102,7 +102,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     file: str
     offset: int
     selection: Selection
-    turn: Turn
+    row_factors: RowFactors | None
     kernel: Kernel
     cut: Cut | None = None
 
@@ -320,7 +320,7 @@ class Tasks:
             file=file,
             offset=offset,
             selection=selection,
-            turn=operation.turn,
+            row_factors=operation.row_factors,
             kernel=operation.method.combine.kernel,
             cut=selection.cut(planned.thresholds),
         )

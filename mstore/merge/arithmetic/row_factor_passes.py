@@ -1,4 +1,4 @@
-"""The compiled pass of turns: inner products of rows.
+"""The compiled pass of row factors: inner products of rows.
 
 Importing this module imports the compiler: only the build does so.
 """
@@ -37,7 +37,7 @@ def _product(one: Any, other: Any, lanes: Any) -> float:
 def products(
     values_at: Any, sides: int, rows: int, length: int, lanes_at: Any, found_at: Any
 ) -> None:
-    """Do `turns.products`; values: float32[sides, rows, length], lanes: float64[LANES]."""
+    """Do `row_factors.products`; values: float32[sides, rows, length], lanes: float64[LANES]."""
     values = carray(values_at, (sides * rows * length,), np.float32)
     lanes = carray(lanes_at, (LANES,), np.float64)
     found = carray(found_at, (sides * sides * rows,), np.float64)

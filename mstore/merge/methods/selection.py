@@ -1,7 +1,8 @@
-"""Selection: what of an expert a method takes, and all that follows from that.
+"""Selections: what of an expert a method takes, and all that follows from that.
 
 For a base element b, expert elements e_k and d_k = e_k - b, in float32, a selection makes of each
-expert what a combination then makes one number of.
+expert what a combination then makes one number of.  Here are the contract and the two that need no
+parameters: `Delta`, d_k itself, and `Whole`, e_k itself.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.measures.grid import Bools, Floats, Grid
-from mstore.merge.methods.parameters import Parameter, Value
+from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Value
 from mstore.store.objects.plan import Mixture, Threshold
 from mstore.terms.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
+
 
 Masks = npt.NDArray[np.uint8]
 Cuts = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
@@ -31,7 +32,14 @@ EVERY = 2**32
 """The mask limit that keeps every element."""
 
 
-class Measured(NamedTuple):
+class Cut(NamedTuple):
+    """Where a tensor's selection ends; before: a flat index, -1 if all equal ones are selected."""
+
+    value: float
+    before: int
+
+
+class Measured(msgspec.Struct, frozen=True):
     """What a selection knows of a whole tensor.
 
     cut: where it ends, if all experts share that. band: at most, or roughly, the sum of squares
@@ -93,10 +101,12 @@ class Selection(msgspec.Struct, frozen=True):
     """Whether planning needs no more of deltas than what their norms do not exceed."""
     ranks_by_bound: ClassVar[bool] = False
     """Whether units are ranked by what is certain: then a larger budget has no larger bound."""
-    is_told: ClassVar[bool] = True
+    sized_by_norms: ClassVar[bool] = True
     """Whether norms of deltas tell how much is selected."""
     leaves_base: ClassVar[bool] = True
     """Whether a chunk keeps the base's bytes if no expert moves it, however it is combined."""
+    masked: ClassVar[int] = 0
+    """The kernel's code for where masks come from (`Mix`); 0 for none."""
     weighs: ClassVar[bool] = True
     """Whether factors of a mixture take the place of weights; else kept deltas have both."""
     steps: ClassVar[int] = 0
@@ -214,11 +224,6 @@ class Selection(msgspec.Struct, frozen=True):
         return factor
 
     @property
-    def masked(self) -> int:
-        """The kernel's code for where masks come from (`arithmetic.mix`); 0 for none."""
-        return 0
-
-    @property
     def cuts(self) -> int:
         """How many thresholds the kernel has of each expert."""
         return 0
@@ -281,10 +286,7 @@ class Selection(msgspec.Struct, frozen=True):
 class CutTogether(Selection, frozen=True):
     """A selection that one threshold of a tensor, the same for all experts, ends."""
 
-    @property
-    def planned(self) -> int:
-        """One."""
-        return 1
+    planned = 1
 
     def cut(self, planned: Sequence[Threshold]) -> Cut:
         """Return the threshold."""
@@ -324,3 +326,25 @@ def common(parameters: Mapping[str, Value], parameter: Parameter) -> float:
     assert value is not None
     assert not isinstance(value, tuple | str)
     return float(value)
+
+
+class Whole(Selection, frozen=True):
+    """The experts themselves: an element counts although no expert moves it."""
+
+    is_whole = True
+    lists_base = True
+    leaves_base = False
+    cancels = False
+
+    def idle(self, grid: Grid) -> Bools:
+        """Return False throughout."""
+        return np.zeros(grid.shape, dtype=bool)
+
+
+class Delta(Selection, frozen=True):
+    """The deltas as they are."""
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        """Return `Whole` with around_base=false."""
+        return cls(experts) if parameters.get(AROUND_BASE.name, True) else Whole(experts)
