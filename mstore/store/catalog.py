@@ -38,7 +38,7 @@ from mstore.store.objects.canonical import MAX_COUNT, Record, decode
 from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.terms.ids import (
     ID_BYTES,

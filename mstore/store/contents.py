@@ -23,7 +23,7 @@ from mstore.store import leases, listing, refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.tensor import Tensor
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
 from mstore.terms.ids import BlockId, SnapshotId
 from mstore.terms.phrases import call, phrase

@@ -25,8 +25,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.store import refs, sealed_text
 from mstore.store.layout import Layout
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import Ref
+from mstore.store.refs import Ref, refs_in
 from mstore.terms.errors import BadName, Corrupt, StorageFailed
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call

@@ -17,7 +17,7 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREVIOUS, SnapshotRecord
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import BadName, BadRequest, NotFound
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId

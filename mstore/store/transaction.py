@@ -35,7 +35,7 @@ from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.store.objects.tensor import BYTES, Tensor
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Interrupted, NotFound
 from mstore.terms.ids import BlockId, Id, SnapshotId, TensorId
 from mstore.terms.phrases import Option, phrase

@@ -42,7 +42,7 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import Corrupt, Incompatible, NotFound
 from mstore.terms.ids import ID_BYTES, Id, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import call

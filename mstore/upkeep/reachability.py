@@ -40,8 +40,7 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import Ref
+from mstore.store.refs import Ref, refs_in
 from mstore.terms.errors import Corrupt, NotFound
 from mstore.terms.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.terms.phrases import call, phrase

@@ -20,8 +20,7 @@ from mstore.models.adapters import low_rank
 from mstore.models.stats.chunks import blocks_per_chunk, tensor_chunk
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
-from mstore.store.objects.applied import AppliedTensor
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.ids import ID_BYTES
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]

@@ -19,9 +19,8 @@ from mstore.merge.planning.surveyed import Counts
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.low_rank import stored_bytes
 from mstore.store.catalog import Catalog
-from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, Unavailable
 from mstore.terms.ids import ID_BYTES
 

@@ -36,7 +36,7 @@ from mstore.fs.rights import Sharing
 from mstore.store import generation, leases, mirror, pack_list, refs, unnamed
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, StorageFailed
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call

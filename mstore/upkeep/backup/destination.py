@@ -34,7 +34,7 @@ from mstore.store import leases
 from mstore.store.config import Config
 from mstore.store.layout import BACKUP_MARKER, Layout
 from mstore.store.mirror import Mirror
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import call, joined, phrase

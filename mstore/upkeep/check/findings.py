@@ -21,10 +21,9 @@ from mstore.blocks.packs import Kind
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import Record
-from mstore.store.objects.coverage import Coverage
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.note import Note
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import Coverage, Plan
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.errors import Corrupt, NotFound, Unreadable

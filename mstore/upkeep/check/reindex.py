@@ -41,7 +41,7 @@ from mstore.store.layout import Layout, locate, require_local, require_writable
 from mstore.store.objects.canonical import decode
 from mstore.store.objects.note import Note
 from mstore.store.objects.snapshot import BASE, COMPANION, EXPERT, SnapshotRecord
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, Corrupt, MstoreError
 from mstore.terms.ids import Buffer, PackId, PlanId, SnapshotId
 from mstore.terms.phrases import call, phrase
