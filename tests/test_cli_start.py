@@ -27,7 +27,7 @@ MODULES = {
     "mstore.store.objects": "canonical manifest note plan snapshot tensor",
     "mstore.store": (
         "caches catalog config contents generation layout leases listing mirror models not_finite "
-        "objects pack_list refs revisions sealed_text"
+        "objects pack_list payloads refs revisions sealed_text"
     ),
     "mstore_cli": (
         "command commands declared errors found graph lines main options output session signers "

@@ -27,7 +27,8 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Outdated
 from mstore.blocks.reader import Room
-from mstore.store.catalog import LOOKS, Catalog
+from mstore.store.catalog import Catalog
+from mstore.store.payloads import LOOKS
 from mstore.terms.errors import BadRequest, Corrupt
 from mstore.terms.ids import BlockId, Buffer, PackId, VirtualId
 from mstore.terms.phrases import call

@@ -235,7 +235,7 @@ class _Backup(Attempt):
         The backup would else report success, and the next ones let the last good copy go.
         """
         with closing(self._opened(staged)) as files:
-            new = Catalog.over(self._layout, self._catalog.config, index, files)
+            new = Catalog(self._layout, self._catalog.config, index, files)
             if self._into.before is None:
                 self._findings.take(source.missing_in(new))
                 return
@@ -289,7 +289,7 @@ class _Backup(Attempt):
         """Whom damage hurts, as the backup is now."""
         if not self._findings.problems:
             return ()
-        with closing(Catalog(self._layout)) as catalog:
+        with closing(Catalog.opened(self._layout)) as catalog:
             return AffectedTensors(catalog, self._findings).all(names, catalog.index.marked(PRUNED))
 
     def _hint(self) -> Phrase | None:

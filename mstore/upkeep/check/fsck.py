@@ -113,7 +113,7 @@ class Checker:
 
     def run(self) -> CheckReport:
         """Check everything.  Raises Corrupt if the index cannot be walked at all."""
-        with closing(Catalog(self._layout)) as catalog:
+        with closing(Catalog.opened(self._layout)) as catalog:
             with catalog.index.env.read():
                 found = index_file.faults(self._layout, catalog.index.env.opened())
             index_file.refuse(self._layout, found)

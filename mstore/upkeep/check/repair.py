@@ -115,7 +115,7 @@ class Repair:
                 hint=call("reindex"),
             )
         if before.problems:
-            with closing(Catalog(self._layout)) as catalog:
+            with closing(Catalog.opened(self._layout)) as catalog:
                 damage = self._healing(catalog, checker.findings)
                 for _ in range(_DROPS):
                     condemned += self._give_up(catalog, damage)
