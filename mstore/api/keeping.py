@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from mstore.upkeep.disk_usage import UsageReport
     from mstore.upkeep.gc.collect import GcReport
     from mstore.upkeep.gc.prune import PruneReport
-    from mstore.upkeep.pins.pin import PinReport
-    from mstore.upkeep.pins.unpin import UnpinReport
+    from mstore.upkeep.pins.pin import PinReport, UnpinReport
     from mstore.upkeep.store_size import StoreReport
 
 
@@ -170,7 +169,7 @@ class Keeping(OpenStore):
         Raises BadRequest (not pinned), NotFound, Corrupt, Conflict, StorageFailed; then nothing is
         changed.
         """
-        from mstore.upkeep.pins.unpin import unpin
+        from mstore.upkeep.pins.pin import unpin
 
         return unpin(
             self._catalog,

@@ -68,8 +68,7 @@ from mstore.upkeep.check.repair import RepairReport
 from mstore.upkeep.disk_usage import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
 from mstore.upkeep.gc.collect import GcReport
 from mstore.upkeep.gc.prune import PruneReport
-from mstore.upkeep.pins.pin import PinReport
-from mstore.upkeep.pins.unpin import UnpinReport
+from mstore.upkeep.pins.pin import PinReport, UnpinReport
 from mstore.upkeep.store_size import StoreReport
 
 __all__ = [

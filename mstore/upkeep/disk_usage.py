@@ -36,7 +36,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_arrays import Table, id_at
 from mstore.blocks.packs import Kind
 from mstore.store import refs as ref_rows
-from mstore.store.catalog import Catalog, now_ns
+from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import Record
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
@@ -47,7 +47,7 @@ from mstore.terms.errors import Corrupt, Incompatible, NotFound
 from mstore.terms.ids import ID_BYTES, Id, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import call
 from mstore.terms.report import Report
-from mstore.upkeep.reachability import NEVER_NS, NS_A_DAY, Inventory, Roots, is_recent
+from mstore.upkeep.reachability import Inventory, Roots, is_recent, window_start
 
 Numbers = npt.NDArray[np.int64]
 R = TypeVar("R", bound=Record)
@@ -619,10 +619,9 @@ class Usage(msgspec.Struct, frozen=True):
     @classmethod
     def read(cls, catalog: Catalog, reflog_days: int) -> Usage:
         """Read the whole index. Raises Corrupt if a needed record is missing."""
-        since_ns = now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
-            named = History.read(catalog, transaction, since_ns)
+            named = History.read(catalog, transaction, window_start(reflog_days))
         records = dict(_readable(catalog, inventory, SnapshotRecord, inventory.snapshots))
         history = replace(named, records=records)
         width, reasons = len(history.names) + 1, RUNNING + 1

@@ -34,7 +34,7 @@ from mstore.blocks.location_arrays import LOST_BASE, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.blocks.schema import NOTES, PRUNED
 from mstore.store import leases, listing, refs
-from mstore.store.catalog import Catalog
+from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import Record, decode
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
@@ -52,6 +52,11 @@ NEVER_NS = 1 << 64
 _FIRST_NS, _LAST_NS = 1_735_689_600 * 10**9, 4_891_363_200 * 10**9
 """2025 and 2125: no store existed before, and a clock beyond that is wrong."""
 _BATCH = 1 << 17
+
+
+def window_start(reflog_days: int) -> int:
+    """Return the time from which moves are within so many days; zero days keep none at all."""
+    return now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
 
 
 def is_recent(time_ns: int, since_ns: int) -> bool:

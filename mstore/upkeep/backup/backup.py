@@ -255,8 +255,7 @@ class _Backup(Attempt):
         since = {**pack_list.read(self._layout).since}
         since |= pack_list.read(self._catalog.layout).since
         with index.env.read() as transaction:
-            known = [pack for pack, _ in index.packs(transaction)]
-            known += [pack.pack for pack in index.condemned(transaction)]
+            known = pack_list.known_packs(index, transaction)
         return PackList(number, {pack: since.get(pack, number) for pack in known})
 
     def _publish(

@@ -21,8 +21,8 @@ from mstore.blocks.index import Index
 from mstore.blocks.location import Location, Row, pack_number
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs, is_whole
-from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
-from mstore.blocks.reader import BlockReader
+from mstore.blocks.packs import NO_BASE, Kind, SealedPack
+from mstore.blocks.reader import BlockReader, located
 from mstore.blocks.schema import NamedPack
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
@@ -157,7 +157,7 @@ class Proof:
                 if row is None or pack_number(row) != pack.number:
                     continue
                 location = index.location(transaction, row)
-                if _told(entry) == _told(location):
+                if located(pack.id, entry) == location:
                     found.append((kind, entry.id, location, row))
                 else:
                     what = "index and pack footer do not agree"
@@ -189,17 +189,6 @@ class Proof:
         if location is None or location.base != NO_BASE:
             raise Corrupt(f"its base {block.short} is missing")
         return self._reader.block(block, location)
-
-
-def _told(place: Entry | Location) -> tuple[object, ...]:
-    return (
-        place.offset,
-        place.stored_length,
-        place.raw_length,
-        place.codec,
-        place.width,
-        place.base,
-    )
 
 
 class Moved(Exception):

@@ -37,16 +37,9 @@ from mstore.upkeep.check.graph import Graph
 
 def require_sound(catalog: Catalog) -> None:
     """Raise Corrupt if the index is outdated: a copy would make the loss permanent."""
-    why = _doubt(catalog)
-    if why is not None:
-        # Check again with the current index: others may have published meanwhile.
-        why = _doubt(catalog)
+    why = generation.lasting_doubt(catalog.layout, catalog.index, catalog.packs)
     if why is not None:
         raise Corrupt(why, where=str(catalog.layout.index), hint=call("reindex"))
-
-
-def _doubt(catalog: Catalog) -> str | None:
-    return generation.doubt(catalog.layout, catalog.index, catalog.packs, with_packs=True)
 
 
 def require_outside(layout: Layout, target: Path) -> None:

@@ -142,10 +142,7 @@ class Checker:
         for table, key in catalog.index.unsound():
             kind, name = table.subject(key)
             findings.tell(kind, name, "the row does not match its check")
-        why = _doubt(catalog)
-        if why is not None:
-            # Check again with the current index: others publish meanwhile.
-            why = _doubt(catalog)
+        why = generation.lasting_doubt(catalog.layout, catalog.index, catalog.packs)
         if why is not None:
             findings.tell("index", str(catalog.layout.index), why)
         findings.is_index_wrong = bool(findings.problems)
@@ -262,10 +259,6 @@ class Checker:
         if names and all(name in refs for name in names):
             return as_phrase(call("remove", names[0]))
         return as_phrase(call("reindex"))
-
-
-def _doubt(catalog: Catalog) -> str | None:
-    return generation.doubt(catalog.layout, catalog.index, catalog.packs, with_packs=True)
 
 
 def _repaired(read_data: bool, lost: Collection[str]) -> Phrase:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, base_of, pack_number, raw_length
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackGone
+from mstore.blocks.reader import located
 from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import decode
 from mstore.store.objects.tensor import Tensor, VirtualTensor
@@ -168,15 +169,7 @@ class Footers:
         return footer.entries
 
     def _compare(self, kind: Kind, entry: Entry, row: Row, location: Location) -> None:
-        told = (entry.offset, entry.stored_length, entry.raw_length, entry.codec, entry.width)
-        mine = (
-            location.offset,
-            location.stored_length,
-            location.raw_length,
-            location.codec,
-            location.width,
-        )
-        if told != mine or entry.base != location.base:
+        if located(location.pack, entry) != location:
             what = "index and pack footer do not agree"
             self._findings.tell_row(kind, entry.id, row, what)
             return

@@ -22,8 +22,9 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from mstore import fs
 from mstore.blocks import lmdb_env
@@ -127,18 +128,9 @@ def reindex(
             size = index.env.file_bytes()
         finally:
             index.close()
-    return ReindexReport(
-        packs=built.packs,
-        blocks=built.blocks,
-        records=built.records,
-        snapshots=built.snapshots,
-        refs=built.refs,
-        recovered=tuple(built.recovered),
-        pruned=built.pruned,
-        old_index=old is not None and bool(old.refs or old.reflog),
-        reflog_moves=built.reflog_moves,
+    return replace(
+        built,
         index_bytes=size,
-        remarks=tuple(built.remarks),
         kept_index=None if kept is None else str(kept),
         seconds=time.monotonic() - began,
     )
@@ -261,19 +253,6 @@ def _forget_requests(layout: Layout) -> None:
         memo.forget_requests(layout.memo)
 
 
-@dataclass(slots=True)
-class _Built:
-    packs: int
-    blocks: int
-    records: int
-    snapshots: int
-    refs: int
-    pruned: int
-    reflog_moves: int
-    recovered: list[str]
-    remarks: list[str]
-
-
 class _Building:
     """Builds one new index, from the first pack to the last ref."""
 
@@ -295,8 +274,8 @@ class _Building:
         if returned:
             self._remarks.append(f"packs taken back from lost+found: {len(returned)}")
 
-    def run(self) -> _Built:
-        """Fill the index."""
+    def run(self) -> ReindexReport:
+        """Fill the index; report all but its size, what becomes of the old one, and the time."""
         packs = self._packs.fill()
         self._remarks += self._packs.remarks
         settled = settle(self._layout, self._old)
@@ -304,7 +283,7 @@ class _Building:
         self._tell_lost_moves(settled)
         self._begin_generation(settled)
         snapshots = self._snapshots(self._collected(settled))
-        names, moves = self._refs(settled, set(snapshots))
+        names = self._refs(settled, set(snapshots))
         recovered = self._recover(snapshots, names)
         names.update(recovered)
         self._plans(snapshots, names)
@@ -313,16 +292,20 @@ class _Building:
             blocks, records = (
                 self._index.count(transaction, name) for name in ("blocks", "records")
             )
-        return _Built(
-            packs,
-            blocks,
-            records,
-            len(snapshots),
-            len(names),
-            pruned,
-            moves,
-            list(recovered),
-            self._remarks,
+        return ReindexReport(
+            packs=packs,
+            blocks=blocks,
+            records=records,
+            snapshots=len(snapshots),
+            refs=len(names),
+            pruned=pruned,
+            old_index=bool(self._old.refs or self._old.reflog),
+            reflog_moves=len(self._old.reflog),
+            index_bytes=0,
+            recovered=tuple(recovered),
+            remarks=tuple(self._remarks),
+            kept_index=None,
+            seconds=0.0,
         )
 
     def _begin_generation(self, settled: Names) -> None:
@@ -386,7 +369,7 @@ class _Building:
             self._remarks.append(f"{kind.name.lower()} {id.hex()} is unreadable")
         return data
 
-    def _refs(self, settled: Names, known: set[SnapshotId]) -> tuple[dict[str, refs.Ref], int]:
+    def _refs(self, settled: Names, known: set[SnapshotId]) -> dict[str, refs.Ref]:
         """Insert the chosen refs, and the old index's reflogs with a move to the chosen state."""
         old, index = self._old, self._index
         with index.env.write() as transaction:
@@ -402,7 +385,7 @@ class _Building:
                     )
                 last = old.moves[name].new if name in old.moves else None
                 self._restore(transaction, name, ref, last)
-        return dict(settled.refs), len(old.reflog)
+        return dict(settled.refs)
 
     def _restore(
         self,

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +36,7 @@ from mstore.blocks.schema import NOTES, PINNED, PLANS, PRUNED, Condemned
 from mstore.models.stats.store import StatsStore
 from mstore.store import generation, leases, listing, unnamed
 from mstore.store import layout as layouts
-from mstore.store.catalog import Catalog, now_ns
+from mstore.store.catalog import Catalog
 from mstore.store.leases import Leftover
 from mstore.store.memo import Memo
 from mstore.store.publishing import MAX_PACK_BYTES
@@ -48,11 +49,10 @@ from mstore.terms.sizes import format_size
 from mstore.upkeep.gc import proof
 from mstore.upkeep.gc.repack import Copies
 from mstore.upkeep.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
-from mstore.upkeep.reachability import NS_A_DAY, Inventory, Reach, Roots
+from mstore.upkeep.reachability import Inventory, Reach, Roots, window_start
 
 RESERVE_BYTES = 8 << 20
 """Free space, in bytes, that copies leave to others."""
-NEVER_NS = 1 << 64
 _POLL_SECONDS = 0.05
 
 
@@ -123,19 +123,19 @@ class Limits(msgspec.Struct, frozen=True):
     empty_lost_found: bool = False
 
 
-@dataclass(slots=True)
+@dataclass
 class _Tally:
-    """What a run has done so far."""
+    """What a run has done so far, by the fields of its report."""
 
-    snapshots: list[SnapshotId] = field(default_factory=list)
-    blocks: int = 0
-    records: int = 0
-    plans: int = 0
-    candidates: list[str] = field(default_factory=list)
+    snapshots_dropped: list[SnapshotId] = field(default_factory=list)
+    blocks_dropped: int = 0
+    records_dropped: int = 0
+    plans_dropped: int = 0
+    candidates_dropped: list[str] = field(default_factory=list)
     dropped_bytes: int = 0
-    removed: list[str] = field(default_factory=list)
-    rewritten: list[str] = field(default_factory=list)
-    joined: list[str] = field(default_factory=list)
+    packs_removed: list[str] = field(default_factory=list)
+    packs_rewritten: list[str] = field(default_factory=list)
+    packs_joined: list[str] = field(default_factory=list)
     copied_bytes: int = 0
     freed_bytes: int = 0
     joined_bytes: int = 0
@@ -150,38 +150,20 @@ class _Tally:
     emptied_bytes: int = 0
 
     def drop(self, dead: Dead) -> None:
-        self.snapshots += dead.snapshots
-        self.blocks += dead.count(Kind.BLOCK)
-        self.records += dead.count(*(kind for kind in Kind if kind != Kind.BLOCK))
-        self.plans += dead.count(Kind.PLAN)
+        self.snapshots_dropped += dead.snapshots
+        self.blocks_dropped += dead.count(Kind.BLOCK)
+        self.records_dropped += dead.count(*(kind for kind in Kind if kind != Kind.BLOCK))
+        self.plans_dropped += dead.count(Kind.PLAN)
         self.dropped_bytes += dead.stored_bytes
 
     def report(self, *, dry_run: bool, seconds: float) -> GcReport:
-        return GcReport(
-            dry_run=dry_run,
-            snapshots_dropped=tuple(self.snapshots),
-            blocks_dropped=self.blocks,
-            records_dropped=self.records,
-            plans_dropped=self.plans,
-            candidates_dropped=tuple(self.candidates),
-            dropped_bytes=self.dropped_bytes,
-            packs_removed=tuple(sorted(self.removed)),
-            packs_rewritten=tuple(sorted(self.rewritten)),
-            packs_joined=tuple(sorted(self.joined)),
-            copied_bytes=self.copied_bytes,
-            freed_bytes=self.freed_bytes,
-            joined_bytes=self.joined_bytes,
-            dead_bytes=self.dead_bytes,
-            leftover_files=self.leftover_files,
-            leftover_bytes=self.leftover_bytes,
-            waiting_bytes=self.waiting_bytes,
-            waiting_for=tuple(self.waiting_for),
-            left=tuple(self.left),
-            put_aside=tuple(sorted(self.put_aside)),
-            lost_found_bytes=self.lost_found_bytes,
-            emptied_bytes=self.emptied_bytes,
-            seconds=seconds,
-        )
+        for packs in (self.packs_removed, self.packs_rewritten, self.packs_joined, self.put_aside):
+            packs.sort()
+        done: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in vars(self).items()
+        }
+        return GcReport(dry_run=dry_run, seconds=seconds, **done)
 
 
 class Collector:
@@ -198,8 +180,7 @@ class Collector:
         self._catalog = catalog
         self._limits = limits
         self._progress = progress
-        # Zero days keep nothing, whatever the clock says.
-        self._since = now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
+        self._since = window_start(reflog_days)
         self._tally = _Tally()
 
     # -- looking -----------------------------------------------------------------------------
@@ -228,7 +209,7 @@ class Collector:
         roots, _, dead, choice = self._survey()
         catalog, tally = self._catalog, self._tally
         tally.drop(dead)
-        tally.candidates += [name for name, _ in roots.expired]
+        tally.candidates_dropped += [name for name, _ in roots.expired]
         tally.left += choice.left
         copied = sum(use.live_bytes for use in choice.rewrite)
         self._count_packs(choice, choice.remove, choice.rewrite, copied)
@@ -251,13 +232,13 @@ class Collector:
         tally = self._tally
         tally.dead_bytes = choice.stays
         for use in removed:
-            tally.removed.append(use.pack.hex())
+            tally.packs_removed.append(use.pack.hex())
             tally.freed_bytes += use.size
         for use in rewritten:
-            tally.rewritten.append(use.pack.hex())
+            tally.packs_rewritten.append(use.pack.hex())
             tally.freed_bytes += use.size
             if use.number in choice.joined:
-                tally.joined.append(use.pack.hex())
+                tally.packs_joined.append(use.pack.hex())
                 tally.joined_bytes += use.size - use.live_bytes
         tally.copied_bytes += copied
         tally.freed_bytes -= copied
@@ -389,7 +370,7 @@ class Collector:
             with suppress(StorageFailed):
                 catalog.packs.remove(one)
         tally.drop(dead)
-        tally.candidates += [move.name for move in moves]
+        tally.candidates_dropped += [move.name for move in moves]
         self._count_packs(
             choice,
             [use for use in choice.remove if use.number in empty],
@@ -414,7 +395,7 @@ class Collector:
         return gone
 
     def _count_condemned(self, packs: list[Condemned]) -> None:
-        self._tally.removed += [pack.pack.hex() for pack in packs]
+        self._tally.packs_removed += [pack.pack.hex() for pack in packs]
         self._tally.freed_bytes += sum(pack.size for pack in packs)
 
     def _put_unknown_aside(self) -> None:

@@ -23,7 +23,7 @@ from mstore.terms.errors import BadRequest, NotFound
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.report import Report
-from mstore.upkeep.reachability import NS_A_DAY, Roots
+from mstore.upkeep.reachability import Roots, window_start
 
 NS_A_SECOND = 1_000_000_000
 
@@ -82,9 +82,8 @@ def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> P
             chosen, tags = _choose(catalog, wish)
             if chosen:
                 _write(catalog, chosen, tags)
-    since = now_ns() - reflog_days * NS_A_DAY if reflog_days else 1 << 64
     with catalog.index.env.read() as transaction:
-        roots = Roots.read(catalog, transaction, since)
+        roots = Roots.read(catalog, transaction, window_start(reflog_days))
     return PruneReport(
         dry_run=dry_run,
         snapshots=tuple(chosen),

@@ -31,7 +31,7 @@ from mstore.terms.errors import Conflict, StorageFailed
 from mstore.terms.ids import BlockId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.sizes import format_size
-from mstore.upkeep.pins.spots import Spot
+from mstore.upkeep.pins.positions import Position
 
 RESERVE_BYTES = 8 << 20
 """Free space, in bytes, that new packs leave to others."""
@@ -80,10 +80,10 @@ class Rewriting:
             finally:
                 lease.release()
 
-    def require_room(self, spots: int, plain_bytes: int) -> None:
+    def require_room(self, positions: int, plain_bytes: int) -> None:
         """Raise StorageFailed unless the disk has room for so many blocks, stored raw."""
         directory = self._catalog.layout.packs
-        needed = room_for(spots, plain_bytes)
+        needed = room_for(positions, plain_bytes)
         free = max(0, self._catalog.packs.room() - RESERVE_BYTES)
         if needed > free:
             raise StorageFailed(
@@ -93,17 +93,17 @@ class Rewriting:
                 errno=errno.ENOSPC,
             )
 
-    def put(self, spot: Spot, row: Row, encoded: Encoded, file: str) -> None:
+    def put(self, position: Position, row: Row, encoded: Encoded, file: str) -> None:
         """Store a block at a new place.
 
         row: the one that it has now.  Blocks of one file come in file order.  `encoded` decodes to
         bytes that the caller has checked.
         """
-        self._packs.writer.append_encoded(spot.block, encoded, file, spot.offset)
-        self._rows[Kind.BLOCK, spot.block] = row
+        self._packs.writer.append_encoded(position.block, encoded, file, position.offset)
+        self._rows[Kind.BLOCK, position.block] = row
         if encoded.base is not None:
             self._bases.add(encoded.base)
-            self._deltas.add(spot.block)
+            self._deltas.add(position.block)
 
     def _count(self, pack: SealedPack) -> None:
         self.bytes_written += pack.size
@@ -151,7 +151,7 @@ class Rewriting:
                 )
 
 
-def room_for(spots: int, plain_bytes: int) -> int:
+def room_for(positions: int, plain_bytes: int) -> int:
     """Return the bytes that so many raw blocks take at most, with footers and alignment."""
     packs = 1 + plain_bytes // MAX_PACK_BYTES
-    return plain_bytes + spots * ENTRY.size + packs * 4 * PAGE if spots else 0
+    return plain_bytes + positions * ENTRY.size + packs * 4 * PAGE if positions else 0
