@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from mstore.upkeep.check.fsck import CheckReport
     from mstore.upkeep.check.reindex import ReindexReport
     from mstore.upkeep.check.repair import RepairReport
-    from mstore.upkeep.disk_usage import UsageReport
+    from mstore.upkeep.disk_usage import StoreReport, UsageReport
     from mstore.upkeep.gc.collect import GcReport
     from mstore.upkeep.gc.prune import PruneReport
     from mstore.upkeep.pins.pin import PinReport, UnpinReport
-    from mstore.upkeep.store_size import StoreReport
 
 
 @checked("Store")
@@ -304,7 +303,7 @@ class Keeping(OpenStore):
 
     def stats(self) -> StoreReport:
         """Return sizes in bytes and counts for the whole store."""
-        from mstore.upkeep.store_size import store_report
+        from mstore.upkeep.disk_usage import store_report
 
         return store_report(
             self._catalog,

@@ -61,8 +61,8 @@ class Lease:
             fs.make_directory(self.directory, private=True)
             with index.env.write() as transaction:
                 # A path in it may be no text.
-                told = purpose.encode(errors="backslashreplace").decode()
-                index.put(transaction, LEASES, self.name.encode(), LeaseRow(os.getpid(), told))
+                text = purpose.encode(errors="backslashreplace").decode()
+                index.put(transaction, LEASES, self.name.encode(), LeaseRow(os.getpid(), text))
                 self.number = transaction.id()
                 """Of the transaction that wrote the row, and nothing else."""
         except BaseException:
@@ -160,7 +160,7 @@ def is_live(layout: Layout, name: str) -> bool:
     return _is_live(layout, _lock_path(layout, name))
 
 
-def told(index: Index, transaction: IndexTransaction, name: str) -> LeaseRow | None:
+def row_of(index: Index, transaction: IndexTransaction, name: str) -> LeaseRow | None:
     """Return the index's row of a lease; None if there is none or it is unreadable."""
     with suppress(Corrupt):
         return index.get(transaction, LEASES, name.encode())

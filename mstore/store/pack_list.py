@@ -32,7 +32,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.store import sealed_text
 from mstore.store.layout import Layout
-from mstore.terms.errors import BadName, Corrupt, StorageFailed
+from mstore.terms.errors import BadName, Corrupt
 from mstore.terms.ids import PackId
 
 KEPT: Final = 4
@@ -69,10 +69,7 @@ def read(layout: Layout) -> PackList:
 
 def read_file(path: Path) -> PackList:
     """Read the list at this path. Raises Corrupt (also if it is missing), StorageFailed."""
-    data = sealed_text.read(path)
-    if data is None:
-        raise Corrupt("no such file or directory", where=str(path))
-    generation, lines = sealed_text.decode(path, data, _HEAD, "pack list")
+    generation, lines = sealed_text.read_lines(path, _HEAD, "pack list")
     match = _STORE.fullmatch(lines[0]) if lines else None
     if match is None:
         raise Corrupt("a pack list of no store", where=str(path))
@@ -123,6 +120,4 @@ def write(layout: Layout, told: PackList) -> None:
     path = layout.pack_list.with_name(f"{layout.pack_list.name}.{told.generation}")
     data = sealed_text.encode(_HEAD, told.generation, lines)
     fs.replace_file(path, data, staging=layout.tmp)
-    for _, old in sealed_text.kept(layout.pack_list)[KEPT:]:
-        with suppress(StorageFailed):
-            fs.unlink(old, missing_ok=True)
+    sealed_text.drop_old(layout.pack_list, KEPT)

@@ -27,7 +27,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.checkpoint.partition import in_blocks, partition
-from mstore.store import contents, leases, listing, refs, unnamed
+from mstore.store import contents, leases, listing, refs, unnamed_packs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import DEFAULT_LIMITS, Record
 from mstore.store.objects.manifest import Manifest, Part
@@ -79,7 +79,7 @@ class Transaction:
         # Before any write: garbage of a killed writer may occupy the space that is needed.
         with catalog.publishing(packs=True):
             leases.sweep(catalog.layout, catalog.index)
-            unnamed.sweep(catalog.layout, catalog.index, catalog.places)
+            unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
         catalog.lengths.outlive(self._lease.number)
         self._packs = NewPacks(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from mstore.numeric.codes import CASTS, CODES, ITEMSIZES, cast_hint
-from mstore.store.objects.shapes import differ_in_vocabulary, told_difference
+from mstore.store.objects.shapes import differ_in_vocabulary, difference_hint
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import TensorId
@@ -31,7 +31,7 @@ def hint_for(
 
     base, expert: their names. ours, theirs: shapes of what is merged. records, found: all tensors.
     """
-    hint = told_difference(base, expert)
+    hint = difference_hint(base, expert)
     if ours.keys() != theirs.keys():
         allowed = Option("allow_missing", True)
         hint = phrase("{told}, {allowed} merges the others", told=hint, allowed=allowed)

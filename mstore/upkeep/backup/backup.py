@@ -31,9 +31,9 @@ from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
 from mstore.blocks.pack_store import HERE, Places, is_whole
 from mstore.blocks.packs import PackGone
-from mstore.blocks.schema import PRUNED, Condemned, NamedPack
+from mstore.blocks.schema import BACKUP, PRUNED, Condemned, NamedPack
 from mstore.fs.rights import Sharing
-from mstore.store import generation, leases, mirror, pack_list, refs, unnamed
+from mstore.store import generation, leases, mirror, pack_list, refs, unnamed_packs
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
 from mstore.store.refs import refs_in
@@ -42,7 +42,7 @@ from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call
 from mstore.terms.progress import ProgressCallback
 from mstore.terms.report import Report
-from mstore.upkeep.backup import destination, packs, source
+from mstore.upkeep.backup import packs, source
 from mstore.upkeep.backup.destination import Destination
 from mstore.upkeep.backup.packs import Attempt, attempted
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Problem
@@ -204,15 +204,15 @@ class _Backup(Attempt):
         broken = self._findings.broken.values()
         numbers = {pack_number(row) for row in broken if row is not None}
         damaged = {lost[number] for number in numbers & lost.keys()} | set(self._findings.packs)
-        with index.env.read() as transaction:
+        with index.env.write() as transaction:
             number = index.generation(transaction)
-        destination.note(index, number, sorted(damaged))
+            index.put(transaction, BACKUP, number, tuple(sorted(damaged)))
         kept = self._name_older(index, named)
         self._complete(index, staged)
         if not self._findings.problems:
             with index.env.write() as transaction:
                 for pack in kept:
-                    unnamed.condemn(index, transaction, pack.id)
+                    unnamed_packs.condemn(index, transaction, pack.id)
 
     def _name_older(self, index: Index, named: Sequence[NamedPack]) -> list[NamedPack]:
         """Name the packs too that the backup has and the source has no more."""
@@ -271,14 +271,12 @@ class _Backup(Attempt):
                 mirror.write(layout, index)
                 into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
                 leases.sweep(layout, index)
-                waiting = unnamed.listed(index)
-                removed = (
-                    []
-                    if into.is_read()
-                    else unnamed.sweep(layout, index, Places({HERE: self._packs}))
-                )
+                waiting = unnamed_packs.listed(index)
+                is_read = bool(leases.holds(layout))
+                places = Places({HERE: self._packs})
+                removed = [] if is_read else unnamed_packs.sweep(layout, index, places)
                 unknown = generation.unknown_packs(self._packs, index)
-            aside = unnamed.put_aside(layout, self._packs, unknown)
+            aside = unnamed_packs.put_aside(layout, self._packs, unknown)
         with suppress(StorageFailed):
             fs.remove_tree(layout.incoming)
         left = sum(pack.size for pack in waiting) - sum(pack.size for pack in removed)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -28,7 +28,7 @@ import msgspec
 from mstore import fs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
-from mstore.blocks.schema import BACKUP, NamedPack
+from mstore.blocks.schema import NamedPack
 from mstore.store import layout as layouts
 from mstore.store import leases
 from mstore.store.config import Config
@@ -53,12 +53,6 @@ class State(msgspec.Struct, frozen=True):
     packs: tuple[NamedPack, ...]
     condemned: tuple[PackId, ...]
     damaged: frozenset[PackId]
-
-
-def note(index: Index, generation: int, damaged: Sequence[PackId]) -> None:
-    """Say in a new index that it is a backup's, as of which generation, and what is damaged."""
-    with index.env.write() as transaction:
-        index.put(transaction, BACKUP, generation, tuple(damaged))
 
 
 class Destination:
@@ -101,33 +95,27 @@ class Destination:
         lock = _locked(layout)
         try:
             found = cls(layout, lock)
-            found._begin()
+            # Whole packs that an earlier run left stay in it.
+            fs.make_directory(layout.incoming, private=True, exist_ok=True)
+            found._clear()
             try:
                 yield found
             finally:
-                found._tidy()
+                with suppress(StorageFailed, FileNotFoundError):
+                    found._clear()
+                    fs.remove_empty(layout.incoming)
         finally:
             lock.remove()
             layout.close()
 
-    def _begin(self) -> None:
-        """The directory of what is to come: whole packs that an earlier run left stay in it."""
-        fs.make_directory(self.layout.incoming, private=True, exist_ok=True)
-        self._clear()
-
     def _clear(self) -> None:
+        """Leave nothing in tmp/incoming but whole packs."""
         for name in fs.listed(self.layout.incoming):
             path = self.layout.incoming / name
             if path.is_dir() and not path.is_symlink():
                 fs.remove_tree(path)
             elif path.suffix != ".pack":
                 fs.unlink(path, missing_ok=True)
-
-    def _tidy(self) -> None:
-        """Leave nothing there but whole packs."""
-        with suppress(StorageFailed, FileNotFoundError):
-            self._clear()
-            fs.remove_empty(self.layout.incoming)
 
     def _state(self) -> State | None:
         """What it holds.  Raises Conflict where it was written to, Corrupt where it is damaged."""
@@ -197,10 +185,6 @@ class Destination:
         if not (layout.root / "format").exists():
             layouts.write_format(layout)
             fs.sync_directory(layout.root.parent)
-
-    def is_read(self) -> bool:
-        """Whether somebody reads a snapshot of it just now."""
-        return bool(leases.holds(self.layout))
 
 
 def _locked(layout: Layout) -> fs.LockFile:

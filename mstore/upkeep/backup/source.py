@@ -29,7 +29,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.leases import Lease
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
-from mstore.terms.ids import PackId, SnapshotId
+from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call
 from mstore.upkeep.check.findings import Findings
 from mstore.upkeep.check.graph import Graph
@@ -64,13 +64,6 @@ def held(catalog: Catalog, purpose: str) -> Iterator[None]:
     finally:
         if lease is not None:
             lease.release()
-
-
-def names(index: Index, pack: PackId) -> bool:
-    """Return whether the index currently names this pack."""
-    index.env.refresh()
-    with index.env.read() as transaction:
-        return index.pack_number(transaction, pack) is not None
 
 
 def copy_rows(source: Index, target: Index) -> list[NamedPack]:

@@ -18,17 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Location, Row, base_of, pack_number, raw_length
+from mstore.blocks.location import Key, Location, Row, base_of, pack_number, raw_length
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackGone
-from mstore.blocks.reader import located
+from mstore.blocks.reader import BlockReader, located
 from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import decode
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.ahead import in_groups, in_order
 from mstore.terms.errors import Corrupt, Unreadable
-from mstore.terms.ids import BlockId, PackId
-from mstore.upkeep.check.findings import RECORDS, Findings
+from mstore.terms.ids import BlockId, Buffer, PackId
+from mstore.upkeep.check.findings import RECORDS, Findings, typed
 
 
 @dataclass(slots=True)
@@ -217,6 +218,27 @@ class Footers:
                 if number in footers and (kind, id) not in footers[number]:
                     what = f"not in the footer of pack {suspects[number].short}"
                     self._tell(kind, id, row, what)
+
+
+def payload(index: Index, reader: BlockReader, key: Key, row: Row) -> Buffer:
+    """Return the plain bytes that a row leads to, checked against the id.
+
+    The reader may be of packs that no catalog has yet.  Raises Corrupt, StorageFailed.
+    """
+    kind, id = key
+    with index.env.read() as transaction:
+        location = index.location(transaction, row)
+        base = base_of(row)
+        under = None if base is None else index.row(transaction, (Kind.BLOCK, base))
+    if kind != Kind.BLOCK:
+        return reader.record(typed(kind, id), location)
+    plain = None
+    if base is not None:
+        if under is None or base_of(under) is not None:
+            raise Corrupt(f"its base {BlockId(base).short} is missing", where=id.hex())
+        reader.check_lengths(BlockId(id), location)
+        plain = payload(index, reader, (Kind.BLOCK, base), under)
+    return reader.block(BlockId(id), location, plain)
 
 
 def check_record(catalog: Catalog, kind: Kind, id: bytes, location: Location) -> None:

@@ -35,7 +35,7 @@ from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, Source, Sources
 from mstore.snapshots import notes
-from mstore.store import leases, listing, memo, mirror, pack_list, refs, unnamed
+from mstore.store import leases, listing, memo, mirror, pack_list, refs, unnamed_packs
 from mstore.store.catalog import now_ns
 from mstore.store.config import Config
 from mstore.store.layout import Layout, locate, require_local, require_writable
@@ -112,7 +112,7 @@ def reindex(
             packs = PackFiles(layout.packs)
             index = Index(workplace / "index", create=True)
             try:
-                returned = unnamed.bring_back(layout, packs, pack_rows.fits)
+                returned = unnamed_packs.bring_back(layout, packs, pack_rows.fits)
                 built = _Building(layout, index, packs, old, returned, progress).run()
                 _list_packs(layout, index, packs)
             finally:
@@ -241,7 +241,7 @@ def _put_in_place(layout: Layout, workplace: Path, *, keep: bool) -> Path | None
     fs.exchange(fresh, layout.index)
     fs.sync_directory(layout.root)
     if keep and (fresh / _DATA).exists():
-        return unnamed.keep_index(layout, fresh)
+        return unnamed_packs.keep_index(layout, fresh)
     return None
 
 
@@ -281,7 +281,9 @@ class _Building:
         settled = settle(self._layout, self._old)
         self._remarks += settled.remarks
         self._tell_lost_moves(settled)
-        self._begin_generation(settled)
+        with self._index.env.write() as transaction:
+            # Later than any that a witness states, so that nothing looks newer.
+            self._index.set_generation(transaction, settled.generation + 1)
         snapshots = self._snapshots(self._collected(settled))
         names = self._refs(settled, set(snapshots))
         recovered = self._recover(snapshots, names)
@@ -307,11 +309,6 @@ class _Building:
             kept_index=None,
             seconds=0.0,
         )
-
-    def _begin_generation(self, settled: Names) -> None:
-        """Set a generation later than any that a witness states, so that nothing looks newer."""
-        with self._index.env.write() as transaction:
-            self._index.set_generation(transaction, settled.generation + 1)
 
     def _tell_lost_moves(self, settled: Names) -> None:
         known = self._old.generation
@@ -411,7 +408,9 @@ class _Building:
         old = self._old
         told: set[bytes | None] = set(old.snapshots or ()) if old.are_refs_whole else set()
         if old.are_refs_whole or old.is_reflog_whole:
-            told |= {id for move in self._reflog() for id in (move.old, move.new)}
+            with self._index.env.read() as transaction:
+                for _, move in refs_in(self._index, transaction).reflogs():
+                    told |= {move.old, move.new}
         parents = {p.snapshot_id() for record in snapshots.values() for p in record.parents}
         named = {ref.snapshot_id() for ref in names.values()}
         directory = "recovered"
@@ -442,10 +441,6 @@ class _Building:
                 )
             )
         return found
-
-    def _reflog(self) -> list[refs.Move]:
-        with self._index.env.read() as transaction:
-            return [move for _, move in refs_in(self._index, transaction).reflogs()]
 
     def _plans(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
@@ -492,13 +487,8 @@ class _Building:
         with self._index.env.write() as transaction:
             for id, time_ns in pruned.items():
                 self._index.put(transaction, PRUNED, id, time_ns)
-            self._pins(transaction, snapshots)
+            for id, time_ns in self._old.pinned.items():
+                # The newest copies of its blocks are raw.
+                if id in snapshots:
+                    self._index.put(transaction, PINNED, id, time_ns)
         return len(pruned)
-
-    def _pins(
-        self, transaction: IndexTransaction, snapshots: dict[SnapshotId, SnapshotRecord]
-    ) -> None:
-        """Mark the snapshots that the old index says are pinned: their newest copies are raw."""
-        for id, time_ns in self._old.pinned.items():
-            if id in snapshots:
-                self._index.put(transaction, PINNED, id, time_ns)

@@ -23,13 +23,11 @@ from pathlib import Path
 
 from mstore.blocks import codecs, location
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
-from mstore.blocks.index import Index
-from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Location, Row, base_of, pack_number
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import Kind
 from mstore.snapshots import notes
-from mstore.store import leases, listing, pack_list, unnamed
+from mstore.store import leases, listing, pack_list, unnamed_packs
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.objects.canonical import decode
@@ -236,7 +234,8 @@ class Repair:
                 pack_list.add(catalog.layout, index, (), catalog.packs.is_there)
         snapshots = list(_readable(catalog, damage.incomplete))
         noted = notes.stored(catalog)
-        dropped, condemned = [], []
+        dropped: list[Key] = []
+        condemned: list[PackId] = []
         with catalog.committing() as transaction:
             for key, row in damage.can_be_dropped().items():
                 if index.delete_row_if(transaction, key, row):
@@ -244,14 +243,16 @@ class Repair:
             for snapshot in snapshots:
                 listing.insert(index, transaction, snapshot)
             for kind, id in damage.rows:
-                if kind == Kind.SNAPSHOT:
-                    _unlist_if_lost(index, transaction, SnapshotId(id))
+                # Healing the record of a snapshot lists it again.
+                if kind == Kind.SNAPSHOT and not index.has_record(transaction, kind, id):
+                    listing.unlist(index, transaction, SnapshotId(id))
             notes.list_again(index, transaction, noted.values())
-            condemned = [
-                pack
-                for pack in sorted(damage.packs)
-                if _condemn(catalog, transaction, pack, damage.kept_numbers())
-            ]
+            kept = damage.kept_numbers()
+            for pack in sorted(damage.packs):
+                number = index.pack_number(transaction, pack)
+                if number is not None and number not in kept:
+                    unnamed_packs.condemn(index, transaction, pack)
+                    condemned.append(pack)
         self._dropped += sorted(dropped)
         return condemned
 
@@ -443,22 +444,6 @@ def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[Snapshot
     for id in sorted(snapshots):
         with suppress(NotFound, Corrupt):
             yield catalog.snapshot(id)
-
-
-def _unlist_if_lost(index: Index, transaction: IndexTransaction, id: SnapshotId) -> None:
-    """Unlist a snapshot whose record is gone; healing the record lists it again."""
-    if not index.has_record(transaction, Kind.SNAPSHOT, id):
-        listing.unlist(index, transaction, id)
-
-
-def _condemn(catalog: Catalog, transaction: IndexTransaction, pack: PackId, kept: set[int]) -> bool:
-    """Condemn a pack: gc removes its file once no one can be reading it."""
-    index = catalog.index
-    number = index.pack_number(transaction, pack)
-    if number is None or number in kept:
-        return False
-    unnamed.condemn(index, transaction, pack)
-    return True
 
 
 def _shown(key: Key) -> str:

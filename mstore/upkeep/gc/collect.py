@@ -34,7 +34,7 @@ from mstore.blocks.location import pack_number
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES, PINNED, PLANS, PRUNED, Condemned
 from mstore.models.stats.store import StatsStore
-from mstore.store import generation, leases, listing, unnamed
+from mstore.store import generation, leases, listing, unnamed_packs
 from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Leftover
@@ -216,11 +216,11 @@ class Collector:
         self._count_leftovers(leases.leftovers(catalog.layout), [])
         unknown = generation.unknown_packs(catalog.packs, catalog.index)
         self._tally.put_aside += map(bytes.hex, unknown)
-        waiting = unnamed.listed(catalog.index)
-        held = unnamed.holders(catalog.layout, waiting)
+        waiting = unnamed_packs.listed(catalog.index)
+        held = unnamed_packs.holders(catalog.layout, waiting)
         self._count_condemned([pack for pack in waiting if held.isdisjoint(pack.leases)])
         self._count_waiting(waiting, held)
-        tally.lost_found_bytes = unnamed.aside_bytes(catalog.layout)
+        tally.lost_found_bytes = unnamed_packs.aside_bytes(catalog.layout)
         if self._limits.empty_lost_found:
             tally.emptied_bytes, tally.lost_found_bytes = tally.lost_found_bytes, 0
             tally.freed_bytes += tally.emptied_bytes
@@ -273,12 +273,12 @@ class Collector:
                 leftovers = leases.leftovers(catalog.layout)
                 leases.sweep(catalog.layout, catalog.index)
                 self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
-                gone = unnamed.sweep(catalog.layout, catalog.index, catalog.places)
+                gone = unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
                 self._count_condemned(gone)
             if self._limits.empty_lost_found:
                 # Empty it before anything is added: packs that this run moves there must stay
                 # recoverable.
-                tally.emptied_bytes = unnamed.empty_aside(catalog.layout)
+                tally.emptied_bytes = unnamed_packs.empty_aside(catalog.layout)
                 tally.freed_bytes += tally.emptied_bytes
             self._put_unknown_aside()
             again = True
@@ -287,7 +287,7 @@ class Collector:
                 again = self._round() and tally.freed_bytes > freed
             self._wait_for_others()
             tally.left += self._tidy(memo, statistics)
-            tally.lost_found_bytes = unnamed.aside_bytes(catalog.layout)
+            tally.lost_found_bytes = unnamed_packs.aside_bytes(catalog.layout)
         return tally.report(dry_run=False, seconds=time.monotonic() - began)
 
     def _round(self) -> bool:
@@ -363,7 +363,7 @@ class Collector:
                 why = footers.why_not(transaction, reach, use.pack)
                 if why is None:
                     empty[use.number] = use
-                    unnamed.condemn(catalog.index, transaction, use.pack)
+                    unnamed_packs.condemn(catalog.index, transaction, use.pack)
                 else:
                     tally.left.append(f"pack {use.pack.hex()}: {why}")
         for one in useless:
@@ -390,7 +390,7 @@ class Collector:
     def _sweep(self) -> list[Condemned]:
         with self._catalog.publishing():
             catalog = self._catalog
-            gone = unnamed.sweep(catalog.layout, catalog.index, catalog.places)
+            gone = unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
         self._catalog.packs.forget_removed()
         return gone
 
@@ -404,7 +404,7 @@ class Collector:
         # Packs get their names under this lock, so none of them is a running writer's.
         with catalog.publishing(packs=True):
             unknown = generation.unknown_packs(catalog.packs, catalog.index)
-            moved = unnamed.put_aside(catalog.layout, catalog.packs, unknown)
+            moved = unnamed_packs.put_aside(catalog.layout, catalog.packs, unknown)
         self._tally.put_aside += map(bytes.hex, moved)
 
     def _wait_for_others(self) -> None:
@@ -413,8 +413,8 @@ class Collector:
         end = time.monotonic() + self._limits.wait
         while True:
             self._sweep()
-            waiting = unnamed.listed(catalog.index)
-            held = unnamed.holders(catalog.layout, waiting)
+            waiting = unnamed_packs.listed(catalog.index)
+            held = unnamed_packs.holders(catalog.layout, waiting)
             if not held or time.monotonic() >= end:
                 break
             time.sleep(_POLL_SECONDS)
@@ -486,8 +486,8 @@ def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
     found = []
     with catalog.index.env.read() as transaction:
         for name in names:
-            told = leases.told(catalog.index, transaction, name)
-            found.append(name if told is None else f"{told.purpose} (process {told.pid})")
+            row = leases.row_of(catalog.index, transaction, name)
+            found.append(name if row is None else f"{row.purpose} (process {row.pid})")
     return found
 
 

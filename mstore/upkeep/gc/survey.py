@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from mstore.blocks.id_search import Flags, Numbers
-from mstore.blocks.location_arrays import Table
+from mstore.blocks.id_search import Flags
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import ENTRY, PAGE, Kind
 from mstore.terms.errors import Corrupt
@@ -94,13 +93,8 @@ def uses(reach: Reach, packs: Packs) -> list[Use]:
     Reads the table of a footer only if it lists more rows than are live.
     """
     inventory = reach.inventory
-    tops = [int(table.heads["pack"].max()) for table in inventory.tables.values() if len(table)]
-    length = 1 + max([*inventory.packs, *tops], default=-1)
-    rows = np.zeros(length, np.int64)
-    live_rows = np.zeros(length, np.int64)
-    live_bytes = np.zeros(length, np.int64)
-    for kind, table in inventory.tables.items():
-        _count(table, reach.live[kind], rows, live_rows, live_bytes)
+    rows, _ = inventory.count_by_pack()
+    live_rows, live_bytes = inventory.count_by_pack(reach.live)
     found = []
     for number, (pack, size) in sorted(inventory.packs.items()):
         live = int(live_rows[number])
@@ -108,17 +102,6 @@ def uses(reach: Reach, packs: Packs) -> list[Use]:
         dead = _dead_bytes(packs, pack, size, live, used)
         found.append(Use(number, pack, size, int(rows[number]), live, used, dead))
     return found
-
-
-def _count(
-    table: Table, live: Flags, rows: Numbers, live_rows: Numbers, live_bytes: Numbers
-) -> None:
-    for start in range(0, len(table), _STEP):
-        heads, flags = table.heads[start : start + _STEP], live[start : start + _STEP]
-        numbers = heads["pack"].astype(np.int64)
-        np.add.at(rows, numbers, 1)
-        np.add.at(live_rows, numbers[flags], 1)
-        np.add.at(live_bytes, numbers[flags], heads["stored"][flags].astype(np.int64))
 
 
 def _dead_bytes(

@@ -24,7 +24,7 @@ from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Row
 from mstore.blocks.packs import ENTRY, PAGE, Kind, SealedPack
-from mstore.store import leases, unnamed
+from mstore.store import leases, unnamed_packs
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.terms.errors import Conflict, StorageFailed
@@ -69,7 +69,7 @@ class Rewriting:
         with leases.collecting(catalog.layout):
             with catalog.publishing(packs=True):
                 leases.sweep(catalog.layout, catalog.index)
-                unnamed.sweep(catalog.layout, catalog.index, catalog.places)
+                unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
             lease = leases.Lease(catalog.layout, catalog.index, purpose)
             try:
                 own = cls(catalog, lease, max_pack)
@@ -83,7 +83,9 @@ class Rewriting:
     def require_room(self, positions: int, plain_bytes: int) -> None:
         """Raise StorageFailed unless the disk has room for so many blocks, stored raw."""
         directory = self._catalog.layout.packs
-        needed = room_for(positions, plain_bytes)
+        packs = 1 + plain_bytes // MAX_PACK_BYTES
+        # With footers and alignment.
+        needed = plain_bytes + positions * ENTRY.size + packs * 4 * PAGE if positions else 0
         free = max(0, self._catalog.packs.room() - RESERVE_BYTES)
         if needed > free:
             raise StorageFailed(
@@ -149,9 +151,3 @@ class Rewriting:
                     where=f"block {base.hex()}",
                     hint="run the command again",
                 )
-
-
-def room_for(positions: int, plain_bytes: int) -> int:
-    """Return the bytes that so many raw blocks take at most, with footers and alignment."""
-    packs = 1 + plain_bytes // MAX_PACK_BYTES
-    return plain_bytes + positions * ENTRY.size + packs * 4 * PAGE if positions else 0
