@@ -106,9 +106,9 @@ class Keeping(OpenStore):
 
         Raises BadRequest, NotFound.
         """
-        from mstore.upkeep.gc.prune import Wish, prune
+        from mstore.upkeep.gc.prune import PruneRules, prune
 
-        wish = Wish(
+        wish = PruneRules(
             keep_last,
             tuple(branches),
             keep_daily=keep_daily,

@@ -104,9 +104,7 @@ class Catalog(Payloads):
         layouts.require_writable(self.layout)
         # A copied store may lack it.
         fs.make_directory(self.layout.tmp, private=True, exist_ok=True)
-        lock = fs.LockFile(self.layout.lock)
-        try:
-            lock.acquire()
+        with fs.locked(self.layout.lock):
             self.index.env.require_in_place()
             generation.show_commits(self.index)
             generation.require_current(self.layout, self.index, self.packs, with_packs=packs)
@@ -115,8 +113,6 @@ class Catalog(Payloads):
                 # current publisher would make it look outdated before their commit.
                 mirror.write(self.layout, self.index)
             yield
-        finally:
-            lock.release()
 
     @contextmanager
     def advancing(self) -> Iterator[IndexTransaction]:

@@ -35,13 +35,19 @@ class Pruned(NotFound):
 
 def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
     """Raise Pruned (a NotFound) if a snapshot's contents were pruned and are gone."""
+    if _are_dropped(catalog, id):
+        raise _gone(called)
+
+
+def _are_dropped(catalog: Catalog, id: SnapshotId) -> bool:
+    """Return whether a snapshot was pruned, and its contents are gone."""
     with catalog.index.env.read() as transaction:
         if catalog.index.get(transaction, PRUNED, id) is None:
-            return
+            return False
+    # A snapshot's tensor records are removed in the same transaction as its blocks.
     manifest = catalog.manifest_of(id)
     with catalog.index.env.read() as transaction:
-        if not _is_whole(catalog.index, transaction, manifest):
-            raise _gone(called)
+        return not _is_whole(catalog.index, transaction, manifest)
 
 
 def keep(catalog: Catalog, transaction: IndexTransaction, id: SnapshotId, name: str) -> None:
@@ -106,12 +112,8 @@ def require_held(catalog: Catalog, id: SnapshotId) -> None:
         if any(ref.snapshot_id() == id and ref.kind != refs.CANDIDATE for ref in named):
             return
     # Who may not lock a store can take no hold either.
-    with suppress(StorageFailed):
-        lock = fs.LockFile(catalog.layout.lock, create=False)
-        try:
-            lock.acquire()
-        finally:
-            lock.release()
+    with suppress(StorageFailed), fs.locked(catalog.layout.lock, create=False):
+        pass
     if _is_gone(catalog, id):
         raise _collected(id, id.short)
 
@@ -119,14 +121,8 @@ def require_held(catalog: Catalog, id: SnapshotId) -> None:
 def _is_gone(catalog: Catalog, id: SnapshotId) -> bool:
     """Return whether garbage collection removed a snapshot, or its contents."""
     with catalog.index.env.read() as transaction:
-        if not listing.is_listed(catalog.index, transaction, id):
-            return True
-        if catalog.index.get(transaction, PRUNED, id) is None:
-            return False
-    # A snapshot's tensor records are removed in the same transaction as its blocks.
-    manifest = catalog.manifest_of(id)
-    with catalog.index.env.read() as transaction:
-        return not _is_whole(catalog.index, transaction, manifest)
+        is_listed = listing.is_listed(catalog.index, transaction, id)
+    return not is_listed or _are_dropped(catalog, id)
 
 
 def _collected(id: SnapshotId, where: str) -> Conflict:

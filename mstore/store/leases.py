@@ -94,12 +94,8 @@ def collecting(layout: Layout) -> Iterator[None]:
     The holder may remove rows and packs. Never take it while holding the writer lock.
     """
     layouts.require_writable(layout)
-    lock = fs.LockFile(layout.packs, create=False)
-    try:
-        lock.acquire()
+    with fs.locked(layout.packs, create=False):
         yield
-    finally:
-        lock.release()
 
 
 class Hold:

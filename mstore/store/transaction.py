@@ -74,7 +74,6 @@ class Transaction:
         self._pending: dict[TensorId, Tensor] = {}
         self._relied_blocks: set[BlockId] = set()
         self._relied_records: set[Key] = set()
-        self.bytes_written = 0
         self.blocks_new = 0
         # Before any write: garbage of a killed writer may occupy the space that is needed.
         with catalog.publishing(packs=True):
@@ -82,9 +81,7 @@ class Transaction:
             unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
         catalog.lengths.outlive(self._lease.number)
-        self._packs = NewPacks(
-            catalog, self._lease.directory, prefix="r", max_pack=max_pack, sealing=self._count
-        )
+        self._packs = NewPacks(catalog, self._lease.directory, prefix="r", max_pack=max_pack)
         self._resumes = resumes
         if resumes:
             leases.claim(catalog.layout, self._lease)
@@ -182,6 +179,11 @@ class Transaction:
         return bool(self._own or self._own_records)
 
     @property
+    def bytes_written(self) -> int:
+        """Bytes of the packs that are sealed by now."""
+        return self._packs.bytes_written
+
+    @property
     def directory(self) -> Path:
         """The directory in which to write packs for `adopt`."""
         return self._lease.directory
@@ -205,7 +207,6 @@ class Transaction:
             return 0
         self._own.update(ids)
         self._packs.adopt(pack)
-        self._count(pack)
         self.blocks_new += known.count(False)
         return known.count(False)
 
@@ -289,9 +290,6 @@ class Transaction:
         index = self._catalog.index
         with index.env.read() as transaction:
             return index.has_records(transaction, keys)
-
-    def _count(self, pack: SealedPack) -> None:
-        self.bytes_written += pack.size
 
     # -- publishing --------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ from mstore.terms.report import Report
 from mstore.upkeep.reachability import Inventory, Roots, is_recent, window_start
 from mstore.upkeep.sharings import (
     STORED,
-    Alone,
     CodecUsage,
+    Figures,
     Numbers,
     Owners,
     Sharings,
@@ -421,7 +421,7 @@ class Usage(msgspec.Struct, frozen=True):
                 raise NotFound(what, where=name, hint=call("fsck"))
         return [known[name] for name in dict.fromkeys(names)]
 
-    def _ref(self, number: int, taken: Alone, kept: Alone, shared_with: SharedWith) -> RefUsage:
+    def _ref(self, number: int, taken: Figures, kept: Figures, shared_with: SharedWith) -> RefUsage:
         tip = self.history.tips[number]
         shared = taken.all - taken.unique
         return RefUsage(

@@ -404,7 +404,7 @@ class Reach:
         for id, tensor in self._loaded_rows(Tensor, new):
             self._keep_tensor(TensorId(id), tensor)
         for at in np.flatnonzero(found < 0).tolist():
-            self._keep_stranger(TensorId(id_at(ids, at)))
+            self._keep_without_row(TensorId(id_at(ids, at)))
 
     def _keep_tensor(self, id: TensorId, tensor: Tensor) -> None:
         if not tensor.fits(self._catalog.block_size):
@@ -414,7 +414,7 @@ class Reach:
         if self._blocks_waiting >= _BATCH:
             self._flush()
 
-    def _keep_stranger(self, id: TensorId) -> None:
+    def _keep_without_row(self, id: TensorId) -> None:
         """Keep a tensor without a row in the inventory: virtual, newer, or missing."""
         virtual = self.inventory.tables[Kind.VIRTUAL].find(id)
         if virtual[0] < 0 and self._found_later(Kind.VIRTUAL, id) is None:

@@ -173,7 +173,7 @@ class Sharings:
         return np.stack([column.astype(np.int64) for column in columns], axis=2)
 
 
-class Alone(msgspec.Struct, frozen=True):
+class Figures(msgspec.Struct, frozen=True):
     """The figures of one owner, int64[codecs, 3]: counts, plain and stored bytes by codec.
 
     all: of everything that it has. unique: of what it alone has. portion: its stored bytes, where a
@@ -220,7 +220,7 @@ class Sums:
         """Return the stored bytes of these sharings."""
         return int(self._stored[chosen].sum())
 
-    def each(self, asked: Sequence[int]) -> list[Alone]:
+    def each(self, asked: Sequence[int]) -> list[Figures]:
         """Return the sums of each of these owners, in one pass over all sharings."""
         cells = self._table.reshape(len(self._table), len(Codec) * 3).astype(np.float64)
         unique = cells * (self._owners == 1)[:, None]
@@ -233,7 +233,7 @@ class Sums:
             found += owned.T @ columns[start : start + _CHUNK]
         whole = found[:, :-1].astype(np.int64).reshape(len(asked), 2, len(Codec), 3)
         return [
-            Alone(sums[0], sums[1], int(own[-1])) for sums, own in zip(whole, found, strict=True)
+            Figures(sums[0], sums[1], int(own[-1])) for sums, own in zip(whole, found, strict=True)
         ]
 
     def common(self, owner: int) -> Numbers:

@@ -9,10 +9,10 @@
 Before the new index is in place a crash leaves the state of the last backup, and in tmp/ what was
 copied whole, from which the next run goes on.  After it, the new state.
 
-A payload that is damaged in the source stops nothing: what is whole gets away from a disk that may
-be failing.  The report names what is damaged and whom it hurts, and nothing is removed: an older
-pack of the destination may have the good copy.  What the source has lost, rows and all, the backup
-keeps as it has it.
+A damaged payload of the source stops nothing: its disk may be failing, and what is whole is saved.
+The report names what is damaged and what cannot be read because of it. Nothing is removed then: an
+older pack of the destination may have the good copy. What the source has lost, rows included, the
+backup keeps.
 
 Only damage is reported so (`terms.errors`). Any other error ends the run, and the backup stays as
 it was.
@@ -160,9 +160,9 @@ class _Backup(Attempt):
         )
 
     def _require_later(self, index: Index) -> None:
-        """Raise Conflict where the backup has what this store never had, or has no more.
+        """Raise Conflict if the backup is of a newer state, or of another history.
 
-        A store that was itself restored from an older copy, and its twin, have the same name.
+        A store that was restored from an older copy has the same UUID as its twin.
         """
         before = self._into.before
         if before is None:
@@ -199,7 +199,7 @@ class _Backup(Attempt):
         missing: Sequence[NamedPack],
         staged: dict[PackId, Path],
     ) -> None:
-        """What makes the new index a backup's: what it is of, and what goes once it is in place."""
+        """Mark the new index as a backup's, and add what only the older state has."""
         lost = {pack.number: pack.id for pack in missing}
         broken = self._findings.broken.values()
         numbers = {pack_number(row) for row in broken if row is not None}
@@ -215,7 +215,7 @@ class _Backup(Attempt):
                     unnamed_packs.condemn(index, transaction, pack.id)
 
     def _name_older(self, index: Index, named: Sequence[NamedPack]) -> list[NamedPack]:
-        """Name the packs too that the backup has and the source has no more."""
+        """Add rows of packs that the backup has and the source no longer has; return these."""
         before = self._into.before
         if before is None:
             return []
@@ -230,9 +230,9 @@ class _Backup(Attempt):
         return kept
 
     def _complete(self, index: Index, staged: dict[PackId, Path]) -> None:
-        """See that all is there that names need; what the source lost stays as the backup has it.
+        """Find what names need and the copy lacks, and restore rows that the backup still has.
 
-        The backup would else report success, and the next ones let the last good copy go.
+        Otherwise this run would report success, and a later one would remove the last good copy.
         """
         with closing(self._opened(staged)) as files:
             new = Catalog(self._layout, self._catalog.config, index, files)
@@ -261,7 +261,10 @@ class _Backup(Attempt):
     def _publish(
         self, fresh: Path, staged: dict[PackId, Path], lines: PackList
     ) -> tuple[list[Condemned], Sequence[PackId], int]:
-        """Make the new state the state; what was removed, put aside, and waits for its readers."""
+        """Put the new state in place.
+
+        Returns the packs that were removed, those put aside, and the bytes that wait for readers.
+        """
         layout, into = self._layout, self._into
         with into.publishing():
             pack_list.write(layout, lines)
@@ -283,7 +286,7 @@ class _Backup(Attempt):
         return removed, aside, left
 
     def _affected(self, names: dict[str, refs.Ref]) -> tuple[Affected, ...]:
-        """Whom damage hurts, as the backup is now."""
+        """Return what of the backup cannot be read because of damage."""
         if not self._findings.problems:
             return ()
         with closing(Catalog.opened(self._layout)) as catalog:

@@ -6,12 +6,12 @@
     tmp/incoming/      packs and the index of the next state, while they are not all there
     tmp/incoming.lock  held by the backup that runs: to others it looks like a lease
 
-All else is a store.  Whoever commits to it makes it a store of its own: its generation is then
-another than the row says, and no backup is taken there any more.
+All else is a store. A commit to it makes it a store of its own: its generation then differs from
+the row's, and no backup is taken there any more.
 
-What holds at every moment: `index/` names packs that are in `packs/`, of one commit of the source.
-The new index takes the place of the old one in one step, after all its packs have their names.
-Only then do old packs go: those that the old index named are condemned in the new one.
+At every moment `index/` names packs that are in `packs/`, of one commit of the source. The new
+index replaces the old one in one step, after all its packs have their names. Only then are old
+packs removed: the new index condemns those that only the old one named.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Destination:
     @classmethod
     @contextmanager
     def opened(cls, source: Layout, path: Path, filesystem: str) -> Iterator[Self]:
-        """The backup of this store at `path`, begun where nothing is there.
+        """Open the backup of this store at `path`; begin one if nothing is there.
 
-        Who may use it is for the umask of whoever makes it, whoever shares the store. filesystem:
-        the setting of the source.
+        Its permissions follow the umask of whoever makes it, not the sharing of the store.
+        filesystem: the setting of the source.
 
         Raises BadRequest if the directory above is missing, Conflict if something else is there or
         another backup runs, Incompatible on an unknown filesystem, StorageFailed, Corrupt.
@@ -118,7 +118,7 @@ class Destination:
                 fs.unlink(path, missing_ok=True)
 
     def _state(self) -> State | None:
-        """What it holds.  Raises Conflict where it was written to, Corrupt where it is damaged."""
+        """Return what it holds.  Raises Conflict if it was written to, Corrupt if it is damaged."""
         layout = self.layout
         if not (layout.root / "format").exists():
             return None
@@ -147,7 +147,7 @@ class Destination:
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Its locks, with nobody at work in it and all as it was.  Raises Conflict."""
+        """Hold its locks.  Raises Conflict if others work in it, or if it has changed."""
         layout = self.layout
         with leases.collecting(layout):
             lock = fs.LockFile(layout.lock)
@@ -175,7 +175,7 @@ class Destination:
         fs.sync_directory(self.layout.root)
 
     def settle(self, config: Config) -> None:
-        """Its settings, and at the first time the word that this is a store."""
+        """Write its settings, and the format file of a new one, which makes it a store."""
         layout = self.layout
         settings = None
         with suppress(Corrupt):

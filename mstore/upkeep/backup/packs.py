@@ -86,8 +86,8 @@ _Failure = tuple[Kind, bytes, Row, Corrupt]
 class Proof:
     """Reads, decodes and hashes the payloads in some packs that rows of an index lead to.
 
-    They are copies: a disk that has lost them (`Unreadable`) is not that of the store, and ends the
-    work as all errors do but damage.
+    They are copies. If they cannot be read (`Unreadable`), it is not the store's disk that fails:
+    that ends the work, like every error but damage.
     """
 
     def __init__(self, index: Index, files: Packs, block_size: int, findings: Findings) -> None:
@@ -159,11 +159,11 @@ class Proof:
 
 
 class Moved(Exception):
-    """A pack went while it was copied: the rows of now name it no more."""
+    """A pack was collected while it was copied: no row names it any more."""
 
 
 def attempted(catalog: Catalog, attempt: Callable[[], R]) -> R:
-    """Try until no pack goes meanwhile.  Raises Unavailable if that does not help."""
+    """Try again while packs are collected meanwhile.  Raises Unavailable after many attempts."""
     for _ in range(_ATTEMPTS):
         with suppress(Moved):
             return attempt()

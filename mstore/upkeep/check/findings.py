@@ -146,7 +146,7 @@ class Findings:
                 self.unreadable.add((kind, bytes(id)))
 
 
-def typed(kind: Kind, id: bytes) -> Id:
+def typed_id(kind: Kind, id: bytes) -> Id:
     """Return the id in its own type."""
     return BlockId(id) if kind == Kind.BLOCK else RECORDS[kind].id_type(id)
 

@@ -29,7 +29,7 @@ from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.ahead import in_groups, in_order
 from mstore.terms.errors import Corrupt, Unreadable
 from mstore.terms.ids import BlockId, Buffer, PackId
-from mstore.upkeep.check.findings import RECORDS, Findings, typed
+from mstore.upkeep.check.findings import RECORDS, Findings, typed_id
 
 
 @dataclass(slots=True)
@@ -113,14 +113,9 @@ class Footers:
             fresh = {pack_number(row) for _, _, row in batch} - numbers
             unknown = {n for n in fresh if not self._index.has_number(transaction, n)}
         for kind, id, row in batch:
-            # A pack that was added meanwhile is not a problem.
             number = pack_number(row)
-            if number in unknown and not self._is_numbered(number):
+            if number in unknown:
                 self._tell(kind, id, row, f"the index names an unknown pack {number}")
-
-    def _is_numbered(self, number: int) -> bool:
-        with self._index.env.read() as transaction:
-            return self._index.has_number(transaction, number)
 
     def _tell(self, kind: int, id: bytes, row: Row, what: str) -> None:
         try:
@@ -231,7 +226,7 @@ def payload(index: Index, reader: BlockReader, key: Key, row: Row) -> Buffer:
         base = base_of(row)
         under = None if base is None else index.row(transaction, (Kind.BLOCK, base))
     if kind != Kind.BLOCK:
-        return reader.record(typed(kind, id), location)
+        return reader.record(typed_id(kind, id), location)
     plain = None
     if base is not None:
         if under is None or base_of(under) is not None:

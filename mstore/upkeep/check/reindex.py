@@ -49,7 +49,7 @@ from mstore.terms.phrases import call, phrase
 from mstore.terms.progress import ProgressCallback
 from mstore.terms.report import Report
 from mstore.upkeep.check import old_index, pack_rows
-from mstore.upkeep.check.old_index import Names, OldIndex, settle
+from mstore.upkeep.check.old_index import ChosenRefs, OldIndex, choose_refs
 from mstore.upkeep.check.pack_rows import PackRows
 
 _DATA = "data.mdb"
@@ -278,14 +278,14 @@ class _Building:
         """Fill the index; report all but its size, what becomes of the old one, and the time."""
         packs = self._packs.fill()
         self._remarks += self._packs.remarks
-        settled = settle(self._layout, self._old)
-        self._remarks += settled.remarks
-        self._tell_lost_moves(settled)
+        chosen = choose_refs(self._layout, self._old)
+        self._remarks += chosen.remarks
+        self._tell_lost_moves(chosen)
         with self._index.env.write() as transaction:
             # Later than any that a witness states, so that nothing looks newer.
-            self._index.set_generation(transaction, settled.generation + 1)
-        snapshots = self._snapshots(self._collected(settled))
-        names = self._refs(settled, set(snapshots))
+            self._index.set_generation(transaction, chosen.generation + 1)
+        snapshots = self._snapshots(self._collected(chosen))
+        names = self._refs(chosen, set(snapshots))
         recovered = self._recover(snapshots, names)
         names.update(recovered)
         self._plans(snapshots, names)
@@ -310,18 +310,18 @@ class _Building:
             seconds=0.0,
         )
 
-    def _tell_lost_moves(self, settled: Names) -> None:
+    def _tell_lost_moves(self, chosen: ChosenRefs) -> None:
         known = self._old.generation
-        if known is not None and known < settled.generation:
+        if known is not None and known < chosen.generation:
             self._remarks.append(
-                f"reflogs end at generation {known} of {settled.generation}: later moves are lost, "
+                f"reflogs end at generation {known} of {chosen.generation}: later moves are lost, "
                 "and what was removed since may be a branch recovered/... now"
             )
 
-    def _collected(self, settled: Names) -> set[bytes]:
+    def _collected(self, chosen: ChosenRefs) -> set[bytes]:
         """Return snapshots that the old index no longer had, if it is the latest witness."""
         old = self._old
-        if old.snapshots is None or old.generation is None or old.generation < settled.generation:
+        if old.snapshots is None or old.generation is None or old.generation < chosen.generation:
             return set()
         known = old.packs - self._returned
         return {id for id, packs in self._packs.homes.items() if packs <= known} - old.snapshots
@@ -366,15 +366,15 @@ class _Building:
             self._remarks.append(f"{kind.name.lower()} {id.hex()} is unreadable")
         return data
 
-    def _refs(self, settled: Names, known: set[SnapshotId]) -> dict[str, refs.Ref]:
+    def _refs(self, chosen: ChosenRefs, known: set[SnapshotId]) -> dict[str, refs.Ref]:
         """Insert the chosen refs, and the old index's reflogs with a move to the chosen state."""
         old, index = self._old, self._index
         with index.env.write() as transaction:
             for key, move in old.reflog.items():
                 index.put(transaction, REFLOG, key, move)
-            for name in settled.removed:
+            for name in chosen.removed:
                 self._restore(transaction, name, None, old.moves[name].new)
-            for name, ref in sorted(settled.refs.items()):
+            for name, ref in sorted(chosen.refs.items()):
                 if ref.snapshot_id() not in known:
                     what = f"{name} is at {ref.snapshot_id()}, which is in no pack"
                     self._remarks.append(
@@ -382,7 +382,7 @@ class _Building:
                     )
                 last = old.moves[name].new if name in old.moves else None
                 self._restore(transaction, name, ref, last)
-        return dict(settled.refs)
+        return dict(chosen.refs)
 
     def _restore(
         self,

@@ -48,7 +48,7 @@ from mstore.terms.report import Report
 from mstore.terms.sizes import format_size
 from mstore.upkeep.gc import proof
 from mstore.upkeep.gc.repack import Copies
-from mstore.upkeep.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
+from mstore.upkeep.gc.survey import DEAD_SHARE, Choice, DeadRows, PackUse, choose, places, uses
 from mstore.upkeep.reachability import Inventory, Reach, Roots, window_start
 
 RESERVE_BYTES = 8 << 20
@@ -149,7 +149,7 @@ class _Tally:
     lost_found_bytes: int = 0
     emptied_bytes: int = 0
 
-    def drop(self, dead: Dead) -> None:
+    def drop(self, dead: DeadRows) -> None:
         self.snapshots_dropped += dead.snapshots
         self.blocks_dropped += dead.count(Kind.BLOCK)
         self.records_dropped += dead.count(*(kind for kind in Kind if kind != Kind.BLOCK))
@@ -185,7 +185,7 @@ class Collector:
 
     # -- looking -----------------------------------------------------------------------------
 
-    def _survey(self) -> tuple[Roots, Reach, Dead, Choice]:
+    def _survey(self) -> tuple[Roots, Reach, DeadRows, Choice]:
         catalog = self._catalog
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
@@ -195,7 +195,7 @@ class Collector:
         proof.require_rows(catalog, reach)
         found = uses(reach, catalog.packs)
         choice = choose(found, self._room(), self._limits.dead_share)
-        return roots, reach, Dead.of(reach), choice
+        return roots, reach, DeadRows.of(reach), choice
 
     def _room(self) -> int:
         if self._limits.room is not None:
@@ -227,7 +227,7 @@ class Collector:
         return tally.report(dry_run=True, seconds=time.monotonic() - began)
 
     def _count_packs(
-        self, choice: Choice, removed: Iterable[Use], rewritten: Iterable[Use], copied: int
+        self, choice: Choice, removed: Iterable[PackUse], rewritten: Iterable[PackUse], copied: int
     ) -> None:
         tally = self._tally
         tally.dead_bytes = choice.stays
@@ -343,7 +343,7 @@ class Collector:
             reach.grow(roots, transaction)
             moves = [RefMove(name, ref, None, "gc") for name, ref in roots.expired]
             apply_moves(catalog, transaction, moves)
-            dead = Dead.of(reach)
+            dead = DeadRows.of(reach)
             gone: Counter[int] = Counter()
             for pack in copies.packs.sealed:
                 replaced = catalog.index.move_into(transaction, pack, copies.rows)
@@ -437,7 +437,7 @@ class Collector:
 
 
 def _drop_rows(
-    catalog: Catalog, transaction: IndexTransaction, inventory: Inventory, dead: Dead
+    catalog: Catalog, transaction: IndexTransaction, inventory: Inventory, dead: DeadRows
 ) -> Iterator[int]:
     """Delete the rows of the dead if they are unchanged; yield the pack number of each."""
     index = catalog.index
@@ -452,7 +452,7 @@ def _drop_rows(
                 yield pack_number(found)
 
 
-def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: Dead) -> None:
+def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: DeadRows) -> None:
     """Delete all index rows of snapshots that are gone, except their reflogs."""
     index = catalog.index
     for id in dead.snapshots:

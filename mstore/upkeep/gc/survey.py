@@ -29,7 +29,7 @@ SMALL_PACKS = 8
 _STEP = 1 << 20
 
 
-class Use(msgspec.Struct, frozen=True):
+class PackUse(msgspec.Struct, frozen=True):
     """A pack and its rows; `rows` includes dead ones.
 
     dead_bytes: None if the pack is damaged.
@@ -56,15 +56,15 @@ class Choice(msgspec.Struct, frozen=True):
     bytes of packs that are left as they are.
     """
 
-    remove: tuple[Use, ...]
-    rewrite: tuple[Use, ...]
+    remove: tuple[PackUse, ...]
+    rewrite: tuple[PackUse, ...]
     left: tuple[str, ...]
     short_of_room: bool
     joined: frozenset[int]
     stays: int
 
 
-class Dead(msgspec.Struct, frozen=True):
+class DeadRows(msgspec.Struct, frozen=True):
     """The rows to delete, by kind."""
 
     rows: dict[Kind, Flags]
@@ -72,7 +72,7 @@ class Dead(msgspec.Struct, frozen=True):
     stored_bytes: int
 
     @classmethod
-    def of(cls, reach: Reach) -> Dead:
+    def of(cls, reach: Reach) -> DeadRows:
         """Collect everything that is not reached."""
         rows = {kind: ~live for kind, live in reach.live.items()}
         stored = sum(
@@ -87,7 +87,7 @@ class Dead(msgspec.Struct, frozen=True):
         return sum(int(self.rows[kind].sum()) for kind in kinds)
 
 
-def uses(reach: Reach, packs: Packs) -> list[Use]:
+def uses(reach: Reach, packs: Packs) -> list[PackUse]:
     """Return how each pack is used, by pack number.
 
     Reads the table of a footer only if it lists more rows than are live.
@@ -100,7 +100,7 @@ def uses(reach: Reach, packs: Packs) -> list[Use]:
         live = int(live_rows[number])
         used = int(live_bytes[number])
         dead = _dead_bytes(packs, pack, size, live, used)
-        found.append(Use(number, pack, size, int(rows[number]), live, used, dead))
+        found.append(PackUse(number, pack, size, int(rows[number]), live, used, dead))
     return found
 
 
@@ -115,7 +115,7 @@ def _dead_bytes(
         return None
 
 
-def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> Choice:
+def choose(found: Sequence[PackUse], room: int, dead_share: float = DEAD_SHARE) -> Choice:
     """Choose packs to remove and to rewrite, with `room` bytes for copies."""
     remove, wanted, small = [], [], []
     left: list[str] = []
@@ -155,7 +155,7 @@ def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> C
     )
 
 
-def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[Use]) -> list[Place]:
+def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[PackUse]) -> list[Place]:
     """Return the live rows of some packs, in the order in which their payloads lie."""
     numbers = np.array([use.number for use in packs], np.int64)
     found = []

@@ -92,7 +92,7 @@ def coded_blocks(catalog: Catalog, files: Iterable[File]) -> set[BlockId]:
 def blocks_of_other_pins(catalog: Catalog, id: SnapshotId) -> set[BlockId]:
     """Return the blocks of all pinned snapshots but this one, as far as their records can be read.
 
-    What is damaged there must neither stop work on this one nor bare what is whole there.
+    Damage in another one must not stop work on this one, and its whole blocks stay protected.
     """
     found: set[BlockId] = set()
     for other in catalog.index.marked(PINNED) - {id}:

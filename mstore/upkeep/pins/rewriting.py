@@ -1,15 +1,13 @@
 """New places for stored blocks: copied or coded again into new packs, published as one step.
 
-    lock of garbage collection -> lease -> payloads into tmp/ -> footer, fsync -> writer lock
-    -> pack list, fsync -> rename into packs/ -> fsync of the directories -> ONE index transaction:
-       point rows at the copies, and set or remove the mark of the pin -> acknowledge
+Packs are written and published in the order that `mstore.store.transaction` promises. Its index
+transaction points rows at the copies, and sets or removes the mark of the pin: a crash before it
+leaves only garbage, and after it all is done. Old payloads are garbage that gc frees, once those
+who may be reading them have ended.
 
-A crash before the index commit leaves only garbage; after it, everything is done.  Old payloads are
-garbage that gc frees, once those who may be reading them have ended.
-
-The lock of garbage collection is held throughout: it is the lock of whoever changes rows of stored
-blocks, and then no row changes under a copy, and no base of a difference is collected before the
-difference is published.  `add` and `merge` need no lock: they only add rows.
+The lock of garbage collection is held throughout, as by all who change rows of stored blocks: so no
+row changes under a copy, and no base of a difference is collected before the difference is
+published. `add` and `merge` do not need it: they only add rows.
 
 Belongs to one thread.
 """
@@ -23,7 +21,7 @@ from contextlib import contextmanager
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Row
-from mstore.blocks.packs import ENTRY, PAGE, Kind, SealedPack
+from mstore.blocks.packs import ENTRY, PAGE, Kind
 from mstore.store import leases, unnamed_packs
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
@@ -46,15 +44,12 @@ class Rewriting:
     def __init__(self, catalog: Catalog, lease: leases.Lease, max_pack: int) -> None:
         self._catalog = catalog
         self._lease = lease
-        self._packs = NewPacks(
-            catalog, lease.directory, prefix="p", max_pack=max_pack, sealing=self._count
-        )
+        self._packs = NewPacks(catalog, lease.directory, prefix="p", max_pack=max_pack)
         self._rows: dict[Key, Row] = {}
         self._bases: set[bytes] = set()
         self._deltas: set[BlockId] = set()
         with catalog.index.env.read() as transaction:
             self._generation = catalog.index.generation(transaction)
-        self.bytes_written = 0
         self.blocks = 0
 
     @classmethod
@@ -107,8 +102,10 @@ class Rewriting:
             self._bases.add(encoded.base)
             self._deltas.add(position.block)
 
-    def _count(self, pack: SealedPack) -> None:
-        self.bytes_written += pack.size
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the packs that are sealed by now."""
+        return self._packs.bytes_written
 
     def publish(self, also: Callable[[IndexTransaction], None]) -> None:
         """Point the rows of all these blocks at their new places, in one index transaction.
