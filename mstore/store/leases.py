@@ -220,16 +220,12 @@ def leftovers(layout: Layout) -> list[Leftover]:
 
 
 def _listed(layout: Layout) -> list[Path]:
-    if not layout.tmp.exists() or not _may_look(layout):
-        # A copy of a store may lack tmp/.
+    # A copy of a store may lack tmp/. A reader may not look into it; a writer must be able to.
+    may_look = os.access(layout.tmp, os.R_OK | os.X_OK) or os.access(layout.tmp, os.W_OK)
+    if not layout.tmp.exists() or not may_look:
         return []
     with fs.translated(layout.tmp):
         return [layout.tmp / name for name in fs.listed(layout.tmp)]
-
-
-def _may_look(layout: Layout) -> bool:
-    """Return False if tmp/ is closed to this reader; writers must be able to list it."""
-    return os.access(layout.tmp, os.R_OK | os.X_OK) or os.access(layout.tmp, os.W_OK)
 
 
 def _owner_lock(layout: Layout, path: Path) -> Path:

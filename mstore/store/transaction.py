@@ -93,7 +93,10 @@ class Transaction:
         try:
             self._packs.abandon()
         finally:
-            if self._resumes and kind is not None and _is_interruption(kind):
+            interrupted = kind is not None and (
+                issubclass(kind, Interrupted) or not issubclass(kind, Exception)
+            )
+            if self._resumes and interrupted:
                 # Sealed packs with a receipt wait for the next attempt.
                 self._lease.leave()
             else:
@@ -361,10 +364,6 @@ class Transaction:
             if place is None or Codec(place.codec).is_delta:
                 gone.append(base)
         _require_unmoved(gone)
-
-
-def _is_interruption(kind: type[BaseException]) -> bool:
-    return issubclass(kind, Interrupted) or not issubclass(kind, Exception)
 
 
 def _require_unmoved(gone: Sequence[bytes]) -> None:

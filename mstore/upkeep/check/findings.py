@@ -174,16 +174,9 @@ class AffectedTensors:
         self._findings = findings
         self._blocks: dict[bytes, bool] = {}
         self._tensors: dict[TensorId, int] = {}
-        self._numbers = self._damaged_numbers()
-
-    def _damaged_numbers(self) -> set[int]:
-        index = self._catalog.index
-        with index.env.read() as transaction:
-            return {
-                number
-                for pack in self._findings.packs
-                if (number := index.pack_number(transaction, pack)) is not None
-            }
+        with catalog.index.env.read() as transaction:
+            numbers = [catalog.index.pack_number(transaction, pack) for pack in findings.packs]
+        self._damaged = {number for number in numbers if number is not None}
 
     def all(
         self, names: dict[str, refs.Ref], pruned: AbstractSet[SnapshotId]
@@ -250,7 +243,7 @@ class AffectedTensors:
                 under = self._catalog.index.row(transaction, (Kind.BLOCK, base))
             if self._is_lost(BlockId(base), under):
                 return True
-        if pack_number(row) not in self._numbers:
+        if pack_number(row) not in self._damaged:
             return False
         try:
             self._catalog.read_block(block)

@@ -133,7 +133,8 @@ class Checker:
         self._settle(catalog)
         graph = _confirmed(catalog, graph)
         findings.take(graph.findings)
-        findings.garbage += self._leftovers()
+        root, left = self._layout.root, leases.garbage(self._layout)
+        findings.garbage += [str(path.relative_to(root)) for path in left]
         return self._report(catalog, totals, graph, bytes_read, began)
 
     def _index(self, catalog: Catalog) -> None:
@@ -232,10 +233,6 @@ class Checker:
             packs = index.named_packs(transaction)
             named = {pack.id for pack in packs if pack.number in numbers}
         return named | set(self.findings.packs)
-
-    def _leftovers(self) -> list[str]:
-        root = self._layout.root
-        return [str(path.relative_to(root)) for path in leases.garbage(self._layout)]
 
     def _hint(self, catalog: Catalog, refs: Container[str], lost: Collection[str]) -> Phrase | None:
         findings = self.findings

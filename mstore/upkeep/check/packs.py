@@ -97,15 +97,10 @@ class Footers:
             named.update(counted)
             if counted.keys() - numbers:
                 self._unknown_pack(batch, numbers)
-        self._totals.blocks, self._totals.records = (
-            self._count("blocks"),
-            self._count("records"),
-        )
-        return named
-
-    def _count(self, database: str) -> int:
         with self._index.env.read() as transaction:
-            return self._index.count(transaction, database)
+            self._totals.blocks = self._index.count(transaction, "blocks")
+            self._totals.records = self._index.count(transaction, "records")
+        return named
 
     def _unknown_pack(self, batch: list[tuple[int, bytes, Row]], numbers: set[int]) -> None:
         with self._index.env.read() as transaction:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ from mstore.store.memo import Memo
 from mstore.store.publishing import MAX_PACK_BYTES
 from mstore.store.transaction import RefMove, apply_moves
 from mstore.terms.errors import StorageFailed
-from mstore.terms.ids import PackId, PlanId, SnapshotId
+from mstore.terms.ids import PackId, SnapshotId
 from mstore.terms.progress import Progress, ProgressCallback
 from mstore.terms.report import Report
 from mstore.terms.sizes import format_size
@@ -426,13 +426,22 @@ class Collector:
         self._tally.waiting_for = sorted(_purposes(self._catalog, held))
 
     def _tidy(self, memo: Memo, statistics: Callable[[], StatsStore]) -> list[str]:
-        others = leases.live(self._catalog.layout)
-        if others:
+        catalog, index = self._catalog, self._catalog.index
+        if leases.live(catalog.layout):
             return ["memo table and statistics: others are at work"]
-        _tidy_memo(self._catalog, memo)
-        # They may have been removed to make room; opening makes new ones.
-        if self._catalog.layout.stats.exists():
-            _tidy_statistics(self._catalog, statistics())
+        with index.env.read() as transaction:
+            memo.tidy(
+                lambda blocks: index.has_blocks(transaction, blocks),
+                lambda plan: index.has_record(transaction, Kind.PLAN, plan),
+            )
+            # They may have been removed to make room; opening makes new ones.
+            if catalog.layout.stats.exists():
+                statistics().tidy(
+                    lambda tensors: [
+                        index.row(transaction, (Kind.TENSOR, tensor)) is not None
+                        for tensor in tensors
+                    ]
+                )
         return []
 
 
@@ -489,29 +498,3 @@ def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
             row = leases.row_of(catalog.index, transaction, name)
             found.append(name if row is None else f"{row.purpose} (process {row.pid})")
     return found
-
-
-def _tidy_memo(catalog: Catalog, table: Memo) -> None:
-    """Drop outputs whose blocks are gone, and requests whose plan is gone."""
-    index = catalog.index
-    with index.env.read() as transaction:
-
-        def stored(blocks: Sequence[bytes]) -> list[bool]:
-            return index.has_blocks(transaction, blocks)
-
-        def planned(plan: PlanId) -> bool:
-            return index.has_record(transaction, Kind.PLAN, plan)
-
-        table.tidy(stored, planned)
-
-
-def _tidy_statistics(catalog: Catalog, store: StatsStore) -> None:
-    """Drop the statistics of tensors that are gone."""
-    index = catalog.index
-    with index.env.read() as transaction:
-
-        def stored(tensors: Sequence[bytes]) -> list[bool]:
-            rows = (index.row(transaction, (Kind.TENSOR, tensor)) for tensor in tensors)
-            return [row is not None for row in rows]
-
-        store.tidy(stored)

@@ -11,7 +11,7 @@ import errno
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from mstore.blocks.location import Key, Row
+from mstore.blocks.location import Key, Location, Row
 from mstore.blocks.packs import NO_BASE, Kind
 from mstore.blocks.reader import BlockReader, decoded, verify
 from mstore.store.catalog import Catalog
@@ -78,7 +78,7 @@ class Copies:
             self.left.append(f"{place.kind.name.lower()} {id.hex()}: its base is missing")
             return length
         try:
-            payload = self._payload(place, id)
+            payload = self._payload(place.kind, id, location)
         except Corrupt as error:
             self.left.append(f"{place.kind.name.lower()} {id.hex()}: {error.what}")
             return length
@@ -86,12 +86,10 @@ class Copies:
         self.rows[place.kind, id] = row
         return length
 
-    def _payload(self, place: Place, id: bytes) -> Buffer:
+    def _payload(self, kind: Kind, id: bytes, location: Location) -> Buffer:
         """Return the stored bytes, after checking them against the id."""
-        table = self._inventory.tables[place.kind]
-        location = self._inventory.location(table, place.row)
-        if place.kind != Kind.BLOCK:
-            return self._catalog.record_bytes(typed_id(place.kind, id), location)
+        if kind != Kind.BLOCK:
+            return self._catalog.record_bytes(typed_id(kind, id), location)
         block = BlockId(id)
         payload = self._reader.payload(block, location)
         base: Buffer | None = None
