@@ -17,7 +17,7 @@ import pytest
 from mstore import MergeRequest, Store, TensorRule
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.planning import tensors, validate
-from mstore.store.objects.shapes import told_difference
+from mstore.store.objects.shapes import difference_hint
 from mstore.terms.phrases import Call, Option, Phrase, Text, as_phrase, call, phrase
 from mstore.terms.report import plain
 from mstore_cli.spelling import Typed, flag
@@ -57,7 +57,7 @@ FLAGS = {
         (call("tensors", "REF"), "store.tensors(REF)", "mstore ls --tensors REF"),
         (call("plan", "..."), "store.plan(...)", "mstore plan ..."),
         (
-            told_difference("base", "a b"),
+            difference_hint("base", "a b"),
             "store.diff('base', 'a b'); skip=[PATTERN] leaves tensors out",
             "mstore diff base 'a b'; --skip PATTERN leaves tensors out",
         ),

@@ -24,10 +24,10 @@ MODULES = {
     ),
     "mstore.checkpoint": "dtypes models paths",
     "mstore.fs": "disks files locks rights roots trees",
-    "mstore.store.objects": "canonical coverage manifest note plan snapshot tensor",
+    "mstore.store.objects": "canonical manifest note plan snapshot tensor",
     "mstore.store": (
         "caches catalog config contents generation layout leases listing mirror models not_finite "
-        "objects pack_list ref_store refs revisions sealed_text"
+        "objects pack_list payloads refs revisions sealed_text"
     ),
     "mstore_cli": (
         "command commands declared errors found graph lines main options output session signers "

@@ -19,7 +19,7 @@ from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.store import leases
 from mstore.store.catalog import Catalog
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict
 from mstore.terms.ids import Revision
 from mstore.terms.phrases import Option, phrase

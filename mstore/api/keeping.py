@@ -25,12 +25,10 @@ if TYPE_CHECKING:
     from mstore.upkeep.check.fsck import CheckReport
     from mstore.upkeep.check.reindex import ReindexReport
     from mstore.upkeep.check.repair import RepairReport
-    from mstore.upkeep.disk_usage import UsageReport
+    from mstore.upkeep.disk_usage import StoreReport, UsageReport
     from mstore.upkeep.gc.collect import GcReport
     from mstore.upkeep.gc.prune import PruneReport
-    from mstore.upkeep.pins.pin import PinReport
-    from mstore.upkeep.pins.unpin import UnpinReport
-    from mstore.upkeep.store_size import StoreReport
+    from mstore.upkeep.pins.pin import PinReport, UnpinReport
 
 
 @checked("Store")
@@ -108,9 +106,9 @@ class Keeping(OpenStore):
 
         Raises BadRequest, NotFound.
         """
-        from mstore.upkeep.gc.prune import Wish, prune
+        from mstore.upkeep.gc.prune import PruneRules, prune
 
-        wish = Wish(
+        wish = PruneRules(
             keep_last,
             tuple(branches),
             keep_daily=keep_daily,
@@ -170,7 +168,7 @@ class Keeping(OpenStore):
         Raises BadRequest (not pinned), NotFound, Corrupt, Conflict, StorageFailed; then nothing is
         changed.
         """
-        from mstore.upkeep.pins.unpin import unpin
+        from mstore.upkeep.pins.pin import unpin
 
         return unpin(
             self._catalog,
@@ -305,7 +303,7 @@ class Keeping(OpenStore):
 
     def stats(self) -> StoreReport:
         """Return sizes in bytes and counts for the whole store."""
-        from mstore.upkeep.store_size import store_report
+        from mstore.upkeep.disk_usage import store_report
 
         return store_report(
             self._catalog,

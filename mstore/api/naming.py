@@ -15,8 +15,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.snapshots import lineage
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import Ref
+from mstore.store.refs import Ref, refs_in
 from mstore.terms.errors import BadName, Conflict
 from mstore.terms.ids import NoteId, Revision, SnapshotId
 from mstore.terms.phrases import call, joined

@@ -173,9 +173,9 @@ class OpenStore:
 
     def _still_coded(self, files: Iterable[File], total: int, name: str) -> tuple[Phrase, ...]:
         """Return a remark if a result is not raw because the store had some of its blocks."""
-        from mstore.upkeep.pins.spots import coded
+        from mstore.upkeep.pins.positions import coded_blocks
 
-        count = len(coded(self._catalog, files))
+        count = len(coded_blocks(self._catalog, files))
         told = (
             "{count} of {total} blocks were stored before and stay coded; to store all raw: {pin}"
         )

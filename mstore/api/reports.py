@@ -64,12 +64,11 @@ from mstore.upkeep.check.findings import Affected, Problem
 from mstore.upkeep.check.fsck import CheckReport
 from mstore.upkeep.check.reindex import ReindexReport
 from mstore.upkeep.check.repair import RepairReport
-from mstore.upkeep.disk_usage import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
+from mstore.upkeep.disk_usage import HeldBytes, RefUsage, SharedBytes, StoreReport, UsageReport
 from mstore.upkeep.gc.collect import GcReport
 from mstore.upkeep.gc.prune import PruneReport
-from mstore.upkeep.pins.pin import PinReport
-from mstore.upkeep.pins.unpin import UnpinReport
-from mstore.upkeep.store_size import StoreReport
+from mstore.upkeep.pins.pin import PinReport, UnpinReport
+from mstore.upkeep.sharings import CodecUsage
 
 __all__ = [
     "BAD_SIGNATURE",

@@ -46,7 +46,7 @@ from mstore.fs.files import (
     unlink,
     unnamed,
 )
-from mstore.fs.locks import LockFile
+from mstore.fs.locks import LockFile, locked
 from mstore.fs.rights import may_write, owners, require_writable, share, share_tree, user_name
 from mstore.fs.roots import (
     Root,
@@ -98,6 +98,7 @@ __all__ = [
     "link",
     "listed",
     "listed_below",
+    "locked",
     "make_directories",
     "make_directory",
     "may_write",

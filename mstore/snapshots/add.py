@@ -762,7 +762,7 @@ def add(
         publication.commit()
     remarks = (*checkpoint.remarks, *_remarks(adder, base, told, message, is_new=is_new))
     if differences is not None:
-        remarks = (*remarks, *_told_differences(catalog, differences, manifest, told_size))
+        remarks = (*remarks, *_difference_hints(catalog, differences, manifest, told_size))
     is_told = told is not None and told.snapshot == base.snapshot
     return AddReport(
         name=name,
@@ -801,7 +801,7 @@ def _to_read(checkpoint: Checkpoint, differences: Differences | None) -> int:
     )
 
 
-def _told_differences(
+def _difference_hints(
     catalog: Catalog, differences: Differences, manifest: Manifest, told_size: str | None
 ) -> Iterator[str]:
     """Yield what became of a checkpoint of differences."""

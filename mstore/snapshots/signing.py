@@ -32,9 +32,8 @@ from mstore.snapshots import notes
 from mstore.snapshots.notes import GOOD_SIGNATURE, NoteReport, SignatureReport, signature_report
 from mstore.store import contents
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.objects.coverage import Coverage
 from mstore.store.objects.note import ED25519, SIGNATURE, Note, packed
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import Coverage, Plan
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Corrupt, Unavailable
 from mstore.terms.ids import BlockId, ManifestId, NoteId, SnapshotId

@@ -136,9 +136,9 @@ class StoredLengths:
                 self._sums = {key: sums}
 
     def outlive(self, number: int) -> None:
-        """Go on after a transaction of this number, which is committed and changed no length.
+        """Keep what is known after the caller's own transaction, which changed no length.
 
-        It was the caller's own, and wrote something: no other has its number.
+        number: of that transaction, which is committed and wrote something.
         """
         with self._lock:
             if self._state is not None and self._state[1] == number - 1:

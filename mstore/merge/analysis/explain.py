@@ -24,7 +24,6 @@ from mstore.models.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.not_finite import of_merge
-from mstore.store.objects.coverage import Coverage, TensorCoverage, bit
 from mstore.store.objects.plan import (
     BELOW,
     DROPPED,
@@ -33,9 +32,12 @@ from mstore.store.objects.plan import (
     OMITTED,
     READ,
     SHARED,
+    Coverage,
     Plan,
     PlanTensor,
     Taken,
+    TensorCoverage,
+    bit,
 )
 from mstore.store.objects.shapes import layers_of
 from mstore.store.objects.snapshot import SnapshotRecord

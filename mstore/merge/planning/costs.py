@@ -29,9 +29,8 @@ from mstore.models.adapters.inputs import Inputs
 from mstore.models.stats.chunks import blocks_per_chunk, tensor_chunk
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
-from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, Unavailable
 from mstore.terms.ids import ID_BYTES
 

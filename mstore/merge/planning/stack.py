@@ -30,9 +30,8 @@ from mstore.merge.recipes.layout import COUNTS, TEXT_CONFIGS, Layout, layers_of
 from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of
-from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.plan import Criteria, Plan, PlanOperation, Taken
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import ManifestId, TensorId
 from mstore.terms.phrases import few

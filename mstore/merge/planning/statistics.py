@@ -34,8 +34,7 @@ from mstore.models.stats.store import StatsStore
 from mstore.models.stats.table import DeltaTable
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
-from mstore.store.objects.applied import AppliedTensor
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import TensorId
 from mstore.terms.phrases import Option, phrase

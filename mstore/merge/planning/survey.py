@@ -19,8 +19,7 @@ from mstore.merge.methods.method import Operation
 from mstore.models.stats.chunk import CHUNK
 from mstore.models.stats.histogram import Threshold
 from mstore.store.objects import plan
-from mstore.store.objects.applied import AppliedTensor
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.ids import ManifestId, TensorId
 
 # A delta that is zero everywhere needs nothing kept.

@@ -46,9 +46,8 @@ from mstore.models.stats.store import StatsStore
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, models_in
-from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.shapes import chosen, require_same_shapes
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.store.tied import ties_embeddings
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import TensorId

@@ -24,9 +24,9 @@ from mstore.store.objects.shapes import (
     EMBEDDINGS,
     Globs,
     differ_in_vocabulary,
+    difference_hint,
     matching,
     require_matches,
-    told_difference,
 )
 from mstore.store.objects.tensor import Tensor
 from mstore.store.tied import KEY, own_head, sizes_of, ties_embeddings
@@ -148,7 +148,7 @@ def hint_for(
 
     base, expert: their names. ours, theirs: shapes of what is merged. records, found: all tensors.
     """
-    hint = told_difference(base, expert)
+    hint = difference_hint(base, expert)
     if ours.keys() != theirs.keys():
         allowed = Option("allow_missing", True)
         hint = phrase("{told}, {allowed} merges the others", told=hint, allowed=allowed)

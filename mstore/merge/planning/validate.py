@@ -24,9 +24,8 @@ from mstore.models.stats.chunks import tensor_chunk
 from mstore.numeric.codes import CODES
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
-from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.phrases import Option, call, phrase
 from mstore.terms.sizes import format_size

@@ -37,9 +37,8 @@ from mstore.merge.running.work_list import Cutter, WorkList, coverage
 from mstore.models.made.files import blocks_of
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
-from mstore.store.objects.coverage import Coverage
 from mstore.store.objects.manifest import Manifest
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import Coverage, Plan
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import BadRequest, BudgetExceeded

@@ -45,8 +45,8 @@ from mstore.models.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.leases import PACK, RECEIPT
 from mstore.store.memo import Memo
-from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.plan import Plan
+from mstore.store.objects.tensor import AppliedTensor
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import ID_BYTES, BlockId, TensorId

@@ -34,10 +34,9 @@ from mstore.models.adapters.low_rank import FactorCache, Factors
 from mstore.models.stats.chunks import blocks_per_chunk, row_length
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
-from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import READ, SHARED, Plan, PlanTensor
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import Conflict, Corrupt
 from mstore.terms.ids import ID_BYTES, BlockId, TensorId
 from mstore.terms.phrases import call

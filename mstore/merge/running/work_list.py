@@ -17,8 +17,7 @@ from mstore.merge.running.output import OutputFiles, is_safetensors, tensor_byte
 from mstore.merge.running.slices import ALL_FINITE, NotFinite, Result, Slice, TensorChunks
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
 from mstore.store.catalog import Catalog
-from mstore.store.objects.coverage import Coverage, TensorCoverage, bitmap
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import Coverage, Plan, TensorCoverage, bitmap
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.ids import ID_BYTES, BlockId
 from mstore.terms.progress import Progress, ProgressCallback

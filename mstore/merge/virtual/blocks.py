@@ -32,10 +32,11 @@ from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TiePrefix, grant_of
 from mstore.store.block_cache import VirtualBlock
-from mstore.store.catalog import LOOKS, Catalog
+from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.objects.plan import READ, Plan
 from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.store.payloads import LOOKS
 from mstore.terms.errors import Conflict, Corrupt, MstoreError
 from mstore.terms.ids import BlockId, Buffer, PlanId, VirtualId
 from mstore.terms.phrases import call

@@ -36,9 +36,9 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.shapes import (
     EMBEDDINGS,
     chosen,
+    difference_hint,
     require_matches,
     require_same_shapes,
-    told_difference,
 )
 from mstore.store.objects.snapshot import BASE, EXPERT, EXTRACT, Parent
 from mstore.store.objects.tensor import Tensor
@@ -127,7 +127,7 @@ def extract(
         {tensor: record.shape for tensor, (_, record) in theirs.items()},
         what=f"cannot be compared with {base[0]}",
         where=expert[0],
-        hint=told_difference(base[0], expert[0]),
+        hint=difference_hint(base[0], expert[0]),
     )
     model = catalog.manifest_of(base[1])
     models = models_in(catalog, model)

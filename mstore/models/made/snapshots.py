@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.objects.coverage import Coverage
 from mstore.store.objects.manifest import Manifest
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import Coverage, Plan
 from mstore.store.objects.snapshot import PREVIOUS, Origin, Parent, SnapshotRecord
 from mstore.store.transaction import RefMove, Transaction, tip_of
 from mstore.terms.errors import BadName

@@ -25,9 +25,9 @@ from mstore.store.layout import require_writable
 from mstore.store.models import Input
 from mstore.store.objects.shapes import (
     chosen,
+    difference_hint,
     require_matches,
     require_same_shapes,
-    told_difference,
 )
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.ids import TensorId
@@ -186,7 +186,7 @@ def analyze(
         chosen({name: record.shape for name, (_, record) in experts.items()}, only, skip),
         what=f"not a fine-tune of {base.name}",
         where=expert.name,
-        hint=told_difference(base.name, expert.name),
+        hint=difference_hint(base.name, expert.name),
     )
     # Keyed by pair of tensors, so tied names count once.
     pairs = {

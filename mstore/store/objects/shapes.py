@@ -119,7 +119,7 @@ def require_matches(names: Collection[str], only: Sequence[str], skip: Sequence[
             raise BadRequest(f"no tensor's name matches {pattern!r}", where=option, hint=hint)
 
 
-def told_difference(base: str, other: str) -> Phrase:
+def difference_hint(base: str, other: str) -> Phrase:
     """Return the hint for models that differ: what shows the difference, and what ignores it."""
     return phrase(
         "{diff}; {skip} leaves tensors out",

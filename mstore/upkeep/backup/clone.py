@@ -128,7 +128,7 @@ class _Clone(Attempt):
 
     def _require_sound(self, index: Index, files: Packs) -> None:
         """Raise Corrupt if a payload is damaged, or anything is missing that names need."""
-        catalog = Catalog.over(self._layout, self._catalog.config, index, files)
+        catalog = Catalog(self._layout, self._catalog.config, index, files)
         self._findings.take(source.missing_in(catalog))
         if self._findings.problems:
             first = self._findings.problems[0]

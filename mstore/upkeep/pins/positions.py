@@ -31,7 +31,7 @@ _OF_RAW: Final = frozenset({Codec.RAW, Codec.CONSTANT})
 _UNREADABLE: Final = (NotFound, Corrupt)
 
 
-class Spot(NamedTuple):
+class Position(NamedTuple):
     """A block at one position: block `number` of tensor `tensor`, at `offset` of a file."""
 
     block: BlockId
@@ -42,19 +42,22 @@ class Spot(NamedTuple):
     elements: Elements
 
 
-class Group(NamedTuple):
+class Neighbours(NamedTuple):
     """Neighbouring blocks of one file, to be read together."""
 
     file: str
-    spots: list[Spot]
+    positions: list[Position]
 
 
-def groups(file: str, spots: Iterable[Spot]) -> Iterator[Group]:
+def neighbours(file: str, positions: Iterable[Position]) -> Iterator[Neighbours]:
     """Return the blocks of a file in groups of up to GROUP_BYTES, or of a longer one."""
-    return (Group(file, group) for group in in_groups(spots, lambda one: one.length, GROUP_BYTES))
+    return (
+        Neighbours(file, group)
+        for group in in_groups(positions, lambda one: one.length, GROUP_BYTES)
+    )
 
 
-def of_file(catalog: Catalog, file: File) -> Iterator[Spot]:
+def positions_in(catalog: Catalog, file: File) -> Iterator[Position]:
     """Yield the blocks of a file.  Raises BadRequest for a virtual tensor, NotFound, Corrupt."""
     start = 0
     records = catalog.tensors([part.tensor_id() for part in file.parts])
@@ -63,31 +66,33 @@ def of_file(catalog: Catalog, file: File) -> Iterator[Spot]:
         start += part.nbytes
 
 
-def _of_tensor(catalog: Catalog, name: str | None, record: Tensor, start: int) -> Iterator[Spot]:
+def _of_tensor(
+    catalog: Catalog, name: str | None, record: Tensor, start: int
+) -> Iterator[Position]:
     elements = elements_of(record.dtype)
     for number, block in enumerate(record.block_ids()):
         length = record.block_length(number, catalog.block_size)
         offset = start + number * catalog.block_size
-        yield Spot(block, offset, length, name, number, elements)
+        yield Position(block, offset, length, name, number, elements)
 
 
-def coded(catalog: Catalog, files: Iterable[File]) -> set[BlockId]:
+def coded_blocks(catalog: Catalog, files: Iterable[File]) -> set[BlockId]:
     """Return the blocks of some files that the policy `raw` would not have stored so.
 
     Raises NotFound, Corrupt.
     """
     found: set[BlockId] = set()
     for file in files:
-        blocks = [spot.block for spot in of_file(catalog, file)]
+        blocks = [position.block for position in positions_in(catalog, file)]
         places = zip(blocks, catalog.locate(blocks), strict=True)
         found.update(block for block, place in places if place.codec not in _OF_RAW)
     return found
 
 
-def of_others(catalog: Catalog, id: SnapshotId) -> set[BlockId]:
+def blocks_of_other_pins(catalog: Catalog, id: SnapshotId) -> set[BlockId]:
     """Return the blocks of all pinned snapshots but this one, as far as their records can be read.
 
-    What is damaged there must neither stop work on this one nor bare what is whole there.
+    Damage in another one must not stop work on this one, and its whole blocks stay protected.
     """
     found: set[BlockId] = set()
     for other in catalog.index.marked(PINNED) - {id}:
@@ -121,7 +126,7 @@ Reading it takes ten times as long as finding it, on any disk; and a file of 5 G
 """
 
 
-class Layout(msgspec.Struct, frozen=True):
+class FileRuns(msgspec.Struct, frozen=True):
     """How a file lies: the number of its raw runs, and bytes that no page can be mapped from.
 
     unmapped_bytes: of blocks that are not raw, or not page-congruent with the file.
@@ -131,43 +136,43 @@ class Layout(msgspec.Struct, frozen=True):
     unmapped_bytes: int
 
 
-def is_mappable(spot: Spot, place: Location) -> bool:
+def is_mappable(position: Position, place: Location) -> bool:
     """Return whether whole pages of the file are whole pages of the pack here."""
-    return place.codec == Codec.RAW and (place.offset - spot.offset) % PAGE == 0
+    return place.codec == Codec.RAW and (place.offset - position.offset) % PAGE == 0
 
 
-def layout(spots: Sequence[Spot], places: Sequence[Location]) -> Layout:
-    """Return how a file lies; one spot and place per block, in file order."""
+def runs_in(positions: Sequence[Position], places: Sequence[Location]) -> FileRuns:
+    """Return how a file lies; one position and place per block, in file order."""
     runs = unmapped = 0
     before: Location | None = None
-    for spot, place in zip(spots, places, strict=True):
-        if not is_mappable(spot, place):
-            unmapped += spot.length
+    for position, place in zip(positions, places, strict=True):
+        if not is_mappable(position, place):
+            unmapped += position.length
             before = None
             continue
         runs += before is None or not place.follows(before)
         before = place
-    return Layout(runs, unmapped)
+    return FileRuns(runs, unmapped)
 
 
 def to_copy(
-    spots: Sequence[Spot],
+    positions: Sequence[Position],
     places: Sequence[Location],
     taken: AbstractSet[BlockId],
     *,
     long_run: int = LONG_RUN,
-) -> list[Spot]:
+) -> list[Position]:
     """Return the blocks of a file to write anew, in file order.
 
     taken: blocks that keep their place: of earlier files, and raw ones of other pinned snapshots.
     Runs of `long_run` bytes stay, and so does a run whose neighbours stay: writing it anew would
     lengthen nothing.  So nothing is left to copy after everything was copied once.
     """
-    found: list[Spot] = []
-    group: list[Spot] = []
+    found: list[Position] = []
+    group: list[Position] = []
     is_lone = True
-    for run, is_good in _stretches(spots, places, taken):
-        if run and not (is_good and sum(spot.length for spot in run) >= long_run):
+    for run, is_good in _stretches(positions, places, taken):
+        if run and not (is_good and sum(position.length for position in run) >= long_run):
             is_lone = is_good and not group
             group += run
             continue
@@ -178,29 +183,29 @@ def to_copy(
 
 
 def _stretches(
-    spots: Sequence[Spot], places: Sequence[Location], taken: AbstractSet[BlockId]
-) -> Iterator[tuple[list[Spot], bool]]:
+    positions: Sequence[Position], places: Sequence[Location], taken: AbstractSet[BlockId]
+) -> Iterator[tuple[list[Position], bool]]:
     """Yield stretches of blocks that are one run, or no run at all, and which of the two.
 
     Yields an empty stretch for blocks that keep their place whatever is around them.
     """
     seen: set[BlockId] = set()
-    run: list[Spot] = []
+    run: list[Position] = []
     before: Location | None = None
-    for spot, place in zip(spots, places, strict=True):
-        if spot.block in taken or spot.block in seen:
+    for position, place in zip(positions, places, strict=True):
+        if position.block in taken or position.block in seen:
             if run:
                 yield run, before is not None
             yield [], False
             run, before = [], None
             continue
-        seen.add(spot.block)
-        is_good = is_mappable(spot, place)
+        seen.add(position.block)
+        is_good = is_mappable(position, place)
         goes_on = _goes_on(before, place) if is_good else before is None
         if run and not goes_on:
             yield run, before is not None
             run = []
-        run.append(spot)
+        run.append(position)
         before = place if is_good else None
     if run:
         yield run, before is not None
