@@ -17,7 +17,7 @@ MODULES = {
     "mstore": "fs snapshots store terms",
     "mstore.snapshots": "lineage notes",
     "mstore.terms": "errors ids phrases report sizes",
-    "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
+    "mstore.api": "adding keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
         "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "
         "lmdb_types location meter pack_files pack_store packs reader schema tables"

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
-from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, thread_count
+from mstore.api.open_store import OpenStore, local_path, thread_count
 from mstore.store import leases
 from mstore.store.catalog import Catalog
 from mstore.store.ref_store import refs_in
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from mstore.terms.requests import Experts
 
 
-@checked("Store")
 class Adding(OpenStore):
     """Calls that fill a store: settings, checkpoints, statistics."""
 
@@ -75,7 +73,7 @@ class Adding(OpenStore):
         """
         from mstore.store.config import vouch
 
-        return vouch(Path(path), filesystem).values()
+        return vouch(local_path(path), filesystem).values()
 
     def add(
         self,
@@ -146,7 +144,7 @@ class Adding(OpenStore):
         for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
             require_patterns(patterns, option)
         exclusion = Exclusion.chosen(exclude, defaults=default_excludes)
-        with self._scanned(Path(path), convert, limits, exclusion) as (checkpoint, remarks):
+        with self._scanned(local_path(path), convert, limits, exclusion) as (checkpoint, remarks):
             chosen = self._base(checkpoint, base, detect=detect_base)._replace(
                 only=tuple(only), skip=tuple(skip)
             )
@@ -266,6 +264,7 @@ class Adding(OpenStore):
         from mstore.models.adapters.extract import extract
         from mstore.numeric.codes import output_dtype
         from mstore.store import contents
+        from mstore.terms.requests import dtype_name
 
         sides = [(str(one), self._input(one).snapshot) for one in (expert, base)]
         with contents.held(self._catalog, [id for _, id in sides]):
@@ -274,7 +273,7 @@ class Adding(OpenStore):
                 *sides,
                 name=name,
                 rank=rank,
-                dtype=output_dtype(dtype),
+                dtype=output_dtype(str(dtype_name(dtype))),
                 only=tuple(only),
                 skip=tuple(skip),
                 message=message,
@@ -323,8 +322,9 @@ class Adding(OpenStore):
         from mstore.models.casting.cast import cast
         from mstore.numeric.codes import cast_dtype
         from mstore.store import contents
+        from mstore.terms.requests import dtype_name
 
-        wanted = cast_dtype(dtype)
+        wanted = cast_dtype(str(dtype_name(dtype)))
         model = self._input(revision)
         with contents.held(self._catalog, [model.snapshot]):
             return cast(
@@ -378,7 +378,7 @@ class Adding(OpenStore):
         from mstore.merge.methods.parameters import finite_single
         from mstore.numeric.codes import output_dtype
         from mstore.store import contents
-        from mstore.terms.requests import weighted
+        from mstore.terms.requests import dtype_name, weighted
 
         setting = setting_of(method, parameters or {})
         adapters = []
@@ -392,7 +392,7 @@ class Adding(OpenStore):
                 setting,
                 name=name,
                 rank=rank,
-                dtype=None if dtype is None else output_dtype(dtype),
+                dtype=None if dtype is None else output_dtype(str(dtype_name(dtype))),
                 message=message,
                 progress=progress,
             )

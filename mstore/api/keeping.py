@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, thread_count
+from mstore.api.open_store import OpenStore, local_path, thread_count
 from mstore.blocks import lmdb_check
 from mstore.store.layout import for_a_full_disk
 from mstore.terms.errors import BadRequest
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from mstore.upkeep.store_size import StoreReport
 
 
-@checked("Store")
 class Keeping(OpenStore):
     """Calls about space and integrity: gc, prune, check, repair, backup, sizes."""
 
@@ -224,7 +222,7 @@ class Keeping(OpenStore):
         from mstore.upkeep.check.repair import Repair
 
         scope = Scope.chosen(read_data=read_data, sample=None, seed=0)
-        paths = [Path(source) for source in sources]
+        paths = [local_path(source) for source in sources]
         threads = thread_count(threads)
         # Opening these files sets them aside.
         if lmdb_check.faults(self._catalog.layout.stats):
@@ -246,7 +244,7 @@ class Keeping(OpenStore):
         """
         from mstore.upkeep.check.reindex import reindex
 
-        return reindex(Path(path), use_old_index=use_old_index, progress=progress)
+        return reindex(local_path(path), use_old_index=use_old_index, progress=progress)
 
     @staticmethod
     def migrate(path: str | Path, *, dry_run: bool = False) -> MigrateReport:
@@ -258,7 +256,7 @@ class Keeping(OpenStore):
         """
         from mstore.store.migrations import migrate
 
-        return migrate(Path(path), dry_run=dry_run)
+        return migrate(local_path(path), dry_run=dry_run)
 
     def backup(
         self,
@@ -279,7 +277,10 @@ class Keeping(OpenStore):
         from mstore.upkeep.backup.backup import backup
 
         return backup(
-            self._catalog, Path(destination), threads=thread_count(threads), progress=progress
+            self._catalog,
+            local_path(destination),
+            threads=thread_count(threads),
+            progress=progress,
         )
 
     @staticmethod
@@ -300,7 +301,10 @@ class Keeping(OpenStore):
         from mstore.upkeep.backup.clone import clone
 
         return clone(
-            Path(source), Path(destination), threads=thread_count(threads), progress=progress
+            local_path(source),
+            local_path(destination),
+            threads=thread_count(threads),
+            progress=progress,
         )
 
     def stats(self) -> StoreReport:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.store import layout as layouts
 from mstore.store import refs
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from mstore.terms.requests import MergeRequest, RecipeRequest, Vocabulary
 
 
-@checked("Store")
 class Merging(OpenStore):
     """Calls about merging: plan, merge, and report on both."""
 
@@ -222,11 +220,9 @@ class Merging(OpenStore):
                     "{align} first, then companions of the aligned models", align=call("align")
                 ),
             )
-        check_fields("Vocabulary", vocabulary)
         models = [resolved.base, *resolved.experts]
         wishes = {}
         for token, row in vocabulary.tokens.items():
-            check_fields("TokenRow", row)
             model = None if row.model is None else self._input(row.model)
             wishes[token] = (model, row.token, row.force)
         source: Input | None = resolved.base
@@ -346,9 +342,7 @@ class Merging(OpenStore):
     def _resolved(self, request: MergeRequest) -> Request:
         from mstore.merge.planning.request import resolve
 
-        check_fields("MergeRequest", request)
-        for rule in request.rules:
-            check_fields("TensorRule", rule)
+        request.require_types()
         experts = [self._input(revision) for revision, _ in request.weighted()]
         return resolve(
             request,

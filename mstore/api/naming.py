@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.snapshots import lineage
@@ -47,7 +46,6 @@ class RemoveReport(Report, frozen=True):
     """whether this only reports what would be removed"""
 
 
-@checked("Store")
 class Naming(OpenStore):
     """Calls about refs, their reflogs, notes and signatures."""
 

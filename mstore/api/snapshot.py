@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mstore.api.arguments import checked
 from mstore.api.open_store import thread_count
 from mstore.api.reading import Reading
 from mstore.snapshots import lineage
 from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.terms.errors import BadRequest
 from mstore.terms.ids import ManifestId, SnapshotId
 from mstore.terms.report import html
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mstore.terms.progress import ProgressCallback
 
 
-@checked("Snapshot")
 class Snapshot:
     """One immutable snapshot of an open store; `id` is its SnapshotId.
 
@@ -205,6 +204,8 @@ class Snapshot:
     ) -> dict[str, np.ndarray[Any, Any]]:
         from mstore.api.load import load
 
+        if isinstance(names, str | Snapshot):
+            raise BadRequest("names of tensors are a list of texts", hint="names=[NAME]")
         return load(
             self._store._catalog,
             view,

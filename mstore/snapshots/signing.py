@@ -317,6 +317,8 @@ def sign(
     `signer` is a name for people, and proves nothing. Raises BadName, NotFound (no such note),
     BadRequest, Conflict, StorageFailed.
     """
+    if not isinstance(key, SigningKey):
+        raise BadRequest("a key is what `load_key` gives", where="key")
     if signer is not None and (not signer or CONTROL.search(signer)):
         raise BadRequest(f"cannot sign as {quoted(signer)}: not a name")
     known = notes.found(catalog, snapshot)
@@ -363,6 +365,8 @@ def verify(
     Raises Corrupt, NotFound, Unavailable (no library to check with), StorageFailed.
     """
     began = time.monotonic()
+    if not isinstance(trusted, Mapping):
+        raise BadRequest("signers are what `read_signers` gives", where="signers")
     require_library()
     known = notes.found(catalog, snapshot)
     signed = by_subject(known, trusted)

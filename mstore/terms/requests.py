@@ -111,6 +111,31 @@ class MergeRequest:
         # A frozen value may set its own fields only this way.
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
 
+    def require_types(self) -> None:
+        """Raise BadRequest for a field, of the request or of its rules, that has another type."""
+        _require("method", _is_text(self.method), "text")
+        _require("parameters", _is_by_name(self.parameters), "values by the names of parameters")
+        _require("companions", _is_by_name(self.companions), "revisions by role")
+        _require("outputs", _is_by_name(self.outputs), "names of sources by the names of tensors")
+        for name in ("dtype", "score"):
+            given = getattr(self, name)
+            _require(name, given is None or _is_text(given), "text, or None")
+        for name in ("max_error", "top_p"):
+            given = getattr(self, name)
+            is_number = isinstance(given, Real) and not isinstance(given, bool)
+            _require(name, given is None or is_number, "a number, or None")
+        for name in ("only", "skip"):
+            _require(name, _is_texts(getattr(self, name)), "a list of texts")
+        _require("rules", _is_list(self.rules), "a list of TensorRule")
+        for rule in self.rules:
+            _require("rules", isinstance(rule, TensorRule), "a list of TensorRule")
+            _require("parameters", _is_by_name(rule.parameters), "values by their names")
+            _require("tensors", _is_texts(rule.patterns()), "text, or a list of texts")
+            for name in ("method", "dtype"):
+                given = getattr(rule, name)
+                _require(name, given is None or _is_text(given), "text, or None")
+        _require("layers", _is_list(self.layers), "a list of (model, first layer, last layer + 1)")
+
     def weighted(self) -> list[tuple[Revision, float]]:
         """Return each expert with its weight, 1 if none is given.  Raises BadRequest."""
         return weighted(self.experts)
@@ -202,6 +227,31 @@ def dtype_name(given: Any) -> Any:
     if isinstance(given, type) and given.__module__ in ("numpy", "ml_dtypes"):
         return given.__name__
     return given
+
+
+def _require(name: str, fits: bool, words: str) -> None:
+    if not fits:
+        raise BadRequest(f"{name} must be {words}", where="MergeRequest")
+
+
+def _is_by_name(given: object) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping)
+
+
+def _is_texts(given: object) -> bool:
+    return _is_list(given) and all(_is_text(one) for one in cast(Collection[object], given))
+
+
+def _is_text(given: object) -> bool:
+    """Return whether it is text that UTF-8 can spell: a plan stores it."""
+    try:
+        return isinstance(given, str) and bool(given.isascii() or given.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_pair(one: object) -> bool:

@@ -11,7 +11,8 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREVIOUS, Origin, Parent, SnapshotRecord
 from mstore.store.transaction import RefMove, Transaction, tip_of
-from mstore.terms.errors import BadName
+from mstore.terms.errors import BadName, BadRequest
+from mstore.terms.phrases import Option
 from mstore.terms.version import TOOL
 
 
@@ -53,6 +54,7 @@ class Publication:
         every block and tensor of the content. candidate: a run whose candidate for the branch moves
         in its place.
         """
+        _require_text(message)
         transaction = self._transaction
         if relies:
             transaction.rely_on_manifest(content)
@@ -90,6 +92,15 @@ class Publication:
         """Publish what was put, and what a repair had dropped.  Raises Conflict, StorageFailed."""
         if self._moves or self._transaction.has_news:
             self._transaction.commit(snapshots=self._snapshots, moves=self._moves)
+
+
+def _require_text(message: str) -> None:
+    try:
+        message.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise BadRequest(
+            f"a message is text that UTF-8 can spell, not {message!r}", where=Option("message")
+        ) from error
 
 
 def made_of(record: SnapshotRecord) -> tuple[Parent, ...]:
