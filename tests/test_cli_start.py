@@ -98,7 +98,7 @@ def test_json_imports_no_more(command: str, store: Program) -> None:
 
 # What merges by options do not need: each is milliseconds.
 NOT_FOR_A_MERGE = {
-    *("mstore.snapshots.add", "mstore.models.casting.scales", "mstore.models.stats.analysis"),
+    *("mstore.snapshots.add", "mstore.models.scales", "mstore.models.stats.analysis"),
     *("mstore.checkpoint.directory", "mstore.checkpoint.header", "mstore.checkpoint.tree"),
     *("mstore.merge.methods.dare_ties", "mstore.merge.measures.facts"),
     *("mstore.merge.planning.recipes", "mstore.merge.planning.stack", "mstore.merge.recipes.parse"),

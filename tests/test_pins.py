@@ -25,7 +25,7 @@ from mstore.blocks.schema import PINNED
 from mstore.store.catalog import Catalog
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
 from mstore.terms.ids import BlockId, PackId, SnapshotId
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 from mstore.upkeep.pins.pin import pin
 from mstore.upkeep.pins.spots import Spot, is_mappable, layout, of_file, to_copy
 from mstore.upkeep.pins.unpin import unpin

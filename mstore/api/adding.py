@@ -24,15 +24,15 @@ from mstore.terms.ids import Revision
 from mstore.terms.phrases import Option, phrase
 
 if TYPE_CHECKING:
-    from mstore.checkpoint.convert.conversion import ConversionLimits
+    from mstore.checkpoint.conversion import ConversionLimits
     from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
     from mstore.checkpoint.exclusion import Exclusion
     from mstore.merge.combination.combine import CombineReport
     from mstore.models.adapters.extract import ExtractReport
-    from mstore.models.casting.cast import CastReport
+    from mstore.models.cast import CastReport
     from mstore.models.stats.analysis import AnalyzeReport
     from mstore.snapshots.add import AddReport, Base
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
     from mstore.terms.requests import Experts
 
 
@@ -97,7 +97,7 @@ class Adding(OpenStore):
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
         path: the directory, the file, or a model of a Hugging Face cache
-        (`mstore.checkpoint.hub.cached_model` finds it by its id).
+        (`mstore.checkpoint.tree.cached_model` finds it by its id).
         base: the revision that the checkpoint was tuned from.  The call also stores statistics of
         the differences; merges are planned from them.
         detect_base: if no base is named, find the nearest of the stored snapshots; the report says
@@ -199,7 +199,7 @@ class Adding(OpenStore):
         if convert is None:
             yield scan(path, limits=allowed, exclusion=exclusion), ()
             return
-        from mstore.checkpoint.convert import conversion
+        from mstore.checkpoint import conversion
         from mstore.store.leases import Lease
 
         lease = Lease(self._catalog.layout, self._catalog.index, f"convert {path.name}")
@@ -319,7 +319,7 @@ class Adding(OpenStore):
         infinite), BadName, Conflict,
         Corrupt, StorageFailed; then nothing is published.
         """
-        from mstore.models.casting.cast import cast
+        from mstore.models.cast import cast
         from mstore.numeric.codes import cast_dtype
         from mstore.store import contents
         from mstore.terms.requests import dtype_name

@@ -18,7 +18,7 @@ from mstore.terms.phrases import call
 if TYPE_CHECKING:
     from mstore.store.migrations import MigrateReport
     from mstore.terms.ids import Revision
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
     from mstore.upkeep.backup.backup import BackupReport
     from mstore.upkeep.backup.clone import CloneReport
     from mstore.upkeep.check.fsck import CheckReport

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.models.vocabulary.align import AlignReport
     from mstore.store.objects.plan import Plan
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
     from mstore.terms.requests import MergeRequest, RecipeRequest, Vocabulary
 
 

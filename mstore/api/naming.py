@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mstore.snapshots.notes import NoteReport, SignatureReport
     from mstore.snapshots.signing import SigningKey, VerifyReport
     from mstore.store.transaction import RefMove
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
 
 
 class RemoveReport(Report, frozen=True):

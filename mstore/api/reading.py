@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mstore.snapshots.lineage import FileReport, SnapshotReport, TensorReport
     from mstore.snapshots.notes import NoteReport, SignatureReport
     from mstore.store.view import SnapshotView
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
 
 
 VIEWS_KEPT = 8

@@ -17,10 +17,10 @@ from mstore.terms.report import html
 if TYPE_CHECKING:
     import numpy as np
 
-    from mstore.api.safe_open import SafeOpen
+    from mstore.api.load import SafeOpen
     from mstore.snapshots.lineage import FileReport, OriginReport, ParentReport, SnapshotReport
     from mstore.store.view import SnapshotView
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
 
 
 class Snapshot:
@@ -180,7 +180,7 @@ class Snapshot:
         Raises Unavailable (torch is not installed), BadRequest or Incompatible (an element type
         that torch lacks; the other tensors can be loaded by their names), and as `load`.
         """
-        from mstore.api.safe_open import to_torch, torch_module
+        from mstore.api.load import to_torch, torch_module
 
         torch_module()
         view = self._view()
@@ -236,7 +236,7 @@ class Snapshot:
 
         Raises NotFound (no such file, or it is not a safetensors file), BadRequest.
         """
-        from mstore.api.safe_open import SafeOpen
+        from mstore.api.load import SafeOpen
 
         opened = SafeOpen(self, framework, device, file)
         # Whatever is wrong with the file is told here.

@@ -34,36 +34,32 @@ from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.location import Location
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
-from mstore.checkpoint.hub import origin_of
 from mstore.checkpoint.models import full_name, name_in_model, renamed, split_name
-from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
 from mstore.checkpoint.strict_json import json_object
+from mstore.checkpoint.tree import origin_of
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG
-from mstore.models.adapters.fit import check_adapter, is_any_adapter
-from mstore.models.adapters.targets import is_adapter
-from mstore.models.made.files import assembled, texts_of
-from mstore.models.made.snapshots import Publication
+from mstore.models.adapters.targets import check_adapter, is_adapter, is_any_adapter
+from mstore.models.made import Publication, assembled, texts_of
 from mstore.models.stats.store import StatsStore
 from mstore.snapshots.lineage import ParentReport
+from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in, paired, tensors_of
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.shapes import chosen, matching, require_same_shapes
 from mstore.store.objects.snapshot import ADD, BASE, Origin, Parent, SnapshotRecord
-from mstore.store.objects.tensor import BYTES, Tensor
+from mstore.store.objects.tensor import BYTES, Tensor, partition
 from mstore.store.tied import KEY, Tied, own_head, ties
 from mstore.store.transaction import Transaction, branch_to_move
-from mstore.terms.ahead import in_groups, in_order
 from mstore.terms.errors import Corrupt, NotFound
 from mstore.terms.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Call, Option, call, few, phrase
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 if TYPE_CHECKING:
     from mstore.models.differences import Differences, Slot, Sums
-    from mstore.models.stats.streaming import PairMeasure
+    from mstore.models.stats.analysis import PairMeasure
 
 Kind = Literal["full", "delta"]
 """What the tensors of a checkpoint are: weights, or differences to those of the base."""
@@ -328,7 +324,7 @@ class _Comparison:
         policy: Policy,
         lost: set[BlockId],
     ) -> None:
-        from mstore.models.stats.streaming import BaseBlocks
+        from mstore.models.stats.analysis import BaseBlocks
 
         self._parts = parts
         self._measures = measures
@@ -560,7 +556,7 @@ class _Adder:
         if not self.has_base:
             return [None] * len(parts)
         # Imported late: loading the compiled passes takes longer than adding a small checkpoint.
-        from mstore.models.stats.streaming import PairMeasure
+        from mstore.models.stats.analysis import PairMeasure
 
         return [
             PairMeasure.begin(part.base, part.dtype, part.shape, self.catalog.block_size)

@@ -33,19 +33,18 @@ from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.models import renamed
-from mstore.checkpoint.partition import block_count
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.tree import given_name, hub_snapshot
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.config import MAX_CONFIG, named_base
-from mstore.models.adapters.fit import check_adapter
-from mstore.models.adapters.targets import is_adapter
+from mstore.models.adapters.targets import check_adapter, is_adapter
 from mstore.store import listing
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in, paired
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.snapshot import BASE, SnapshotRecord
+from mstore.store.objects.tensor import block_count
 from mstore.store.refs import CANDIDATE
 from mstore.store.tied import Tied, sizes_of
 from mstore.terms.errors import Corrupt, Incompatible, MstoreError, NotFound

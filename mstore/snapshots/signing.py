@@ -39,8 +39,7 @@ from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Corrupt, Unavailable
 from mstore.terms.ids import BlockId, ManifestId, NoteId, SnapshotId
 from mstore.terms.phrases import Call, Option, call
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -27,7 +27,7 @@ from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
 from mstore.merge.running.ties import TieLedger
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 
 BATCH = 16
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -14,8 +14,7 @@ from mstore.merge.analysis.distance import distances
 from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
 from mstore.terms.errors import BadRequest
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 
 SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
 

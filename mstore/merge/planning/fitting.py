@@ -1,6 +1,6 @@
 """Whether tensors of experts can be merged with the base's: types without arithmetic, and hints.
 
-Owns the words.  `store.objects.shapes` compares names and shapes, `models.casting` owns what a
+Owns the words.  `store.objects.shapes` compares names and shapes, `models.cast` owns what a
 cast does.
 """
 
@@ -101,7 +101,7 @@ def hint_for_scales(
 
     base, other: names of the models. ours, theirs: types of their tensors, by name.
     """
-    from mstore.models.casting.scales import are_scales
+    from mstore.models.scales import are_scales
 
     for model, one, two in ((other, theirs, ours), (base, ours, theirs)):
         if are_scales([name for name in one if name not in two], one):

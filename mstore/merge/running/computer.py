@@ -18,12 +18,12 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Encoded, Policy
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.reader import Meter
-from mstore.checkpoint.partition import partition
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
 from mstore.merge.running.compute import blend, count_new
 from mstore.merge.running.loading import Loaded, Moved, Scratch, load, will_need
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import Batch, Part, Result, Slice
+from mstore.store.objects.tensor import partition
 from mstore.terms.ids import BlockId
 
 

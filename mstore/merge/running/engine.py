@@ -32,7 +32,7 @@ from mstore.merge.running.papers import Papers
 from mstore.merge.running.runners import LocalRunner, RemoteRunner
 from mstore.merge.running.slices import SLICE_BYTES, Slice
 from mstore.merge.running.work_list import Cutter, WorkList, coverage
-from mstore.models.made.files import blocks_of
+from mstore.models.made import blocks_of
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.objects.coverage import Coverage
@@ -42,7 +42,7 @@ from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import BudgetExceeded
 from mstore.terms.ids import BlockId
-from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import ProgressCallback
 
 
 class Resources(msgspec.Struct, frozen=True):

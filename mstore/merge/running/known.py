@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 
 from mstore.blocks.packs import Kind
-from mstore.checkpoint.partition import block_count
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.resume import Leftovers
@@ -33,6 +32,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.plan import Plan
+from mstore.store.objects.tensor import block_count
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import ID_BYTES, BlockId

@@ -11,8 +11,7 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.plans import plan_of
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 
 
 class ReplayReport(Report, frozen=True):

@@ -16,7 +16,7 @@ from typing import Final, Protocol, TypeVar
 
 from mstore.merge.running.computer import Computed, Computer
 from mstore.merge.running.slices import Batch, Bounds, Slice, batches
-from mstore.terms.ahead import in_order
+from mstore.store.ahead import in_order
 
 
 def computed(computer: Computer, bounds: Bounds, slices: Iterable[Slice]) -> Generator[Computed]:

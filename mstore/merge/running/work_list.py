@@ -22,7 +22,7 @@ from mstore.store.objects.coverage import Coverage, TensorCoverage, bitmap
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.ids import ID_BYTES, BlockId
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 
 
 class Job(msgspec.Struct):

@@ -18,10 +18,8 @@ from msgspec.structs import replace
 
 from mstore.models.adapters.inputs import ModelChoice, ModelPairs
 from mstore.models.adapters.targets import is_adapter
-from mstore.models.made.files import assembled, slots_of, texts_of
-from mstore.models.made.snapshots import Publication, branch_below
-from mstore.models.vocabulary.common import with_new_decoder, with_new_ids
-from mstore.models.vocabulary.embeddings import Embeddings
+from mstore.models.made import Publication, assembled, branch_below, slots_of, texts_of
+from mstore.models.vocabulary.embeddings import Embeddings, wishes_of
 from mstore.models.vocabulary.members import (
     CONFIGS,
     OLD_TEMPLATE,
@@ -39,7 +37,12 @@ from mstore.models.vocabulary.members import (
     with_added,
     without_template,
 )
-from mstore.models.vocabulary.target import Target, Wishes, wishes_of
+from mstore.models.vocabulary.target import (
+    Target,
+    Wishes,
+    with_new_decoder,
+    with_new_ids,
+)
 from mstore.models.vocabulary.tokenizer import TOKENIZER
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, models_in
@@ -50,8 +53,7 @@ from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import Revision, SnapshotId, TensorId
 from mstore.terms.phrases import Option
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 from mstore.terms.requests import MergeRequest, Vocabulary
 
 _MAX_FILE: Final = 1 << 24

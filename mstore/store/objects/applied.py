@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from blake3 import blake3
 
-from mstore.checkpoint.partition import block_count
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import Tensor, block_count
 from mstore.terms.ids import TensorId
 
 DTYPE = "F32"

@@ -45,8 +45,7 @@ from mstore.store.ref_store import refs_in
 from mstore.terms.errors import Conflict, Corrupt, MstoreError
 from mstore.terms.ids import Buffer, PackId, PlanId, SnapshotId
 from mstore.terms.phrases import call, phrase
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.check import old_index, pack_rows
 from mstore.upkeep.check.old_index import Names, OldIndex, settle
 from mstore.upkeep.check.pack_rows import PackRows

@@ -18,14 +18,13 @@ from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.location import Location, Row, width
 from mstore.blocks.schema import PINNED
 from mstore.store import contents
+from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.manifest import File
 from mstore.store.publishing import MAX_PACK_BYTES
-from mstore.terms.ahead import in_order
 from mstore.terms.errors import Corrupt, NotFound, StorageFailed
 from mstore.terms.ids import BlockId, SnapshotId
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.upkeep.pins import spots as places_of
 from mstore.upkeep.pins.rewriting import Rewriting
 from mstore.upkeep.pins.spots import GROUP_BYTES, LONG_RUN, Group, Layout, Spot, layout, to_copy
