@@ -15,8 +15,8 @@ from mstore.api.open_store import OpenStore, thread_count
 from mstore.store import layout as layouts
 from mstore.store import refs
 from mstore.store.contents import placing_damage
-from mstore.store.models import Input, tensors_of, with_model
-from mstore.terms.errors import BadName, BadRequest, NotFound
+from mstore.store.models import tensors_of, with_model
+from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PlanId, Revision, SnapshotId
 from mstore.terms.phrases import Option, call, phrase
 
@@ -208,7 +208,6 @@ class Merging(OpenStore):
         """
         from mstore.models.vocabulary.align import align
         from mstore.store import contents
-        from mstore.terms.requests import BASE, COMMON, UNION
 
         # Nothing is stored for a merge that cannot be planned.
         resolved = self._resolved(request)
@@ -221,31 +220,8 @@ class Merging(OpenStore):
                 ),
             )
         models = [resolved.base, *resolved.experts]
-        wishes = {}
-        for token, row in vocabulary.tokens.items():
-            model = None if row.model is None else self._input(row.model)
-            wishes[token] = (model, row.token, row.force)
-        source: Input | None = resolved.base
-        if vocabulary.source == UNION:
-            source = None
-        elif vocabulary.source not in (BASE, COMMON):
-            try:
-                source = self._input(vocabulary.source)
-            except (NotFound, BadName) as error:
-                raise BadRequest(
-                    f"{vocabulary.source} is neither the base nor an expert",
-                    where=Option("vocabulary"),
-                    hint=phrase(
-                        "{all}, {base}, {common}, or one of the models",
-                        all=Option("vocabulary", UNION),
-                        base=Option("vocabulary", BASE),
-                        common=Option("vocabulary", COMMON),
-                    ),
-                ) from error
         with contents.held(self._catalog, _inputs(resolved)):
-            return align(
-                self._catalog, vocabulary, models, wishes, source=source, progress=progress
-            )
+            return align(self._catalog, vocabulary, models, self._input, progress=progress)
 
     def check_merge(self, request: MergeRequest) -> CompatibilityReport:
         """Report whether base and experts of a request can be merged, and what is risky about it.
@@ -353,40 +329,24 @@ class Merging(OpenStore):
 
     def _warnings(self, id: PlanId, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         """Return what a plan alone does not show."""
+        from mstore.merge.planning import warnings
         from mstore.merge.planning.sense import senseless
-
-        names = [source.name for source in (sources.base, *sources.experts)]
-        key = (id, *names)
-        if key not in self._about_sizes:
-            self._about_sizes[key] = senseless(self._catalog, self._statistics, plan, sources)
-        return (*self._about_sizes[key], *self._parents_warnings(plan, sources))
-
-    def _parents_warnings(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
-        from mstore.merge.planning.warnings import (
-            adapters_of_other_bases,
-            heads_of_their_own,
-            merges_embeddings,
-            other_models,
-            other_tensors,
-            stack_warnings,
-            tokens_in_other_rows,
-        )
         from mstore.merge.running.papers import licence_warnings
 
-        names = [source.name for source in (sources.base, *sources.experts)]
-        of_plan = (merges_embeddings(plan), plan.criteria, plan.allow_missing, plan.layers)
-        key = (*plan.inputs, *names, *plan.taken, *of_plan)
-        if key not in self._about_parents:
-            self._about_parents[key] = (
-                *adapters_of_other_bases(self._catalog, plan, sources),
-                *tokens_in_other_rows(self._catalog, plan, sources),
-                *other_tensors(self._catalog, plan, sources),
-                *other_models(self._catalog, plan, sources),
-                *heads_of_their_own(self._catalog, plan, sources),
-                *stack_warnings(self._catalog, plan),
-                *licence_warnings(self._catalog, plan, sources),
+        key = (id, *(source.name for source in (sources.base, *sources.experts)))
+        if key not in self._plan_warnings:
+            about = self._catalog, plan, sources
+            self._plan_warnings[key] = (
+                *senseless(self._catalog, self._statistics, plan, sources),
+                *warnings.adapters_of_other_bases(*about),
+                *warnings.tokens_in_other_rows(*about),
+                *warnings.other_tensors(*about),
+                *warnings.other_models(*about),
+                *warnings.heads_of_their_own(*about),
+                *warnings.stack_warnings(self._catalog, plan),
+                *licence_warnings(*about),
             )
-        return self._about_parents[key]
+        return self._plan_warnings[key]
 
     def _memo_expert_bytes(self, plan: Plan, costs: Costs) -> int:
         """Return how many of a plan's expert bytes the memo table saves right now.

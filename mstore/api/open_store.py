@@ -82,10 +82,9 @@ class OpenStore:
         self._remembered: Memo | None = None
         # Plans that could not be stored because the store is read-only for this user.
         self._unkept: dict[PlanId, tuple[Plan, Sources]] = {}
-        # Model cards never change: a merge need not read again what its plan has read.
-        self._about_parents: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
-        # Nor does what statistics say of its experts.
-        self._about_sizes: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
+        # Neither model cards nor statistics of stored models change: a merge need not read again
+        # what its plan has read.
+        self._plan_warnings: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
         self._ready: Ready | None = None
         self._cache: BlockCache | None = None
         self._cache_bytes = cache_bytes

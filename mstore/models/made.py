@@ -41,10 +41,10 @@ from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREVIOUS, Origin, Parent, SnapshotRecord
 from mstore.store.objects.tensor import block_count
 from mstore.store.transaction import RefMove, Transaction, tip_of
+from mstore.terms import TOOL
 from mstore.terms.errors import BadName, BadRequest
 from mstore.terms.ids import ManifestId, TensorId
 from mstore.terms.phrases import Option
-from mstore.terms.version import TOOL
 
 NEW: Final[Mapping[str, str]] = {"format": "pt"}
 """The metadata of a file of weights that no model had."""
