@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec.structs import replace
 
 from mstore.api.open_store import OpenStore, local_path, thread_count
-from mstore.store import leases
+from mstore.store import config, contents, leases
 from mstore.store.catalog import Catalog
+from mstore.store.contents import placing_damage
+from mstore.store.leases import Lease
 from mstore.store.ref_store import refs_in
 from mstore.terms.errors import BadRequest, Conflict
 from mstore.terms.ids import Revision
@@ -55,9 +57,8 @@ class Adding(OpenStore):
         Raises BadRequest (an unknown key or a bad value), StorageFailed (another user must share
         something first).
         """
-        from mstore.store.config import typed
-
-        self._catalog.configure({key: typed(key, value) if isinstance(value, str) else value})
+        parsed = config.typed(key, value) if isinstance(value, str) else value
+        self._catalog.configure({key: parsed})
 
     @staticmethod
     def vouch(path: str | Path, filesystem: str) -> Mapping[str, str | int]:
@@ -71,9 +72,7 @@ class Adding(OpenStore):
         Returns all settings of the store.  Raises NotFound, Incompatible (another format), Corrupt,
         BadRequest, StorageFailed.
         """
-        from mstore.store.config import vouch
-
-        return vouch(local_path(path), filesystem).values()
+        return config.vouch(local_path(path), filesystem).values()
 
     def add(
         self,
@@ -129,7 +128,6 @@ class Adding(OpenStore):
         began = time.monotonic()
         from mstore.checkpoint.exclusion import Exclusion
         from mstore.snapshots.add import add
-        from mstore.store import contents
         from mstore.store.objects.shapes import require_patterns
         from mstore.store.transaction import branch_to_move
 
@@ -145,8 +143,10 @@ class Adding(OpenStore):
             require_patterns(patterns, option)
         exclusion = Exclusion.chosen(exclude, defaults=default_excludes)
         with self._scanned(local_path(path), convert, limits, exclusion) as (checkpoint, remarks):
-            chosen = self._base(checkpoint, base, detect=detect_base)._replace(
-                only=tuple(only), skip=tuple(skip)
+            chosen = replace(
+                self._base(checkpoint, base, detect=detect_base),
+                only=tuple(only),
+                skip=tuple(skip),
             )
             if kind == "delta" and base is not None:
                 self._real(base)
@@ -200,7 +200,6 @@ class Adding(OpenStore):
             yield scan(path, limits=allowed, exclusion=exclusion), ()
             return
         from mstore.checkpoint import conversion
-        from mstore.store.leases import Lease
 
         lease = Lease(self._catalog.layout, self._catalog.index, f"convert {path.name}")
         try:
@@ -263,7 +262,6 @@ class Adding(OpenStore):
         """
         from mstore.models.adapters.extract import extract
         from mstore.numeric.codes import output_dtype
-        from mstore.store import contents
         from mstore.terms.requests import dtype_name
 
         sides = [(str(one), self._input(one).snapshot) for one in (expert, base)]
@@ -321,7 +319,6 @@ class Adding(OpenStore):
         """
         from mstore.models.cast import cast
         from mstore.numeric.codes import cast_dtype
-        from mstore.store import contents
         from mstore.terms.requests import dtype_name
 
         wanted = cast_dtype(str(dtype_name(dtype)))
@@ -377,7 +374,6 @@ class Adding(OpenStore):
         from mstore.merge.combination.methods import setting_of
         from mstore.merge.methods.parameters import finite_single
         from mstore.numeric.codes import output_dtype
-        from mstore.store import contents
         from mstore.terms.requests import dtype_name, weighted
 
         setting = setting_of(method, parameters or {})
@@ -419,7 +415,6 @@ class Adding(OpenStore):
         read the store).
         """
         from mstore.models.stats.analysis import analyze
-        from mstore.store.contents import placing_damage
 
         sides = [self._input(one) for one in (expert, base)]
         with placing_damage(self._catalog, (side.snapshot for side in sides)):

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from mstore.api.open_store import OpenStore, thread_count
+from mstore.store import contents, refs
 from mstore.store import layout as layouts
-from mstore.store import refs
 from mstore.store.contents import placing_damage
 from mstore.store.models import tensors_of, with_model
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.snapshot import PREPARE
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PlanId, Revision, SnapshotId
 from mstore.terms.phrases import Option, call, phrase
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from mstore.merge.running.replay import ReplayReport
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.models.vocabulary.align import AlignReport
-    from mstore.store.objects.plan import Plan
     from mstore.terms.report import ProgressCallback
     from mstore.terms.requests import MergeRequest, RecipeRequest, Vocabulary
 
@@ -153,8 +154,6 @@ class Merging(OpenStore):
         """
         from mstore.merge.planning.recipes import preparations
         from mstore.merge.running.commit import run_merge
-        from mstore.store.objects.plan import Plan
-        from mstore.store.objects.snapshot import PREPARE
         from mstore.store.plans import sources_of
 
         found = preparations(
@@ -207,7 +206,6 @@ class Merging(OpenStore):
         Conflict, Corrupt, StorageFailed; then nothing is published.
         """
         from mstore.models.vocabulary.align import align
-        from mstore.store import contents
 
         # Nothing is stored for a merge that cannot be planned.
         resolved = self._resolved(request)
@@ -250,7 +248,6 @@ class Merging(OpenStore):
         Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
         """
         from mstore.merge.planning.recipe_text import printed_recipe
-        from mstore.store.objects.plan import Plan
         from mstore.store.plans import plan_of
 
         id = self._catalog.resolve(revision)
@@ -435,7 +432,6 @@ class Merging(OpenStore):
         from mstore.merge.planning.report import PlanReport, plan_report
         from mstore.merge.planning.warnings import moved_inputs
         from mstore.merge.running.commit import merge_report, run_merge
-        from mstore.store.objects.plan import Plan
         from mstore.store.plans import find, sources_of
 
         began = time.monotonic()
@@ -493,14 +489,14 @@ class Merging(OpenStore):
         told += moved_inputs(sources, called) if merged.is_new else ()
         outcome = merged.outcome
         base, made = (self._catalog.manifest(one) for one in (record.base_id(), merged.manifest))
-        equal = ("every tensor of the result equals the base's",)
         planned = plan_report(
             *(record, id, sources, outcome.costs),
             not_finite=merged.not_finite,
             warnings=told,
         )
         if tensors_of(self._catalog, made) == tensors_of(self._catalog, base):
-            planned = replace(planned, remarks=planned.remarks + equal)
+            equal = "every tensor of the result equals the base's"
+            planned = replace(planned, remarks=(*planned.remarks, equal))
         if codec == "raw":
             coded = self._still_coded(made.files, outcome.blocks_total, called)
             planned = replace(planned, remarks=planned.remarks + coded)

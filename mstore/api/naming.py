@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.snapshots import lineage
+from mstore.snapshots import lineage, notes
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
 from mstore.store.ref_store import refs_in
@@ -256,7 +256,6 @@ class Naming(OpenStore):
 
         Raises NotFound, BadRequest, Conflict, StorageFailed.
         """
-        from mstore.snapshots import notes
 
         snapshot = self._catalog.resolve(revision)
         written = notes.write(self._catalog, snapshot, values, kind)
@@ -275,13 +274,11 @@ class Naming(OpenStore):
 
         Raises NotFound, BadName, BadRequest (a signature), Conflict, StorageFailed.
         """
-        from mstore.snapshots import notes
 
         snapshot = self._catalog.resolve(revision)
         return self._noted_now(snapshot, notes.remove(self._catalog, snapshot, [*map(str, ids)]))
 
     def _noted_now(self, snapshot: SnapshotId, ids: Collection[NoteId]) -> tuple[NoteReport, ...]:
-        from mstore.snapshots import notes
 
         found = notes.reports(notes.found(self._catalog, snapshot), {}, every=True)
         return tuple(one for one in found if one.note in ids)

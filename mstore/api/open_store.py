@@ -17,7 +17,7 @@ from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
 from mstore.store.models import Input, models_in, resolved
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import Revision, SnapshotId
-from mstore.terms.phrases import Option, Phrase, call, phrase
+from mstore.terms.phrases import Option, Phrase, call, is_text, phrase
 
 ONCE = "once"
 ALWAYS = "always"
@@ -62,7 +62,7 @@ class OpenStore:
         author: str | Callable[[], str] = "",
     ) -> None:
         """Set the fields.  catalog: None opens it when it is first used."""
-        if not isinstance(author, str) and not callable(author):
+        if not is_text(author) and not callable(author):
             raise BadRequest(
                 "an author is text, or something to call for it", where=Option("author")
             )

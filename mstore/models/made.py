@@ -44,7 +44,7 @@ from mstore.store.transaction import RefMove, Transaction, tip_of
 from mstore.terms import TOOL
 from mstore.terms.errors import BadName, BadRequest
 from mstore.terms.ids import ManifestId, TensorId
-from mstore.terms.phrases import Option
+from mstore.terms.phrases import Option, is_text
 
 NEW: Final[Mapping[str, str]] = {"format": "pt"}
 """The metadata of a file of weights that no model had."""
@@ -442,7 +442,10 @@ class Publication:
         every block and tensor of the content. candidate: a run whose candidate for the branch moves
         in its place.
         """
-        _require_text(message)
+        if not is_text(message):
+            raise BadRequest(
+                f"a message is text that UTF-8 can spell, not {message!r}", where=Option("message")
+            )
         transaction = self._transaction
         if relies:
             transaction.rely_on_manifest(content)
@@ -480,15 +483,6 @@ class Publication:
         """Publish what was put, and what a repair had dropped.  Raises Conflict, StorageFailed."""
         if self._moves or self._transaction.has_news:
             self._transaction.commit(snapshots=self._snapshots, moves=self._moves)
-
-
-def _require_text(message: str) -> None:
-    try:
-        message.encode()
-    except (AttributeError, UnicodeEncodeError) as error:
-        raise BadRequest(
-            f"a message is text that UTF-8 can spell, not {message!r}", where=Option("message")
-        ) from error
 
 
 def made_of(record: SnapshotRecord) -> tuple[Parent, ...]:

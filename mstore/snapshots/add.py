@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
@@ -92,7 +94,7 @@ class AddReport(Report, frozen=True):
     """how long it took"""
 
 
-class Base(NamedTuple):
+class Base(msgspec.Struct, frozen=True):
     """The base to compare a checkpoint with, if any, and why this one.
 
     given: the user named it, and `model`, the one of its models to

@@ -22,7 +22,7 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 from blake3 import blake3
@@ -95,7 +95,7 @@ class SearchLimits(msgspec.Struct, frozen=True):
 DEFAULT_LIMITS = SearchLimits()
 
 
-class Nearest(NamedTuple):
+class Nearest(msgspec.Struct, frozen=True):
     """The base that was found, or None, and the reason in words."""
 
     snapshot: SnapshotId | None

@@ -38,7 +38,7 @@ from mstore.store.objects.plan import Plan
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Corrupt, Unavailable
 from mstore.terms.ids import BlockId, ManifestId, NoteId, SnapshotId
-from mstore.terms.phrases import Call, Option, call
+from mstore.terms.phrases import Call, Option, call, is_text
 from mstore.terms.report import Progress, ProgressCallback, Report
 
 if TYPE_CHECKING:
@@ -318,8 +318,8 @@ def sign(
     """
     if not isinstance(key, SigningKey):
         raise BadRequest("a key is what `load_key` gives", where="key")
-    if signer is not None and (not signer or CONTROL.search(signer)):
-        raise BadRequest(f"cannot sign as {quoted(signer)}: not a name")
+    if signer is not None and (not signer or not is_text(signer) or CONTROL.search(signer)):
+        raise BadRequest(f"cannot sign as {quoted(str(signer))}: not a name")
     known = notes.found(catalog, snapshot)
 
     def again(id: str) -> Call:

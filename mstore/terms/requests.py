@@ -15,6 +15,7 @@ import msgspec
 
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import Identified, Revision
+from mstore.terms.phrases import is_text
 from mstore.terms.sizes import Budget
 
 Experts = Sequence[Revision | tuple[Revision, float]] | Mapping[Revision, float]
@@ -113,13 +114,13 @@ class MergeRequest:
 
     def require_types(self) -> None:
         """Raise BadRequest for a field, of the request or of its rules, that has another type."""
-        _require("method", _is_text(self.method), "text")
+        _require("method", is_text(self.method), "text")
         _require("parameters", _is_by_name(self.parameters), "values by the names of parameters")
         _require("companions", _is_by_name(self.companions), "revisions by role")
         _require("outputs", _is_by_name(self.outputs), "names of sources by the names of tensors")
         for name in ("dtype", "score"):
             given = getattr(self, name)
-            _require(name, given is None or _is_text(given), "text, or None")
+            _require(name, given is None or is_text(given), "text, or None")
         for name in ("max_error", "top_p"):
             given = getattr(self, name)
             is_number = isinstance(given, Real) and not isinstance(given, bool)
@@ -133,7 +134,7 @@ class MergeRequest:
             _require("tensors", _is_texts(rule.patterns()), "text, or a list of texts")
             for name in ("method", "dtype"):
                 given = getattr(rule, name)
-                _require(name, given is None or _is_text(given), "text, or None")
+                _require(name, given is None or is_text(given), "text, or None")
         _require("layers", _is_list(self.layers), "a list of (model, first layer, last layer + 1)")
 
     def weighted(self) -> list[tuple[Revision, float]]:
@@ -243,15 +244,7 @@ def _is_list(given: object) -> bool:
 
 
 def _is_texts(given: object) -> bool:
-    return _is_list(given) and all(_is_text(one) for one in cast(Collection[object], given))
-
-
-def _is_text(given: object) -> bool:
-    """Return whether it is text that UTF-8 can spell: a plan stores it."""
-    try:
-        return isinstance(given, str) and bool(given.isascii() or given.encode())
-    except UnicodeEncodeError:
-        return False
+    return _is_list(given) and all(is_text(one) for one in cast(Collection[object], given))
 
 
 def _is_pair(one: object) -> bool:
