@@ -314,8 +314,9 @@ class Merging(OpenStore):
 
     def _resolved(self, request: MergeRequest) -> Request:
         from mstore.merge.planning.request import resolve
+        from mstore.terms.requests import require_types
 
-        request.require_types()
+        require_types(request)
         experts = [self._input(revision) for revision, _ in request.weighted()]
         return resolve(
             request,

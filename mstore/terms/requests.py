@@ -112,34 +112,36 @@ class MergeRequest:
         # A frozen value may set its own fields only this way.
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
 
-    def require_types(self) -> None:
-        """Raise BadRequest for a field, of the request or of its rules, that has another type."""
-        _require("method", is_text(self.method), "text")
-        _require("parameters", _is_by_name(self.parameters), "values by the names of parameters")
-        _require("companions", _is_by_name(self.companions), "revisions by role")
-        _require("outputs", _is_by_name(self.outputs), "names of sources by the names of tensors")
-        for name in ("dtype", "score"):
-            given = getattr(self, name)
-            _require(name, given is None or is_text(given), "text, or None")
-        for name in ("max_error", "top_p"):
-            given = getattr(self, name)
-            is_number = isinstance(given, Real) and not isinstance(given, bool)
-            _require(name, given is None or is_number, "a number, or None")
-        for name in ("only", "skip"):
-            _require(name, _is_texts(getattr(self, name)), "a list of texts")
-        _require("rules", _is_list(self.rules), "a list of TensorRule")
-        for rule in self.rules:
-            _require("rules", isinstance(rule, TensorRule), "a list of TensorRule")
-            _require("parameters", _is_by_name(rule.parameters), "values by their names")
-            _require("tensors", _is_texts(rule.patterns()), "text, or a list of texts")
-            for name in ("method", "dtype"):
-                given = getattr(rule, name)
-                _require(name, given is None or is_text(given), "text, or None")
-        _require("layers", _is_list(self.layers), "a list of (model, first layer, last layer + 1)")
-
     def weighted(self) -> list[tuple[Revision, float]]:
         """Return each expert with its weight, 1 if none is given.  Raises BadRequest."""
         return weighted(self.experts)
+
+
+def require_types(request: MergeRequest) -> None:
+    """Raise BadRequest for a field, of the request or of its rules, that has another type."""
+    _require("request", isinstance(request, MergeRequest), "a MergeRequest")
+    _require("method", is_text(request.method), "text")
+    _require("parameters", _is_by_name(request.parameters), "values by the names of parameters")
+    _require("companions", _is_by_name(request.companions), "revisions by role")
+    _require("outputs", _is_by_name(request.outputs), "names of sources by the names of tensors")
+    for name in ("dtype", "score"):
+        given = getattr(request, name)
+        _require(name, given is None or is_text(given), "text, or None")
+    for name in ("max_error", "top_p"):
+        given = getattr(request, name)
+        is_number = isinstance(given, Real) and not isinstance(given, bool)
+        _require(name, given is None or is_number, "a number, or None")
+    for name in ("only", "skip"):
+        _require(name, _is_texts(getattr(request, name)), "a list of texts")
+    _require("rules", _is_list(request.rules), "a list of TensorRule")
+    for rule in request.rules:
+        _require("rules", isinstance(rule, TensorRule), "a list of TensorRule")
+        _require("parameters", _is_by_name(rule.parameters), "values by their names")
+        _require("tensors", _is_texts(rule.patterns()), "text, or a list of texts")
+        for name in ("method", "dtype"):
+            given = getattr(rule, name)
+            _require(name, given is None or is_text(given), "text, or None")
+    _require("layers", _is_list(request.layers), "a list of (model, first layer, last layer + 1)")
 
 
 def weighted(experts: Any) -> list[tuple[Revision, float]]:
