@@ -30,7 +30,7 @@ from mstore.store.refs import BRANCH, Ref, refs_in
 from mstore.terms.errors import BadRequest, Corrupt, Incompatible
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import as_phrase, call
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 
 @pytest.fixture(scope="module")

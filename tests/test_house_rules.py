@@ -24,9 +24,9 @@ from mstore_cli.verbs import VERBS
 ROOT = Path(__file__).resolve().parent.parent
 # A program of its own that a child process runs, in a directory it was given: no part of the
 # library and loaded by none of it (tests/test_convert.py).  It knows torch: nothing else need.
-CONVERTER = ROOT / "mstore" / "checkpoint" / "convert" / "program.py"
+CONVERTER = ROOT / "mstore" / "checkpoint" / "conversion_program.py"
 # Starts that child; no other module starts any.
-PARENT = ROOT / "mstore" / "checkpoint" / "convert" / "conversion.py"
+PARENT = ROOT / "mstore" / "checkpoint" / "conversion.py"
 LIBRARY = sorted({*(ROOT / "mstore").rglob("*.py")} - {CONVERTER})
 ADAPTERS = sorted(path for top in ("fuse", "serve", "cli") for path in (ROOT / top).rglob("*.py"))
 WRITERS = sorted((ROOT / "mstore" / "fs").glob("*.py"))
@@ -354,7 +354,7 @@ def test_progress_has_one_type() -> None:
         return (one for one in re.findall(r"Callable\[\[Progress\].*", source))
 
     found = _found([*LIBRARY, *ADAPTERS], rule)
-    assert found == ["mstore/terms/progress.py: Callable[[Progress], None]"]
+    assert found == ["mstore/terms/report.py: Callable[[Progress], None]"]
 
 
 @pytest.mark.parametrize(

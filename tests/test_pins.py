@@ -25,7 +25,7 @@ from mstore.blocks.schema import PINNED
 from mstore.store.catalog import Catalog
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
 from mstore.terms.ids import BlockId, PackId, SnapshotId
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 from mstore.upkeep.pins.pin import pin, unpin
 from mstore.upkeep.pins.positions import Position, is_mappable, positions_in, runs_in, to_copy
 

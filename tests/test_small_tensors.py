@@ -21,7 +21,7 @@ from mstore.merge.planning.statistics import KnownDigests
 from mstore.merge.running import compute, slices
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
-from mstore.models.stats.known import SingleTables
+from mstore.models.stats.pairs import SingleTables
 from mstore.store.models import tensors_of
 from mstore.store.objects.canonical import Record
 from mstore.store.objects.plan import Plan
@@ -29,7 +29,7 @@ from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, StorageFailed
 from mstore.terms.ids import BlockId, Id, ManifestId
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "breadcrumbs", "model_stock")
 TENSORS = 60

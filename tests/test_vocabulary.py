@@ -20,7 +20,7 @@ from small_models import BLOCK
 from mstore import MergeRequest, Store, TokenRow, Vocabulary
 from mstore.merge.planning import warnings
 from mstore.models.vocabulary import tokenizer as tokenizers
-from mstore.models.vocabulary.rows import MEAN, MISSING, Places, gathered
+from mstore.models.vocabulary.embeddings import MEAN, MISSING, Places, gathered
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 
 WIDTH = 24

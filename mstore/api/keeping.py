@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, thread_count
+from mstore.api.open_store import OpenStore, local_path, thread_count
 from mstore.blocks import lmdb_check
 from mstore.store.layout import for_a_full_disk
 from mstore.terms.errors import BadRequest
@@ -19,7 +18,7 @@ from mstore.terms.phrases import call
 if TYPE_CHECKING:
     from mstore.store.migrations import MigrateReport
     from mstore.terms.ids import Revision
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
     from mstore.upkeep.backup.backup import BackupReport
     from mstore.upkeep.backup.clone import CloneReport
     from mstore.upkeep.check.fsck import CheckReport
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from mstore.upkeep.pins.pin import PinReport, UnpinReport
 
 
-@checked("Store")
 class Keeping(OpenStore):
     """Calls about space and integrity: gc, prune, check, repair, backup, sizes."""
 
@@ -222,7 +220,7 @@ class Keeping(OpenStore):
         from mstore.upkeep.check.repair import Repair
 
         scope = Scope.chosen(read_data=read_data, sample=None, seed=0)
-        paths = [Path(source) for source in sources]
+        paths = [local_path(source) for source in sources]
         threads = thread_count(threads)
         # Opening these files sets them aside.
         if lmdb_check.faults(self._catalog.layout.stats):
@@ -244,7 +242,7 @@ class Keeping(OpenStore):
         """
         from mstore.upkeep.check.reindex import reindex
 
-        return reindex(Path(path), use_old_index=use_old_index, progress=progress)
+        return reindex(local_path(path), use_old_index=use_old_index, progress=progress)
 
     @staticmethod
     def migrate(path: str | Path, *, dry_run: bool = False) -> MigrateReport:
@@ -256,7 +254,7 @@ class Keeping(OpenStore):
         """
         from mstore.store.migrations import migrate
 
-        return migrate(Path(path), dry_run=dry_run)
+        return migrate(local_path(path), dry_run=dry_run)
 
     def backup(
         self,
@@ -277,7 +275,10 @@ class Keeping(OpenStore):
         from mstore.upkeep.backup.backup import backup
 
         return backup(
-            self._catalog, Path(destination), threads=thread_count(threads), progress=progress
+            self._catalog,
+            local_path(destination),
+            threads=thread_count(threads),
+            progress=progress,
         )
 
     @staticmethod
@@ -298,7 +299,10 @@ class Keeping(OpenStore):
         from mstore.upkeep.backup.clone import clone
 
         return clone(
-            Path(source), Path(destination), threads=thread_count(threads), progress=progress
+            local_path(source),
+            local_path(destination),
+            threads=thread_count(threads),
+            progress=progress,
         )
 
     def stats(self) -> StoreReport:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.snapshots import lineage
+from mstore.snapshots import lineage, notes
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
 from mstore.store.refs import Ref, refs_in
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from mstore.snapshots.notes import NoteReport, SignatureReport
     from mstore.snapshots.signing import SigningKey, VerifyReport
     from mstore.store.transaction import RefMove
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
 
 
 class RemoveReport(Report, frozen=True):
@@ -46,7 +45,6 @@ class RemoveReport(Report, frozen=True):
     """whether this only reports what would be removed"""
 
 
-@checked("Store")
 class Naming(OpenStore):
     """Calls about refs, their reflogs, notes and signatures."""
 
@@ -257,7 +255,6 @@ class Naming(OpenStore):
 
         Raises NotFound, BadRequest, Conflict, StorageFailed.
         """
-        from mstore.snapshots import notes
 
         snapshot = self._catalog.resolve(revision)
         written = notes.write(self._catalog, snapshot, values, kind)
@@ -276,13 +273,11 @@ class Naming(OpenStore):
 
         Raises NotFound, BadName, BadRequest (a signature), Conflict, StorageFailed.
         """
-        from mstore.snapshots import notes
 
         snapshot = self._catalog.resolve(revision)
         return self._noted_now(snapshot, notes.remove(self._catalog, snapshot, [*map(str, ids)]))
 
     def _noted_now(self, snapshot: SnapshotId, ids: Collection[NoteId]) -> tuple[NoteReport, ...]:
-        from mstore.snapshots import notes
 
         found = notes.reports(notes.found(self._catalog, snapshot), {}, every=True)
         return tuple(one for one in found if one.note in ids)

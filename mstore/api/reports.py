@@ -29,7 +29,7 @@ from mstore.merge.running.commit import MergeReport, ReplayReport
 from mstore.merge.virtual.deferred import MaterializeReport
 from mstore.models.adapters.extract import ExtractReport
 from mstore.models.adapters.truncation import TruncatedTensor
-from mstore.models.casting.cast import CastReport
+from mstore.models.cast import CastReport
 from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
 from mstore.models.stats.analysis import AnalyzeReport
 from mstore.models.vocabulary.align import AlignedModel, AlignReport
@@ -57,7 +57,7 @@ from mstore.snapshots.notes import (
 from mstore.snapshots.signing import VerifyReport
 from mstore.store.migrations import MigrateReport
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 from mstore.upkeep.backup.backup import BackupReport
 from mstore.upkeep.backup.clone import CloneReport
 from mstore.upkeep.check.findings import Affected, Problem

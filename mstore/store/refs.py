@@ -170,6 +170,8 @@ def chosen(known: Iterable[str], asked: Sequence[str]) -> list[str]:
     `remotes/` or `candidates/` matches such names. A plain name is returned whether it is known or
     not. Raises NotFound for a pattern that matches nothing.
     """
+    if isinstance(asked, str) or not all(isinstance(one, str) for one in asked):
+        raise BadName(f"names are a list of texts, not {asked!r}")
     known = sorted(known)
     found: dict[str, None] = {}
     for one in asked:

@@ -26,14 +26,13 @@ from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, elements_of, encod
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
-from mstore.checkpoint.partition import in_blocks, partition
 from mstore.store import contents, leases, listing, refs, unnamed_packs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import DEFAULT_LIMITS, Record
 from mstore.store.objects.manifest import Manifest, Part
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
-from mstore.store.objects.tensor import BYTES, Tensor
+from mstore.store.objects.tensor import BYTES, Tensor, in_blocks, partition
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Interrupted, NotFound

@@ -24,7 +24,7 @@ from mstore import MergeRequest, Store, fs
 from mstore.store import refs
 from mstore.store.transaction import RefMove, Transaction, choose_moves
 from mstore.terms.errors import Conflict
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 TESTS = Path(__file__).parent.parent
 NUMBER = struct.Struct("<Q")

@@ -9,7 +9,7 @@ from mstore_cli.session import Session
 @command(example="mstore version")
 def version(session: Session) -> None:
     """Print the version, as --version and -V do."""
-    from mstore.terms.version import __version__
+    from mstore.terms import __version__
 
     session.output.emit(
         {"version": __version__},

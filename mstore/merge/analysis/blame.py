@@ -28,17 +28,16 @@ from mstore.merge.running.compute import tie_counts
 from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
+from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.shapes import layers_of
 from mstore.store.plans import plan_of, sources_of_merge
-from mstore.terms.ahead import in_order
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PlanId, SnapshotId
 from mstore.terms.phrases import call
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 _BATCH = 64
 """How many chunks share one lookup in the index when their tasks are made."""

@@ -29,12 +29,11 @@ from mstore.merge.planning.tensors import (
 )
 from mstore.merge.planning.warnings import far_experts, known_sums, moved_tokens_text, swapped
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
-from mstore.models.adapters.fit import is_any_adapter
 from mstore.models.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
-from mstore.models.adapters.targets import is_adapter
+from mstore.models.adapters.targets import is_adapter, is_any_adapter
 from mstore.models.compare import ComparedPart, Sums
-from mstore.models.made.cards import conflicts, stated_licence
-from mstore.models.stats.known import known_rows
+from mstore.models.made import conflicts, stated_licence
+from mstore.models.stats.pairs import known_rows
 from mstore.models.stats.store import StatsStore
 from mstore.models.vocabulary.members import PARTS, chat_template, rows_of
 from mstore.models.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of

@@ -34,8 +34,7 @@ from mstore.merge.running.ties import TieLedger
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
 

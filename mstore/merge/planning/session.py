@@ -36,7 +36,7 @@ from mstore.store.objects.plan import Criteria, Plan, PlanOperation, PlanTensor,
 from mstore.store.plans import sources_of, store_plan
 from mstore.terms.errors import NotFound
 from mstore.terms.ids import ManifestId
-from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import ProgressCallback
 
 PLANNER = 8
 """Increment whenever the same request leads to a different plan."""

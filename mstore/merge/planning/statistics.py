@@ -26,12 +26,10 @@ from mstore.merge.planning.survey import KEEPS_NONE, Candidate
 from mstore.models.adapters import low_rank
 from mstore.models.stats.chunk import CHUNK, Rows
 from mstore.models.stats.chunks import chunk_elements
-from mstore.models.stats.digests import Digest
 from mstore.models.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
-from mstore.models.stats.known import SingleTables, keep_products
-from mstore.models.stats.products import product_rows
+from mstore.models.stats.pairs import SingleTables, keep_products, product_rows
 from mstore.models.stats.store import StatsStore
-from mstore.models.stats.table import DeltaTable
+from mstore.models.stats.table import DeltaTable, Digest
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import AppliedTensor, Tensor

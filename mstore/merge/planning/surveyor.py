@@ -52,7 +52,7 @@ from mstore.store.tied import ties_embeddings
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import TensorId
 from mstore.terms.phrases import Option, call, few, phrase
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 
 # Late: most methods need no facts, and most surveys find statistics.
 if TYPE_CHECKING:

@@ -218,7 +218,7 @@ def hint_for_scales(
 
     base, other: names of the models. ours, theirs: types of their tensors, by name.
     """
-    from mstore.models.casting.scales import are_scales
+    from mstore.models.scales import are_scales
 
     for model, one, two in ((other, theirs, ours), (base, ours, theirs)):
         if are_scales([name for name in one if name not in two], one):

@@ -16,7 +16,7 @@ from mstore.merge.planning.warnings import MergeWarning, not_finite_text
 from mstore.merge.running.engine import MEMORY, Outcome, Resources, run_plan
 from mstore.merge.running.finished import KeyedTasks
 from mstore.merge.running.slices import SLICE_BYTES
-from mstore.models.made.snapshots import Publication, made_of
+from mstore.models.made import Publication, made_of
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
@@ -29,8 +29,7 @@ from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import Incompatible, StorageFailed
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 from mstore.terms.phrases import Option, phrase
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 
 
 class MergeReport(Report, frozen=True):

@@ -26,7 +26,6 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Encoded, Policy
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.reader import Meter
-from mstore.checkpoint.partition import partition
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties
 from mstore.merge.arithmetic.masks import Singles
@@ -44,7 +43,8 @@ from mstore.merge.running.slices import (
 )
 from mstore.merge.running.task import TensorTask
 from mstore.numeric.codes import INFINITIES, ITEMSIZES
-from mstore.terms.ahead import in_order
+from mstore.store.ahead import in_order
+from mstore.store.objects.tensor import partition
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import BlockId
 

@@ -34,7 +34,7 @@ from mstore.merge.running.runners import LocalRunner, RemoteRunner
 from mstore.merge.running.slices import BATCH_BYTES, SLICE_BYTES, Bounds, Slice, batch_chunks
 from mstore.merge.running.task import Tasks, item_size
 from mstore.merge.running.work_list import Cutter, WorkList, coverage
-from mstore.models.made.files import blocks_of
+from mstore.models.made import blocks_of
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.objects.manifest import Manifest
@@ -44,7 +44,7 @@ from mstore.store.transaction import Transaction
 from mstore.terms.errors import BadRequest, BudgetExceeded
 from mstore.terms.ids import BlockId
 from mstore.terms.phrases import Option, phrase
-from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import ProgressCallback
 from mstore.terms.sizes import format_size
 
 MEMORY: Final = 512 << 20

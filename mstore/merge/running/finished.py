@@ -35,7 +35,6 @@ from blake3 import blake3
 from mstore import fs
 from mstore.blocks.packs import NO_BASE, PAGE, Kind, SealedPack, open_pack, read_footer
 from mstore.blocks.reader import decoded, located, verify
-from mstore.checkpoint.partition import block_count
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.slices import Result
@@ -46,7 +45,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.leases import PACK, RECEIPT
 from mstore.store.memo import Memo
 from mstore.store.objects.plan import Plan
-from mstore.store.objects.tensor import AppliedTensor
+from mstore.store.objects.tensor import AppliedTensor, block_count
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import ID_BYTES, BlockId, TensorId

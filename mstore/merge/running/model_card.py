@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from functools import cached_property, partial
 
 import msgspec
+import numpy as np
 
 from mstore.blocks.schema import Sources
 from mstore.checkpoint.declared import (
@@ -34,7 +35,7 @@ from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.validate import is_base, is_retyped
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.models.adapters.inputs import files_merged_into
-from mstore.models.made.cards import (
+from mstore.models.made import (
     NAME,
     WORD,
     conflicts,
@@ -42,7 +43,6 @@ from mstore.models.made.cards import (
     is_one_licence,
     licence_lines,
     licence_section,
-    number_text,
     said,
     start_of,
 )
@@ -371,3 +371,8 @@ def _odd(count: int) -> str:
 
 def _has_directory(manifest: Manifest, path: str) -> bool:
     return any(file.path.startswith(f"{path}/") for file in manifest.files)
+
+
+def number_text(value: float) -> str:
+    """Return the shortest text of a float32."""
+    return str(np.float32(value))

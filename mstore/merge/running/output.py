@@ -14,21 +14,20 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import name_in_model
-from mstore.checkpoint.partition import partition
 from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.merge.planning.tensors import left_to_base, own_head_of
 from mstore.merge.planning.validate import is_base
 from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.task import Tasks
 from mstore.models.adapters.inputs import Inputs, files_merged_into
-from mstore.models.made.files import Slot, assembled, slots_of, texts_of, with_dtype
+from mstore.models.made import Slot, assembled, slots_of, texts_of, with_dtype
 from mstore.numeric.codes import CASTS, CODES
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, models_in
 from mstore.store.objects.canonical import Record
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.plan import Plan, PlanTensor
-from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor
+from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor, partition
 from mstore.store.tied import untied
 from mstore.store.transaction import Transaction
 from mstore.terms.ids import BlockId, Id

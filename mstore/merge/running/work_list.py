@@ -20,7 +20,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Coverage, Plan, TensorCoverage, bitmap
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.ids import ID_BYTES, BlockId
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 
 
 class Job(msgspec.Struct):

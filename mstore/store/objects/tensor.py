@@ -2,6 +2,9 @@
 
 A tensor record has dtype, shape and block list of one tensor, or of one file's plain bytes.
 
+A block is a run of its bytes from its own start, all full but the last; it cuts bytes, not
+elements, and an element of a whole number of bytes never lies in two blocks.
+
 A virtual tensor is of a merge that was planned and not computed. It takes the place of a tensor
 record in the merge's manifest, and says all that a reader of headers, configs and sizes needs. Its
 bytes are the plan's output for its inputs; `merge.virtual` computes them on demand. Equal ids mean
@@ -15,7 +18,7 @@ blocks, and none is ever the id of a stored block: they are hashes of another do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from blake3 import blake3
@@ -34,6 +37,41 @@ from mstore.store.objects.canonical import (
 )
 from mstore.terms.errors import BadCheckpoint, Corrupt
 from mstore.terms.ids import ID_BYTES, BlockId, PlanId, TensorId, VirtualId
+
+
+def block_count(nbytes: int, block_size: int) -> int:
+    """Return how many blocks `nbytes` bytes take; 0 for no bytes.
+
+    Raises ValueError for a negative length or a block size below 1.
+    """
+    if nbytes < 0:
+        raise ValueError(f"a length cannot be negative: {nbytes}")
+    if block_size < 1:
+        raise ValueError(f"a block holds at least one byte, not {block_size}")
+    return -(-nbytes // block_size)
+
+
+def partition(nbytes: int, block_size: int) -> list[tuple[int, int]]:
+    """Return (offset, length) of each block, in bytes, in order, without gap or overlap.
+
+    Raises ValueError as `block_count` does.
+    """
+    starts = (index * block_size for index in range(block_count(nbytes, block_size)))
+    return [(start, min(block_size, nbytes - start)) for start in starts]
+
+
+def in_blocks(pieces: Iterable[bytes], block_size: int) -> Iterator[bytes]:
+    """Yield the bytes of pieces of any length in blocks; all are full but the last."""
+    rest = b""
+    for piece in pieces:
+        rest += piece
+        whole = len(rest) - len(rest) % block_size
+        for start in range(0, whole, block_size):
+            yield rest[start : start + block_size]
+        rest = rest[whole:]
+    if rest:
+        yield rest
+
 
 # The dtype of headers and of files that are not safetensors: a plain run of bytes.
 BYTES = "BYTES"

@@ -40,8 +40,7 @@ from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, StorageFailed
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.backup import packs, source
 from mstore.upkeep.backup.destination import Destination
 from mstore.upkeep.backup.packs import Attempt, attempted

@@ -27,8 +27,7 @@ from mstore.store.catalog import Catalog
 from mstore.terms.errors import Conflict, Corrupt
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import call
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.backup import packs, source
 from mstore.upkeep.backup.packs import Attempt, attempted
 

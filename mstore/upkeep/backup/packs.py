@@ -23,12 +23,12 @@ from mstore.blocks.pack_store import Packs, is_whole
 from mstore.blocks.packs import Kind, SealedPack
 from mstore.blocks.reader import BlockReader, located
 from mstore.blocks.schema import NamedPack
+from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
-from mstore.terms.ahead import in_groups, in_order
 from mstore.terms.errors import Corrupt, Unavailable, Unreadable
 from mstore.terms.ids import PackId
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 from mstore.upkeep.backup import source
 from mstore.upkeep.check.findings import Findings
 from mstore.upkeep.check.packs import payload

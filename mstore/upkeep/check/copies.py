@@ -28,11 +28,10 @@ from mstore.blocks.packs import NO_BASE, Entry, Kind
 from mstore.blocks.reader import BlockReader, located
 from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
 from mstore.checkpoint.exclusion import Exclusion
-from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.store import layout as layouts
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.store.objects.tensor import BYTES, Tensor
+from mstore.store.objects.tensor import BYTES, Tensor, partition
 from mstore.terms.errors import BadCheckpoint, Corrupt
 from mstore.terms.ids import BlockId, Buffer, PackId
 from mstore.upkeep.check.findings import typed_id

@@ -23,8 +23,7 @@ from mstore.store.layout import Layout
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call, phrase
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.upkeep.check import index_file
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Findings, Problem
 from mstore.upkeep.check.graph import Graph

@@ -25,7 +25,7 @@ from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId, Buffer, ManifestId, PackId, TensorId
 from mstore.terms.phrases import call, phrase
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 from mstore.upkeep.check.old_index import OldIndex
 from mstore.upkeep.check.packs import payload
 

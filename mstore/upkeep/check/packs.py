@@ -23,10 +23,10 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Location, Row, base_of, pack_number, raw_length
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackGone
 from mstore.blocks.reader import BlockReader, located
+from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import decode
 from mstore.store.objects.tensor import Tensor, VirtualTensor
-from mstore.terms.ahead import in_groups, in_order
 from mstore.terms.errors import Corrupt, Unreadable
 from mstore.terms.ids import BlockId, Buffer, PackId
 from mstore.upkeep.check.findings import RECORDS, Findings, typed_id

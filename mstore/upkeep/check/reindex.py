@@ -46,8 +46,7 @@ from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, Corrupt, MstoreError
 from mstore.terms.ids import Buffer, PackId, PlanId, SnapshotId
 from mstore.terms.phrases import call, phrase
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.check import old_index, pack_rows
 from mstore.upkeep.check.old_index import ChosenRefs, OldIndex, choose_refs
 from mstore.upkeep.check.pack_rows import PackRows

@@ -36,8 +36,7 @@ from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.terms.errors import Corrupt, Incompatible, NotFound, Unreadable
 from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.terms.phrases import call
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.upkeep.check.copies import Copies, Copy, Form, PackCopies, copies_at
 from mstore.upkeep.check.findings import Findings, typed_id
 from mstore.upkeep.check.fsck import Checker, CheckReport, Scope

@@ -43,8 +43,7 @@ from mstore.store.publishing import MAX_PACK_BYTES
 from mstore.store.transaction import RefMove, apply_moves
 from mstore.terms.errors import StorageFailed
 from mstore.terms.ids import PackId, SnapshotId
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.terms.sizes import format_size
 from mstore.upkeep.gc import proof
 from mstore.upkeep.gc.repack import Copies

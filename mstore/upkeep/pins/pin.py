@@ -21,20 +21,19 @@ from mstore.blocks.codecs import Codec, Encoded, encode
 from mstore.blocks.location import Location, Row, base_of, width
 from mstore.blocks.reader import ThreadBuffer
 from mstore.blocks.schema import PINNED
-from mstore.models.stats.streaming import BaseBlocks
+from mstore.models.stats.analysis import BaseBlocks
 from mstore.store import contents
+from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.models import tensors_of
 from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.snapshot import BASE, SnapshotRecord
 from mstore.store.objects.tensor import Tensor
 from mstore.store.publishing import MAX_PACK_BYTES
-from mstore.terms.ahead import in_order
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.terms.ids import BlockId, Buffer, SnapshotId
 from mstore.terms.phrases import call, phrase
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.upkeep.pins.positions import (
     GROUP_BYTES,
     LONG_RUN,

@@ -19,10 +19,10 @@ from mstore.blocks.codecs import Codec, Elements, elements_of
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE
 from mstore.blocks.schema import PINNED
+from mstore.store.ahead import in_groups
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import File
 from mstore.store.objects.tensor import Tensor
-from mstore.terms.ahead import in_groups
 from mstore.terms.errors import Corrupt, NotFound
 from mstore.terms.ids import BlockId, SnapshotId
 

@@ -1,6 +1,6 @@
 """The child process that loads pickled weights with torch and writes them as safetensors.
 
-    python -I program.py RESULT < request
+    python -I conversion_program.py RESULT < request
 
 The request is a JSON object: `parent` (process id), `memory`, `seconds`, `file_bytes`, `growth`
 (limits), `tasks` (a list of [source, its stamp, target]; the stamp is device, inode, size and the

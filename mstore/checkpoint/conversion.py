@@ -42,7 +42,7 @@ from mstore.checkpoint.tree import Found, Tree, walk
 from mstore.terms.errors import BadCheckpoint, Unavailable
 from mstore.terms.phrases import few
 
-PROGRAM = Path(__file__).with_name("program.py")
+PROGRAM = Path(__file__).with_name("conversion_program.py")
 PICKLE_INDEX_SUFFIX = ".bin.index.json"
 GIB = 1 << 30
 
