@@ -122,8 +122,8 @@ class Daemon:
             self._failure = error
             raise
         self.ready(None)
-        # Reads need it.  Its import cannot be repeated if it fails half way, without descriptors.
-        import numpy as np  # noqa: F401
+        # Reads need it.  Where an import fails half way, for want of descriptors, none may follow.
+        from mstore.blocks import rans  # noqa: F401
 
         log.info("serving %s of %s at %s", self.revision or "all", self.store, self.mountpoint)
         return tree
