@@ -371,6 +371,10 @@ def meddle_at(root: Path, what: str, at: int) -> None:
     with store, other:
         with fs.observed(meddler):
             store.gc()
+        if meddler.count <= at:
+            # Ids of packs are random: two in one directory make gc a step or two shorter.
+            assert meddler.count >= at - 3
+            return
         meddler.join()
         refused = isinstance(meddler.error, Conflict | NotFound)
         assert meddler.error is None or (refused and what != "read"), meddler.error
