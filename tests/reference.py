@@ -428,9 +428,9 @@ def by_rank(d: Single, row: int, density: float, epsilon: float) -> npt.NDArray[
             found[start] = density
             continue
         ranks = np.arange(row, dtype=np.float32) / np.float32(row - 1)
-        places = sorted(range(row), key=sizes.tolist().__getitem__)
+        places = np.argsort(sizes, kind="stable")
         chances = ranks * np.float32(2) * np.float32(epsilon) + np.float32(density - epsilon)
-        found[start + np.array(places)] = chances
+        found[start + places] = chances
     return found.astype(np.float64)
 
 

@@ -1,7 +1,6 @@
-"""Methods whose factors follow from inner products of whole tensors: exact factors, bounds, edges.
+"""Methods whose factors follow from inner products of whole tensors: what is read, and edges.
 
-The wanted results are computed here from the vectors themselves, in float64, as the methods are
-published; the library sees sums of squares only.
+That they are those of the definitions, and have bounds, `test_every_method.py` shows.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,94 +27,12 @@ from mstore.merge.methods.combinations.mixed import Mixed
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import METHODS, operation
 from mstore.store.models import tensors_of
-from mstore.store.objects.plan import OMITTED, READ, Plan
 from mstore.terms.errors import BadRequest
 
 Double = npt.NDArray[np.float64]
 Single = npt.NDArray[np.float32]
 BLOCK = 1 << 16
 N = 100_000
-
-# -- the definitions ---------------------------------------------------------------------
-
-
-def slerp(t: float, a: Double, b: Double) -> Double:
-    """The spherical interpolation of two vectors, each with its own length."""
-    cosine = (a / np.linalg.norm(a)) @ (b / np.linalg.norm(b))
-    angle = math.acos(max(-1.0, min(1.0, cosine)))
-    result: Double = (math.sin((1 - t) * angle) * a + math.sin(t * angle) * b) / math.sin(angle)
-    return result
-
-
-def nuslerp(vectors: Sequence[Double], weights: Sequence[float]) -> Double:
-    total = math.fsum(weights)
-    return slerp(0.5 if abs(total) < 1e-6 else weights[1] / total, *vectors)
-
-
-def multislerp(vectors: Sequence[Double], weights: Sequence[float]) -> Double:
-    """Goddard's barycentric interpolation, tangent space and all."""
-    units = [one / (np.linalg.norm(one) + 1e-8) for one in vectors]
-    mean = np.sum([w * one for w, one in zip(weights, units, strict=True)], axis=0)
-    mean /= np.linalg.norm(mean)
-    tangents = [one - (one @ mean) * mean for one in units]
-    tangent = np.sum([w * one for w, one in zip(weights, tangents, strict=True)], axis=0)
-    length = np.linalg.norm(tangent) + 1e-8
-    point = mean * np.cos(length) + tangent * (np.sin(length) / length)
-    size = math.fsum(w * np.linalg.norm(one) for w, one in zip(weights, vectors, strict=True))
-    result: Double = point * size
-    return result
-
-
-def normalized(vectors: Sequence[Double], weights: Sequence[float]) -> Double:
-    return multislerp(vectors, [weight / math.fsum(weights) for weight in weights])
-
-
-def karcher(vectors: Sequence[Double], _: Sequence[float]) -> Double:
-    """The point of the sphere whose logarithms add up to zero, by many small steps."""
-    norms = [np.linalg.norm(one) for one in vectors]
-    units = [one / norm for one, norm in zip(vectors, norms, strict=True)]
-    mean = np.sum(units, axis=0)
-    mean /= np.linalg.norm(mean)
-    for _ in range(200):
-        tangent = np.zeros_like(mean)
-        for unit in units:
-            angle = math.acos(min(1.0, float(unit @ mean)))
-            if angle > 1e-7:
-                tangent += angle / math.sin(angle) * (unit - (unit @ mean) * mean) / len(units)
-        mean = mean + tangent / 2
-        mean /= np.linalg.norm(mean)
-    result: Double = mean * (math.fsum(norms) / len(norms))
-    return result
-
-
-def model_stock(vectors: Sequence[Double], _: Sequence[float]) -> Double:
-    count = len(vectors)
-    cosine = math.fsum(
-        a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
-        for a, b in itertools.combinations(vectors, 2)
-    ) / math.comb(count, 2)
-    t = count * cosine / (1 + (count - 1) * cosine)
-    result: Double = t * np.sum(vectors, axis=0) / count
-    return result
-
-
-Definition = Callable[[Sequence[Double], Sequence[float]], Double]
-CASES: dict[str, tuple[str, dict[str, Any], tuple[float, ...], Definition]] = {
-    "model_stock": ("model_stock", {}, (1.0, 1.0, 1.0), model_stock),
-    "model_stock of two": ("model_stock", {}, (1.0, 1.0), model_stock),
-    "nuslerp": ("nuslerp", {}, (0.25, 0.5), nuslerp),
-    "nuslerp of opposites": ("nuslerp", {}, (1.0, -1.0), nuslerp),
-    "nuslerp beyond": ("nuslerp", {}, (-0.5, 1.0), nuslerp),
-    "nuslerp of wholes": ("nuslerp", {"around_base": False}, (0.25, 0.5), nuslerp),
-    "multislerp": ("multislerp", {}, (0.25, 0.5, 1.0), normalized),
-    "multislerp with a minus": ("multislerp", {}, (1.0, -0.5, 1.0), normalized),
-    "multislerp of sums": (
-        *("multislerp", {"normalize_weights": False}, (0.25, 0.5, 1.0)),
-        multislerp,
-    ),
-    "multislerp of wholes": ("multislerp", {"around_base": False}, (0.25, 0.5, 1.0), normalized),
-    "karcher": ("karcher", {"max_iter": 100, "tol": 1e-9}, (1.0, 1.0, 1.0), karcher),
-}
 
 
 @dataclasses.dataclass
@@ -134,12 +51,6 @@ class Family:
             [(one, "F32", (value.size,), value.tobytes()) for one, value in tensors.items()],
         )
         self.store.add(self.root / f"{name}.safetensors", name=name)
-
-    def vectors(self, names: Sequence[str], tensor: str, *, whole: bool) -> list[Double]:
-        """Experts, or their deltas in float32, as float64."""
-        base = self.members["base"][tensor]
-        sides = [self.members[name][tensor] for name in names]
-        return [(side if whole else side - base).astype(np.float64) for side in sides]
 
     def error(self, found: str, wanted: str) -> float:
         """The distance of two snapshots over the norm of the base."""
@@ -178,14 +89,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
         yield made
 
 
-def request(case: str, **options: Any) -> MergeRequest:
-    method, parameters, weights, _ = CASES[case]
-    experts = [(f"e{k}", weight) for k, weight in enumerate(weights)]
-    return MergeRequest(
-        base="base", experts=experts, method=method, parameters=parameters, **options
-    )
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["model_stock", "multislerp", "karcher"])
 def test_distances_are_read_together(method: str, tmp_path: Path) -> None:
@@ -214,50 +117,8 @@ def test_distances_are_read_together(method: str, tmp_path: Path) -> None:
         assert plans[0].analyze_bytes_read == len(experts) * experts[0]["more"].nbytes
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_factors_are_those_of_whole_vectors(case: str, family: Family) -> None:
-    """The merge is the published formula in float64, within the float32 of the arithmetic; deltas
-    that are a hundredth of the base lose nothing to it.  It is replayed."""
-    _, parameters, weights, definition = CASES[case]
-    family.store.merge(family.store.plan(request(case)), name="full")
-    assert family.store.replay("full").same
-    whole = case == "karcher" or parameters.get("around_base") is False
-    for name, base in family.members["base"].items():
-        vectors = family.vectors([f"e{k}" for k in range(len(weights))], name, whole=whole)
-        wanted = definition(vectors, weights)
-        found = family.store["full"].tensor(name).astype(np.float64)
-        scale = np.sum(np.abs(vectors), axis=0)
-        if not whole:
-            wanted = base.astype(np.float64) + wanted
-            scale = np.abs(base) + scale
-        assert float((np.abs(found - wanted) / scale).max()) <= 2.0**-22
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", CASES)
-def test_a_budget_has_a_bound_that_holds(case: str, family: Family) -> None:
-    """What is left out has a bound under the factors of the full merge, and facts are measured
-    once."""
-    full = family.store.plan(request(case))
-    family.store.merge(full, name="full")
-    factors = [one.mixture for one in family.store._catalog.record(Plan, full.plan).tensors]
-    bounds = []
-    for budget in ("90%", "50%", "20%"):
-        plan = family.store.plan(request(case, budget=budget))
-        assert plan.analyze_bytes_read == 0
-        record = family.store._catalog.record(Plan, plan.plan)
-        assert [one.mixture for one in record.tensors] == factors
-        assert any({OMITTED, READ} <= set(b"".join(one.states)) for one in record.tensors)
-        done = family.store.merge(plan, name="part", memo=False)
-        assert done.expert_bytes_read == plan.planned_expert_bytes
-        assert plan.error_bound is not None
-        assert 0 < family.error("part", "full") <= plan.error_bound
-        bounds.append(plan.error_bound)
-    assert bounds == sorted(bounds)
-
-
-@pytest.mark.parametrize("case", ["model_stock", "nuslerp", "multislerp"])
-def test_what_nobody_moves_stays_around_the_base(case: str, family: Family) -> None:
+@pytest.mark.parametrize("method", ["model_stock", "nuslerp", "multislerp"])
+def test_what_nobody_moves_stays_around_the_base(method: str, family: Family) -> None:
     """Around the base an element that no expert moves keeps its bits, -0 among them, and a share of
     the blocks can be left as it is; a sum of whole experts leaves none."""
     names = []
@@ -268,11 +129,8 @@ def test_what_nobody_moves_stays_around_the_base(case: str, family: Family) -> N
         names.append(f"half{number}")
         if names[-1] not in family.members:
             family.add(names[-1], tensors)
-    asked = dataclasses.replace(
-        request(case),
-        base="half0",
-        experts=[(name, w) for name, (_, w) in zip(names[1:], request(case).experts, strict=False)],
-    )
+    experts = names[1 : 1 + (METHODS[method].experts or 3)]
+    asked = MergeRequest(base="half0", experts=experts, method=method)
     family.store.merge(family.store.plan(asked), name="full")
     found, base = family.store["full"].tensor("a"), family.members["half0"]["a"]
     still = N // 2
@@ -282,7 +140,7 @@ def test_what_nobody_moves_stays_around_the_base(case: str, family: Family) -> N
     family.store.merge(plan, name="sparse")
     assert plan.error_bound is not None
     assert family.error("sparse", "full") > 0
-    if case != "model_stock":
+    if method != "model_stock":
         whole = dataclasses.replace(asked, parameters={"around_base": False}, top_p=0.3)
         with pytest.raises(BadRequest, match="changes every block"):
             family.store.plan(whole)
@@ -417,28 +275,6 @@ def test_singular_model_stock_is_the_base(family: Family) -> None:
     assert np.array_equal(family.store["opposed"].tensor("a"), wanted)
 
 
-REFUSED: tuple[tuple[str, dict[str, Any], Sequence[float], str], ...] = (
-    ("model_stock", {}, [1.0], "at least 2 experts"),
-    ("model_stock", {}, [1.0, 0.5], "has no weight; its parameters: filter_wise"),
-    ("nuslerp", {}, [1.0], "2 experts, not 1"),
-    ("karcher", {}, [1.0, 0.5], "has no weight"),
-    ("karcher", {"max_iter": -1}, [1.0, 1.0], "max_iter"),
-    ("karcher", {"max_iter": 2**63}, [1.0, 1.0], "max_iter"),
-    ("passthrough", {}, [1.0, 1.0], "one expert"),
-    ("passthrough", {}, [0.5], "has no weight; its parameters: scale"),
-    ("passthrough", {"scale": 1e39}, [1.0], "scale"),
-)
-
-
-@pytest.mark.parametrize(("method", "parameters", "weights", "says"), REFUSED)
-def test_what_a_method_does_not_take(
-    method: str, parameters: dict[str, Any], weights: list[float], says: str
-) -> None:
-    """Other numbers of experts, and weights where there are none, are refused by name."""
-    with pytest.raises(BadRequest, match=says):
-        operation(method, parameters, weights)
-
-
 def test_weights_that_add_up_to_nothing(family: Family) -> None:
     """Multislerp refuses to divide by weights that add up to zero, and nuslerp of wholes to make
     nothing; both name the tensor."""
@@ -454,26 +290,6 @@ def test_weights_that_add_up_to_nothing(family: Family) -> None:
     )
     with pytest.raises(BadRequest, match="of weight 0 is nothing"):
         family.store.plan(nothing)
-
-
-def test_facts_need_analysis(family: Family, tmp_path: Path) -> None:
-    """With --no-analyze a method is refused while facts are not known, and works when they are."""
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
-        for name in ("base", "e0", "e1"):
-            store.add(family.root / f"{name}.safetensors", name=name)
-        asked = MergeRequest(base="base", experts=["e0", "e1"], method="model_stock", analyze=False)
-        with pytest.raises(BadRequest, match="not all are known") as refused:
-            store.plan(asked)
-        assert "analyze" in (refused.value.hint or "")
-        known = store.plan(dataclasses.replace(asked, analyze=True))
-        assert known.analyze_bytes_read > 0
-        assert store.plan(asked).plan == known.plan
-        # Distances are the same both ways.
-        turned = dataclasses.replace(asked, experts=["e1", "e0"])
-        assert store.plan(turned).analyze_bytes_read == 0
-
-
-# -- any numbers ---------------------------------------------------------------------
 
 
 def settled(method: str, weights: Sequence[float], vectors: Sequence[Double]) -> Operation:
