@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -30,15 +29,6 @@ def test_page_is_current() -> None:
     assert text == reference.renewed("cli.md", text)
 
 
-def test_page_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page is the same whatever the width of the terminal it is made on."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("NO_COLOR", "1")
-    wide = reference.of_commands()
-    monkeypatch.setenv("COLUMNS", "50")
-    assert reference.of_commands() == wide
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_help_is_complete(verb: str) -> None:
     """Each command's help states an example of itself and its exit statuses."""
@@ -59,23 +49,6 @@ def test_every_key_has_a_meaning(report: type) -> None:
     told = keys.keys_of(report)
     assert [key.name for key in told] == names
     assert all(key.kind and key.meaning for key in told)
-
-
-@dataclasses.dataclass
-class Told:
-    """A class of one field with a meaning and one without."""
-
-    found: int | None
-    """how many were
-    found; None: not counted"""
-    other: int
-
-
-def test_a_meaning_stands_below_its_field() -> None:
-    """A text below a field is its meaning, in one line; a field without one has no key."""
-    assert keys.meanings(Told) == {"found": "how many were found; None: not counted"}
-    with pytest.raises(KeyError, match="other"):
-        keys.keys_of(Told)
 
 
 def test_json_says_null() -> None:
@@ -126,12 +99,6 @@ def test_every_kind_of_warning_is_named() -> None:
 def test_every_command_but_cat_has_keys() -> None:
     """Each command's JSON keys are listed; `cat` alone has no JSON form."""
     assert {line.split()[0] for line in keys.DOCUMENTS} == {*VERBS} - {"cat"}
-
-
-def test_page_without_marker() -> None:
-    """A page without the marker is refused rather than overwritten."""
-    with pytest.raises(ValueError, match="no line"):
-        reference.renewed("cli.md", "# hand-written only\n")
 
 
 def test_every_command_is_in_one_group() -> None:
