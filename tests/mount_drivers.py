@@ -31,7 +31,9 @@ from checkpoints import Tensor, write_index, write_safetensors
 
 from mstore import Store
 from mstore.terms.errors import Unavailable
-from mstore_fuse.mounts import MountInfo, mount, mounts, require_fuse, unmount
+from mstore_fuse.driver import MountInfo
+from mstore_fuse.fuse_driver import require_fuse
+from mstore_fuse.mounts import mount, mounts, unmount
 
 T = TypeVar("T")
 

@@ -38,11 +38,12 @@ from mstore.terms.errors import (
     StorageFailed,
     Unavailable,
 )
-from mstore_fuse import mount_table
-from mstore_fuse import mounts as mounts_module
+from mstore_fuse import fuse_driver, mount_table
+from mstore_fuse.driver import MountInfo
 from mstore_fuse.erofs import driver as erofs_driver
-from mstore_fuse.erofs import kernel, mapping
-from mstore_fuse.mounts import MountInfo, mount, mounts, require_fuse, unmount
+from mstore_fuse.erofs import kernel, mapping, showing
+from mstore_fuse.fuse_driver import require_fuse
+from mstore_fuse.mounts import mount, mounts, unmount
 
 BLOCK_SIZE = 64 << 10
 MODEL = "model.safetensors"
@@ -577,7 +578,7 @@ def test_without_root_and_fuse(store: Path, root: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(erofs_driver.os, "geteuid", lambda: 1000)
     with pytest.raises(Unavailable, match="only root"):
         mount(store, "team/m", root / "at", driver="erofs")
-    monkeypatch.setattr(mounts_module, "DEVICE", root / "no fuse")
+    monkeypatch.setattr(fuse_driver, "DEVICE", root / "no fuse")
     with pytest.raises(Unavailable) as caught:
         mount(store, "team/m", root / "at", driver="auto")
     assert "only root" in caught.value.what
@@ -608,7 +609,7 @@ def test_options_that_the_kernel_does_not_know(
     store: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older kernel, which lacks an option, mounts without it; this one reads packs directly."""
-    monkeypatch.setattr(erofs_driver, "OPTIONS", (*erofs_driver.OPTIONS, "later"))
+    monkeypatch.setattr(showing, "OPTIONS", (*showing.OPTIONS, "later"))
     point = shown(store, "team/m")
     assert_same(point, root / "model")
     assert "directio" in table_line(point).split(" - ")[1].split(" ")[2].split(",")
