@@ -255,23 +255,6 @@ def test_more_packs_than_mount_options_hold(root: Path) -> None:
     assert_same(root / "at", original)
 
 
-def test_a_model_of_transformers(root: Path) -> None:
-    """from_pretrained loads a sharded model from it, with every weight equal."""
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(root / "model", max_shard_size="200KB")
-    with Store.init(root / "store", block_size=BLOCK_SIZE, codec="raw") as made:
-        made.add(root / "model", name="m")
-    loaded = transformers.LlamaForCausalLM.from_pretrained(shown(root / "store", "m"))
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, loaded.state_dict()[name]), name
-
-
 def test_one_model_of_a_snapshot(root: Path, store: Path) -> None:
     """A kernel mount of REF:MODEL shows the model's directory alone."""
     for part in ("unet", "vae"):
