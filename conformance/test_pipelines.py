@@ -24,7 +24,8 @@ from generated import Tensors
 from mstore import MergeRequest, Store, Vocabulary
 from mstore.api.reports import AddReport, MergeReport
 from mstore.terms.errors import Unavailable
-from mstore_fuse.mounts import mount, require_fuse, unmount
+from mstore_fuse.fuse_driver import require_fuse
+from mstore_fuse.mounts import mount, unmount
 
 BLOCK = 1 << 16
 SHARD = "150KB"

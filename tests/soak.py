@@ -40,6 +40,7 @@ from mstore.api import Store
 from mstore.terms.errors import Conflict, MstoreError, Unavailable
 from mstore.terms.ids import SnapshotId
 from mstore_fuse import mounts
+from mstore_fuse.fuse_driver import require_fuse
 
 WORKERS = 8
 READERS = 2
@@ -356,7 +357,7 @@ def _log_of_mounts(root: Path) -> Path:
 def _shown(root: Path) -> Iterator[int | None]:
     """The process that serves a mount of the whole store; None where nothing can be mounted."""
     try:
-        mounts.require_fuse()
+        require_fuse()
     except Unavailable as missing:
         print(f"no readers of mounts: {missing}", flush=True)
         yield None

@@ -54,7 +54,7 @@ def test_without_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_fuse(mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without FUSE the reason is told, and that is no problem."""
-    monkeypatch.setattr(import_module("mstore_fuse.mounts"), "DEVICE", tmp_path / "fuse")
+    monkeypatch.setattr(import_module("mstore_fuse.fuse_driver"), "DEVICE", tmp_path / "fuse")
     done = mstore.succeed("doctor", "--json")
     assert done.document["fuse"] == f"{tmp_path / 'fuse'}: this machine has no FUSE"
 

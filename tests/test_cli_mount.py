@@ -20,7 +20,8 @@ from cli_runs import Program, unheard
 from mstore.terms.errors import Unavailable
 from mstore_cli.commands.mount import notify_ready
 from mstore_cli.keys import DOCUMENTS, keys_of
-from mstore_fuse.mounts import MountInfo, require_fuse
+from mstore_fuse.driver import MountInfo
+from mstore_fuse.fuse_driver import require_fuse
 
 
 def can_mount() -> bool:
@@ -166,7 +167,9 @@ def test_a_mount_that_cannot_be_announced_is_not_left(
 def test_without_fuse(store: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no FUSE, the error names `mstore checkout`, in the store that was given."""
     # Not as an attribute: the package may have a function of the module's name.
-    monkeypatch.setattr(import_module("mstore_fuse.mounts"), "DEVICE", tmp_path / "dev" / "fuse")
+    monkeypatch.setattr(
+        import_module("mstore_fuse.fuse_driver"), "DEVICE", tmp_path / "dev" / "fuse"
+    )
     done = store("mount", "tiny", tmp_path)
     assert done.status == 1
     assert done.out == ""

@@ -13,7 +13,7 @@ from mstore.merge.planning import warnings
 from mstore_cli import commands, keys, reference
 from mstore_cli.command import find
 from mstore_cli.verbs import VERBS
-from mstore_fuse.mounts import MountInfo
+from mstore_fuse.driver import MountInfo
 from mstore_serve.serving import ServeInfo
 
 EXPORTED = [getattr(reports, name) for name in reports.__all__]

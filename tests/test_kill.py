@@ -32,6 +32,7 @@ from mstore.api import Store
 from mstore.terms.errors import Unavailable
 from mstore.terms.ids import SnapshotId
 from mstore_fuse import mounts
+from mstore_fuse.fuse_driver import require_fuse
 
 # A fresh store now and then: each check reads all that is in it.
 ROUNDS_A_STORE = 8
@@ -269,7 +270,7 @@ def inspect(root: Path, done: list[Done], scratch: Path, *, forgets: bool) -> bo
 def mounted(root: Path, point: Path) -> Iterator[Path | None]:
     """The whole store under a mount whose server is killed in the end; None where none can be."""
     try:
-        mounts.require_fuse()
+        require_fuse()
     except Unavailable:
         yield None
         return

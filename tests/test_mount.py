@@ -37,17 +37,11 @@ from mstore import Store
 from mstore.terms.errors import Conflict, Corrupt, MstoreError, NotFound, Unavailable
 from mstore.terms.phrases import Option, call, phrase
 from mstore_cli.spelling import Typed
-from mstore_fuse import daemon, mount_table
+from mstore_fuse import daemon, fuse_driver, mount_table
 from mstore_fuse import mounts as mounts_module
-from mstore_fuse.mounts import (
-    MountInfo,
-    Unmounted,
-    mount,
-    mounts,
-    require_fuse,
-    unmount,
-    unmount_all,
-)
+from mstore_fuse.driver import MountInfo
+from mstore_fuse.fuse_driver import require_fuse
+from mstore_fuse.mounts import Unmounted, mount, mounts, unmount, unmount_all
 
 try:
     require_fuse()
@@ -116,7 +110,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 600) -> None:
 
 
 def runs(pid: int) -> bool:
-    return mount_table.Source(Path("/"), None, pid).alive
+    return fuse_driver.serves(pid)
 
 
 def code_of(call: Callable[[], object]) -> str:
@@ -711,10 +705,10 @@ def test_errors_of_the_daemon_keep_their_parts() -> None:
     """Operations that an error names cross to the caller as data, which each face spells."""
     hint = phrase("{check}, then {mount}", check=call("fsck"), mount=call("mount", "REF", "DIR"))
     told = Corrupt("lost", where=Option("revision"), hint=hint)
-    heard = mounts_module._error_from(json.loads(json.dumps(daemon._message(told))))
+    heard = fuse_driver._error_from(json.loads(json.dumps(daemon._message(told))))
     assert (type(heard), heard.texts) == (Corrupt, told.texts)
     assert heard.told(Typed()).hint == "mstore fsck, then mstore mount REF DIR"
-    heard = mounts_module._error_from(json.loads(json.dumps(daemon._message(KeyError("x")))))
+    heard = fuse_driver._error_from(json.loads(json.dumps(daemon._message(KeyError("x")))))
     assert (heard.what, heard.where, heard.hint) == ("KeyError: 'x'", None, None)
 
 

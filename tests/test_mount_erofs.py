@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import every_dtype_checkpoint
-from mount_drivers import drop_pages, files_below
+from mount_drivers import EROFS, drop_pages, files_below
 from msgspec import structs
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -38,11 +38,12 @@ from mstore.terms.errors import (
     StorageFailed,
     Unavailable,
 )
-from mstore_fuse import mount_table
-from mstore_fuse import mounts as mounts_module
+from mstore_fuse import fuse_driver, mount_table
+from mstore_fuse.driver import MountInfo
 from mstore_fuse.erofs import driver as erofs_driver
-from mstore_fuse.erofs import kernel, mapping
-from mstore_fuse.mounts import MountInfo, mount, mounts, require_fuse, unmount
+from mstore_fuse.erofs import kernel, mapping, showing
+from mstore_fuse.fuse_driver import require_fuse
+from mstore_fuse.mounts import mount, mounts, unmount
 
 BLOCK_SIZE = 64 << 10
 MODEL = "model.safetensors"
@@ -66,22 +67,9 @@ def write_model(folder: Path, seed: int, rows: int = 700) -> Path:
     return folder
 
 
-def missing(folder: Path) -> str | None:
-    """Why this machine cannot mount by EROFS, if so."""
-    with Store.init(folder / "store", codec="raw") as store:
-        store.add(write_model(folder / "m", 0, 1), name="m")
-    (folder / "at").mkdir()
-    try:
-        mount(folder / "store", "m", folder / "at", driver="erofs")
-    except Unavailable as error:
-        return error.what
-    unmount(folder / "at")
-    return None
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _kernel_mounts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    why = missing(tmp_path_factory.mktemp("probe"))
+    why = EROFS.why_not(tmp_path_factory.mktemp("probe"))
     if why is not None:
         pytest.skip(f"no kernel mounts: {why}")
 
@@ -232,19 +220,6 @@ def table_line(point: Path) -> str:
     return next(line for line in lines if line.split(" ")[4] == where)
 
 
-def test_nothing_can_be_changed(store: Path) -> None:
-    """Writing, removing and creating are refused, for root too; no file is set-user-id."""
-    point = shown(store, "team/m")
-    with pytest.raises(OSError, match="Read-only") as caught:
-        (point / "new").touch()
-    assert caught.value.errno == errno.EROFS
-    with pytest.raises(OSError, match="Read-only"):
-        (point / MODEL).unlink()
-    with pytest.raises(OSError, match="Read-only"):
-        (point / MODEL).open("r+b")
-    assert set(table_line(point).split(" ")[5].split(",")) >= {"ro", "nosuid", "nodev"}
-
-
 def test_reading_past_the_page_cache_is_refused(store: Path) -> None:
     """A program that asks for O_DIRECT gets EINVAL, as on other filesystems that lack it."""
     point = shown(store, "team/m")
@@ -278,23 +253,6 @@ def test_more_packs_than_mount_options_hold(root: Path) -> None:
     assert "this process may open 90 files" in refused.stderr
     assert mount_with("-Sn").returncode == 0
     assert_same(root / "at", original)
-
-
-def test_a_model_of_transformers(root: Path) -> None:
-    """from_pretrained loads a sharded model from it, with every weight equal."""
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(root / "model", max_shard_size="200KB")
-    with Store.init(root / "store", block_size=BLOCK_SIZE, codec="raw") as made:
-        made.add(root / "model", name="m")
-    loaded = transformers.LlamaForCausalLM.from_pretrained(shown(root / "store", "m"))
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, loaded.state_dict()[name]), name
 
 
 def test_one_model_of_a_snapshot(root: Path, store: Path) -> None:
@@ -577,7 +535,7 @@ def test_without_root_and_fuse(store: Path, root: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(erofs_driver.os, "geteuid", lambda: 1000)
     with pytest.raises(Unavailable, match="only root"):
         mount(store, "team/m", root / "at", driver="erofs")
-    monkeypatch.setattr(mounts_module, "DEVICE", root / "no fuse")
+    monkeypatch.setattr(fuse_driver, "DEVICE", root / "no fuse")
     with pytest.raises(Unavailable) as caught:
         mount(store, "team/m", root / "at", driver="auto")
     assert "only root" in caught.value.what
@@ -608,7 +566,7 @@ def test_options_that_the_kernel_does_not_know(
     store: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older kernel, which lacks an option, mounts without it; this one reads packs directly."""
-    monkeypatch.setattr(erofs_driver, "OPTIONS", (*erofs_driver.OPTIONS, "later"))
+    monkeypatch.setattr(showing, "OPTIONS", (*showing.OPTIONS, "later"))
     point = shown(store, "team/m")
     assert_same(point, root / "model")
     assert "directio" in table_line(point).split(" - ")[1].split(" ")[2].split(",")

@@ -24,9 +24,10 @@ from safetensors.numpy import save_file
 from mstore import Store
 from mstore.terms.errors import BadRequest, MstoreError, NotFound, StorageFailed, Unavailable
 from mstore.terms.phrases import Option
-from mstore_fuse import options as options_module
-from mstore_fuse.mounts import mount, mounts, require_fuse, unmount
-from mstore_fuse.options import MountOptions
+from mstore_fuse import fuse_driver
+from mstore_fuse.driver import MountRequest
+from mstore_fuse.fuse_driver import require_fuse
+from mstore_fuse.mounts import mount, mounts, unmount
 
 try:
     require_fuse()
@@ -336,29 +337,37 @@ def test_options_reach_the_store(store: Store, point: Path) -> None:
 
 def test_options_cross_to_the_daemon() -> None:
     """What the caller chose is what the daemon's command line says."""
-    from mstore_fuse.daemon import _parser
-
-    chosen = MountOptions(True, Path("/x y"), 5, "always", True, True)
-    line = ["--store=s", "--revision=r", *chosen.arguments(), "--", "/mnt"]
-    assert MountOptions.of(_parser().parse_args(line)) == chosen
-    plain = ["--store=s", "--revision=r", *MountOptions().arguments(), "--", "/mnt"]
-    assert MountOptions.of(_parser().parse_args(plain)) == MountOptions()
+    plain = MountRequest(Path("/s t"), None, Path("-m"))
+    chosen = MountRequest(
+        Path("-s"),
+        "--all",
+        Path("/mnt"),
+        foreground=True,
+        allow_other=True,
+        log=Path("/x y"),
+        cache_bytes=5,
+        verify="always",
+        follow=True,
+        show_meta=True,
+    )
+    for request in (plain, chosen):
+        given = fuse_driver.parser().parse_args(fuse_driver.words(request))
+        assert fuse_driver.request_of(given) == request
 
 
 def test_letting_others_in_needs_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is not root needs user_allow_other in fuse.conf: without it, the error says the line."""
     conf = tmp_path / "fuse.conf"
-    monkeypatch.setattr(options_module, "FUSE_CONF", conf)
-    monkeypatch.setattr(options_module.os, "geteuid", lambda: 1000)
-    wanted = MountOptions(allow_other=True)
+    monkeypatch.setattr(fuse_driver, "FUSE_CONF", conf)
+    monkeypatch.setattr(fuse_driver.os, "geteuid", lambda: 1000)
     for text in (None, "#user_allow_other\n", "mount_max = 9\n"):
         if text is not None:
             conf.write_text(text)
         with pytest.raises(Unavailable) as caught:
-            wanted.checked("a", tmp_path / "mnt")
+            fuse_driver._require_allowed()
         assert f"add the line user_allow_other to {conf}" in str(caught.value.texts[2])
     conf.write_text("mount_max = 9\n  user_allow_other\n")
-    assert wanted.checked("a", tmp_path / "mnt") == wanted
+    fuse_driver._require_allowed()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as somebody else")

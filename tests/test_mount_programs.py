@@ -97,10 +97,14 @@ READING = {
 
 
 @pytest.mark.parametrize("program", READING)
-def test_programs_that_read_print_the_same(cold: tuple[Path, Path], program: str) -> None:
+def test_programs_that_read_print_the_same(
+    driver: Driver, cold: tuple[Path, Path], program: str
+) -> None:
     """find, ls, du, md5sum, tar, dd, tail, head, wc, grep and od say of a mount what they say of
     the directory that was added."""
     shown, original = cold
+    if "iflag=direct" in READING[program] and not driver.reads_directly:
+        pytest.skip(f"nothing reads {driver} past the page cache")
     assert told(READING[program], shown) == told(READING[program], original)
 
 

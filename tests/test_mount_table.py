@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore_fuse import mount_table
-from mstore_fuse.mount_table import Source, TableEntry
+from mstore_fuse.driver import MountInfo
+from mstore_fuse.erofs.driver import Erofs, image_name
+from mstore_fuse.fuse_driver import Source, serves
+from mstore_fuse.mount_table import TableEntry
+from mstore_fuse.mounts import DRIVERS
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 
@@ -40,17 +44,22 @@ def test_source_has_nothing_that_mount_options_would_split(revision: str, folder
 def test_image_round_trip(revision: str, folder: str, lease: str) -> None:
     """Any revision and store path come back from the path of a kernel mount's image."""
     store = Path("/", folder.replace("/", "-"))
-    text = str(store / "tmp" / lease / mount_table.image_name(revision))
-    assert Source.of_image(text) == Source(store, revision, None)
+    text = str(store / "tmp" / lease / image_name(revision))
+    info = Erofs().status(TableEntry(Path("/mnt"), "erofs", text, True))
+    assert info is not None
+    assert (info.store, info.revision, info.pid) == (store, revision, None)
 
 
 def test_whose_mount_it_is() -> None:
     """Type and source together say what is ours; a bind mount of a part is not."""
     image = "/srv/models/tmp/0123456789abcdef/mstore:team%2Fa"
     kernel = TableEntry(Path("/mnt"), "erofs", image, True)
-    assert Source.of(kernel) == Source(Path("/srv/models"), "team/a", None)
-    fuse = TableEntry(Path("/mnt"), "fuse.mstore", "mstore:main@/srv#7", True, 0)
-    assert Source.of(fuse) == Source(Path("/srv"), "main", 7)
+    assert told(kernel) == [
+        MountInfo(Path("/mnt"), Path("/srv/models"), "team/a", None, True, 0, "erofs")
+    ]
+    number = 1 << 22
+    fuse = TableEntry(Path("/mnt"), "fuse.mstore", f"mstore:main@/srv#{number}", True, 3)
+    assert told(fuse) == [MountInfo(Path("/mnt"), Path("/srv"), "main", None, False, 3, "fuse")]
     for foreign in (
         TableEntry(Path("/mnt"), "erofs", image, False),
         TableEntry(Path("/mnt"), "erofs", "/dev/sda1", True),
@@ -58,7 +67,13 @@ def test_whose_mount_it_is() -> None:
         TableEntry(Path("/mnt"), "fuse.mstore", image, True, 0),
         TableEntry(Path("/mnt"), "erofs", "/srv/tmp/images/mstore:a", True),
     ):
-        assert Source.of(foreign) is None
+        assert told(foreign) == []
+
+
+def told(entry: TableEntry) -> list[MountInfo]:
+    """What the drivers say of an entry: one at most knows it."""
+    said = [one.status(entry) for one in DRIVERS.values()]
+    return [info for info in said if info is not None]
 
 
 def test_source_reads_well() -> None:
@@ -97,5 +112,5 @@ def test_entries_are_decoded(tmp_path: Path) -> None:
 
 def test_a_process_that_is_not_a_daemon_is_not_alive() -> None:
     """A pid that is free, or was given to another program since, does not count as serving."""
-    assert not Source(Path("/"), None, os.getpid()).alive
-    assert not Source(Path("/"), None, 1 << 22).alive
+    assert not serves(os.getpid())
+    assert not serves(1 << 22)

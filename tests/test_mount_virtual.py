@@ -19,7 +19,8 @@ from safetensors import safe_open
 
 from mstore import MergeRequest, Store
 from mstore.terms.errors import Unavailable
-from mstore_fuse.mounts import mount, require_fuse, unmount
+from mstore_fuse.fuse_driver import require_fuse
+from mstore_fuse.mounts import mount, unmount
 
 try:
     require_fuse()

@@ -87,9 +87,10 @@ def test_a_mount_never_waits_for_a_writer(tmp_path: Path) -> None:
     """The same for reads through a mount that is made meanwhile."""
     from mstore.terms.errors import Unavailable
     from mstore_fuse import mounts
+    from mstore_fuse.fuse_driver import require_fuse
 
     try:
-        mounts.require_fuse()
+        require_fuse()
     except Unavailable as missing:
         pytest.skip(f"cannot mount: {missing}")
     files = model_files(1)

@@ -30,6 +30,7 @@ from mstore.store.leases import Hold
 from mstore.terms import errors, ids, phrases
 from mstore_cli import keys
 from mstore_fuse import mounts
+from mstore_fuse.driver import MountInfo
 from mstore_serve import serving
 
 WIDTH = 88
@@ -105,7 +106,7 @@ def _sections() -> Iterator[str]:
     yield "## mstore_fuse.mounts\n\nMounts, for programs: what the command line calls.\n"
     for call in (mounts.mount, mounts.mounts, mounts.unmount, mounts.unmount_all):
         yield _function("mounts", call)
-    yield f"### MountInfo\n\n{_text(mounts.MountInfo)}\n{_fields(mounts.MountInfo)}"
+    yield f"### MountInfo\n\n{_text(MountInfo)}\n{_fields(MountInfo)}"
     yield f"### Unmounted\n\n{_text(mounts.Unmounted)}\n{_fields(mounts.Unmounted)}"
     yield "## mstore_serve.serving\n\nA store over HTTP: what the command line calls.\n"
     yield _function("serving", serving.serve)

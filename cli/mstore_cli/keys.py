@@ -25,7 +25,7 @@ from mstore.terms import ids
 from mstore.terms.phrases import Phrase
 from mstore_cli.commands.doctor import DoctorReport, StoreState
 from mstore_cli.user_config import KEYS as USER_KEYS
-from mstore_fuse.mounts import MountInfo
+from mstore_fuse.driver import MountInfo
 from mstore_serve import documents
 from mstore_serve.serving import ServeInfo
 

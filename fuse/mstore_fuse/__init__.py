@@ -1,17 +1,19 @@
 """Snapshots as directories: paths and errno on one side, a snapshot view on the other.
 
+    mounts        make, list and end mounts: what the command line and programs call
+    driver        the interface of a way to mount
     mount_table   the kernel's list of mounts
+
+    fuse_driver   mounts that a process serves, from outside of it
+    daemon        that process
+    libfuse       the only module that uses mfusepy
+    operations    FUSE requests -> tree and view
     tree          names, attributes and inodes of one snapshot
     store_tree    the same of a whole store, and of a ref that is followed
     about         what is told of a snapshot beside its files
-    options       how a mount is made
     readahead     when to read ahead
-    operations    FUSE requests -> tree and view
-    libfuse       the only module that uses mfusepy
-    daemon        the process behind one mount
-    drivers       ways to mount, and what each can do
+
     erofs         mounts that no process serves: the kernel reads the packs
-    mounts        start, list and end mounts: what the command line and programs call
 
 Only the daemon loads libfuse and mfusepy.
 """

@@ -10,12 +10,11 @@ Owns the life of that process, not the mount's contents.
     killed    readers get ENOTCONN until `mstore unmount` clears the mount
 
 It never accesses a path below its own mount point: it would wait for itself. So its log must lie
-elsewhere (`options`).
+elsewhere (`fuse_driver`).
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import logging
@@ -25,21 +24,23 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mstore import Store
+from mstore.store.leases import Hold
 from mstore.terms import heap
 from mstore.terms.errors import BadRequest, MstoreError, StorageFailed, Unavailable
 from mstore.terms.phrases import Option, call, to_json
 from mstore_fuse import libfuse, mount_table
 from mstore_fuse.about import AboutStore
-from mstore_fuse.mount_table import Source
+from mstore_fuse.driver import MountRequest
+from mstore_fuse.fuse_driver import Source, parser, request_of
 from mstore_fuse.operations import Operations
-from mstore_fuse.options import MountOptions
 from mstore_fuse.store_tree import RefTree, StoreTree
-from mstore_fuse.tree import NOTHING, About, Hold, MountSource, SnapshotTree, Tree
+from mstore_fuse.tree import SnapshotTree, Tree
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SYSLOG = Path("/dev/log")
@@ -52,19 +53,14 @@ log = logging.getLogger("mstore_fuse")
 
 @dataclass(slots=True)
 class Daemon:
-    """One mount from its first request to its end.
+    """One mount from its first request, which opens the store, to its end.
 
-    Calls `open_source` in the mount's first request and never before.
+    ready: called once, when the mount answers.
     """
 
-    open_source: Callable[[], MountSource]
-    store: Path
-    revision: str | None
-    mountpoint: Path
+    request: MountRequest
     ready: Callable[[BaseException | None], None]
-    options: MountOptions = field(default_factory=MountOptions)
-    about: Callable[[Any], About] = field(default=lambda source: NOTHING)
-    _source: MountSource | None = field(default=None, init=False)
+    _store: Store | None = field(default=None, init=False)
     _hold: Hold | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _stop: bool = field(default=False, init=False)
@@ -93,130 +89,108 @@ class Daemon:
             raise self._failure
 
     def _serve(self, module: Any, wake: int) -> None:
-        operations = Operations(self._start, module.fuse_exit)
-        source = Source(self.store, self.revision, os.getpid())
+        request = self.request
         try:
             libfuse.serve(
                 module,
-                operations,
-                str(self.mountpoint),
-                source=str(source),
-                allow_other=self.options.allow_other,
+                Operations(self._start, module.fuse_exit),
+                str(request.mountpoint),
+                source=str(Source(request.store, request.revision, os.getpid())),
+                allow_other=request.allow_other,
             )
         except BaseException as error:  # noqa: BLE001 - carried to the main thread
             self._failure = self._failure or error
         finally:
             if self._hold is not None:
                 self._hold.release()
-            if self._source is not None:
-                self._source.close()
+            if self._store is not None:
+                self._store.close()
             os.write(wake, _ENDED)
 
     def _start(self) -> Tree:
+        request = self.request
         try:
             # Reads need it.  Where an import fails half way, for want of descriptors, no other can
             # follow in this process: then there is no mount.
             from mstore.blocks import rans  # noqa: F401
 
-            self._source = self.open_source()
-            tree = self._tree(self._source, self.about(self._source))
+            self._store = Store.open(
+                request.store, cache_bytes=request.cache_bytes, verify=request.verify
+            )
+            tree = self._tree(self._store)
             if self._stop:
-                raise Unavailable("stopped before it was mounted", where=str(self.mountpoint))
+                raise Unavailable("stopped before it was mounted", where=str(request.mountpoint))
         except BaseException as error:
             self._failure = error
             raise
         self.ready(None)
-        log.info("serving %s of %s at %s", self.revision or "all", self.store, self.mountpoint)
+        log.info(
+            "serving %s of %s at %s", request.revision or "all", request.store, request.mountpoint
+        )
         return tree
 
-    def _tree(self, source: MountSource, about: About) -> Tree:
-        shown = self.options.show_meta
-        if self.revision is None:
-            return StoreTree(source, about, show_about=shown)
-        if self.options.follow:
-            ref = self.revision
-            if ref not in source.ref_ids():
+    def _tree(self, store: Store) -> Tree:
+        about, shown = AboutStore(store), self.request.show_meta
+        revision = self.request.revision
+        if revision is None:
+            return StoreTree(store, about, show_about=shown)
+        if self.request.follow:
+            if revision not in store.ref_ids():
                 # An unknown revision is the more useful error.
-                source.view(ref)
+                store.view(revision)
                 raise BadRequest(
-                    f"{ref} is not a branch or tag, and only these can be followed",
+                    f"{revision} is not a branch or tag, and only these can be followed",
                     where=Option("follow"),
                     hint=call("refs"),
                 )
-            return RefTree(StoreTree(source, about, show_about=shown), ref)
-        view = source.view(self.revision)
-        self._hold = source.hold(view.id, sure=True)
+            return RefTree(StoreTree(store, about, show_about=shown), revision)
+        view = store.view(revision)
+        self._hold = store.hold(view.id, sure=True)
         return SnapshotTree(view, about, show_about=shown)
 
     def _detach(self) -> None:
         """Unmount lazily: open files stay readable, and libfuse returns after the last close."""
         self._stop = True
-        top = mount_table.at(self.mountpoint)
+        top = mount_table.at(self.request.mountpoint)
         source = Source.parse(top.source) if top is not None else None
         if source is None:
             return  # Already gone, or not created yet.
         if source.pid != os.getpid():
-            log.warning("%s: another mount covers this one", self.mountpoint)
+            log.warning("%s: another mount covers this one", self.request.mountpoint)
             return
         try:
-            mount_table.detach(self.mountpoint, lazy=True)
+            mount_table.detach(self.request.mountpoint, lazy=True)
         except OSError as error:
-            log.error("%s: %s", self.mountpoint, error)
+            log.error("%s: %s", self.request.mountpoint, error)
 
 
 def _heard(number: int, frame: FrameType | None) -> None:
     """Do nothing: Python writes a signal to the pipe only if it has a Python handler."""
 
 
-def open_store(path: Path, options: MountOptions) -> MountSource:
-    """Open the store at this path for reading."""
-    from mstore import Store
-
-    return Store.open(path, cache_bytes=options.cache_bytes, verify=options.verify)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command.  Exit status: 0 the mount has ended, 1 it could not be made, 2 usage."""
-    options = _parser().parse_args(arguments)
-    mountpoint = Path(os.path.realpath(options.mountpoint))
-    store = Path(os.path.realpath(options.store))
-    report = _Report(options.ready_fd, options.foreground)
-    if options.foreground:
+    given = parser().parse_args(arguments)
+    request = request_of(given)
+    request = replace(
+        request,
+        store=Path(os.path.realpath(request.store)),
+        mountpoint=Path(os.path.realpath(request.mountpoint)),
+    )
+    report = _Report(given.ready_fd, request.foreground)
+    if request.foreground:
         _end_with_parent()
     heap.keep_freed(one_arena=True)
-    chosen = MountOptions.of(options)
-    daemon = Daemon(
-        lambda: open_store(store, chosen),
-        store,
-        options.revision,
-        mountpoint,
-        report,
-        chosen,
-        AboutStore,
-    )
     try:
-        _set_up_log(options.foreground, chosen.log)
-        daemon.run()
-        log.info("the mount at %s has ended", mountpoint)
+        _set_up_log(request.foreground, request.log)
+        Daemon(request, report).run()
+        log.info("the mount at %s has ended", request.mountpoint)
     except MstoreError as error:
         report(error)
         return 1
     except RuntimeError:
         return 1
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mstore_fuse", description=main.__doc__)
-    parser.add_argument("--store", required=True, metavar="DIR")
-    shown = parser.add_mutually_exclusive_group(required=True)
-    shown.add_argument("--revision", metavar="REV")
-    shown.add_argument("--all", action="store_true")
-    parser.add_argument("--ready-fd", type=int, metavar="N")
-    parser.add_argument("--foreground", action="store_true")
-    MountOptions.declare(parser)
-    parser.add_argument("mountpoint", metavar="MOUNTPOINT")
-    return parser
 
 
 class _Report:

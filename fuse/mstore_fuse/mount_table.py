@@ -1,20 +1,9 @@
 """The kernel's table of mounts: the only record of what mstore has mounted.
 
-Nothing is kept in files of our own.  A mount of ours has the type `fuse.mstore` and a source
-with all its data, so the record lives exactly as long as the mount, even if the
-process behind it is dead:
-
-    mstore:<revision>@<store>#<pid>      `*` stands for the whole store
-
-A kernel mount has the type `erofs` and no process; its source is the path that its image had, in
-the store's tmp/:
-
-    <store>/tmp/<lease>/mstore:<revision>
-
-In revision and store `%`, `,`, `\\`, quotes, blanks and control characters are written as %XX, in
-the store's path `@` too, in an image's name `/` too. The path of an image is as it is.
-
-Reading the table never accesses a mounted file system, so a dead or hanging one is harmless.
+Nothing is kept in files of our own. The source of a mount says what it shows, and who serves it
+(each driver has its form), so the record lives exactly as long as the mount, even if the process
+behind it is dead. Reading the table never accesses a mounted file system, so a dead or hanging one
+is harmless.
 """
 
 from __future__ import annotations
@@ -29,19 +18,9 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-TYPE = "fuse.mstore"
-KERNEL_TYPE = "erofs"
-
-_WHOLE_STORE = "*"
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(rb"\\([0-7]{3})")
 _USER = re.compile(rb"(?:^|,)user_id=(\d+)")
-_SOURCE = re.compile(r"mstore:(?P<revision>.*)@(?P<store>[^@]*)#(?P<pid>\d+)", re.DOTALL)
-_IMAGE = re.compile(r"(?P<store>/.*)/tmp/[0-9a-f]{16}/mstore:(?P<revision>[^/]+)", re.DOTALL)
-_UNSAFE_IN_NAME = re.compile(r"[\x00-\x20\x7f%,\\\"'/]")
-_UNSAFE = re.compile(r"[\x00-\x20\x7f%,\\\"']")
-_UNSAFE_IN_PATH = re.compile(r"[\x00-\x20\x7f%,\\\"'@]")
-
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 
@@ -59,72 +38,18 @@ class TableEntry(msgspec.Struct, frozen=True):
     user: int | None = None
 
 
-class Source(msgspec.Struct, frozen=True):
-    """What a mount of ours shows, and which process serves it.
+def escaped(text: str, *, also: str = "") -> str:
+    """Return a text for the source of a mount: what mount options would split is %XX.
 
-    revision: None for the whole store. pid: None for a kernel mount.
+    also: further characters that the form of the source gives a meaning.
     """
-
-    store: Path
-    revision: str | None
-    pid: int | None
-
-    def __str__(self) -> str:
-        revision = _WHOLE_STORE
-        if self.revision is not None:
-            revision = _UNSAFE.sub(_percent, self.revision)
-        store = _UNSAFE_IN_PATH.sub(_percent, str(self.store))
-        return f"mstore:{revision}@{store}#{self.pid}"
-
-    @classmethod
-    def of(cls, entry: TableEntry) -> Source | None:
-        """Return what a mount shows; None if it is none of ours, or only a part of one."""
-        if entry.whole and entry.type == TYPE and entry.user is not None:
-            return cls.parse(entry.source)
-        if entry.whole and entry.type == KERNEL_TYPE:
-            return cls.of_image(entry.source)
-        return None
-
-    @classmethod
-    def parse(cls, text: str) -> Source | None:
-        """Parse a mount's source; None if we did not write it."""
-        found = _SOURCE.fullmatch(text)
-        if found is None:
-            return None
-        revision, store = (os.fsdecode(unquote_to_bytes(os.fsencode(found[n]))) for n in (1, 2))
-        return cls(Path(store), None if revision == _WHOLE_STORE else revision, int(found["pid"]))
-
-    @classmethod
-    def of_image(cls, text: str) -> Source | None:
-        """Parse a kernel mount's source; None if we did not make it."""
-        found = _IMAGE.fullmatch(text)
-        if found is None:
-            return None
-        revision = os.fsdecode(unquote_to_bytes(os.fsencode(found["revision"])))
-        return cls(Path(found["store"]), revision, None)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the serving process runs; False for a zombie, or another process with its pid.
-
-        The kernel is always there.
-        """
-        if self.pid is None:
-            return True
-        try:
-            arguments = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            return False
-        return b"mstore_fuse" in arguments
+    unsafe = rf"[\x00-\x20\x7f%,\\\"'{re.escape(also)}]"
+    return re.sub(unsafe, lambda found: f"%{ord(found.group()):02X}", text)
 
 
-def image_name(revision: str) -> str:
-    """Return the name of the image of a kernel mount of this revision."""
-    return f"mstore:{_UNSAFE_IN_NAME.sub(_percent, revision)}"
-
-
-def _percent(found: re.Match[str]) -> str:
-    return f"%{ord(found.group()):02X}"
+def unescaped(text: str) -> str:
+    """Return the text that `escaped` was given."""
+    return os.fsdecode(unquote_to_bytes(os.fsencode(text)))
 
 
 def entries(table: Path = _MOUNTINFO) -> list[TableEntry]:

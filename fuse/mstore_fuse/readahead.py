@@ -27,13 +27,11 @@ _NEAR = 4 << 20
 _SEQUENTIAL_AFTER = 3
 
 
-def widen(device: int, size: int = KERNEL_READ_AHEAD) -> bool:
-    """Let the kernel read `size` bytes ahead on a mount (its st_dev). False if it refuses."""
-    return widen_named(f"{os.major(device)}:{os.minor(device)}", size)
+def widen(name: str, size: int = KERNEL_READ_AHEAD) -> bool:
+    """Let the kernel read `size` bytes ahead on a mount, by its name in ENTRIES.
 
-
-def widen_named(name: str, size: int) -> bool:
-    """Let the kernel read `size` bytes ahead, by the name of a mount's entry in sysfs."""
+    Returns False if the kernel refuses.
+    """
     try:
         descriptor = os.open(f"{ENTRIES}/{name}/read_ahead_kb", os.O_WRONLY | os.O_CLOEXEC)
         try:

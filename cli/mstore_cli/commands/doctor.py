@@ -114,7 +114,7 @@ def _kernels(problems: list[str]) -> str | None:
 
 
 def _fuse() -> str:
-    from mstore_fuse.mounts import require_fuse
+    from mstore_fuse.fuse_driver import require_fuse
 
     # No problem: it is an extra, and Python and checkouts need none.
     try:

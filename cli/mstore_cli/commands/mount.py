@@ -14,7 +14,7 @@ from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen, near
 from mstore_cli.session import Session
-from mstore_fuse.drivers import Driver, Verify
+from mstore_fuse.driver import DriverName, MountInfo, Verify
 
 # By default both prefetch from network file systems only (docs.vllm.ai/en/latest/api/vllm/config,
 # docs.sglang.io/docs/advanced_features/model_loading).
@@ -46,12 +46,12 @@ def mount(
         bool, Option("--foreground", help="Stay, until unmounted or interrupted.")
     ] = False,
     driver: Annotated[
-        Driver,
+        DriverName,
         Option(
             help="fuse: a process serves it; erofs: the kernel reads the packs (root, stored raw); "
             "auto: erofs where it works, else fuse."
         ),
-    ] = Driver.FUSE,
+    ] = DriverName.FUSE,
     follow: Annotated[
         bool,
         Option("--follow", help="REF is a name: files opened after it moves are its new ones."),
@@ -99,7 +99,6 @@ def mount(
     directory = Path(target[-1])
     from mstore.terms.phrases import Option
     from mstore.terms.sizes import parse_size
-    from mstore_fuse.mounts import MountInfo
     from mstore_fuse.mounts import mount as start_mount
     from mstore_fuse.mounts import unmount as end_mount
 
@@ -113,7 +112,7 @@ def mount(
             for stale in cleared:
                 was = stale.revision or "the whole store"
                 screen.line(f"cleared a stale mount of {was}: its process had ended")
-            by = " by the kernel" if info.driver == Driver.EROFS else ""
+            by = "" if info.pid else " by the kernel"
             screen.line(f"mounted {shown} at {place}{by}", style="green")
             if by and verify is Verify.NEVER:
                 screen.line("its blocks were not checked: a damaged pack shows wrong bytes")

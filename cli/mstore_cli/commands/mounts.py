@@ -13,7 +13,7 @@ from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
-    from mstore_fuse.mounts import MountInfo
+    from mstore_fuse.driver import MountInfo
 
 COLUMNS = (
     Column("MOUNT POINT", style="green"),

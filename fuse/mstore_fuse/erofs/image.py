@@ -132,7 +132,8 @@ class Image:
             for node in [self._files[path]] if path else directories:
                 node.labels = _encoded(given)
         self._meta_block = 1 + -(-len(packs) * _SLOT_BYTES // PAGE)
-        end = self._meta_block * PAGE
+        # Number 0 stays free: readdir(3) hides an entry that has it, `.` and `..` of the root too.
+        end = self._meta_block * PAGE + _INODE_BYTES
         for node in self._nodes:
             # Aligned to its size, so that no inode crosses a page.
             end += -end % _INODE_BYTES
