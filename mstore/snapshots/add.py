@@ -39,7 +39,7 @@ from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Call, Option, call, few, phrase
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 if TYPE_CHECKING:
     from mstore.models.differences import Differences
@@ -212,15 +212,7 @@ def add(
         told_size = differences.require_differences()
     elif base_manifest is not None:
         _require_fine_tune(base_manifest, of_base or {}, checkpoint, catalog, name, base)
-    total = _to_read(checkpoint, differences)
-    done = 0
-
-    def tick(length: int) -> None:
-        nonlocal done
-        done += length
-        if progress is not None:
-            progress(Progress("add", done, total))
-
+    tick = ProgressCounter("add", _to_read(checkpoint, differences), progress)
     with Transaction(catalog, f"add {name}") as transaction:
         current = branch_to_move(catalog, name)
         adder = FileAdder(

@@ -37,7 +37,7 @@ from mstore.store.view import SnapshotView
 from mstore.terms.errors import BadRequest, Corrupt, NotFound
 from mstore.terms.ids import BlockId, SnapshotId
 from mstore.terms.phrases import call
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 PIECE_BYTES = 2 << 20
 """Large enough to be worth handing to a thread, small enough to give every thread one."""
@@ -190,13 +190,11 @@ class _Checkout:
 
     def run(self, threads: int, total: int, progress: ProgressCallback | None) -> None:
         """Write all files and sync each. Closes every file, also after an error."""
-        done = 0
+        tick = ProgressCounter("checkout", total, progress)
         pool = ThreadPoolExecutor(threads, "checkout")
         try:
             for _, written in in_order(pool.submit, self._jobs(), ahead=2 * threads - 1):
-                done += written
-                if progress is not None:
-                    progress(Progress("checkout", done, total))
+                tick(written)
         finally:
             pool.shutdown(cancel_futures=True)
             for file in self._open:

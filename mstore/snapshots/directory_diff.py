@@ -36,7 +36,7 @@ from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor, partition
 from mstore.store.view import tensor_blocks
 from mstore.terms.errors import BadCheckpoint
 from mstore.terms.ids import BlockId, SnapshotId, TensorId
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 _Place = tuple[str, int, int]
 """File, first byte, number of bytes."""
@@ -119,9 +119,10 @@ class _Directory:
         self._block_size = block_size
         self._limits = limits
         self._pool = pool
-        self._progress = progress
+        self._tick = ProgressCounter(
+            "compare", sum(one.status.st_size for one in tree.files), progress
+        )
         self._ids: dict[_Place, list[BlockId]] = {}
-        self._done = 0
         for found in tree.files:
             if found.path.endswith(SAFETENSORS_SUFFIX):
                 where = str(tree.shown / found.path)
@@ -158,10 +159,7 @@ class _Directory:
                 require_stamp(descriptor, found.stamp, found.absolute)
         finally:
             os.close(descriptor)
-        self._done += nbytes
-        if self._progress is not None:
-            total = sum(one.status.st_size for one in self.tree.files)
-            self._progress(Progress("compare", self._done, max(total, self._done)))
+        self._tick(nbytes)
         return ids
 
     def weight_map(self, path: str) -> Mapping[str, str]:

@@ -38,7 +38,7 @@ from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Corrupt, Unavailable
 from mstore.terms.ids import BlockId, ManifestId, NoteId, SnapshotId
 from mstore.terms.phrases import Call, Option, call, is_text
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -429,17 +429,14 @@ def read_everything(
     if plan is not None:
         made = catalog.record(Plan, plan)
         if coverage is None:
-            manifests += [*(expert.manifest_id() for expert in made.inputs)]
+            manifests += made.manifest_ids()
     if coverage is not None:
         catalog.record(Coverage, coverage)
     blocks = _blocks(catalog, manifests)
-    total = sum(blocks.values())
-    done = 0
+    tick = ProgressCounter("verify", sum(blocks.values()), progress)
     for block in _in_pack_order(catalog, blocks):
-        done += len(catalog.read_block(block))
-        if progress is not None:
-            progress(Progress("verify", done, total))
-    return done
+        tick(len(catalog.read_block(block)))
+    return tick.done
 
 
 def _blocks(catalog: Catalog, manifests: Iterable[ManifestId]) -> dict[BlockId, int]:

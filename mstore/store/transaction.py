@@ -14,7 +14,7 @@ belongs to one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Self
@@ -36,7 +36,7 @@ from mstore.store.objects.tensor import BYTES, Tensor, in_blocks, partition
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Interrupted, NotFound
-from mstore.terms.ids import BlockId, Id, SnapshotId, TensorId
+from mstore.terms.ids import BlockId, Id, TensorId
 from mstore.terms.phrases import Option, phrase
 
 
@@ -245,7 +245,7 @@ class Transaction:
 
     def rely_on_inputs(self, plan: Plan) -> None:
         """Require all that a plan may read to be stored, for publishing a virtual merge."""
-        for id in (expert.manifest_id() for expert in plan.inputs):
+        for id in plan.manifest_ids():
             self._relied_records.add((Kind.MANIFEST, id))
             self.rely_on_manifest(self._catalog.manifest(id))
 
@@ -436,35 +436,6 @@ def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence
         )
         if refs.is_candidate(move.name):
             catalog.hold_candidate(move.name, move.new)
-
-
-def follow_remote(
-    catalog: Catalog, remote: str, found: Mapping[str, SnapshotId]
-) -> Sequence[RefMove]:
-    """Make the refs of a remote say what its branches and tags are; return the moves.
-
-    found: all of them; what the remote has no more is removed. Raises BadName, Conflict (a snapshot
-    is not stored), StorageFailed.
-    """
-    new = {
-        refs.below(refs.REMOTE, remote, name): refs.Ref(refs.REMOTE, id)
-        for name, id in found.items()
-    }
-
-    begin = refs.directory_of(refs.REMOTE, remote)
-
-    def choose(transaction: IndexTransaction) -> list[RefMove]:
-        named = refs_in(catalog.index, transaction).walk()
-        old = {name: ref for name, ref in named if name.startswith(begin)}
-        # Removals first: what was a ref there may be a directory of refs now.
-        gone = [RefMove(name, old[name], None, "fetch") for name in sorted(old.keys() - new)]
-        return gone + [
-            RefMove(name, old.get(name), ref, "fetch")
-            for name, ref in sorted(new.items())
-            if old.get(name) != ref
-        ]
-
-    return choose_moves(catalog, choose)
 
 
 def choose_moves(

@@ -138,6 +138,10 @@ class Inventory:
         """The table of blocks."""
         return self.tables[Kind.BLOCK]
 
+    def has_tensor(self, id: bytes) -> bool:
+        """Return whether a tensor, stored or virtual, has a row."""
+        return any(self.tables[kind].find(id)[0] >= 0 for kind in (Kind.TENSOR, Kind.VIRTUAL))
+
     def location(self, table: Table, number: int) -> Location:
         """Return where a row says its payload lies. Raises Corrupt for an unknown pack."""
         head = table.heads[number]
@@ -286,8 +290,7 @@ class Reach:
     def _has_contents(self, id: SnapshotId) -> bool:
         manifest = self._load(Manifest, self._load(SnapshotRecord, id).manifest)
         return all(
-            self.inventory.tables[Kind.TENSOR].find(part.tensor)[0] >= 0
-            or self.inventory.tables[Kind.VIRTUAL].find(part.tensor)[0] >= 0
+            self.inventory.has_tensor(part.tensor)
             or self._found_later(Kind.TENSOR, part.tensor) is not None
             or self._found_later(Kind.VIRTUAL, part.tensor) is not None
             for file in manifest.files
@@ -354,8 +357,8 @@ class Reach:
             self._keep_inputs(PlanId(record.plan or b""))
 
     def _keep_inputs(self, id: PlanId) -> None:
-        plan = self._load(Plan, id)
-        for manifest in (expert.manifest_id() for expert in plan.inputs):
+        plan: Plan = self._load(Plan, id)
+        for manifest in plan.manifest_ids():
             self._mark(Kind.MANIFEST, manifest)
             self._manifests.append(manifest)
 
@@ -364,13 +367,12 @@ class Reach:
         table = self.inventory.tables[Kind.PLAN]
         for number in np.flatnonzero(~self.live[Kind.PLAN]).tolist():
             try:
-                plan = self._load(Plan, PlanId(table.id(number)), mark=False)
+                plan: Plan = self._load(Plan, PlanId(table.id(number)), mark=False)
             except (NotFound, Corrupt):
                 # Damaged, so its inputs are unknown; keep it, it is small.
                 self.live[Kind.PLAN][number] = True
                 continue
-            inputs = (expert.manifest_id() for expert in plan.inputs)
-            if all(id in self._contents for id in inputs):
+            if self._contents.issuperset(plan.manifest_ids()):
                 self.live[Kind.PLAN][number] = True
 
     # -- contents ----------------------------------------------------------------------------

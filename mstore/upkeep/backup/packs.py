@@ -9,7 +9,6 @@ garbage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -17,21 +16,20 @@ from typing import TypeVar
 
 from mstore import fs
 from mstore.blocks.index import Index
-from mstore.blocks.location import Location, Row, pack_number
+from mstore.blocks.location import pack_number
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs, is_whole
 from mstore.blocks.packs import Kind, SealedPack
 from mstore.blocks.reader import BlockReader, located
 from mstore.blocks.schema import NamedPack
-from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.terms.errors import Corrupt, Unavailable, Unreadable
 from mstore.terms.ids import PackId
-from mstore.terms.report import Progress, ProgressCallback
+from mstore.terms.report import ProgressCallback, ProgressCounter
 from mstore.upkeep.backup import source
 from mstore.upkeep.check.findings import Findings
-from mstore.upkeep.check.packs import payload
+from mstore.upkeep.check.packs import Payload, checked, in_pack_order, payload
 
 R = TypeVar("R")
 Tick = Callable[[int], None]
@@ -41,7 +39,6 @@ Tick = Callable[[int], None]
 PART = ".part"
 _ATTEMPTS = 20
 _READ_BYTES = 8 << 20
-_GROUP_BYTES = 8 << 20
 
 
 def copy(packs: Packs, pack: PackId, target: Path, tick: Tick) -> None:
@@ -79,10 +76,6 @@ def put(target: Packs, copies: Mapping[PackId, Path]) -> None:
     target.put([SealedPack(pack, path, 0, ()) for pack, path in sorted(copies.items())])
 
 
-_Payload = tuple[Kind, bytes, Location, Row]
-_Failure = tuple[Kind, bytes, Row, Corrupt]
-
-
 class Proof:
     """Reads, decodes and hashes the payloads in some packs that rows of an index lead to.
 
@@ -99,22 +92,22 @@ class Proof:
     def run(self, packs: Sequence[NamedPack], tick: Tick, *, threads: int) -> None:
         """Prove these packs; add faults to the findings. Raises Unreadable, StorageFailed."""
 
-        def groups() -> Iterator[list[_Payload]]:
+        def groups() -> Iterator[list[Payload]]:
             for pack in packs:
-                payloads = self._payloads(pack)
-                yield from in_groups(payloads, lambda one: one[2].stored_length, _GROUP_BYTES)
+                yield from in_pack_order(self._payloads(pack))
                 tick(pack.size)
 
-        with ThreadPoolExecutor(threads, "proof") as pool:
-            proving = in_order(
-                lambda group: pool.submit(self._failures, group), groups(), ahead=2 * threads
-            )
-            for _, failures in proving:
-                for kind, id, row, error in failures:
-                    self._findings.tell_row(kind, id, row, error.what)
+        for _, damaged in checked(groups(), self._read, threads):
+            for one, error in damaged:
+                if isinstance(error, Unreadable):
+                    raise error
+                self._findings.tell_row(one.kind, one.id, one.row, error.what)
 
-    def _payloads(self, pack: NamedPack) -> list[_Payload]:
-        """Return the payloads that rows have in this pack, in pack order."""
+    def _read(self, one: Payload) -> None:
+        payload(self._index, self._reader, (one.kind, one.id), one.row)
+
+    def _payloads(self, pack: NamedPack) -> list[Payload]:
+        """Return the payloads that rows have in this pack."""
         try:
             footer = self._files.table(pack.id)
         except Unreadable:
@@ -139,23 +132,11 @@ class Proof:
                     continue
                 location = index.location(transaction, row)
                 if located(pack.id, entry) == location:
-                    found.append((kind, entry.id, location, row))
+                    found.append(Payload(kind, entry.id, location, row))
                 else:
                     what = "index and pack footer do not agree"
                     self._findings.tell_row(kind, entry.id, row, what)
-        found.sort(key=lambda payload: payload[2].offset)
         return found
-
-    def _failures(self, group: list[_Payload]) -> list[_Failure]:
-        failures = []
-        for kind, id, _, row in group:
-            try:
-                payload(self._index, self._reader, (kind, id), row)
-            except Unreadable:
-                raise
-            except Corrupt as error:
-                failures.append((kind, id, row, error))
-        return failures
 
 
 class Moved(Exception):
@@ -203,7 +184,7 @@ class Attempt:
 
     def _copy(self, phase: str, missing: Sequence[NamedPack]) -> dict[PackId, Path]:
         """Return where copies of packs lie in tmp/incoming/, whole."""
-        tick = self._tick(phase, sum(pack.size for pack in missing))
+        tick = ProgressCounter(phase, sum(pack.size for pack in missing), self._progress)
         found = {}
         for pack in missing:
             path = staged(self._layout.incoming, pack.id)
@@ -224,23 +205,11 @@ class Attempt:
                 found[pack.id] = path
         return found
 
-    def _tick(self, phase: str, total: int) -> Tick:
-        """Return what adds up the bytes done of a phase that expects so many, and reports them."""
-        done = 0
-
-        def tick(more: int) -> None:
-            nonlocal done
-            done += more
-            if self._progress is not None:
-                self._progress(Progress(phase, done, max(total, done)))
-
-        return tick
-
     def _lose(self, pack: PackId, error: Corrupt) -> None:
         """Go on without a pack that the source has lost."""
         self._findings.tell_pack(pack, error.what)
 
     def _prove(self, index: Index, copies: Sequence[NamedPack], files: Packs) -> None:
-        tick = self._tick("verify", sum(pack.size for pack in copies))
+        tick = ProgressCounter("verify", sum(pack.size for pack in copies), self._progress)
         proof = Proof(index, files, self._layout.block_size, self._findings)
         proof.run(copies, tick, threads=self._threads)

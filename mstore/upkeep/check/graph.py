@@ -111,8 +111,7 @@ class Graph:
         self._manifest(record.manifest_id(), where, with_contents=with_contents)
 
     def _inputs(self, id: PlanId) -> None:
-        plan = self._catalog.record(Plan, id)
-        for manifest in (expert.manifest_id() for expert in plan.inputs):
+        for manifest in self._catalog.record(Plan, id).manifest_ids():
             self._manifest(manifest, f"plan {id.short}", with_contents=True)
 
     def _require(self, kind: Kind, id: Id, where: str) -> bool:

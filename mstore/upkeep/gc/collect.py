@@ -43,7 +43,7 @@ from mstore.store.publishing import MAX_PACK_BYTES
 from mstore.store.transaction import RefMove, apply_moves
 from mstore.terms.errors import StorageFailed
 from mstore.terms.ids import PackId, SnapshotId
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 from mstore.terms.sizes import format_size
 from mstore.upkeep.gc import proof
 from mstore.upkeep.gc.repack import Copies
@@ -315,14 +315,7 @@ class Collector:
         inventory = reach.inventory
         copies = Copies(self._catalog, inventory, directory, max_pack=self._limits.max_pack)
         total = sum(use.live_bytes for use in choice.rewrite)
-        done = 0
-
-        def tick(length: int) -> None:
-            nonlocal done
-            done += length
-            if self._progress is not None:
-                self._progress(Progress("gc", done, total))
-
+        tick = ProgressCounter("gc", total, self._progress)
         copies.copy(places(inventory, reach.live, choice.rewrite), tick)
         return copies
 

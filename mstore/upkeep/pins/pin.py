@@ -33,7 +33,7 @@ from mstore.store.publishing import MAX_PACK_BYTES
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.terms.ids import BlockId, Buffer, SnapshotId
 from mstore.terms.phrases import call, phrase
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 from mstore.upkeep.pins.positions import (
     GROUP_BYTES,
     LONG_RUN,
@@ -211,7 +211,7 @@ def _copy(
             buffer = bytearray(max(GROUP_BYTES, catalog.block_size))
         return _Loaded(_read(catalog, group.positions, memoryview(buffer)), buffer)
 
-    done = 0
+    tick = ProgressCounter("pin", plan.copied_bytes, progress)
     with ThreadPoolExecutor(threads, "pin") as pool:
         loading = in_order(lambda group: pool.submit(load, group), plan.groups, ahead=2 * threads)
         with closing(loading):
@@ -223,9 +223,7 @@ def _copy(
                     rewriting.put(position, row, raw, group.file)
                     at += position.length
                 spare.append(buffer)
-                done += at
-                if progress is not None:
-                    progress(Progress("pin", done, plan.copied_bytes))
+                tick(at)
 
 
 def _read(catalog: Catalog, positions: Sequence[Position], room: memoryview) -> list[Row]:
@@ -365,7 +363,7 @@ class _Unpinning:
 
     def run(self, rewriting: Rewriting, threads: int, progress: ProgressCallback | None) -> None:
         """Code the candidates in file order."""
-        done = 0
+        tick = ProgressCounter("unpin", self._needed, progress)
         with ThreadPoolExecutor(threads, "unpin") as pool:
             loading = in_order(
                 lambda one: pool.submit(self._code, one[1]), self._groups(), ahead=2 * threads
@@ -375,9 +373,7 @@ class _Unpinning:
                     for position, row, encoded in zip(positions, *coded, strict=True):
                         if encoded is not None:
                             rewriting.put(position, row, encoded, file)
-                        done += position.length
-                    if progress is not None:
-                        progress(Progress("unpin", done, self._needed))
+                    tick(sum(position.length for position in positions))
 
     def _groups(self) -> Iterator[Neighbours]:
         seen: set[BlockId] = set()
