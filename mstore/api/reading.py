@@ -327,8 +327,7 @@ class Reading(OpenStore):
         not empty, or others may write above it), Incompatible (this filesystem cannot share, or is
         not the store's), Corrupt, StorageFailed; then nothing is left behind.
         """
-        from mstore.snapshots.checkout import checkout
-        from mstore.snapshots.reflinks import parse
+        from mstore.snapshots.checkout import checkout, parse_reflink
 
         return checkout(
             self._catalog,
@@ -337,7 +336,7 @@ class Reading(OpenStore):
             threads=thread_count(threads),
             shared=shared,
             only=only,
-            reflink=parse(reflink),
+            reflink=parse_reflink(reflink),
             progress=progress,
             computing=self._computing,
         )

@@ -37,7 +37,7 @@ from mstore.checkpoint.exclusion import (
     is_of_training,
 )
 from mstore.checkpoint.paths import CONTROL, INDEX_SUFFIX, SAFETENSORS_SUFFIX, quoted
-from mstore.checkpoint.reading import open_regular, read_range
+from mstore.checkpoint.reading import read_part
 from mstore.checkpoint.tree import Found, Tree, walk
 from mstore.terms.errors import BadCheckpoint, Unavailable
 from mstore.terms.phrases import few
@@ -150,8 +150,7 @@ def safetensors_path(path: str) -> str:
 def _is_pickle(found: Found) -> bool:
     if not found.path.endswith(PICKLE_SUFFIXES):
         return False
-    with open_regular(found.absolute, found.stamp) as (descriptor, _):
-        return read_range(descriptor, 0, 4).startswith(_MAGICS)
+    return read_part(found.absolute, 0, 4, found.stamp).startswith(_MAGICS)
 
 
 def _check_tasks(tasks: list[_Task], own: set[str], tree: Tree) -> None:
@@ -240,8 +239,7 @@ def _converted(
         raise BadCheckpoint(
             f"its conversion ended before it was done: {_ending(status)}", where=str(tree.shown)
         )
-    with open_regular(result) as (descriptor, _):
-        raw = read_range(descriptor, 0, _MAX_ANSWER)
+    raw = read_part(result, 0, _MAX_ANSWER)
     try:
         answer = msgspec.json.decode(raw, type=_Answer)
     except msgspec.DecodeError:

@@ -56,7 +56,7 @@ from mstore.checkpoint.paths import (
     name_for,
     quoted,
 )
-from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
+from mstore.checkpoint.reading import Stamp, read_part, storage_error
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, each_alone, several, told, walk
 from mstore.terms.errors import BadCheckpoint
@@ -495,8 +495,7 @@ def _pointer_remark(file: SourceFile) -> str | None:
     """Return a remark about a file that Git LFS has not downloaded."""
     if file.header is not None or file.size > _MAX_POINTER:
         return None
-    with open_regular(file.absolute, file.stamp) as (descriptor, _):
-        is_pointer = read_range(descriptor, 0, len(_POINTER)) == _POINTER
+    is_pointer = read_part(file.absolute, 0, len(_POINTER), file.stamp) == _POINTER
     what, hint = LFS_POINTER.what, LFS_POINTER.hint
     return f"{quoted(file.path)} {what}: {hint}" if is_pointer else None
 
@@ -505,8 +504,7 @@ def read_weight_map(
     path: Path, *, where: str, limits: HeaderLimits, stamp: Stamp | None = None
 ) -> dict[str, str]:
     """Return tensor -> shard from a shard index.  Raises BadCheckpoint at `where`."""
-    with open_regular(path, stamp) as (descriptor, _):
-        raw = read_range(descriptor, 0, limits.max_index_bytes + 1)
+    raw = read_part(path, 0, limits.max_index_bytes + 1, stamp)
     if len(raw) > limits.max_index_bytes:
         raise BadCheckpoint(
             f"the index is longer than the limit of {format_size(limits.max_index_bytes)}",

@@ -52,9 +52,8 @@ from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, 
 from mstore.checkpoint.reading import (
     Stamp,
     changed,
-    open_regular,
     open_unlinked,
-    read_range,
+    read_part,
     storage_error,
 )
 from mstore.terms.errors import BadCheckpoint, MstoreError, NotFound
@@ -254,8 +253,8 @@ def hub_snapshot(path: Path, revision: str = "main") -> Path:
         return path
     where = str(path / "refs" / revision)
     try:
-        with open_regular(model / "refs" / revision) as (descriptor, _):
-            commit = read_range(descriptor, 0, _MAX_REVISION_BYTES + 1).decode().strip()
+        told = read_part(model / "refs" / revision, 0, _MAX_REVISION_BYTES + 1)
+        commit = told.decode().strip()
     except (NotFound, UnicodeDecodeError):
         commit = ""
     snapshot = path / "snapshots" / commit
@@ -359,8 +358,7 @@ class _Walker(msgspec.Struct, frozen=True):
             return self
         if path.is_symlink():
             path = self._linked(IGNORE_FILE).absolute
-        with open_regular(path) as (descriptor, _):
-            data = read_range(descriptor, 0, MAX_IGNORE_BYTES + 1)
+        data = read_part(path, 0, MAX_IGNORE_BYTES + 1)
         return replace(
             self, exclusion=self.exclusion.with_file(data, str(self.shown / IGNORE_FILE))
         )
@@ -483,9 +481,8 @@ class _Walker(msgspec.Struct, frozen=True):
 
     def _refuse_store(self, found: Found) -> None:
         """Refuse an mstore store; `found` is a file called `format`."""
-        with open_regular(found.absolute, found.stamp) as (descriptor, _):
-            if read_range(descriptor, 0, len(STORE_MARK)) != STORE_MARK:
-                return
+        if read_part(found.absolute, 0, len(STORE_MARK), found.stamp) != STORE_MARK:
+            return
         prefix = found.path[: -len("format")]
         store = str(self.shown / prefix)
         raise BadCheckpoint(
@@ -570,9 +567,9 @@ def _revision_of(refs: Path, commit: str) -> str:
     except OSError:
         return ""
     for path in sorted(found, key=lambda one: one != refs / "main"):
-        with suppress(MstoreError), open_regular(path) as (descriptor, _):
+        with suppress(MstoreError):
             name = path.relative_to(refs).as_posix()
-            told = read_range(descriptor, 0, len(commit) + 2).strip()
+            told = read_part(path, 0, len(commit) + 2).strip()
             if told == commit.encode() and _REVISION_NAME.fullmatch(name):
                 return name
     return ""

@@ -20,7 +20,7 @@ from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.models import name_in_model, renamed, split_name
-from mstore.checkpoint.reading import open_regular, read_range
+from mstore.checkpoint.reading import read_part
 from mstore.checkpoint.strict_json import json_object
 from mstore.checkpoint.tree import origin_of
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG
@@ -118,8 +118,7 @@ def _small(file: SourceFile) -> bytes | None:
     """Read a file of a usual config's size, None for a larger one."""
     if file.size > MAX_CONFIG:
         return None
-    with open_regular(file.absolute, file.stamp) as (descriptor, _):
-        return read_range(descriptor, 0, file.size)
+    return read_part(file.absolute, 0, file.size, file.stamp)
 
 
 def _require_fine_tune(

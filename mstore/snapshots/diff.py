@@ -238,7 +238,7 @@ def diff(
     """
     left, right = (catalog.manifest_of(one.snapshot) for one in (a, b))
     is_whole = a.model is None and b.model is None
-    ours, theirs = _sides(models_in(catalog, left), models_in(catalog, right), a, b)
+    ours, theirs = _sides(models_in(catalog, left), models_in(catalog, right), a, b, is_whole)
     found: list[TensorDiff] = []
     same: set[tuple[bytes, bytes]] = set()
     equal = total = changed = 0
@@ -279,7 +279,7 @@ def diff(
 
 
 def _sides(
-    left: Models, right: Models, a: Input, b: Input
+    left: Models, right: Models, a: Input, b: Input, is_whole: bool
 ) -> tuple[Mapping[str, TensorId], Mapping[str, TensorId]]:
     """Return the tensors to compare, those of b by what a calls what they are compared with.
 
@@ -287,10 +287,28 @@ def _sides(
     """
     pairs = paired(left.named, right.named, (a.model, b.model))
     names = {theirs: ours for ours, theirs in pairs.items()}
-    if a.model is None and b.model is None:
+    if is_whole:
         return left.tensors, renamed(right.tensors, {one: one for one in right.named} | names)
     require_pairs(left, right, pairs, a.name, b.name)
     return renamed(left.tensors, {one: one for one in pairs}), renamed(right.tensors, names)
+
+
+def compared_files(
+    ours: Mapping[str, int], theirs: Mapping[str, int], is_same: Callable[[str], bool]
+) -> tuple[tuple[FileDiff, ...], int]:
+    """Return the files that differ, and how many are equal; by path, given the sizes of each side.
+
+    is_same: whether a file that both sides have is the same.
+    """
+    found, equal = [], 0
+    for path in sorted(ours.keys() | theirs.keys()):
+        size_a, size_b = ours.get(path), theirs.get(path)
+        if size_a is not None and size_b is not None and is_same(path):
+            equal += 1
+            continue
+        status = "added" if size_a is None else "removed" if size_b is None else "changed"
+        found.append(FileDiff(path, status, size_a, size_b))
+    return tuple(found), equal
 
 
 def _files(
@@ -298,19 +316,11 @@ def _files(
 ) -> tuple[tuple[FileDiff, ...], int]:
     ours = {file.path: file for file in left.files}
     theirs = {file.path: file for file in right.files}
-    found, equal = [], 0
-    for path in sorted(ours.keys() | theirs.keys()):
-        before, after = ours.get(path), theirs.get(path)
-        if before is not None and after is not None:
-            if _same_file(before, after, same):
-                equal += 1
-            else:
-                found.append(FileDiff(path, "changed", before.size, after.size))
-        elif after is not None:
-            found.append(FileDiff(path, "added", None, after.size))
-        elif before is not None:
-            found.append(FileDiff(path, "removed", before.size, None))
-    return tuple(found), equal
+    return compared_files(
+        {path: file.size for path, file in ours.items()},
+        {path: file.size for path, file in theirs.items()},
+        lambda path: _same_file(ours[path], theirs[path], same),
+    )
 
 
 def _same_file(before: File, after: File, same: set[tuple[bytes, bytes]]) -> bool:

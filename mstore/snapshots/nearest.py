@@ -34,7 +34,7 @@ from mstore.checkpoint.dtypes import DTYPES
 from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.models import renamed
 from mstore.checkpoint.paths import quoted
-from mstore.checkpoint.reading import Stamp, open_regular, read_range
+from mstore.checkpoint.reading import read_part
 from mstore.checkpoint.tree import given_name, hub_snapshot
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.config import MAX_CONFIG, named_base
@@ -180,7 +180,7 @@ def _declared_at(path: Path) -> tuple[Declared, ...]:
 
         def read(name: str, length: int) -> bytes | None:
             with suppress(MstoreError):
-                return _read(directory / name, 0, length)
+                return read_part(directory / name, 0, length)
             return None
 
         return _declared(read)
@@ -416,7 +416,7 @@ class _Search:
 
     def _read_own(self, path: str, length: int) -> bytes | None:
         file = self._files.get(path)
-        return None if file is None else _read(file.absolute, 0, length, file.stamp)
+        return None if file is None else read_part(file.absolute, 0, length, file.stamp)
 
     def _blocks(self) -> list[_Sampled]:
         if self._sample is None:
@@ -455,7 +455,7 @@ class _Search:
         block_size = self._catalog.block_size
         offset = number * block_size
         length = min(block_size, slot.nbytes - offset)
-        data = _read(file.absolute, start + slot.begin + offset, length, file.stamp)
+        data = read_part(file.absolute, start + slot.begin + offset, length, file.stamp)
         if len(data) != length or _is_constant(data, slot.dtype):
             # The add itself detects a file that was truncated meanwhile.
             return None
@@ -514,11 +514,6 @@ def _is_constant(data: bytes, dtype: str) -> bool:
 
 def _drawn(run: int, total: int) -> int:
     return int.from_bytes(blake3(b"%d of %d" % (run, total)).digest(8))
-
-
-def _read(path: Path, offset: int, length: int, stamp: Stamp | None = None) -> bytes:
-    with open_regular(path, stamp) as (descriptor, _):
-        return read_range(descriptor, offset, length)
 
 
 def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> list[_Candidate]:

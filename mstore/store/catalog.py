@@ -19,7 +19,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
-from mstore.store import generation, listing, mirror, revisions
+from mstore.store import generation, listing, mirror
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
 from mstore.store.config import Config
@@ -163,19 +163,19 @@ class Catalog(Payloads):
         if isinstance(given, SnapshotId):
             self.snapshot(given)
             return given
-        parsed = revisions.parse(given)
+        parsed = ref_rows.parse_revision(given)
         try:
             with self.index.env.read() as transaction:
-                snapshot = revisions.start(self.index, transaction, parsed)
+                snapshot = ref_rows.named_snapshot(self.index, transaction, parsed)
         except NotFound:
             # A model card names its parents by content, that is by ManifestId.
             found = self._of_content(parsed)
             if found is None:
                 raise
             snapshot = found
-        return revisions.walk_back(snapshot, parsed.steps, self.snapshot, given)
+        return ref_rows.walk_back(snapshot, parsed.steps, self.snapshot, given)
 
-    def _of_content(self, revision: revisions.Revision) -> SnapshotId | None:
+    def _of_content(self, revision: ref_rows.Revision) -> SnapshotId | None:
         """Return the newest snapshot of a ManifestId in full."""
         if revision.back is not None or len(revision.name) != 2 * ID_BYTES:
             return None

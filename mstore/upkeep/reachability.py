@@ -28,10 +28,9 @@ import msgspec
 import numpy as np
 
 from mstore.blocks import location_arrays
-from mstore.blocks.id_search import Flags, Numbers
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
-from mstore.blocks.location_arrays import LOST_BASE, Table, id_at
+from mstore.blocks.location_arrays import LOST_BASE, Flags, Numbers, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.blocks.schema import NOTES, PRUNED
 from mstore.store import leases, listing, refs

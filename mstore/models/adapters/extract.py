@@ -305,7 +305,7 @@ class _Run:
         self._dtype = dtype
         self._work = work
         total = sum(other.nbytes for _, _, other in (*work.products, *work.whole)) or 1
-        self._tick = ProgressCounter("extract", total, progress)
+        self._counter = ProgressCounter("extract", total, progress)
         self._modules = {name.removesuffix(_WEIGHT) for name, _, _ in work.products}
         self._ranks: dict[str, int] = {}
         self.errors = Errors()
@@ -341,7 +341,7 @@ class _Run:
         return PREFIX + name
 
     def _tick(self, record: Tensor) -> None:
-        self._tick(record.nbytes)
+        self._counter(record.nbytes)
 
     def _config(self, base: str) -> dict[str, object]:
         products = [name.removesuffix(_WEIGHT) for name, _, _ in self._work.products]

@@ -26,7 +26,7 @@ from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId, Buffer, ManifestId, PackId, TensorId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter
-from mstore.upkeep.check.old_index import OldIndex
+from mstore.upkeep.check.index_file import OldIndex
 from mstore.upkeep.check.packs import payload
 
 

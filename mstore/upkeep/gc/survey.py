@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from mstore.blocks.id_search import Flags
+from mstore.blocks.location_arrays import Flags
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import ENTRY, PAGE, Kind
 from mstore.terms.errors import Corrupt
