@@ -330,10 +330,7 @@ def _parents(catalog: Catalog, manifest: Manifest, base: Base) -> tuple[Parent, 
 
 
 def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path) -> None:
-    """Raise Corrupt if blocks that count as stored lie in packs that are gone.
-
-    Does not read their bytes: that would cost as much as storing them.
-    """
+    """Raise Corrupt if blocks that count as stored lie in packs that are gone; reads no bytes."""
     lost = catalog.out_of_place(blocks)
     if lost:
         raise Corrupt(

@@ -82,8 +82,7 @@ class _Span(msgspec.Struct, frozen=True):
 class _Group(msgspec.Struct, frozen=True):
     """Neighbouring blocks read with one `pread` into `buffer`, and their ids.
 
-    encoded: the payloads to store, possibly views of `buffer`; None for a block that is stored
-    already.
+    encoded: the payloads to store, possibly views of `buffer`; None for a stored block.
     """
 
     spans: list[_Span]
@@ -302,7 +301,7 @@ class FileAdder:
         self.lost_tensors = 0
 
     def parts(self, source: SourceFile, model: str | None) -> list[_PartPlan]:
-        """Return header and tensors of a file in data order, or the whole file as one part.
+        """Return header and tensors of a file, or the file as one part.
 
         model: the one that the file is of, None if no loader reads it.
         """

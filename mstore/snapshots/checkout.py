@@ -163,10 +163,7 @@ def _require_texts(only: Sequence[object]) -> None:
 
 
 def _check_paths(view: SnapshotView) -> None:
-    """Raise BadCheckpoint for paths that leave the directory or differ only in case.
-
-    Decoding checks a manifest's paths except for such twins, which can still be read and mounted.
-    """
+    """Raise BadCheckpoint for paths that leave the directory, or differ only in case."""
     where = f"snapshot {view.id.short}"
     for path in view.files:
         check_relative(path, where)

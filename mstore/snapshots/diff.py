@@ -281,10 +281,7 @@ def diff(
 def _sides(
     left: Models, right: Models, a: Input, b: Input, is_whole: bool
 ) -> tuple[Mapping[str, TensorId], Mapping[str, TensorId]]:
-    """Return the tensors to compare, those of b by what a calls what they are compared with.
-
-    Raises Incompatible for a model that the other one has not.
-    """
+    """Return the tensors to compare, those of b by what a calls what they are compared with."""
     pairs = paired(left.named, right.named, (a.model, b.model))
     names = {theirs: ours for ours, theirs in pairs.items()}
     if is_whole:

@@ -145,18 +145,13 @@ def nearest(
 ) -> Nearest:
     """Return the stored snapshot that is most likely the checkpoint's base.
 
-    Raises what reading the checkpoint raises.  Skips a candidate whose own bytes cannot be read: no
-    add fails for a base that nobody requested.
+    Skips a candidate that cannot be read: no add fails for a base that nobody requested.
     """
     return _Search(catalog, checkpoint, limits).run()
 
 
 def bases_first(checkpoints: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
-    """Order paths and their future names, each after those that it declares as its base.
-
-    Otherwise keeps the given order.  A checkpoint that cannot be read keeps its place: adding it
-    reports the error.
-    """
+    """Order paths and their future names, each after those that it declares as its base."""
     called = [{_last(given_name(path)), _last(name)} for path, name in checkpoints]
     wanted = [{_last(each.name) for each in _declared_at(path)} for path, _ in checkpoints]
     ordered: list[int] = []

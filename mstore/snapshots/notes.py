@@ -57,11 +57,7 @@ class SignatureReport(Report, frozen=True):
 def signature_report(
     id: NoteId, record: Note, *, made_by_key: bool | None, key: str, signer: str | None
 ) -> SignatureReport:
-    """Report a signature.
-
-    made_by_key: whether the key in the record made it; None: unchecked. key: its fingerprint.
-    signer: the name under which the key is trusted.
-    """
+    """Report a signature; made_by_key: whether the key in the record made it, None: unchecked."""
     if made_by_key is None:
         state = UNCHECKED
     elif not made_by_key:
@@ -131,10 +127,7 @@ def reports(
     *,
     every: bool = False,
 ) -> tuple[NoteReport, ...]:
-    """Report the values of a snapshot by key, oldest first.
-
-    signatures: by the note that they sign. every: also those that were replaced or removed.
-    """
+    """Report the values of a snapshot by key, oldest first; every: also replaced, removed ones."""
     told = states(notes)
     listed = [
         NoteReport(
@@ -155,9 +148,9 @@ def reports(
 
 
 def named(notes: Found, name: str, snapshot: SnapshotId, again: Callable[[str], Call]) -> NoteId:
-    """Return the note of a snapshot that this is the id of, or its beginning.
+    """Return the note of this id, or of its beginning; again: the same call with another name.
 
-    again: the same call with another name. Raises BadName, NotFound.
+    Raises BadName, NotFound.
     """
     chosen = [id for id in notes if id.hex().startswith(name)] if len(name) >= MIN_DIGITS else []
     if len(chosen) == 1:
@@ -223,7 +216,7 @@ def write(
 
 
 def remove(catalog: Catalog, snapshot: SnapshotId, names: Sequence[str]) -> list[NoteId]:
-    """Publish a removal of these notes, named by their ids or the beginnings of these.
+    """Publish a removal of these notes, named by ids or their beginnings.
 
     Raises BadName, NotFound, BadRequest (not a value), Conflict, StorageFailed.
     """

@@ -183,10 +183,7 @@ _KEY = re.compile(
 
 
 def read_signers(path: Path) -> Trusted:
-    """Read trusted keys from a file in OpenSSH's allowed_signers format (ssh-keygen(1)).
-
-    Raises BadRequest, NotFound, StorageFailed.
-    """
+    """Read trusted keys in OpenSSH's allowed_signers format (ssh-keygen(1))."""
     with open_regular(path) as (descriptor, status):
         if status.st_size > MAX_SIGNERS_BYTES:
             raise BadRequest("too long for a list of signers", where=str(path))
@@ -338,10 +335,7 @@ def sign(
 def by_subject(
     records: notes.Found, trusted: Trusted
 ) -> dict[NoteId | None, tuple[SignatureReport, ...]]:
-    """Report the signatures among the notes of a snapshot, by the note that they sign.
-
-    Those of the snapshot itself have the key None. They are checked if `cryptography` is installed.
-    """
+    """Report checked signatures by the note that they sign; None for the snapshot itself."""
     found: dict[NoteId | None, tuple[SignatureReport, ...]] = {}
     for id, one in records.items():
         if one.form == SIGNATURE:

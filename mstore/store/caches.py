@@ -95,10 +95,7 @@ class StoredLengths:
         self._sums: dict[bytes, tuple[int, int]] = {}
 
     def of(self, lists: Sequence[bytes]) -> list[Lengths]:
-        """Return the lengths of each block list's blocks: int64[blocks], not to be written to.
-
-        Raises Corrupt naming a block that is not stored.
-        """
+        """Return the lengths of each block list's blocks: int64[blocks], not to be written to."""
         state = self.state()
         with self._lock:
             self._follow(state)

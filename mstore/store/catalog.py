@@ -73,10 +73,7 @@ class Catalog(Payloads):
         return cls.opened(layouts.locate(root))
 
     def close(self) -> None:
-        """Close packs and index once running reads have ended; idempotent.
-
-        Raises Unavailable, and closes nothing, inside a call of this thread's own.
-        """
+        """Close packs and index once running reads have ended.  Raises Unavailable inside one."""
         self.index.env.require_outside()
         for held in self._candidates.values():
             held.release()
@@ -135,21 +132,14 @@ class Catalog(Payloads):
             yield transaction
 
     def doubt(self) -> str | None:
-        """Return why nothing can be written, because the index is outdated; None if it is current.
-
-        Also returns a reason if the mirror cannot be read, so that the state is unknown; reading
-        still works.
-        """
+        """Return why nothing can be written, None if the index is current; reading still works."""
         try:
             return generation.doubt(self.layout, self.index, self.packs)
         except StorageFailed:
             return None
 
     def generation(self) -> int:
-        """Return how many commits were published, by the index that has its place now.
-
-        Raises as `follow`.
-        """
+        """Return how many commits the index in its place now has published; raises as `follow`."""
         if self.index.env.is_replaced():
             self.follow()
         with self.index.env.read() as transaction:
@@ -215,10 +205,7 @@ class Catalog(Payloads):
             return list(listing.ids(self.index, transaction))
 
     def times(self, ids: Iterable[SnapshotId]) -> dict[SnapshotId, int]:
-        """Return the time of each of these snapshots that the index lists, in ns, from its rows.
-
-        Raises Corrupt if a row is damaged.
-        """
+        """Return the times of those of these snapshots that the index lists, in ns."""
         with self.index.env.read() as transaction:
             return listing.times(self.index, transaction, ids)
 

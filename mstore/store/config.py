@@ -152,10 +152,7 @@ def typed(key: str, text: str) -> Value:
 
 
 def vouch(root: Path, filesystem: str) -> Config:
-    """Set `filesystem` of a store, also of one that cannot be opened where it lies.
-
-    Returns all settings.  Raises NotFound, Incompatible, Corrupt, BadRequest, StorageFailed.
-    """
+    """Set `filesystem` of a store, also of one that cannot be opened where it lies."""
     layout = locate(root)
     require_writable(layout)
     fs.make_directory(layout.tmp, private=True, exist_ok=True)

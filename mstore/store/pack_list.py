@@ -41,10 +41,7 @@ _STORE: Final = re.compile(rb"store ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}
 
 
 class PackList(msgspec.Struct, frozen=True):
-    """One list: the generation that it was written for, and the first one of each pack.
-
-    store: the UUID of the store that wrote it; None for no list.
-    """
+    """One list: its generation, the first one of each pack, and the store that wrote it, if any."""
 
     generation: int
     since: Mapping[PackId, int]

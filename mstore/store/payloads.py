@@ -71,9 +71,9 @@ class Payloads:
         return self.layout.block_size
 
     def follow(self) -> bool:
-        """Read the index as it is now, also if its files were replaced.
+        """Read the index as it is now, also if its files were replaced; return whether it changed.
 
-        Returns whether anything changed.  Raises Unavailable if they are another store's.
+        Raises Unavailable if they are another store's.
         """
         if self.index.env.is_replaced():
             self.layout.follow()
@@ -86,10 +86,7 @@ class Payloads:
         return self.rows_of(list(blocks))[1]
 
     def locate_with_bases(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
-        """Locate blocks, and those that they are differences to, as of one moment.
-
-        Raises as `locate`.
-        """
+        """Locate blocks, and those that they are differences to, as of one moment."""
         with self.index.env.read() as transaction:
             places = dict(zip(blocks, self._rows_of(transaction, blocks)[1], strict=True))
             bases = dict.fromkeys(BlockId(at.base) for at in places.values() if _is_delta(at))
@@ -108,10 +105,7 @@ class Payloads:
         return rows, self.index.locations(transaction, rows)
 
     def stored_lengths(self, blocks: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return bytes at rest of each block, int64[blocks]: a cheaper `locate` for counting.
-
-        Raises Corrupt naming one that is not stored.
-        """
+        """Return bytes at rest of each block, int64[blocks]: a cheaper `locate` for counting."""
         import numpy as np  # late: most commands open a store and never need it
 
         # In the order of the index: neighbours are found without another descent.
@@ -129,10 +123,7 @@ class Payloads:
             return self.index.has_blocks(transaction, blocks)
 
     def out_of_place(self, blocks: Collection[BlockId]) -> list[BlockId]:
-        """Return blocks whose bytes, or those of their delta base, are in a missing pack.
-
-        Blocks that are not stored are not included.  Checks file names only.
-        """
+        """Return stored blocks whose bytes, or those of their delta base, are in a missing pack."""
         lost = self._in_missing_packs(blocks)
         # Look up again: gc may have moved some of them meanwhile.
         return self._in_missing_packs(lost) if lost else []
@@ -294,10 +285,7 @@ class Payloads:
         return self._reader.record(id, location)
 
     def tensor(self, id: TensorId) -> Tensor:
-        """Return a tensor record that fits this store's block size.
-
-        Raises NotFound, Corrupt, and BadRequest for a virtual tensor, which has no blocks.
-        """
+        """Return a stored tensor.  Raises NotFound, Corrupt, BadRequest for a virtual one."""
         content = self.content(id)
         if isinstance(content, VirtualTensor):
             raise BadRequest(
@@ -308,10 +296,7 @@ class Payloads:
         return content
 
     def tensors(self, ids: Sequence[TensorId]) -> list[Tensor]:
-        """Return many tensor records, in the order of `ids`; reads adjacent ones together.
-
-        Raises as `tensor` does.
-        """
+        """Return many tensor records, read together where they lie so; raises as `tensor`."""
         keys = [_TENSOR + id for id in ids]
         found = self._found_tensors(keys)
         size = self.block_size
@@ -326,10 +311,7 @@ class Payloads:
         return tensors
 
     def preload_tensors(self, ids: Sequence[TensorId]) -> None:
-        """Preload tensor records that will soon be requested one by one.
-
-        Skips virtual, missing and damaged ones; the later request reports those.
-        """
+        """Preload tensor records that will soon be requested; the request reports what is wrong."""
         self._found_tensors([_TENSOR + id for id in ids])
 
     def _found_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:

@@ -66,10 +66,7 @@ _HEX_PREFIX = re.compile(r"[0-9a-f]{4,15}")
 
 
 def check(name: str, kind: str | None = None) -> None:
-    """Raise BadName unless `name` can be a ref of this kind; None: of any.
-
-    Other stores and files give names, too: it checks all that is ever looked up or stored.
-    """
+    """Raise BadName unless `name` can be a ref of this kind; None: of any."""
     first, *rest = name.split("/", 2)
     own = next((one for one, directory in DIRECTORIES.items() if directory == first), BRANCH)
     kind = own if kind is None else kind
@@ -85,10 +82,7 @@ def check(name: str, kind: str | None = None) -> None:
 
 
 def below(kind: str, part: str, name: str) -> str:
-    """Return the name of a remote or candidate ref: of this remote or run, for this branch or tag.
-
-    Raises BadName.
-    """
+    """Return the name of the ref of this remote or run for a branch or tag.  Raises BadName."""
     check_name(name)
     return directory_of(kind, part) + name
 

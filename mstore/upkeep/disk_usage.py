@@ -140,7 +140,7 @@ class UsageReport(Report, frozen=True):
 
 
 def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageReport:
-    """Report what refs take and share, and what removing them would free; no names mean all refs.
+    """Report what these refs take and share, and what removing them would free; no names: all.
 
     Reflog moves no older than `reflog_days` keep what they name. Raises NotFound, Corrupt.
     """

@@ -87,8 +87,7 @@ class Roots(msgspec.Struct, frozen=True):
     def read(cls, catalog: Catalog, transaction: IndexTransaction, since_ns: int) -> Roots:
         """Read the current roots; from reflogs, the moves since `since_ns` (`is_recent`).
 
-        `since_ns` only says how much history people want to keep. Locks alone guarantee that
-        nothing in use is removed.
+        `since_ns` only says how much history people want. Locks alone keep what is in use.
         """
         index = catalog.index
         found = dict(refs_in(index, transaction).walk())
@@ -158,10 +157,7 @@ class Inventory:
         )
 
     def records(self, catalog: Catalog, kind: type[R], numbers: Numbers) -> Iterator[tuple[int, R]]:
-        """Yield (row number, record) of those of these rows whose records are sound where they lie.
-
-        In the order in which they lie, past the catalog's cache.
-        """
+        """Yield (row number, record) of those that are sound where they lie, in that order."""
         table = self.tables[kind.kind]
         heads = table.heads[numbers]
         columns = (heads[name].tolist() for name in ("pack", "offset", "stored", "codec"))
@@ -485,10 +481,7 @@ class Reach:
         return None if row is None else self._catalog.index.location(self._later, row)
 
     def _loaded(self, kind: type[R], ids: Iterable[bytes]) -> Iterator[tuple[bytes, R]]:
-        """Yield each id with its record, marked; in the order in which most of them lie.
-
-        Raises Corrupt for one that is needed and cannot be read, like `_load`.
-        """
+        """Yield each id with its record, marked.  Raises Corrupt for one that cannot be read."""
         asked = list(ids)
         found = self.inventory.tables[kind.kind].find(b"".join(asked))
         yield from self._loaded_rows(kind, found[found >= 0])

@@ -54,10 +54,7 @@ from mstore.upkeep.check.findings import Affected, AffectedTensors, Problem
 
 
 class BackupReport(Report, frozen=True):
-    """The result of `backup`: what the directory holds now, and what this run did.
-
-    If there are `problems`, nothing was removed.
-    """
+    """The result of `backup`; if there are `problems`, nothing was removed."""
 
     path: str
     """the backup"""
@@ -235,10 +232,7 @@ class _Backup(Attempt):
         return kept
 
     def _complete(self, index: Index, staged: dict[PackId, Path]) -> None:
-        """Find what names need and the copy lacks, and restore rows that the backup still has.
-
-        Otherwise this run would report success, and a later one would remove the last good copy.
-        """
+        """Find what names need and the copy lacks; restore rows that only the backup still has."""
         with closing(self._opened(staged)) as files:
             new = Catalog(self._layout, self._catalog.config, index, files)
             if self._into.before is None:

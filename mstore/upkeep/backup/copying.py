@@ -86,10 +86,7 @@ def held(catalog: Catalog, purpose: str) -> Iterator[None]:
 
 
 def copy_rows(source: Index, target: Index) -> list[NamedPack]:
-    """Put all rows except those of packs into an empty index; return the packs, by number.
-
-    Raises Corrupt at a row that does not match its check, StorageFailed.
-    """
+    """Put all rows but those of packs into an empty index; return the packs.  Raises Corrupt."""
     source.env.refresh()
     with source.env.read() as reading, target.env.write() as writing:
         for table in TABLES:
@@ -183,10 +180,7 @@ _READ_BYTES = 8 << 20
 
 
 def copy(packs: Packs, pack: PackId, target: Path, tick: Tick) -> None:
-    """Copy a pack durably, except for its name; rename it to `target` when complete.
-
-    Raises Corrupt if the source has lost the pack or a part of it, StorageFailed.
-    """
+    """Copy a pack durably; rename the copy to `target` when it is complete."""
     part = target.with_suffix(PART)
     fs.unlink(part, missing_ok=True)
     file = fs.NewFile(part)

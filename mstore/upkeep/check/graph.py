@@ -44,10 +44,7 @@ class Graph:
         self.snapshots = 0
 
     def run(self, *, with_mirror: bool = True) -> None:
-        """Check everything, where rows are sound.
-
-        A copy that is being made has no mirror and no pack list yet.
-        """
+        """Check everything, where rows are sound; a copy that is being made has no mirror yet."""
         with self._index.env.read() as transaction:
             self.names = dict(refs_in(self._index, transaction).walk())
         known = set(self._catalog.snapshot_ids())

@@ -212,10 +212,7 @@ class Footers:
 
 
 def payload(index: Index, reader: BlockReader, key: Key, row: Row) -> Buffer:
-    """Return the plain bytes that a row leads to, checked against the id.
-
-    The reader may be of packs that no catalog has yet.  Raises Corrupt, StorageFailed.
-    """
+    """Return the plain bytes that a row leads to, checked against the id."""
     kind, id = key
     with index.env.read() as transaction:
         location = index.location(transaction, row)

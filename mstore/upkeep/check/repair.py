@@ -46,10 +46,7 @@ WIDTHS = (1, 2, 4, 8)
 
 
 class RepairReport(Report, frozen=True):
-    """The result of `repair`.
-
-    `after.affected` lists what the dropped objects make unreadable.
-    """
+    """The result of `repair`; `after.affected` lists what the dropped objects make unreadable."""
 
     before: CheckReport
     """the check before the repair"""
@@ -217,10 +214,7 @@ class Repair:
     # -- giving up ---------------------------------------------------------------------------
 
     def _give_up(self, catalog: Catalog, damage: Damage) -> list[PackId]:
-        """Drop rows with wrong bytes, list whole snapshots and notes, condemn emptied packs.
-
-        One transaction; a row that changed since it was found broken stays.
-        """
+        """Drop rows with wrong bytes, list whole snapshots and notes, condemn emptied packs."""
         index = catalog.index
         if damage.stale_mirror:
             # The commit below writes the mirror.

@@ -474,10 +474,7 @@ def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: DeadR
 
 
 def _drop_sources(catalog: Catalog, transaction: IndexTransaction, reach: Reach) -> None:
-    """Delete the names of a plan's inputs if the plan or one of these snapshots is gone.
-
-    Other snapshots can then stand in for the inputs.
-    """
+    """Delete the names of a plan's inputs if the plan or one of these snapshots is gone."""
     index = catalog.index
     for id, sources in list(index.walk(transaction, PLANS)):
         named = {source.snapshot_id() for source in (sources.base, *sources.experts)}
@@ -504,10 +501,7 @@ def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
 
 
 class Copies:
-    """Packs of copies. Belongs to one thread.
-
-    rows: each row as it was when its payload was copied, also for a pack that was not sealed.
-    """
+    """Packs of copies, and each row as it was when its payload was copied.  For one thread."""
 
     def __init__(
         self,

@@ -30,10 +30,7 @@ _STEP = 1 << 20
 
 
 class PackUse(msgspec.Struct, frozen=True):
-    """A pack and its rows; `rows` includes dead ones.
-
-    dead_bytes: None if the pack is damaged.
-    """
+    """A pack and its rows, also dead ones; `dead_bytes` is None if the pack is damaged."""
 
     number: int
     pack: PackId

@@ -91,10 +91,9 @@ class Rewriting:
             )
 
     def put(self, position: Position, row: Row, encoded: Encoded, file: str) -> None:
-        """Store a block at a new place.
+        """Store a block at a new place; blocks of one file come in file order.
 
-        row: the one that it has now.  Blocks of one file come in file order.  `encoded` decodes to
-        bytes that the caller has checked.
+        row: the one that it has now. encoded: decodes to bytes that the caller has checked.
         """
         self._packs.writer.append_encoded(position.block, encoded, file, position.offset)
         self._rows[Kind.BLOCK, position.block] = row
