@@ -115,6 +115,16 @@ class SourceFile(msgspec.Struct, frozen=True):
         """Bytes of the file."""
         return self.stamp.size
 
+    @property
+    def data_start(self) -> int:
+        """Where its tensors begin: behind the header, or behind all of an opaque file."""
+        return self.size if self.header is None else self.header.data_start
+
+    @property
+    def slots(self) -> tuple[TensorSlot, ...]:
+        """Its tensors, in data order."""
+        return () if self.header is None else self.header.tensors
+
 
 class Checkpoint(msgspec.Struct, frozen=True):
     """The files below `root`, sorted by path; at least one has a header.
@@ -140,8 +150,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
             full_name(model.name, slot.name): (files[path], slot)
             for model in self.models
             for path in model.files
-            for header in (files[path].header,)
-            for slot in (() if header is None else header.tensors)
+            for slot in files[path].slots
         }
 
     @property

@@ -91,8 +91,8 @@ class Differences:
         models_by_file = checkpoint.models_by_file()
         for file in checkpoint.files:
             model = models_by_file.get(file.path)
-            if file.header is not None and model is not None:
-                for own in file.header.tensors:
+            if model is not None:
+                for own in file.slots:
                     found.setdefault(full_name(model, own.name), []).append((file, own))
         config = any(file.path == ADAPTER_CONFIG for file in checkpoint.files)
         if is_adapter(tensors):
@@ -271,8 +271,7 @@ class Sums:
 
     def _read(self, slot: Slot, begin: int, length: int) -> bytes:
         source = slot.source
-        assert source.header is not None
-        start = source.header.data_start + slot.tensor.begin + begin
+        start = source.data_start + slot.tensor.begin + begin
         return self._open[source.path].read(start, length)
 
 

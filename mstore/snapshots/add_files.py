@@ -305,16 +305,14 @@ class FileAdder:
 
         model: the one that the file is of, None if no loader reads it.
         """
-        if source.header is None:
-            return [_PartPlan(None, BYTES, (source.size,), 0, source.size, None, None)]
-        start = source.header.data_start
+        start = source.data_start
         parts = [_PartPlan(None, BYTES, (start,), 0, start, None, None)]
         base_ids = [
             None if model is None else self.base.get(full_name(model, slot.name))
-            for slot in source.header.tensors
+            for slot in source.slots
         ]
         bases = readable_tensors(self.catalog, {id for id in base_ids if id is not None})
-        for slot, base_id in zip(source.header.tensors, base_ids, strict=True):
+        for slot, base_id in zip(source.slots, base_ids, strict=True):
             base = None if base_id is None else bases[base_id]
             self.lost_tensors += base_id is not None and base is None
             parts.append(

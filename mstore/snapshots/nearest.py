@@ -496,9 +496,7 @@ def _ordered(words: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.float64]:
 def _slots(checkpoint: Checkpoint) -> dict[str, tuple[SourceFile, int, TensorSlot]]:
     """Return each tensor by what it is called: file, offset of its data, slot."""
     return {
-        name: (file, file.header.data_start, slot)
-        for name, (file, slot) in checkpoint.tensors().items()
-        if file.header is not None
+        name: (file, file.data_start, slot) for name, (file, slot) in checkpoint.tensors().items()
     }
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -99,6 +99,14 @@ def add(
         known |= {pack for pack in since.keys() - known if is_there(pack)}
         since = {pack: since.get(pack, generation) for pack in known}
     write(layout, PackList(generation + 1, since | dict.fromkeys(new, generation + 1)))
+
+
+def made_of(packs: Iterable[PackId], generation: int, *layouts: Layout) -> PackList:
+    """Return a list of these packs; each has its line in a list of one of these stores, if any."""
+    since: dict[PackId, int] = {}
+    for layout in layouts:
+        since |= read(layout).since
+    return PackList(generation, {pack: since.get(pack, generation) for pack in packs})
 
 
 def known_packs(index: Index, transaction: IndexTransaction) -> set[PackId]:

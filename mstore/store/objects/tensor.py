@@ -164,10 +164,6 @@ class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
         """Return the number of blocks; 0 for an empty tensor."""
         return -(-self.nbytes // block_size)
 
-    def block_length(self, number: int, block_size: int) -> int:
-        """Plain bytes of block `number`."""
-        return min(block_size, self.nbytes - number * block_size)
-
     def check(self, where: str) -> None:
         """Raise Corrupt unless dtype and shape give the length."""
         problem = self.problem(DEFAULT_LIMITS)

@@ -251,11 +251,9 @@ class _Backup(Attempt):
 
     def _lines(self, index: Index, number: int) -> PackList:
         """Return the list of all packs that the new index knows."""
-        since = {**pack_list.read(self._layout).since}
-        since |= pack_list.read(self._catalog.layout).since
         with index.env.read() as transaction:
             known = pack_list.known_packs(index, transaction)
-        return PackList(number, {pack: since.get(pack, number) for pack in known})
+        return pack_list.made_of(known, number, self._layout, self._catalog.layout)
 
     def _publish(
         self, fresh: Path, staged: dict[PackId, Path], lines: PackList
@@ -382,11 +380,10 @@ class _Clone(Attempt):
                 )
 
     def _list(self, index: Index, staged: Collection[PackId]) -> None:
-        since = pack_list.read(self._catalog.layout).since
         with index.env.read() as transaction:
             number = index.generation(transaction)
-        lines = {pack: since.get(pack, number) for pack in staged}
-        pack_list.write(self._layout, pack_list.PackList(number, lines))
+        lines = pack_list.made_of(staged, number, self._catalog.layout)
+        pack_list.write(self._layout, lines)
 
     def _lose(self, pack: PackId, error: Corrupt) -> None:
         raise self._damaged(f"pack {pack.hex()}", error.what) from error

@@ -207,13 +207,9 @@ class CheckpointCopies:
 
 def _cut(source: SourceFile) -> list[tuple[str | None, str, tuple[int, ...], int, int]]:
     """Return name, dtype, shape, begin and length of a file's parts, in data order."""
-    if source.header is None:
-        return [(None, BYTES, (source.size,), 0, source.size)]
-    start = source.header.data_start
-    return [
-        (None, BYTES, (start,), 0, start),
-        *((s.name, s.dtype, s.shape, start + s.begin, s.nbytes) for s in source.header.tensors),
-    ]
+    start = source.data_start
+    tensors = ((s.name, s.dtype, s.shape, start + s.begin, s.nbytes) for s in source.slots)
+    return [(None, BYTES, (start,), 0, start), *tensors]
 
 
 def copies_at(path: Path, block_size: int) -> Copies:

@@ -139,9 +139,7 @@ def _list_packs(layout: Layout, index: Index, packs: Packs) -> None:
     """Give each pack a line in the list of the new index, taken or not, before it is in place."""
     with index.env.read() as transaction:
         own = index.generation(transaction)
-    since = pack_list.read(layout).since
-    lines = {pack: since.get(pack, own) for pack in packs.listed()}
-    pack_list.write(layout, pack_list.PackList(own, lines))
+    pack_list.write(layout, pack_list.made_of(packs.listed(), own, layout))
 
 
 def _make_directories(layout: Layout) -> None:

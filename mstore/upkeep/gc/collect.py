@@ -355,7 +355,7 @@ class Collector:
                     useless.append(pack.id)
             gone.update(_drop_rows(catalog, transaction, reach.inventory, dead))
             _drop_snapshots(catalog, transaction, dead)
-            _drop_sources(catalog, transaction, reach)
+            _drop_sources(catalog, transaction)
             _drop_pins(catalog, transaction, reach)
             proof.require_rows(catalog, reach)
             empty = {}
@@ -473,7 +473,7 @@ def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: DeadR
     listing.remove(index, transaction, dead.snapshots)
 
 
-def _drop_sources(catalog: Catalog, transaction: IndexTransaction, reach: Reach) -> None:
+def _drop_sources(catalog: Catalog, transaction: IndexTransaction) -> None:
     """Delete the names of a plan's inputs if the plan or one of these snapshots is gone."""
     index = catalog.index
     for id, sources in list(index.walk(transaction, PLANS)):
