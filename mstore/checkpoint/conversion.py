@@ -38,7 +38,7 @@ from mstore.checkpoint.exclusion import (
 )
 from mstore.checkpoint.paths import CONTROL, INDEX_SUFFIX, SAFETENSORS_SUFFIX, quoted
 from mstore.checkpoint.reading import read_part
-from mstore.checkpoint.tree import Found, Tree, walk
+from mstore.checkpoint.tree import Tree, TreeFile, walk
 from mstore.terms.errors import BadCheckpoint, Unavailable
 from mstore.terms.phrases import few
 
@@ -73,7 +73,7 @@ class Conversion(NamedTuple):
 
 
 class _Task(NamedTuple):
-    pickle: Found
+    pickle: TreeFile
     path: str
     target: Path
 
@@ -147,7 +147,7 @@ def safetensors_path(path: str) -> str:
     return posixpath.join(directory, name)
 
 
-def _is_pickle(found: Found) -> bool:
+def _is_pickle(found: TreeFile) -> bool:
     if not found.path.endswith(PICKLE_SUFFIXES):
         return False
     return read_part(found.absolute, 0, 4, found.stamp).startswith(_MAGICS)
@@ -180,7 +180,7 @@ def _remarks(tasks: Iterable[_Task], files: Iterable[_File]) -> Iterable[str]:
 
 
 def _indexes(
-    indexes: Iterable[Found],
+    indexes: Iterable[TreeFile],
     made: dict[str, Path],
     own: set[str],
     scratch: Path,

@@ -58,7 +58,7 @@ from mstore.checkpoint.paths import (
 )
 from mstore.checkpoint.reading import Stamp, read_part, storage_error
 from mstore.checkpoint.strict_json import parse_object
-from mstore.checkpoint.tree import Found, Tree, each_alone, several, told, walk
+from mstore.checkpoint.tree import Tree, TreeFile, each_alone, pattern_named, several, walk
 from mstore.terms.errors import BadCheckpoint
 from mstore.terms.phrases import Phrase, call, few, joined, phrase
 from mstore.terms.sizes import format_size
@@ -231,7 +231,7 @@ def _excluded_told(tree: Tree) -> Iterator[None]:
     except BadCheckpoint as error:
         lost = next((one for one in tree.excluded if one.has_weights), None)
         if lost is not None:
-            path, pattern = quoted(lost.path), told(lost.pattern)
+            path, pattern = quoted(lost.path), pattern_named(lost.pattern)
             error.advise(phrase("{path} is left out by {pattern}", path=path, pattern=pattern))
         raise
 
@@ -243,7 +243,7 @@ def _replaced(tree: Tree, replacement: Replacement) -> Tree:
     for path, absolute in replacement.made.items():
         try:
             resolved = absolute.resolve()
-            files.append(Found(path, resolved, os.stat(resolved, follow_symlinks=False)))
+            files.append(TreeFile(path, resolved, os.stat(resolved, follow_symlinks=False)))
         except OSError as error:
             raise storage_error(error, str(absolute)) from error
     check_case_twins((each.path for each in files), str(tree.shown))
@@ -278,7 +278,7 @@ def _sources(
     return tuple(files)
 
 
-def _source(found: Found, where: str, limits: HeaderLimits) -> SourceFile:
+def _source(found: TreeFile, where: str, limits: HeaderLimits) -> SourceFile:
     header: Header | None = None
     if found.path.endswith(SAFETENSORS_SUFFIX):
         header = read_header(found.absolute, limits=limits, where=where, stamp=found.stamp)
@@ -374,8 +374,8 @@ def _remark_of_several(checkpoint: Checkpoint) -> Iterator[Phrase]:
                 paths[own] == one.directory or len(one.files) == 1 for own, one in places.items()
             ):
                 add = each_alone(checkpoint.shown, [*paths.values()])
-                told = "{remark}; {add} stores each as a snapshot of its own"
-                remark = phrase(told, remark=remark, add=add)
+                text = "{remark}; {add} stores each as a snapshot of its own"
+                remark = phrase(text, remark=remark, add=add)
             yield remark
             return
 

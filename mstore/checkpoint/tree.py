@@ -72,7 +72,7 @@ _SMALL = 1 << 20
 _MAX_REVISION_BYTES = 255
 
 
-class Found(msgspec.Struct, frozen=True):
+class TreeFile(msgspec.Struct, frozen=True):
     """A regular file: its path in the checkpoint, its location, and the result of `stat`.
 
     `absolute` contains no link.
@@ -96,7 +96,7 @@ class Tree(msgspec.Struct, frozen=True):
 
     root: Path
     shown: Path
-    files: tuple[Found, ...]
+    files: tuple[TreeFile, ...]
     excluded: tuple[Excluded, ...] = ()
 
 
@@ -120,7 +120,7 @@ def walk(
     if stat.S_ISREG(status.st_mode):
         check_relative(path.name, str(path.parent))
         resolved = path.resolve()
-        only = Found(path.name, resolved, _status(resolved, str(path)))
+        only = TreeFile(path.name, resolved, _status(resolved, str(path)))
         tree = Tree(path.parent.resolve(), path.parent, (only,))
         _refuse_holes(tree, max_sparse_bytes)
         return tree
@@ -140,7 +140,9 @@ def walk(
     return tree
 
 
-def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], shown: Path) -> None:
+def _refuse_unloadable(
+    found: Sequence[TreeFile], excluded: Sequence[Excluded], shown: Path
+) -> None:
     """Refuse exclusions that leave no loadable model: weights, and the files they need."""
     weights = [one.path for one in found if one.path.endswith(WEIGHTS)]
     if not weights:
@@ -152,7 +154,7 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
                 phrase(
                     "all its weights are left out, {path} by {pattern}",
                     path=quoted(lost.path),
-                    pattern=told(lost.pattern),
+                    pattern=pattern_named(lost.pattern),
                 ),
                 where=str(shown),
                 hint=_instead(lost.pattern, shown),
@@ -165,7 +167,7 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
                 phrase(
                     "{pattern} leaves out {path}, and the weights beside it cannot be loaded "
                     "without",
-                    pattern=told(one.pattern),
+                    pattern=pattern_named(one.pattern),
                     path=quoted(one.path),
                 ),
                 where=str(shown),
@@ -176,7 +178,7 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
             )
 
 
-def told(pattern: Pattern) -> Phrase:
+def pattern_named(pattern: Pattern) -> Phrase:
     """Describe a pattern and its source."""
     return phrase("{text} of {source}", text=quoted(pattern.text), source=pattern.source)
 
@@ -231,7 +233,7 @@ def each_alone(where: Path, below: Sequence[str]) -> Call:
     return call("add", *paths, *more, name_prefix=f"{name_for(where)}/")
 
 
-def _refuse_hub(files: Sequence[Found], shown: Path) -> None:
+def _refuse_hub(files: Sequence[TreeFile], shown: Path) -> None:
     """Refuse the Hub's cache itself, or a directory that contains it: neither is a model."""
     models: set[str] = set()
     for found in files:
@@ -363,9 +365,9 @@ class _Walker(msgspec.Struct, frozen=True):
             self, exclusion=self.exclusion.with_file(data, str(self.shown / IGNORE_FILE))
         )
 
-    def files(self) -> tuple[list[Found], list[Excluded]]:
+    def files(self) -> tuple[list[TreeFile], list[Excluded]]:
         """Return what exists and what was left out, both sorted.  Iterative: uses no stack."""
-        found: list[Found] = []
+        found: list[TreeFile] = []
         excluded: list[Excluded] = []
         pending = [""]
         while pending:
@@ -439,22 +441,22 @@ class _Walker(msgspec.Struct, frozen=True):
                 where=str(self.shown),
             )
 
-    def _file(self, entry: os.DirEntry[str], relative: str) -> Found:
+    def _file(self, entry: os.DirEntry[str], relative: str) -> TreeFile:
         found = self._linked(relative) if entry.is_symlink() else self._own(entry, relative)
         if entry.name == "format":
             self._refuse_store(found)
         return found
 
-    def _own(self, entry: os.DirEntry[str], relative: str) -> Found:
+    def _own(self, entry: os.DirEntry[str], relative: str) -> TreeFile:
         status = entry.stat(follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             raise BadCheckpoint(
                 "is a fifo, socket or device, not a regular file",
                 where=str(self.shown / relative),
             )
-        return Found(relative, self.root / relative, status)
+        return TreeFile(relative, self.root / relative, status)
 
-    def _linked(self, relative: str) -> Found:
+    def _linked(self, relative: str) -> TreeFile:
         where = str(self.shown / relative)
         target = Path(os.path.realpath(self.root / relative))
         if not target.is_relative_to(self.root) and target.parent != self.blobs:
@@ -477,9 +479,9 @@ class _Walker(msgspec.Struct, frozen=True):
             raise BadCheckpoint("is a symlink to a directory", where=where)
         if not stat.S_ISREG(status.st_mode):
             raise BadCheckpoint("is a symlink to a fifo, socket or device", where=where)
-        return Found(relative, target, status)
+        return TreeFile(relative, target, status)
 
-    def _refuse_store(self, found: Found) -> None:
+    def _refuse_store(self, found: TreeFile) -> None:
         """Refuse an mstore store; `found` is a file called `format`."""
         if read_part(found.absolute, 0, len(STORE_MARK), found.stamp) != STORE_MARK:
             return

@@ -254,19 +254,19 @@ def add(
             message=message,
             action=f"add: {reason}" if reason else "add",
             origin=origin,
-            keeps=partial(_is_told, base),
+            keeps=partial(_records_base, base),
             # Of sums, much is the base's own.
             relies=differences is not None,
         )
         # Before the commit: an error after it would report a failure of something that was done.
-        told = _told_base(catalog, snapshot)
+        recorded = _recorded_base(catalog, snapshot)
         warnings = _warnings(checkpoint, files)
         statistics.flush()
         publication.commit()
-    remarks = (*checkpoint.remarks, *_remarks(adder, base, told, message, is_new=is_new))
+    remarks = (*checkpoint.remarks, *_remarks(adder, base, recorded, message, is_new=is_new))
     if differences is not None:
         remarks = (*remarks, *_difference_hints(catalog, differences, manifest, told_size))
-    is_told = told is not None and told.snapshot == base.snapshot
+    is_recorded = recorded is not None and recorded.snapshot == base.snapshot
     return AddReport(
         name=name,
         snapshot=snapshot.id(),
@@ -279,9 +279,9 @@ def add(
         bytes_written=transaction.bytes_written,
         blocks_total=adder.blocks_total,
         blocks_new=transaction.blocks_new,
-        blocks_equal_base=adder.blocks_equal_base if is_told else None,
-        base=told,
-        base_reason=_reason(base, told, is_new=is_new),
+        blocks_equal_base=adder.blocks_equal_base if is_recorded else None,
+        base=recorded,
+        base_reason=_reason(base, recorded, is_new=is_new),
         excluded=tuple(one.path for one in checkpoint.excluded),
         excluded_files=sum(one.files for one in checkpoint.excluded),
         excluded_bytes=sum(one.size for one in checkpoint.excluded),
@@ -315,10 +315,10 @@ def _difference_hints(
         yield told_size
 
 
-def _is_told(base: Base, tip: SnapshotRecord) -> bool:
+def _records_base(base: Base, tip: SnapshotRecord) -> bool:
     """Return whether a snapshot of the same content states this base already."""
-    told = {parent.snapshot for parent in tip.parents if parent.role == BASE}
-    return not base.given or base.snapshot is None or base.snapshot in told
+    recorded = {parent.snapshot for parent in tip.parents if parent.role == BASE}
+    return not base.given or base.snapshot is None or base.snapshot in recorded
 
 
 def _parents(catalog: Catalog, manifest: Manifest, base: Base) -> tuple[Parent, ...]:
@@ -341,12 +341,12 @@ def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path)
 
 
 def _remarks(
-    adder: FileAdder, base: Base, told: ParentReport | None, message: str, *, is_new: bool
+    adder: FileAdder, base: Base, recorded: ParentReport | None, message: str, *, is_new: bool
 ) -> tuple[str, ...]:
     remarks: list[str] = []
     if message and not is_new:
         remarks.append("the message was not kept: a snapshot is not made again for its words")
-    if told is not None and not is_new and base.given and base.snapshot is None:
+    if recorded is not None and not is_new and base.given and base.snapshot is None:
         remarks.append(
             "the snapshot is kept as it is, with its base; another name makes one without"
         )
@@ -393,7 +393,7 @@ def _warnings(checkpoint: Checkpoint, stored: Sequence[File]) -> tuple[str, ...]
     return tuple(found)
 
 
-def _told_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | None:
+def _recorded_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | None:
     """Return the base that a snapshot records, with the refs that point at it."""
     for parent in snapshot.parents:
         if parent.role == BASE:
@@ -403,9 +403,9 @@ def _told_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | Non
     return None
 
 
-def _reason(base: Base, told: ParentReport | None, *, is_new: bool) -> str | None:
+def _reason(base: Base, recorded: ParentReport | None, *, is_new: bool) -> str | None:
     if not is_new:
-        return None if told is None else "it was added with this base"
-    if base.snapshot is not None and told is None:
+        return None if recorded is None else "it was added with this base"
+    if base.snapshot is not None and recorded is None:
         return "the store holds these very bytes already"
     return base.reason

@@ -150,7 +150,7 @@ class _Differ:
             status = "changed" if numbers or not _same_form(before, after) else "equal"
         is_finite = distance is None or not math.isnan(distance.low)
         distance = distance if is_finite else None
-        told = None if distance is None or distance.is_known else distance
+        bounded = None if distance is None or distance.is_known else distance
         return TensorDiff(
             name=name,
             status=status,
@@ -160,10 +160,10 @@ class _Differ:
             shape_a=None if before is None else before.tensor.shape,
             blocks_total=count,
             blocks_changed=len(numbers),
-            relative_l2=None if distance is None or told is not None else distance.low,
+            relative_l2=None if distance is None or bounded is not None else distance.low,
             changed_blocks=tuple(numbers) if list_blocks else None,
-            relative_l2_bounds=None if told is None else (told.low, told.high),
-            relative_l2_estimate=None if told is None else told.estimate,
+            relative_l2_bounds=None if bounded is None else (bounded.low, bounded.high),
+            relative_l2_estimate=None if bounded is None else bounded.estimate,
             not_finite=not is_finite,
         )
 

@@ -24,7 +24,7 @@ from mstore.checkpoint.header import Header, TensorSlot, read_header
 from mstore.checkpoint.models import files_of, full_name, models_of, name_in_model
 from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
 from mstore.checkpoint.reading import StampedFile
-from mstore.checkpoint.tree import Found, Tree, walk
+from mstore.checkpoint.tree import Tree, TreeFile, walk
 from mstore.snapshots.diff import FileDiff, TensorDiff, compared_files
 from mstore.store.block_cache import BlockCache, Computing
 from mstore.store.catalog import Catalog
@@ -140,7 +140,7 @@ class _Directory:
             self._ids[place] = self._hashed(self.files[path], begin, nbytes)
         return self._ids[place]
 
-    def _hashed(self, found: Found, begin: int, nbytes: int) -> list[BlockId]:
+    def _hashed(self, found: TreeFile, begin: int, nbytes: int) -> list[BlockId]:
         with StampedFile(found.absolute, found.stamp) as file:
 
             def one(span: tuple[int, int]) -> BlockId:
@@ -221,7 +221,7 @@ class _Comparison:
             lambda path: self._is_same(ours[path], theirs[path]),
         )
 
-    def _is_same(self, stored: File, there: Found) -> bool:
+    def _is_same(self, stored: File, there: TreeFile) -> bool:
         """Return whether a file has exactly the stored bytes."""
         if stored.size != there.status.st_size:
             return False

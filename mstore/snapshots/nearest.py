@@ -216,13 +216,13 @@ class _Search:
         if found is not None:
             score, chosen = found
             word = named[score.candidate.id]
-            return self._told(score, chosen, f"{word.source} names {quoted(word.name)}")
+            return self._nearest(score, chosen, f"{word.source} names {quoted(word.name)}")
         fitting = self._fitting(self._candidates.values())
         if not fitting:
             return Nearest(None, "no other model in the store has these tensors")
         found = self._choose(fitting)
         if found is not None:
-            return self._told(*found, "it has the same tensors")
+            return self._nearest(*found, "it has the same tensors")
         return Nearest(
             None, "models with these tensors are in the store, but none with values near these"
         )
@@ -261,7 +261,7 @@ class _Search:
             return True
         return False
 
-    def _told(self, best: _Score, chosen: _Score, why: str) -> Nearest:
+    def _nearest(self, best: _Score, chosen: _Score, why: str) -> Nearest:
         if chosen.candidate is best.candidate:
             return Nearest(chosen.candidate.id, f"{why}; {chosen.words}")
         near = best.candidate.name

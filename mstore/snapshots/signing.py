@@ -316,15 +316,15 @@ def sign(
         raise BadRequest("a key is what `load_key` gives", where="key")
     if signer is not None and (not signer or not is_text(signer) or CONTROL.search(signer)):
         raise BadRequest(f"cannot sign as {quoted(str(signer))}: not a name")
-    known = notes.found(catalog, snapshot)
+    records = notes.notes_on(catalog, snapshot)
 
     def again(id: str) -> Call:
         return call("sign", snapshot.short, "...", note=id)
 
-    subject = snapshot if note is None else notes.named(known, note, snapshot, again)
+    subject = snapshot if note is None else notes.named(records, note, snapshot, again)
     author = catalog.author() if signer is None else signer
     record = signature(subject, snapshot, key, author, now_ns())
-    for id, one in known.items():
+    for id, one in records.items():
         # Compare the signature too: a bad one with this key must not replace the good one.
         if (one.form, one.notes, one.data) == (SIGNATURE, record.notes, record.data):
             return _report(id, one, {})
@@ -333,7 +333,7 @@ def sign(
 
 
 def by_subject(
-    records: notes.Found, trusted: Trusted
+    records: notes.NotesById, trusted: Trusted
 ) -> dict[NoteId | None, tuple[SignatureReport, ...]]:
     """Report checked signatures by the note that they sign; None for the snapshot itself."""
     found: dict[NoteId | None, tuple[SignatureReport, ...]] = {}
@@ -360,8 +360,8 @@ def verify(
     if not isinstance(trusted, Mapping):
         raise BadRequest("signers are what `read_signers` gives", where="signers")
     require_library()
-    known = notes.found(catalog, snapshot)
-    signed = by_subject(known, trusted)
+    records = notes.notes_on(catalog, snapshot)
+    signed = by_subject(records, trusted)
     found = signed.get(None, ())
     with contents.held(catalog, [snapshot]):
         read = read_everything(catalog, snapshot, progress) if read_data else 0
@@ -369,7 +369,7 @@ def verify(
         snapshot=snapshot,
         verified=any(one.state == GOOD_SIGNATURE for one in found),
         signatures=found,
-        notes=tuple(one for one in notes.reports(known, signed, every=True) if one.signatures),
+        notes=tuple(one for one in notes.reports(records, signed, every=True) if one.signatures),
         bytes_read=read,
         seconds=time.monotonic() - began,
     )

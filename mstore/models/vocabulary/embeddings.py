@@ -319,12 +319,12 @@ class Embeddings:
         shape = (len(places.row), *record.shape[1:])
         file = f"{number}/{name}"
         try:
-            return transaction.put_tensor(record.dtype, shape, self._told(pieces), file)
+            return transaction.put_tensor(record.dtype, shape, self._counted(pieces), file)
         except Incompatible as error:
             error.locate(f"{self._members[number].name}: {name}")
             raise
 
-    def _told(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    def _counted(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         for piece in pieces:
             yield piece
             self._tick(len(piece))
