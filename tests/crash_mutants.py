@@ -22,7 +22,7 @@ from mstore.store.publishing import NewPacks
 from mstore.store.transaction import Transaction
 from mstore.terms.ids import PackId
 from mstore.upkeep.gc.collect import Collector
-from mstore.upkeep.pins.rewriting import Rewriting
+from mstore.upkeep.pins.pin import Rewriting
 from mstore.upkeep.reachability import Reach
 
 Mutant = Callable[[pytest.MonkeyPatch], None]

@@ -358,21 +358,21 @@ def test_no_lease_no_loss(
 ) -> None:
     """Where no lease can be had and gc takes a pack before it is copied, the backup begins anew
     with the rows of now."""
-    from mstore.upkeep.backup import packs, source
+    from mstore.upkeep.backup import copying
 
     def refused(*given: object) -> None:
         raise StorageFailed("read-only", errno=errno.EROFS)
 
-    copied = packs.copy
+    copied = copying.copy
 
     def late(*given: object, **named: object) -> None:
-        monkeypatch.setattr(packs, "copy", copied)
+        monkeypatch.setattr(copying, "copy", copied)
         store.remove("one")
         store.gc(dead_share=0.0)
         copied(*given, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(source, "Lease", refused)
-    monkeypatch.setattr(packs, "copy", late)
+    monkeypatch.setattr(copying, "Lease", refused)
+    monkeypatch.setattr(copying, "copy", late)
     report = store.backup(tmp_path / "backup", threads=1)
     assert not report.problems
     assert contents(tmp_path / "backup") == {"two": files_of(models / "two")}
@@ -609,9 +609,9 @@ def test_a_backup_that_copied_badly_says_so(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is proved is the copy: a byte that turned on its way is found."""
-    from mstore.upkeep.backup import packs
+    from mstore.upkeep.backup import copying
 
-    real = packs.copy
+    real = copying.copy
 
     def badly(source: Packs, pack: PackId, target: Path, tick: Callable[[int], None]) -> None:
         real(source, pack, target, tick)
@@ -622,7 +622,7 @@ def test_a_backup_that_copied_badly_says_so(
             file.seek(4096 + 100)
             file.write(bytes([byte[0] ^ 1]))
 
-    monkeypatch.setattr(packs, "copy", badly)
+    monkeypatch.setattr(copying, "copy", badly)
     report = store.backup(tmp_path / "backup", threads=1)
     assert {one.kind for one in report.problems} == {"block"}
 

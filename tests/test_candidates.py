@@ -15,8 +15,8 @@ from cli_runs import Program
 from families import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.store.refs import BRANCH, CANDIDATE
-from mstore.store.transaction import follow_remote
+from mstore.store.refs import BRANCH, CANDIDATE, REMOTE, Ref
+from mstore.store.transaction import RefMove, choose_moves
 from mstore.terms.errors import BadName, Conflict, MstoreError, NotFound
 from mstore.terms.ids import SnapshotId
 
@@ -287,7 +287,8 @@ def test_prune_keeps_its_contents(store: Store) -> None:
 def test_copies_and_rebuilt_indexes_have_them(store: Store, tmp_path: Path) -> None:
     """Backups, clones and a rebuilt index have candidates and remote refs, as those."""
     made = merge(store)
-    follow_remote(store._catalog, "origin", {"main": made})
+    remote = RefMove("remotes/origin/main", None, Ref(REMOTE, made), "fetch")
+    choose_moves(store._catalog, lambda _: [remote])
     expected = {one.name: one for one in store.refs("candidates/*", "remotes/*")}
     store.backup(tmp_path / "backup")
     Store.clone(store.path, tmp_path / "clone")

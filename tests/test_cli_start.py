@@ -26,8 +26,8 @@ MODULES = {
     "mstore.fs": "disks files locks rights roots trees",
     "mstore.store.objects": "canonical manifest note plan snapshot tensor",
     "mstore.store": (
-        "caches catalog config contents generation layout leases listing mirror models not_finite "
-        "objects pack_list payloads refs revisions sealed_text"
+        "catalog config contents generation layout leases listing mirror models not_finite "
+        "objects pack_list payloads refs sealed_text"
     ),
     "mstore_cli": (
         "command commands declared errors found graph lines main options output session signers "
@@ -111,8 +111,6 @@ def test_a_merge_imports_only_what_it_uses(store: Program, tmp_path: Path) -> No
     content = struct.pack("<4f", 1.0, 2.0, 3.0, 4.0)
     write_safetensors(tmp_path / "model.safetensors", [("t", "F32", (4,), content)])
     store.succeed("add", tmp_path, "--base", "base", "--name", "tuned")
-    # Settings that `configure` wrote need no general reader, either.
-    store.succeed("config", "codec", "raw")
     words = ("--base", "base", "--expert", "tuned", "--method", "ties", "--name", "n")
     found = imported("--store", store.store, "merge", *words)
     assert "mstore.merge.methods.elections" in found

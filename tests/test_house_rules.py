@@ -265,13 +265,13 @@ ALLOWED = {
     # Of a table that is not needed, after the new index is in its place.
     "upkeep/check/reindex.py:_forget_requests",
     # A full disk.
-    "upkeep/gc/repack.py:copy",
+    "upkeep/gc/collect.py:copy",
     # Garbage that stays.
     "upkeep/gc/collect.py:_commit",
     "upkeep/backup/backup.py:_publish",
     "upkeep/backup/destination.py:opened",
     # Who can take no lease looks again at what went.
-    "upkeep/backup/source.py:held",
+    "upkeep/backup/copying.py:held",
     # Says that it is pinned, and raises it again.
     "upkeep/pins/pin.py:_runs_now",
 }

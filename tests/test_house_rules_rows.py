@@ -20,7 +20,7 @@ WHOLE = {
     "mstore/blocks/lmdb_files.py": "LMDB",
     "mstore/blocks/lmdb_types.py": "the types of LMDB",
     "mstore/blocks/tables.py": "makes and checks the bytes of any row",
-    "mstore/upkeep/backup/source.py": "copies rows as they are",
+    "mstore/upkeep/backup/copying.py": "copies rows as they are",
     "mstore/blocks/location.py": "knows the rows of blocks and records",
     "mstore/blocks/location_arrays.py": "reads all rows of blocks and records at once",
     "mstore/blocks/disposable.py": "environments whose rows may be lost",

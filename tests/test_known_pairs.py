@@ -17,11 +17,11 @@ from mstore.merge.planning import costs
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.session import Planning
 from mstore.models.stats.store import StatsStore
-from mstore.store.caches import StoredLengths
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.objects.canonical import decode
 from mstore.store.objects.plan import Plan
+from mstore.store.payloads import StoredLengths
 from mstore.store.transaction import Transaction
 
 REQUESTS: dict[str, dict[str, Any]] = {

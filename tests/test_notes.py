@@ -57,7 +57,7 @@ def by_key(store: Store, name: str) -> dict[str, Any]:
 
 
 def records(store: Store, name: str) -> dict[NoteId, Note]:
-    return noting.found(store._catalog, store[name].id)
+    return noting.notes_on(store._catalog, store[name].id)
 
 
 def behind(store: Store, *, by_ns: int) -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from small_models import small_model
 
 from mstore.api import Store
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.store import refs
-from mstore.store.refs import BRANCH, CANDIDATE, REMOTE, TAG
-from mstore.store.transaction import follow_remote
-from mstore.terms.errors import BadName, Conflict, NotFound
-from mstore.terms.ids import SnapshotId
+from mstore.store.refs import BRANCH, CANDIDATE, REMOTE, TAG, Ref, below, refs_in
+from mstore.store.transaction import RefMove, choose_moves
+from mstore.terms.errors import BadName, NotFound
 
 # -- names -------------------------------------------------------------------------------------
 
@@ -204,36 +204,24 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def follow(store: Store, remote: str, **found: str) -> list[str]:
-    """The remote has these branches; return the names that moved."""
-    named = {name.replace("__", "/"): store[of].id for name, of in found.items()}
-    return [move.name for move in follow_remote(store._catalog, remote, named)]
+def follow(store: Store, remote: str, **found: str) -> None:
+    """The remote has these branches."""
+
+    def moves(transaction: IndexTransaction) -> list[RefMove]:
+        known = refs_in(store._catalog.index, transaction)
+        named = {
+            below(REMOTE, remote, name): Ref(REMOTE, store[of].id) for name, of in found.items()
+        }
+        return [RefMove(name, known.get(name), ref, "fetch") for name, ref in named.items()]
+
+    choose_moves(store._catalog, moves)
 
 
-def test_remote_refs_say_what_the_remote_has(store: Store) -> None:
-    """They are made, moved and removed as the remote's are; those of other remotes stay."""
-    assert follow(store, "origin", main="one", x="one") == [
-        "remotes/origin/main",
-        "remotes/origin/x",
-    ]
-    follow(store, "other", main="one")
-    assert follow(store, "origin", main="two", x__y="one") == [
-        "remotes/origin/x",
-        "remotes/origin/main",
-        "remotes/origin/x/y",
-    ]
-    assert follow(store, "origin", main="two", x__y="one") == []
-    found = {one.name: (one.kind, one.snapshot) for one in store.refs("remotes/*")}
-    assert found == {
-        "remotes/origin/main": (REMOTE, store["two"].id),
-        "remotes/origin/x/y": (REMOTE, store["one"].id),
-        "remotes/other/main": (REMOTE, store["one"].id),
-    }
-    with pytest.raises(Conflict):
-        follow_remote(store._catalog, "origin", {"main": SnapshotId(bytes(32))})
-    for remote in ("a/b", "", "x" * 65, "-x"):
-        with pytest.raises(BadName):
-            follow_remote(store._catalog, remote, {})
+@pytest.mark.parametrize("remote", ["a/b", "", "x" * 65, "-x"])
+def test_the_name_of_a_remote_is_one_word(store: Store, remote: str) -> None:
+    """It is a part of a path, and short."""
+    with pytest.raises(BadName):
+        follow(store, remote, main="one")
 
 
 def test_a_remote_ref_has_a_short_name(store: Store) -> None:

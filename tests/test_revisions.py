@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from mstore.store import listing
 from mstore.store.catalog import Catalog
 from mstore.store.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
-from mstore.store.refs import BRANCH, TAG, Ref, check_name, refs_in
-from mstore.store.revisions import Revision, parse
+from mstore.store.refs import BRANCH, TAG, Ref, Revision, check_name, parse_revision, refs_in
 from mstore.store.transaction import RefMove, Transaction, choose_moves
 from mstore.terms.errors import BadName, MstoreError, NotFound
 from mstore.terms.ids import ManifestId, SnapshotId
@@ -36,14 +35,14 @@ def test_what_is_written_is_read(name: str, back: int | None, steps: list[int | 
     text = name + ("" if back is None else f"@{{{back}}}")
     text += "".join("~" if step is None else f"~{step}" for step in steps)
     total = sum(1 if step is None else step for step in steps)
-    assert parse(text) == Revision(name, back, total)
+    assert parse_revision(text) == Revision(name, back, total)
 
 
 @given(st.text(max_size=60) | st.text(alphabet="ab~@{}019 \n", max_size=60))
 def test_parsing_never_surprises(text: str) -> None:
     """Any text is a revision or a BadName with a hint; whatever could be a ref is just its name."""
     try:
-        parsed = parse(text)
+        parsed = parse_revision(text)
     except BadName as error:
         assert error.hint is not None  # noqa: PT017 -- any text may be one or the other
         return
@@ -61,7 +60,7 @@ def test_parsing_never_surprises(text: str) -> None:
 def test_no_name_no_revision(text: str) -> None:
     """Nothing, several lines, and endless texts are refused at once, and briefly."""
     with pytest.raises(BadName) as refusal:
-        parse(text)
+        parse_revision(text)
     assert len(str(refusal.value)) < 1100
 
 

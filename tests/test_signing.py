@@ -21,7 +21,7 @@ from mstore import Store
 from mstore.api.reports import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES
-from mstore.snapshots.notes import found, publish
+from mstore.snapshots.notes import notes_on, publish
 from mstore.snapshots.signing import (
     fingerprint,
     is_good,
@@ -240,7 +240,7 @@ def test_signing_twice_is_signing_once(store: Store, keys: Path) -> None:
     first = store.sign("a", load_key(keys / "alice"))
     again = store.sign("a", load_key(keys / "alice"), signer="another name")
     assert again == first
-    assert len(found(store._catalog, first.snapshot)) == 1
+    assert len(notes_on(store._catalog, first.snapshot)) == 1
 
 
 def test_openssh_agrees(store: Store, keys: Path, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_openssh_agrees(store: Store, keys: Path, tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
     armoured = text.with_suffix(".sig").read_text().split("-----")[2]
     blob = base64.b64decode(armoured)
-    (record,) = found(store._catalog, report.snapshot).values()
+    (record,) = notes_on(store._catalog, report.snapshot).values()
     assert blob.endswith(bytes.fromhex(record.value["signature"]))
 
 
@@ -289,7 +289,7 @@ def test_a_row_of_another_snapshot_is_corrupt(store: Store, keys: Path) -> None:
     """A signature that the index gives to another snapshot does not vouch for it."""
     store.sign("a", load_key(keys / "alice"))
     catalog = store._catalog
-    (id,) = found(catalog, store["a"].id)
+    (id,) = notes_on(catalog, store["a"].id)
     (store.path.parent / "a" / "more.txt").write_text("more")
     store.add(store.path.parent / "a", name="b")
     with catalog.index.env.write() as rows:
@@ -326,7 +326,7 @@ def test_a_collected_snapshot_is_not_signed(store: Store, keys: Path) -> None:
         rows.delete(b"\x03" + id, db=catalog.index.db("records"))
     with pytest.raises(Conflict):
         sign(catalog, id, load_key(keys / "alice"))
-    assert found(catalog, id) == {}
+    assert notes_on(catalog, id) == {}
 
 
 def test_names_that_cannot_be(store: Store, keys: Path) -> None:

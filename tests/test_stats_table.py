@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 
 import delta_reference as reference
@@ -98,43 +97,6 @@ def test_tables_of_large_tensors_are_a_thousandth(relative: float) -> None:
     """A bf16 tensor of 8 MiB in chunks of 1 MiB has a table of at most 0.1 % of its bytes."""
     table = _measured("BF16", 4 * MIB, MIB // 2, relative=relative)
     assert len(table.encode()) <= 8 * MIB // 1000
-
-
-def test_totals_are_the_rounded_sums_in_any_order() -> None:
-    """Totals equal those of the tensor measured at once, in whatever order its chunks come."""
-    table = _measured("F32", 40_000, 8192)
-    totals = table.combined()
-    whole = _measured("F32", 40_000, 40_960).rows[0]
-    assert totals.nonzeros == whole["nonzeros"]
-    assert totals.max_abs == whole["max_abs"]
-    for name in ("sum_abs", "sum_squares", "base_squares"):
-        assert math.isclose(getattr(totals, name), whole[name], rel_tol=1e-14)
-    assert totals.reliable
-    full = table.rows[:4]
-    counted = np.zeros((0x8000, 2), dtype=np.int64)
-    counted[0x3F80, 0] = full["nonzeros"].sum()
-    hist = Histogram.from_dense(counted)
-    forwards = DeltaTable(full, hist, 4 * 8192, 8192).combined()
-    assert forwards == DeltaTable(full[::-1].copy(), hist, 4 * 8192, 8192).combined()
-
-
-@pytest.mark.parametrize("name", ["sum_abs", "sum_squares", "max_abs", "base_squares"])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_one_unreliable_row_makes_the_tensor_unreliable(name: str, value: float) -> None:
-    """Infinities and NaN reach the totals, also beside each other."""
-    rows = _measured("F32", 40_000, 8192).rows.copy()
-    hist = _measured("F32", 40_000, 8192).histogram
-    rows[name][2] = value
-    rows[name][3] = math.inf
-    totals = DeltaTable(rows, hist, 40_000, 8192).combined()
-    assert not totals.reliable
-    assert not math.isfinite(getattr(totals, name))
-
-
-def test_totals_of_nothing() -> None:
-    """A tensor without elements has sums of zero and is reliable."""
-    totals = DeltaTable(np.zeros(0, dtype=CHUNK), _empty(), 0, 8192).combined()
-    assert (totals.nonzeros, totals.sum_abs, totals.max_abs, totals.reliable) == (0, 0.0, 0.0, True)
 
 
 def test_contradictions_are_refused() -> None:

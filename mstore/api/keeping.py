@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from mstore.store.migrations import MigrateReport
     from mstore.terms.ids import Revision
     from mstore.terms.report import ProgressCallback
-    from mstore.upkeep.backup.backup import BackupReport
-    from mstore.upkeep.backup.clone import CloneReport
+    from mstore.upkeep.backup.backup import BackupReport, CloneReport
     from mstore.upkeep.check.fsck import CheckReport
     from mstore.upkeep.check.reindex import ReindexReport
     from mstore.upkeep.check.repair import RepairReport
@@ -296,7 +295,7 @@ class Keeping(OpenStore):
         BadRequest if that lies inside the source, Corrupt if the source is damaged, NotFound,
         StorageFailed; then nothing was created.
         """
-        from mstore.upkeep.backup.clone import clone
+        from mstore.upkeep.backup.backup import clone
 
         return clone(
             local_path(source),

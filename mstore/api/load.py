@@ -40,7 +40,7 @@ from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.store.view import SnapshotView, array_form
 from mstore.terms.errors import BadRequest, Unavailable
 from mstore.terms.ids import BlockId, PackId, TensorId
-from mstore.terms.report import Progress, ProgressCallback
+from mstore.terms.report import ProgressCallback, ProgressCounter
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -117,15 +117,13 @@ class _Load:
         return {name: self._shaped(raw, *forms[name]) for name, raw in found.items()}
 
     def _do(self, work: Sequence[Callable[[], int]], total: int, threads: int) -> None:
-        done = 0
+        tick = ProgressCounter("load", total, self.progress)
         others = min(threads, len(work)) - 1
         with ThreadPoolExecutor(max(1, others), "load") as pool:
             # What no other thread begins is done by this one.
             submit = pool.submit if others > 0 else lambda do: Future()
             for _, length in in_order(submit, work, ahead=4 * threads, helping=lambda do: do()):
-                done += length
-                if self.progress is not None:
-                    self.progress(Progress("load", done, total))
+                tick(length)
 
     def _shaped(self, raw: Bytes, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
         array: npt.NDArray[Any] = raw.view(dtype).reshape(shape)

@@ -193,7 +193,7 @@ class Naming(OpenStore):
 
         with index.env.read() as transaction:
             moves: Sequence[RefMove] = choose(transaction)
-        told = lineage.unnamed_without(self._catalog, {move.name for move in moves})
+        unnamed = lineage.unnamed_without(self._catalog, {move.name for move in moves})
         if not dry_run:
             with for_a_full_disk(self._catalog.layout):
                 moves = choose_moves(self._catalog, choose)
@@ -203,7 +203,7 @@ class Naming(OpenStore):
             removed=tuple(move.name for move in moves),
             kinds=tuple(m.expect.kind for m in moves if m.expect is not None),
             snapshots=tuple(SnapshotId(m.expect.snapshot) for m in moves if m.expect is not None),
-            unnamed_snapshots=told,
+            unnamed_snapshots=unnamed,
             reflog_days=self._catalog.config.reflog_days if kept else 0,
             dry_run=dry_run,
         )
@@ -279,7 +279,7 @@ class Naming(OpenStore):
 
     def _noted_now(self, snapshot: SnapshotId, ids: Collection[NoteId]) -> tuple[NoteReport, ...]:
 
-        found = notes.reports(notes.found(self._catalog, snapshot), {}, every=True)
+        found = notes.reports(notes.notes_on(self._catalog, snapshot), {}, every=True)
         return tuple(one for one in found if one.note in ids)
 
     def sign(

@@ -176,11 +176,11 @@ class OpenStore:
         from mstore.upkeep.pins.positions import coded_blocks
 
         count = len(coded_blocks(self._catalog, files))
-        told = (
+        text = (
             "{count} of {total} blocks were stored before and stay coded; to store all raw: {pin}"
         )
         pin = call("pin", name, raw=True)
-        return (phrase(told, count=count, total=total, pin=pin),) if count else ()
+        return (phrase(text, count=count, total=total, pin=pin),) if count else ()
 
     @classmethod
     def open_checked(cls, path: str | Path, *, author: str | Callable[[], str] = "") -> Self:

@@ -135,16 +135,16 @@ class Reading(OpenStore):
         with self._catalog.index.env.read() as transaction:
             if self._catalog.index.count(transaction, "notes") == 0:
                 return snapshots
-        told = [self._notes_and_signatures(one.snapshot, signers) for one in snapshots]
+        noted = [self._notes_and_signatures(one.snapshot, signers) for one in snapshots]
         return [
-            replace(one, notes=noted, signatures=signatures)
-            for one, (noted, signatures) in zip(snapshots, told, strict=True)
+            replace(one, notes=listed, signatures=signatures)
+            for one, (listed, signatures) in zip(snapshots, noted, strict=True)
         ]
 
     def _notes_and_signatures(
         self, snapshot: SnapshotId, signers: Mapping[bytes, str], *, every: bool = False
     ) -> tuple[tuple[NoteReport, ...], tuple[SignatureReport, ...]]:
-        found = notes.found(self._catalog, snapshot)
+        found = notes.notes_on(self._catalog, snapshot)
         signed = {}
         if any(one.form == SIGNATURE for one in found.values()):
             from mstore.snapshots.signing import by_subject  # late: `log` of few stores needs it
@@ -327,8 +327,7 @@ class Reading(OpenStore):
         not empty, or others may write above it), Incompatible (this filesystem cannot share, or is
         not the store's), Corrupt, StorageFailed; then nothing is left behind.
         """
-        from mstore.snapshots.checkout import checkout
-        from mstore.snapshots.reflinks import parse
+        from mstore.snapshots.checkout import checkout, parse_reflink
 
         return checkout(
             self._catalog,
@@ -337,7 +336,7 @@ class Reading(OpenStore):
             threads=thread_count(threads),
             shared=shared,
             only=only,
-            reflink=parse(reflink),
+            reflink=parse_reflink(reflink),
             progress=progress,
             computing=self._computing,
         )

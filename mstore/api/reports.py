@@ -58,8 +58,7 @@ from mstore.snapshots.signing import VerifyReport
 from mstore.store.migrations import MigrateReport
 from mstore.store.not_finite import NotFiniteTensor
 from mstore.terms.report import Progress, ProgressCallback
-from mstore.upkeep.backup.backup import BackupReport
-from mstore.upkeep.backup.clone import CloneReport
+from mstore.upkeep.backup.backup import BackupReport, CloneReport
 from mstore.upkeep.check.findings import Affected, Problem
 from mstore.upkeep.check.fsck import CheckReport
 from mstore.upkeep.check.reindex import ReindexReport

@@ -389,10 +389,6 @@ class Environment:
                     raise
             self._writers.add(get_ident())
 
-    def require_writable(self) -> None:
-        """Raise StorageFailed if this user may not write it."""
-        self._files.require_writable()
-
     def may_write(self) -> bool:
         """Return whether this user may write here, judged by what it reads: a copy, or the file."""
         return self._files.may_write()

@@ -99,10 +99,6 @@ class Packs(ABC):
             target[:] = self.read(pack, offset, len(target))
             offset += len(target)
 
-    def read_into(self, pack: PackId, offset: int, target: memoryview) -> None:
-        """Fill `target` from the pack. Raises as `read`."""
-        self.read_scattered(pack, offset, [target])
-
     @abstractmethod
     def read_each(self, pack: PackId, places: Iterable[tuple[int, int]]) -> Iterator[Buffer]:
         """Yield the bytes of each (offset, length); fewer where the pack ends. Raises as `read`."""

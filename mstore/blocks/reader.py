@@ -33,13 +33,13 @@ class PackSource(Protocol):
     """The part of `blocks.pack_store.Packs` that a reader needs."""
 
     def read(self, pack: PackId, offset: int, length: int) -> Buffer:
-        """-"""
+        """See `Packs.read`."""
 
     def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
-        """-"""
+        """See `Packs.read_scattered`."""
 
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
-        """-"""
+        """See `Packs.will_need`."""
 
 
 def located(pack: PackId, entry: Entry) -> Location:

@@ -67,7 +67,7 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
     snapshot: _IdBytes
 
     def snapshot_id(self) -> SnapshotId:
-        """-"""
+        """The snapshot that the name points at."""
         return SnapshotId(self.snapshot)
 
 

@@ -39,8 +39,8 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from mstore import fs
-from mstore.blocks.id_search import Numbers, bucket_bits, buckets, edges, lower_bound
 from mstore.blocks.location import Location
+from mstore.blocks.location_arrays import Numbers, bucket_bits, buckets, edges, lower_bound
 from mstore.blocks.packs import Entry
 from mstore.terms.errors import Conflict, Corrupt, Incompatible
 from mstore.terms.ids import ID_BYTES, PackId, SegmentId

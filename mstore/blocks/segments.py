@@ -29,8 +29,8 @@ import numpy as np
 from blake3 import blake3
 
 from mstore import fs
-from mstore.blocks.id_search import Flags, Numbers
 from mstore.blocks.location import Location
+from mstore.blocks.location_arrays import Flags, Numbers
 from mstore.blocks.packs import Entry, Kind
 from mstore.blocks.segment import (
     COLUMNS,

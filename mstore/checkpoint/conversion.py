@@ -37,8 +37,8 @@ from mstore.checkpoint.exclusion import (
     is_of_training,
 )
 from mstore.checkpoint.paths import CONTROL, INDEX_SUFFIX, SAFETENSORS_SUFFIX, quoted
-from mstore.checkpoint.reading import open_regular, read_range
-from mstore.checkpoint.tree import Found, Tree, walk
+from mstore.checkpoint.reading import read_part
+from mstore.checkpoint.tree import Tree, TreeFile, walk
 from mstore.terms.errors import BadCheckpoint, Unavailable
 from mstore.terms.phrases import few
 
@@ -73,7 +73,7 @@ class Conversion(NamedTuple):
 
 
 class _Task(NamedTuple):
-    pickle: Found
+    pickle: TreeFile
     path: str
     target: Path
 
@@ -147,11 +147,10 @@ def safetensors_path(path: str) -> str:
     return posixpath.join(directory, name)
 
 
-def _is_pickle(found: Found) -> bool:
+def _is_pickle(found: TreeFile) -> bool:
     if not found.path.endswith(PICKLE_SUFFIXES):
         return False
-    with open_regular(found.absolute, found.stamp) as (descriptor, _):
-        return read_range(descriptor, 0, 4).startswith(_MAGICS)
+    return read_part(found.absolute, 0, 4, found.stamp).startswith(_MAGICS)
 
 
 def _check_tasks(tasks: list[_Task], own: set[str], tree: Tree) -> None:
@@ -181,7 +180,7 @@ def _remarks(tasks: Iterable[_Task], files: Iterable[_File]) -> Iterable[str]:
 
 
 def _indexes(
-    indexes: Iterable[Found],
+    indexes: Iterable[TreeFile],
     made: dict[str, Path],
     own: set[str],
     scratch: Path,
@@ -240,8 +239,7 @@ def _converted(
         raise BadCheckpoint(
             f"its conversion ended before it was done: {_ending(status)}", where=str(tree.shown)
         )
-    with open_regular(result) as (descriptor, _):
-        raw = read_range(descriptor, 0, _MAX_ANSWER)
+    raw = read_part(result, 0, _MAX_ANSWER)
     try:
         answer = msgspec.json.decode(raw, type=_Answer)
     except msgspec.DecodeError:

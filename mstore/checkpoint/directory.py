@@ -56,9 +56,9 @@ from mstore.checkpoint.paths import (
     name_for,
     quoted,
 )
-from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
+from mstore.checkpoint.reading import Stamp, read_part, storage_error
 from mstore.checkpoint.strict_json import parse_object
-from mstore.checkpoint.tree import Found, Tree, each_alone, several, told, walk
+from mstore.checkpoint.tree import Tree, TreeFile, each_alone, pattern_named, several, walk
 from mstore.terms.errors import BadCheckpoint
 from mstore.terms.phrases import Phrase, call, few, joined, phrase
 from mstore.terms.sizes import format_size
@@ -115,6 +115,16 @@ class SourceFile(msgspec.Struct, frozen=True):
         """Bytes of the file."""
         return self.stamp.size
 
+    @property
+    def data_start(self) -> int:
+        """Where its tensors begin: behind the header, or behind all of an opaque file."""
+        return self.size if self.header is None else self.header.data_start
+
+    @property
+    def slots(self) -> tuple[TensorSlot, ...]:
+        """Its tensors, in data order."""
+        return () if self.header is None else self.header.tensors
+
 
 class Checkpoint(msgspec.Struct, frozen=True):
     """The files below `root`, sorted by path; at least one has a header.
@@ -140,8 +150,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
             full_name(model.name, slot.name): (files[path], slot)
             for model in self.models
             for path in model.files
-            for header in (files[path].header,)
-            for slot in (() if header is None else header.tensors)
+            for slot in files[path].slots
         }
 
     @property
@@ -222,7 +231,7 @@ def _excluded_told(tree: Tree) -> Iterator[None]:
     except BadCheckpoint as error:
         lost = next((one for one in tree.excluded if one.has_weights), None)
         if lost is not None:
-            path, pattern = quoted(lost.path), told(lost.pattern)
+            path, pattern = quoted(lost.path), pattern_named(lost.pattern)
             error.advise(phrase("{path} is left out by {pattern}", path=path, pattern=pattern))
         raise
 
@@ -234,7 +243,7 @@ def _replaced(tree: Tree, replacement: Replacement) -> Tree:
     for path, absolute in replacement.made.items():
         try:
             resolved = absolute.resolve()
-            files.append(Found(path, resolved, os.stat(resolved, follow_symlinks=False)))
+            files.append(TreeFile(path, resolved, os.stat(resolved, follow_symlinks=False)))
         except OSError as error:
             raise storage_error(error, str(absolute)) from error
     check_case_twins((each.path for each in files), str(tree.shown))
@@ -269,7 +278,7 @@ def _sources(
     return tuple(files)
 
 
-def _source(found: Found, where: str, limits: HeaderLimits) -> SourceFile:
+def _source(found: TreeFile, where: str, limits: HeaderLimits) -> SourceFile:
     header: Header | None = None
     if found.path.endswith(SAFETENSORS_SUFFIX):
         header = read_header(found.absolute, limits=limits, where=where, stamp=found.stamp)
@@ -365,8 +374,8 @@ def _remark_of_several(checkpoint: Checkpoint) -> Iterator[Phrase]:
                 paths[own] == one.directory or len(one.files) == 1 for own, one in places.items()
             ):
                 add = each_alone(checkpoint.shown, [*paths.values()])
-                told = "{remark}; {add} stores each as a snapshot of its own"
-                remark = phrase(told, remark=remark, add=add)
+                text = "{remark}; {add} stores each as a snapshot of its own"
+                remark = phrase(text, remark=remark, add=add)
             yield remark
             return
 
@@ -495,8 +504,7 @@ def _pointer_remark(file: SourceFile) -> str | None:
     """Return a remark about a file that Git LFS has not downloaded."""
     if file.header is not None or file.size > _MAX_POINTER:
         return None
-    with open_regular(file.absolute, file.stamp) as (descriptor, _):
-        is_pointer = read_range(descriptor, 0, len(_POINTER)) == _POINTER
+    is_pointer = read_part(file.absolute, 0, len(_POINTER), file.stamp) == _POINTER
     what, hint = LFS_POINTER.what, LFS_POINTER.hint
     return f"{quoted(file.path)} {what}: {hint}" if is_pointer else None
 
@@ -505,8 +513,7 @@ def read_weight_map(
     path: Path, *, where: str, limits: HeaderLimits, stamp: Stamp | None = None
 ) -> dict[str, str]:
     """Return tensor -> shard from a shard index.  Raises BadCheckpoint at `where`."""
-    with open_regular(path, stamp) as (descriptor, _):
-        raw = read_range(descriptor, 0, limits.max_index_bytes + 1)
+    raw = read_part(path, 0, limits.max_index_bytes + 1, stamp)
     if len(raw) > limits.max_index_bytes:
         raise BadCheckpoint(
             f"the index is longer than the limit of {format_size(limits.max_index_bytes)}",

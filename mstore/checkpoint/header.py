@@ -299,10 +299,6 @@ def _encodes(text: str) -> bool:
     return True
 
 
-PREFIX_BYTES: Final = 8
-"""How many first bytes of a file `by_bytes` needs; it accepts more."""
-
-
 class Stranger(msgspec.Struct, frozen=True):
     """What a file is, as a predicate, and what to do about it."""
 

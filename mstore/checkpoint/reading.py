@@ -12,8 +12,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from mstore import fs
 from mstore.terms.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
 
 _MISSING = "check the path"
@@ -103,6 +104,56 @@ def require_stamp(descriptor: int, stamp: Stamp, path: Path) -> None:
         raise changed(str(path))
 
 
+class StampedFile:
+    """A file of a checkpoint, open until `close`; any thread may read.
+
+    Every call raises BadCheckpoint if the file is not as it was when it was listed, StorageFailed.
+    """
+
+    def __init__(self, path: Path, stamp: Stamp) -> None:
+        self._path = path
+        self._stamp = stamp
+        self._descriptor = open_stamped(path, stamp)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return all of these bytes."""
+        with fs.translated(self._path):
+            data = read_range(self._descriptor, offset, length)
+        if len(data) != length:
+            raise changed(str(self._path))
+        return data
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `offset` on."""
+        with fs.translated(self._path):
+            got = os.preadv(self._descriptor, [target], offset)
+        if got != len(target):
+            raise changed(str(self._path))
+
+    def require_start(self, start: bytes) -> None:
+        """Require that the file begins so.
+
+        Two states within one tick of the kernel's clock may have the same stamp.
+        """
+        if self.read(0, len(start)) != start:
+            raise changed(str(self._path))
+
+    def require_unchanged(self) -> None:
+        """Require that the file still has its stamp."""
+        with fs.translated(self._path):
+            require_stamp(self._descriptor, self._stamp, self._path)
+
+
 @contextmanager
 def open_regular(path: Path, stamp: Stamp | None = None) -> Iterator[tuple[int, os.stat_result]]:
     """Open a regular file; yield its descriptor and the stat taken from that.
@@ -150,3 +201,9 @@ def read_range(descriptor: int, offset: int, length: int) -> bytes:
         offset += len(piece)
         missing -= len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def read_part(path: Path, offset: int, length: int, stamp: Stamp | None = None) -> bytes:
+    """Open a regular file, and read up to `length` bytes of it.  Raises as `open_regular`."""
+    with open_regular(path, stamp) as (descriptor, _):
+        return read_range(descriptor, offset, length)

@@ -52,9 +52,8 @@ from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, 
 from mstore.checkpoint.reading import (
     Stamp,
     changed,
-    open_regular,
     open_unlinked,
-    read_range,
+    read_part,
     storage_error,
 )
 from mstore.terms.errors import BadCheckpoint, MstoreError, NotFound
@@ -73,7 +72,7 @@ _SMALL = 1 << 20
 _MAX_REVISION_BYTES = 255
 
 
-class Found(msgspec.Struct, frozen=True):
+class TreeFile(msgspec.Struct, frozen=True):
     """A regular file: its path in the checkpoint, its location, and the result of `stat`.
 
     `absolute` contains no link.
@@ -97,7 +96,7 @@ class Tree(msgspec.Struct, frozen=True):
 
     root: Path
     shown: Path
-    files: tuple[Found, ...]
+    files: tuple[TreeFile, ...]
     excluded: tuple[Excluded, ...] = ()
 
 
@@ -121,7 +120,7 @@ def walk(
     if stat.S_ISREG(status.st_mode):
         check_relative(path.name, str(path.parent))
         resolved = path.resolve()
-        only = Found(path.name, resolved, _status(resolved, str(path)))
+        only = TreeFile(path.name, resolved, _status(resolved, str(path)))
         tree = Tree(path.parent.resolve(), path.parent, (only,))
         _refuse_holes(tree, max_sparse_bytes)
         return tree
@@ -141,7 +140,9 @@ def walk(
     return tree
 
 
-def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], shown: Path) -> None:
+def _refuse_unloadable(
+    found: Sequence[TreeFile], excluded: Sequence[Excluded], shown: Path
+) -> None:
     """Refuse exclusions that leave no loadable model: weights, and the files they need."""
     weights = [one.path for one in found if one.path.endswith(WEIGHTS)]
     if not weights:
@@ -153,7 +154,7 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
                 phrase(
                     "all its weights are left out, {path} by {pattern}",
                     path=quoted(lost.path),
-                    pattern=told(lost.pattern),
+                    pattern=pattern_named(lost.pattern),
                 ),
                 where=str(shown),
                 hint=_instead(lost.pattern, shown),
@@ -166,7 +167,7 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
                 phrase(
                     "{pattern} leaves out {path}, and the weights beside it cannot be loaded "
                     "without",
-                    pattern=told(one.pattern),
+                    pattern=pattern_named(one.pattern),
                     path=quoted(one.path),
                 ),
                 where=str(shown),
@@ -177,7 +178,7 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
             )
 
 
-def told(pattern: Pattern) -> Phrase:
+def pattern_named(pattern: Pattern) -> Phrase:
     """Describe a pattern and its source."""
     return phrase("{text} of {source}", text=quoted(pattern.text), source=pattern.source)
 
@@ -232,7 +233,7 @@ def each_alone(where: Path, below: Sequence[str]) -> Call:
     return call("add", *paths, *more, name_prefix=f"{name_for(where)}/")
 
 
-def _refuse_hub(files: Sequence[Found], shown: Path) -> None:
+def _refuse_hub(files: Sequence[TreeFile], shown: Path) -> None:
     """Refuse the Hub's cache itself, or a directory that contains it: neither is a model."""
     models: set[str] = set()
     for found in files:
@@ -254,8 +255,8 @@ def hub_snapshot(path: Path, revision: str = "main") -> Path:
         return path
     where = str(path / "refs" / revision)
     try:
-        with open_regular(model / "refs" / revision) as (descriptor, _):
-            commit = read_range(descriptor, 0, _MAX_REVISION_BYTES + 1).decode().strip()
+        told = read_part(model / "refs" / revision, 0, _MAX_REVISION_BYTES + 1)
+        commit = told.decode().strip()
     except (NotFound, UnicodeDecodeError):
         commit = ""
     snapshot = path / "snapshots" / commit
@@ -359,15 +360,14 @@ class _Walker(msgspec.Struct, frozen=True):
             return self
         if path.is_symlink():
             path = self._linked(IGNORE_FILE).absolute
-        with open_regular(path) as (descriptor, _):
-            data = read_range(descriptor, 0, MAX_IGNORE_BYTES + 1)
+        data = read_part(path, 0, MAX_IGNORE_BYTES + 1)
         return replace(
             self, exclusion=self.exclusion.with_file(data, str(self.shown / IGNORE_FILE))
         )
 
-    def files(self) -> tuple[list[Found], list[Excluded]]:
+    def files(self) -> tuple[list[TreeFile], list[Excluded]]:
         """Return what exists and what was left out, both sorted.  Iterative: uses no stack."""
-        found: list[Found] = []
+        found: list[TreeFile] = []
         excluded: list[Excluded] = []
         pending = [""]
         while pending:
@@ -441,22 +441,22 @@ class _Walker(msgspec.Struct, frozen=True):
                 where=str(self.shown),
             )
 
-    def _file(self, entry: os.DirEntry[str], relative: str) -> Found:
+    def _file(self, entry: os.DirEntry[str], relative: str) -> TreeFile:
         found = self._linked(relative) if entry.is_symlink() else self._own(entry, relative)
         if entry.name == "format":
             self._refuse_store(found)
         return found
 
-    def _own(self, entry: os.DirEntry[str], relative: str) -> Found:
+    def _own(self, entry: os.DirEntry[str], relative: str) -> TreeFile:
         status = entry.stat(follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             raise BadCheckpoint(
                 "is a fifo, socket or device, not a regular file",
                 where=str(self.shown / relative),
             )
-        return Found(relative, self.root / relative, status)
+        return TreeFile(relative, self.root / relative, status)
 
-    def _linked(self, relative: str) -> Found:
+    def _linked(self, relative: str) -> TreeFile:
         where = str(self.shown / relative)
         target = Path(os.path.realpath(self.root / relative))
         if not target.is_relative_to(self.root) and target.parent != self.blobs:
@@ -479,13 +479,12 @@ class _Walker(msgspec.Struct, frozen=True):
             raise BadCheckpoint("is a symlink to a directory", where=where)
         if not stat.S_ISREG(status.st_mode):
             raise BadCheckpoint("is a symlink to a fifo, socket or device", where=where)
-        return Found(relative, target, status)
+        return TreeFile(relative, target, status)
 
-    def _refuse_store(self, found: Found) -> None:
+    def _refuse_store(self, found: TreeFile) -> None:
         """Refuse an mstore store; `found` is a file called `format`."""
-        with open_regular(found.absolute, found.stamp) as (descriptor, _):
-            if read_range(descriptor, 0, len(STORE_MARK)) != STORE_MARK:
-                return
+        if read_part(found.absolute, 0, len(STORE_MARK), found.stamp) != STORE_MARK:
+            return
         prefix = found.path[: -len("format")]
         store = str(self.shown / prefix)
         raise BadCheckpoint(
@@ -570,9 +569,9 @@ def _revision_of(refs: Path, commit: str) -> str:
     except OSError:
         return ""
     for path in sorted(found, key=lambda one: one != refs / "main"):
-        with suppress(MstoreError), open_regular(path) as (descriptor, _):
+        with suppress(MstoreError):
             name = path.relative_to(refs).as_posix()
-            told = read_range(descriptor, 0, len(commit) + 2).strip()
+            told = read_part(path, 0, len(commit) + 2).strip()
             if told == commit.encode() and _REVISION_NAME.fullmatch(name):
                 return name
     return ""

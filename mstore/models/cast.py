@@ -63,7 +63,7 @@ from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import BlockId, Buffer, SnapshotId, TensorId
 from mstore.terms.phrases import Option, phrase
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 BRANCHES: Final = "cast"
 """Models are cast to branches below this name, if no other is given."""
@@ -395,12 +395,11 @@ class _Run:
         self._caster = caster
         self._plan = plan
         self._ahead = ahead
-        self._progress = progress
         self._known: dict[tuple[TensorId, Scale | None], tuple[Part, CastTensor]] = {}
         slots = (slot for own in plan.files.values() for slot in own)
         cast = {(slot.part.tensor, slot.scale): slot for slot in slots if slot.target is not None}
-        self._total = sum(slot.source.nbytes for slot in cast.values()) or 1
-        self._done = 0
+        total = sum(slot.source.nbytes for slot in cast.values()) or 1
+        self._tick = ProgressCounter("cast", total, progress)
         self.overflowed: dict[str, int] = {}
         self.products: dict[str, int] = {}
         self.remarks: list[str] = []
@@ -445,11 +444,6 @@ class _Run:
         if found.products:
             self.products[slot.full] = found.products
         return Part(slot.name, part.tensor, part.nbytes)
-
-    def _tick(self, length: int) -> None:
-        self._done += length
-        if self._progress is not None:
-            self._progress(Progress("cast", self._done, self._total))
 
 
 _GROUP_BYTES: Final = 4 << 20

@@ -45,7 +45,7 @@ from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import ID_BYTES, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Option, few
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 BY: Final = ("tensor", "layer", "model")
 _TOGETHER: Final = 64
@@ -461,13 +461,13 @@ def compare(
             "no tensor is in the base and in all models, with one shape", where=base.name
         )
     found: dict[str, Sums] = {}
+    tick = ProgressCounter("compare", len(can), progress)
     with ThreadPoolExecutor(threads, "compare") as pool:
         measure = Measure(catalog, statistics, inputs, reads=reads, pool=pool)
         try:
             for name, sums in measure.tensors(can):
                 found[name] = sums
-                if progress is not None:
-                    progress(Progress("compare", len(found), len(can)))
+                tick(1)
         finally:
             statistics.flush()
     parts = found if by == "tensor" else by_layer(found)

@@ -11,7 +11,6 @@ Does not own blocks, statistics, nor what is published (`add`).
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Final, Self
@@ -20,12 +19,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore import fs
 from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.models import full_name, is_index, renamed, split_name
-from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
+from mstore.checkpoint.reading import StampedFile
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.targets import is_adapter, is_any_adapter
 from mstore.models.vocabulary.members import TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
@@ -93,8 +91,8 @@ class Differences:
         models_by_file = checkpoint.models_by_file()
         for file in checkpoint.files:
             model = models_by_file.get(file.path)
-            if file.header is not None and model is not None:
-                for own in file.header.tensors:
+            if model is not None:
+                for own in file.slots:
                     found.setdefault(full_name(model, own.name), []).append((file, own))
         config = any(file.path == ADAPTER_CONFIG for file in checkpoint.files)
         if is_adapter(tensors):
@@ -219,21 +217,14 @@ class Sums:
 
     def __init__(self, differences: Differences, slots: Sequence[Slot]) -> None:
         self._differences = differences
-        self._stack = ExitStack()
-        self._open: dict[str, int] = {}
-        try:
+        self._open: dict[str, StampedFile] = {}
+        with ExitStack() as opening:
             for source in {slot.source.path: slot.source for slot in slots}.values():
-                descriptor = open_stamped(source.absolute, source.stamp)
-                self._stack.callback(os.close, descriptor)
-                self._open[source.path] = descriptor
-                header = source.header
-                with fs.translated(source.absolute):
-                    if header and read_range(descriptor, 0, header.data_start) != header.raw:
-                        raise changed(str(source.absolute))
-        except BaseException:
-            self._stack.close()
-            raise
-        self._sources = {slot.source.path: slot.source for slot in slots}
+                file = opening.enter_context(StampedFile(source.absolute, source.stamp))
+                if source.header is not None:
+                    file.require_start(source.header.raw)
+                self._open[source.path] = file
+            self._stack = opening.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -243,9 +234,8 @@ class Sums:
 
     def require_unchanged(self) -> None:
         """Raise BadCheckpoint unless all files are as they were listed."""
-        for path, source in self._sources.items():
-            with fs.translated(source.absolute):
-                require_stamp(self._open[path], source.stamp, source.absolute)
+        for file in self._open.values():
+            file.require_unchanged()
 
     def block(self, slot: Slot, number: int) -> bytes:
         """Return block `number` of a tensor's result."""
@@ -281,13 +271,8 @@ class Sums:
 
     def _read(self, slot: Slot, begin: int, length: int) -> bytes:
         source = slot.source
-        assert source.header is not None
-        start = source.header.data_start + slot.tensor.begin + begin
-        with fs.translated(source.absolute):
-            found = read_range(self._open[source.path], start, length)
-        if len(found) != length:
-            raise changed(str(source.absolute))
-        return found
+        start = source.data_start + slot.tensor.begin + begin
+        return self._open[source.path].read(start, length)
 
 
 def rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:

@@ -20,7 +20,7 @@ from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.models import name_in_model, renamed, split_name
-from mstore.checkpoint.reading import open_regular, read_range
+from mstore.checkpoint.reading import read_part
 from mstore.checkpoint.strict_json import json_object
 from mstore.checkpoint.tree import origin_of
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG
@@ -39,7 +39,7 @@ from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Call, Option, call, few, phrase
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 if TYPE_CHECKING:
     from mstore.models.differences import Differences
@@ -118,8 +118,7 @@ def _small(file: SourceFile) -> bytes | None:
     """Read a file of a usual config's size, None for a larger one."""
     if file.size > MAX_CONFIG:
         return None
-    with open_regular(file.absolute, file.stamp) as (descriptor, _):
-        return read_range(descriptor, 0, file.size)
+    return read_part(file.absolute, 0, file.size, file.stamp)
 
 
 def _require_fine_tune(
@@ -212,15 +211,7 @@ def add(
         told_size = differences.require_differences()
     elif base_manifest is not None:
         _require_fine_tune(base_manifest, of_base or {}, checkpoint, catalog, name, base)
-    total = _to_read(checkpoint, differences)
-    done = 0
-
-    def tick(length: int) -> None:
-        nonlocal done
-        done += length
-        if progress is not None:
-            progress(Progress("add", done, total))
-
+    tick = ProgressCounter("add", _to_read(checkpoint, differences), progress)
     with Transaction(catalog, f"add {name}") as transaction:
         current = branch_to_move(catalog, name)
         adder = FileAdder(
@@ -263,19 +254,19 @@ def add(
             message=message,
             action=f"add: {reason}" if reason else "add",
             origin=origin,
-            keeps=partial(_is_told, base),
+            keeps=partial(_records_base, base),
             # Of sums, much is the base's own.
             relies=differences is not None,
         )
         # Before the commit: an error after it would report a failure of something that was done.
-        told = _told_base(catalog, snapshot)
+        recorded = _recorded_base(catalog, snapshot)
         warnings = _warnings(checkpoint, files)
         statistics.flush()
         publication.commit()
-    remarks = (*checkpoint.remarks, *_remarks(adder, base, told, message, is_new=is_new))
+    remarks = (*checkpoint.remarks, *_remarks(adder, base, recorded, message, is_new=is_new))
     if differences is not None:
         remarks = (*remarks, *_difference_hints(catalog, differences, manifest, told_size))
-    is_told = told is not None and told.snapshot == base.snapshot
+    is_recorded = recorded is not None and recorded.snapshot == base.snapshot
     return AddReport(
         name=name,
         snapshot=snapshot.id(),
@@ -288,9 +279,9 @@ def add(
         bytes_written=transaction.bytes_written,
         blocks_total=adder.blocks_total,
         blocks_new=transaction.blocks_new,
-        blocks_equal_base=adder.blocks_equal_base if is_told else None,
-        base=told,
-        base_reason=_reason(base, told, is_new=is_new),
+        blocks_equal_base=adder.blocks_equal_base if is_recorded else None,
+        base=recorded,
+        base_reason=_reason(base, recorded, is_new=is_new),
         excluded=tuple(one.path for one in checkpoint.excluded),
         excluded_files=sum(one.files for one in checkpoint.excluded),
         excluded_bytes=sum(one.size for one in checkpoint.excluded),
@@ -324,10 +315,10 @@ def _difference_hints(
         yield told_size
 
 
-def _is_told(base: Base, tip: SnapshotRecord) -> bool:
+def _records_base(base: Base, tip: SnapshotRecord) -> bool:
     """Return whether a snapshot of the same content states this base already."""
-    told = {parent.snapshot for parent in tip.parents if parent.role == BASE}
-    return not base.given or base.snapshot is None or base.snapshot in told
+    recorded = {parent.snapshot for parent in tip.parents if parent.role == BASE}
+    return not base.given or base.snapshot is None or base.snapshot in recorded
 
 
 def _parents(catalog: Catalog, manifest: Manifest, base: Base) -> tuple[Parent, ...]:
@@ -339,10 +330,7 @@ def _parents(catalog: Catalog, manifest: Manifest, base: Base) -> tuple[Parent, 
 
 
 def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path) -> None:
-    """Raise Corrupt if blocks that count as stored lie in packs that are gone.
-
-    Does not read their bytes: that would cost as much as storing them.
-    """
+    """Raise Corrupt if blocks that count as stored lie in packs that are gone; reads no bytes."""
     lost = catalog.out_of_place(blocks)
     if lost:
         raise Corrupt(
@@ -353,12 +341,12 @@ def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path)
 
 
 def _remarks(
-    adder: FileAdder, base: Base, told: ParentReport | None, message: str, *, is_new: bool
+    adder: FileAdder, base: Base, recorded: ParentReport | None, message: str, *, is_new: bool
 ) -> tuple[str, ...]:
     remarks: list[str] = []
     if message and not is_new:
         remarks.append("the message was not kept: a snapshot is not made again for its words")
-    if told is not None and not is_new and base.given and base.snapshot is None:
+    if recorded is not None and not is_new and base.given and base.snapshot is None:
         remarks.append(
             "the snapshot is kept as it is, with its base; another name makes one without"
         )
@@ -405,7 +393,7 @@ def _warnings(checkpoint: Checkpoint, stored: Sequence[File]) -> tuple[str, ...]
     return tuple(found)
 
 
-def _told_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | None:
+def _recorded_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | None:
     """Return the base that a snapshot records, with the refs that point at it."""
     for parent in snapshot.parents:
         if parent.role == BASE:
@@ -415,9 +403,9 @@ def _told_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | Non
     return None
 
 
-def _reason(base: Base, told: ParentReport | None, *, is_new: bool) -> str | None:
+def _reason(base: Base, recorded: ParentReport | None, *, is_new: bool) -> str | None:
     if not is_new:
-        return None if told is None else "it was added with this base"
-    if base.snapshot is not None and told is None:
+        return None if recorded is None else "it was added with this base"
+    if base.snapshot is not None and recorded is None:
         return "the store holds these very bytes already"
     return base.reason

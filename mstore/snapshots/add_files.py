@@ -14,7 +14,6 @@ stops the add.
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +23,11 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from mstore import fs
 from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.location import Location
 from mstore.checkpoint.directory import SourceFile
 from mstore.checkpoint.models import full_name
-from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
+from mstore.checkpoint.reading import StampedFile
 from mstore.models.stats.store import StatsStore
 from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
@@ -84,8 +82,7 @@ class _Span(msgspec.Struct, frozen=True):
 class _Group(msgspec.Struct, frozen=True):
     """Neighbouring blocks read with one `pread` into `buffer`, and their ids.
 
-    encoded: the payloads to store, possibly views of `buffer`; None for a block that is stored
-    already.
+    encoded: the payloads to store, possibly views of `buffer`; None for a stored block.
     """
 
     spans: list[_Span]
@@ -104,38 +101,11 @@ class _Bytes(Protocol):
         """Raise BadCheckpoint unless what was read still has the stamps from when it was listed."""
 
 
-class _FileBytes:
+class _FileBytes(StampedFile):
     """The bytes of a file of the checkpoint, kept open until it is closed."""
 
-    def __init__(self, source: SourceFile) -> None:
-        self._source = source
-        self._fd = open_stamped(source.absolute, source.stamp)
-
     def fill(self, spans: Sequence[_Span], room: memoryview) -> None:
-        with fs.translated(self._source.absolute):
-            got = os.preadv(self._fd, [room], spans[0].offset)
-        if got != len(room):
-            raise changed(str(self._source.absolute))
-
-    def require_unchanged(self) -> None:
-        with fs.translated(self._source.absolute):
-            require_stamp(self._fd, self._source.stamp, self._source.absolute)
-
-    def require_header(self) -> None:
-        """Raise BadCheckpoint unless the file still starts with the header that was parsed.
-
-        Accepts a file without a header. Needed because two states within one tick of the kernel's
-        clock may have the same stamp.
-        """
-        header = self._source.header
-        if header is None:
-            return
-        with fs.translated(self._source.absolute):
-            if read_range(self._fd, 0, header.data_start) != header.raw:
-                raise changed(str(self._source.absolute))
-
-    def close(self) -> None:
-        os.close(self._fd)
+        self.read_into(spans[0].offset, room)
 
 
 class _SumBytes:
@@ -331,20 +301,18 @@ class FileAdder:
         self.lost_tensors = 0
 
     def parts(self, source: SourceFile, model: str | None) -> list[_PartPlan]:
-        """Return header and tensors of a file in data order, or the whole file as one part.
+        """Return header and tensors of a file, or the file as one part.
 
         model: the one that the file is of, None if no loader reads it.
         """
-        if source.header is None:
-            return [_PartPlan(None, BYTES, (source.size,), 0, source.size, None, None)]
-        start = source.header.data_start
+        start = source.data_start
         parts = [_PartPlan(None, BYTES, (start,), 0, start, None, None)]
         base_ids = [
             None if model is None else self.base.get(full_name(model, slot.name))
-            for slot in source.header.tensors
+            for slot in source.slots
         ]
         bases = readable_tensors(self.catalog, {id for id in base_ids if id is not None})
-        for slot, base_id in zip(source.header.tensors, base_ids, strict=True):
+        for slot, base_id in zip(source.slots, base_ids, strict=True):
             base = None if base_id is None else bases[base_id]
             self.lost_tensors += base_id is not None and base is None
             parts.append(
@@ -370,12 +338,10 @@ class FileAdder:
     ) -> File:
         """Store a file's new blocks and its tensor records."""
         parts = self.parts(source, model)
-        own = _FileBytes(source)
-        try:
-            own.require_header()
+        with _FileBytes(source.absolute, source.stamp) as own:
+            if source.header is not None:
+                own.require_start(source.header.raw)
             stored = self._add_parts(own, source.path, parts, pool, ahead, tick)
-        finally:
-            own.close()
         form = OPAQUE if source.header is None else SAFETENSORS
         return File(source.path, form, source.size, tuple(stored))
 

@@ -150,7 +150,7 @@ class _Differ:
             status = "changed" if numbers or not _same_form(before, after) else "equal"
         is_finite = distance is None or not math.isnan(distance.low)
         distance = distance if is_finite else None
-        told = None if distance is None or distance.is_known else distance
+        bounded = None if distance is None or distance.is_known else distance
         return TensorDiff(
             name=name,
             status=status,
@@ -160,10 +160,10 @@ class _Differ:
             shape_a=None if before is None else before.tensor.shape,
             blocks_total=count,
             blocks_changed=len(numbers),
-            relative_l2=None if distance is None or told is not None else distance.low,
+            relative_l2=None if distance is None or bounded is not None else distance.low,
             changed_blocks=tuple(numbers) if list_blocks else None,
-            relative_l2_bounds=None if told is None else (told.low, told.high),
-            relative_l2_estimate=None if told is None else told.estimate,
+            relative_l2_bounds=None if bounded is None else (bounded.low, bounded.high),
+            relative_l2_estimate=None if bounded is None else bounded.estimate,
             not_finite=not is_finite,
         )
 
@@ -238,7 +238,7 @@ def diff(
     """
     left, right = (catalog.manifest_of(one.snapshot) for one in (a, b))
     is_whole = a.model is None and b.model is None
-    ours, theirs = _sides(models_in(catalog, left), models_in(catalog, right), a, b)
+    ours, theirs = _sides(models_in(catalog, left), models_in(catalog, right), a, b, is_whole)
     found: list[TensorDiff] = []
     same: set[tuple[bytes, bytes]] = set()
     equal = total = changed = 0
@@ -279,18 +279,33 @@ def diff(
 
 
 def _sides(
-    left: Models, right: Models, a: Input, b: Input
+    left: Models, right: Models, a: Input, b: Input, is_whole: bool
 ) -> tuple[Mapping[str, TensorId], Mapping[str, TensorId]]:
-    """Return the tensors to compare, those of b by what a calls what they are compared with.
-
-    Raises Incompatible for a model that the other one has not.
-    """
+    """Return the tensors to compare, those of b by what a calls what they are compared with."""
     pairs = paired(left.named, right.named, (a.model, b.model))
     names = {theirs: ours for ours, theirs in pairs.items()}
-    if a.model is None and b.model is None:
+    if is_whole:
         return left.tensors, renamed(right.tensors, {one: one for one in right.named} | names)
     require_pairs(left, right, pairs, a.name, b.name)
     return renamed(left.tensors, {one: one for one in pairs}), renamed(right.tensors, names)
+
+
+def compared_files(
+    ours: Mapping[str, int], theirs: Mapping[str, int], is_same: Callable[[str], bool]
+) -> tuple[tuple[FileDiff, ...], int]:
+    """Return the files that differ, and how many are equal; by path, given the sizes of each side.
+
+    is_same: whether a file that both sides have is the same.
+    """
+    found, equal = [], 0
+    for path in sorted(ours.keys() | theirs.keys()):
+        size_a, size_b = ours.get(path), theirs.get(path)
+        if size_a is not None and size_b is not None and is_same(path):
+            equal += 1
+            continue
+        status = "added" if size_a is None else "removed" if size_b is None else "changed"
+        found.append(FileDiff(path, status, size_a, size_b))
+    return tuple(found), equal
 
 
 def _files(
@@ -298,19 +313,11 @@ def _files(
 ) -> tuple[tuple[FileDiff, ...], int]:
     ours = {file.path: file for file in left.files}
     theirs = {file.path: file for file in right.files}
-    found, equal = [], 0
-    for path in sorted(ours.keys() | theirs.keys()):
-        before, after = ours.get(path), theirs.get(path)
-        if before is not None and after is not None:
-            if _same_file(before, after, same):
-                equal += 1
-            else:
-                found.append(FileDiff(path, "changed", before.size, after.size))
-        elif after is not None:
-            found.append(FileDiff(path, "added", None, after.size))
-        elif before is not None:
-            found.append(FileDiff(path, "removed", before.size, None))
-    return tuple(found), equal
+    return compared_files(
+        {path: file.size for path, file in ours.items()},
+        {path: file.size for path, file in theirs.items()},
+        lambda path: _same_file(ours[path], theirs[path], same),
+    )
 
 
 def _same_file(before: File, after: File, same: set[tuple[bytes, bytes]]) -> bool:

@@ -10,7 +10,6 @@ Patterns never exclude a file that the snapshot holds.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,15 +18,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from mstore import fs
 from mstore.checkpoint.directory import DEFAULT_LIMITS, CheckpointLimits, read_weight_map
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.header import Header, TensorSlot, read_header
 from mstore.checkpoint.models import files_of, full_name, models_of, name_in_model
 from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
-from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
-from mstore.checkpoint.tree import Found, Tree, walk
-from mstore.snapshots.diff import FileDiff, TensorDiff
+from mstore.checkpoint.reading import StampedFile
+from mstore.checkpoint.tree import Tree, TreeFile, walk
+from mstore.snapshots.diff import FileDiff, TensorDiff, compared_files
 from mstore.store.block_cache import BlockCache, Computing
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, models_in, paired
@@ -36,7 +34,7 @@ from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor, partition
 from mstore.store.view import tensor_blocks
 from mstore.terms.errors import BadCheckpoint
 from mstore.terms.ids import BlockId, SnapshotId, TensorId
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 _Place = tuple[str, int, int]
 """File, first byte, number of bytes."""
@@ -119,9 +117,10 @@ class _Directory:
         self._block_size = block_size
         self._limits = limits
         self._pool = pool
-        self._progress = progress
+        self._tick = ProgressCounter(
+            "compare", sum(one.status.st_size for one in tree.files), progress
+        )
         self._ids: dict[_Place, list[BlockId]] = {}
-        self._done = 0
         for found in tree.files:
             if found.path.endswith(SAFETENSORS_SUFFIX):
                 where = str(tree.shown / found.path)
@@ -141,27 +140,16 @@ class _Directory:
             self._ids[place] = self._hashed(self.files[path], begin, nbytes)
         return self._ids[place]
 
-    def _hashed(self, found: Found, begin: int, nbytes: int) -> list[BlockId]:
-        descriptor = open_stamped(found.absolute, found.stamp)
-        try:
+    def _hashed(self, found: TreeFile, begin: int, nbytes: int) -> list[BlockId]:
+        with StampedFile(found.absolute, found.stamp) as file:
 
             def one(span: tuple[int, int]) -> BlockId:
                 start, length = span
-                with fs.translated(found.absolute):
-                    data = read_range(descriptor, begin + start, length)
-                if len(data) != length:
-                    raise changed(str(found.absolute))
-                return BlockId.of(data)
+                return BlockId.of(file.read(begin + start, length))
 
             ids = list(self._pool.map(one, partition(nbytes, self._block_size)))
-            with fs.translated(found.absolute):
-                require_stamp(descriptor, found.stamp, found.absolute)
-        finally:
-            os.close(descriptor)
-        self._done += nbytes
-        if self._progress is not None:
-            total = sum(one.status.st_size for one in self.tree.files)
-            self._progress(Progress("compare", self._done, max(total, self._done)))
+            file.require_unchanged()
+        self._tick(nbytes)
         return ids
 
     def weight_map(self, path: str) -> Mapping[str, str]:
@@ -177,12 +165,8 @@ class _Directory:
     def data(self, path: str, begin: int, length: int) -> bytes:
         """Return bytes of a file, for comparisons that need the data itself."""
         found = self.files[path]
-        descriptor = open_stamped(found.absolute, found.stamp)
-        try:
-            with fs.translated(found.absolute):
-                return read_range(descriptor, begin, length)
-        finally:
-            os.close(descriptor)
+        with StampedFile(found.absolute, found.stamp) as file:
+            return file.read(begin, length)
 
 
 class _Comparison:
@@ -231,22 +215,13 @@ class _Comparison:
             directory = compared[0].directory if compared else ""
             own = files_of(compared, directory, self._theirs.values(), theirs)
             theirs = {path: theirs[path] for path in theirs if path in own or path in ours}
-        found = []
-        equal = 0
-        for path in sorted(ours.keys() | theirs.keys()):
-            stored, there = ours.get(path), theirs.get(path)
-            if stored is None and there is not None:
-                found.append(FileDiff(path, "added", None, there.status.st_size))
-            elif stored is not None and there is None:
-                found.append(FileDiff(path, "removed", stored.size, None))
-            elif stored is not None and there is not None:
-                if self._is_same(stored, there):
-                    equal += 1
-                else:
-                    found.append(FileDiff(path, "changed", stored.size, there.status.st_size))
-        return tuple(found), equal
+        return compared_files(
+            {path: file.size for path, file in ours.items()},
+            {path: found.status.st_size for path, found in theirs.items()},
+            lambda path: self._is_same(ours[path], theirs[path]),
+        )
 
-    def _is_same(self, stored: File, there: Found) -> bool:
+    def _is_same(self, stored: File, there: TreeFile) -> bool:
         """Return whether a file has exactly the stored bytes."""
         if stored.size != there.status.st_size:
             return False

@@ -34,7 +34,7 @@ from mstore.checkpoint.dtypes import DTYPES
 from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.models import renamed
 from mstore.checkpoint.paths import quoted
-from mstore.checkpoint.reading import Stamp, open_regular, read_range
+from mstore.checkpoint.reading import read_part
 from mstore.checkpoint.tree import given_name, hub_snapshot
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.config import MAX_CONFIG, named_base
@@ -145,18 +145,13 @@ def nearest(
 ) -> Nearest:
     """Return the stored snapshot that is most likely the checkpoint's base.
 
-    Raises what reading the checkpoint raises.  Skips a candidate whose own bytes cannot be read: no
-    add fails for a base that nobody requested.
+    Skips a candidate that cannot be read: no add fails for a base that nobody requested.
     """
     return _Search(catalog, checkpoint, limits).run()
 
 
 def bases_first(checkpoints: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
-    """Order paths and their future names, each after those that it declares as its base.
-
-    Otherwise keeps the given order.  A checkpoint that cannot be read keeps its place: adding it
-    reports the error.
-    """
+    """Order paths and their future names, each after those that it declares as its base."""
     called = [{_last(given_name(path)), _last(name)} for path, name in checkpoints]
     wanted = [{_last(each.name) for each in _declared_at(path)} for path, _ in checkpoints]
     ordered: list[int] = []
@@ -180,7 +175,7 @@ def _declared_at(path: Path) -> tuple[Declared, ...]:
 
         def read(name: str, length: int) -> bytes | None:
             with suppress(MstoreError):
-                return _read(directory / name, 0, length)
+                return read_part(directory / name, 0, length)
             return None
 
         return _declared(read)
@@ -221,13 +216,13 @@ class _Search:
         if found is not None:
             score, chosen = found
             word = named[score.candidate.id]
-            return self._told(score, chosen, f"{word.source} names {quoted(word.name)}")
+            return self._nearest(score, chosen, f"{word.source} names {quoted(word.name)}")
         fitting = self._fitting(self._candidates.values())
         if not fitting:
             return Nearest(None, "no other model in the store has these tensors")
         found = self._choose(fitting)
         if found is not None:
-            return self._told(*found, "it has the same tensors")
+            return self._nearest(*found, "it has the same tensors")
         return Nearest(
             None, "models with these tensors are in the store, but none with values near these"
         )
@@ -266,7 +261,7 @@ class _Search:
             return True
         return False
 
-    def _told(self, best: _Score, chosen: _Score, why: str) -> Nearest:
+    def _nearest(self, best: _Score, chosen: _Score, why: str) -> Nearest:
         if chosen.candidate is best.candidate:
             return Nearest(chosen.candidate.id, f"{why}; {chosen.words}")
         near = best.candidate.name
@@ -416,7 +411,7 @@ class _Search:
 
     def _read_own(self, path: str, length: int) -> bytes | None:
         file = self._files.get(path)
-        return None if file is None else _read(file.absolute, 0, length, file.stamp)
+        return None if file is None else read_part(file.absolute, 0, length, file.stamp)
 
     def _blocks(self) -> list[_Sampled]:
         if self._sample is None:
@@ -455,7 +450,7 @@ class _Search:
         block_size = self._catalog.block_size
         offset = number * block_size
         length = min(block_size, slot.nbytes - offset)
-        data = _read(file.absolute, start + slot.begin + offset, length, file.stamp)
+        data = read_part(file.absolute, start + slot.begin + offset, length, file.stamp)
         if len(data) != length or _is_constant(data, slot.dtype):
             # The add itself detects a file that was truncated meanwhile.
             return None
@@ -501,9 +496,7 @@ def _ordered(words: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.float64]:
 def _slots(checkpoint: Checkpoint) -> dict[str, tuple[SourceFile, int, TensorSlot]]:
     """Return each tensor by what it is called: file, offset of its data, slot."""
     return {
-        name: (file, file.header.data_start, slot)
-        for name, (file, slot) in checkpoint.tensors().items()
-        if file.header is not None
+        name: (file, file.data_start, slot) for name, (file, slot) in checkpoint.tensors().items()
     }
 
 
@@ -514,11 +507,6 @@ def _is_constant(data: bytes, dtype: str) -> bool:
 
 def _drawn(run: int, total: int) -> int:
     return int.from_bytes(blake3(b"%d of %d" % (run, total)).digest(8))
-
-
-def _read(path: Path, offset: int, length: int, stamp: Stamp | None = None) -> bytes:
-    with open_regular(path, stamp) as (descriptor, _):
-        return read_range(descriptor, offset, length)
 
 
 def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> list[_Candidate]:

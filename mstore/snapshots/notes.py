@@ -57,11 +57,7 @@ class SignatureReport(Report, frozen=True):
 def signature_report(
     id: NoteId, record: Note, *, made_by_key: bool | None, key: str, signer: str | None
 ) -> SignatureReport:
-    """Report a signature.
-
-    made_by_key: whether the key in the record made it; None: unchecked. key: its fingerprint.
-    signer: the name under which the key is trusted.
-    """
+    """Report a signature; made_by_key: whether the key in the record made it, None: unchecked."""
     if made_by_key is None:
         state = UNCHECKED
     elif not made_by_key:
@@ -80,7 +76,7 @@ def signature_report(
 
 
 MIN_DIGITS = 4
-Found = Mapping[NoteId, Note]
+NotesById = Mapping[NoteId, Note]
 """All notes of one snapshot."""
 
 
@@ -110,7 +106,7 @@ class NoteReport(Report, frozen=True):
 # -- reading -------------------------------------------------------------------------------------
 
 
-def found(catalog: Catalog, snapshot: SnapshotId) -> dict[NoteId, Note]:
+def notes_on(catalog: Catalog, snapshot: SnapshotId) -> dict[NoteId, Note]:
     """Return all notes of a snapshot, oldest first.  Raises Corrupt, NotFound."""
     with catalog.index.env.read() as transaction:
         ids = [id for (_, id), _ in catalog.index.walk(transaction, NOTES, snapshot)]
@@ -126,16 +122,13 @@ def found(catalog: Catalog, snapshot: SnapshotId) -> dict[NoteId, Note]:
 
 
 def reports(
-    notes: Found,
+    notes: NotesById,
     signatures: Mapping[NoteId | None, tuple[SignatureReport, ...]],
     *,
     every: bool = False,
 ) -> tuple[NoteReport, ...]:
-    """Report the values of a snapshot by key, oldest first.
-
-    signatures: by the note that they sign. every: also those that were replaced or removed.
-    """
-    told = states(notes)
+    """Report the values of a snapshot by key, oldest first; every: also replaced, removed ones."""
+    state_of = states(notes)
     listed = [
         NoteReport(
             note=id,
@@ -145,29 +138,31 @@ def reports(
             value=one.value,
             author=one.author,
             time_ns=one.time_ns,
-            state=told[id],
+            state=state_of[id],
             signatures=signatures.get(id, ()),
         )
         for id, one in notes.items()
-        if one.form in STATING and (every or told[id] == COUNTS)
+        if one.form in STATING and (every or state_of[id] == COUNTS)
     ]
     return tuple(sorted(listed, key=lambda one: one.key))
 
 
-def named(notes: Found, name: str, snapshot: SnapshotId, again: Callable[[str], Call]) -> NoteId:
-    """Return the note of a snapshot that this is the id of, or its beginning.
+def named(
+    notes: NotesById, name: str, snapshot: SnapshotId, again: Callable[[str], Call]
+) -> NoteId:
+    """Return the note of this id, or of its beginning; again: the same call with another name.
 
-    again: the same call with another name. Raises BadName, NotFound.
+    Raises BadName, NotFound.
     """
     chosen = [id for id in notes if id.hex().startswith(name)] if len(name) >= MIN_DIGITS else []
     if len(chosen) == 1:
         return chosen[0]
     where, listed = quoted(name), call("notes_of", snapshot.short, every=True)
-    told = states(notes)
+    state_of = states(notes)
     under = [id for id, one in notes.items() if one.form in STATING and one.key == name][::-1]
     if not chosen and under:
-        shown = few([f"{id.short} ({told[id]})" for id in under])
-        counting = next((id for id in under if told[id] == COUNTS), None)
+        shown = few([f"{id.short} ({state_of[id]})" for id in under])
+        counting = next((id for id in under if state_of[id] == COUNTS), None)
         hint = listed if counting is None else again(counting.short)
         what = f"a key, and a note is named by its id; under this key are {shown}"
         raise BadName(what, where=where, hint=hint)
@@ -191,12 +186,12 @@ def write(
     if kind not in STATING:
         known = ", ".join(STATING)
         raise BadRequest(f"no kind of value; the kinds are {known}", where=quoted(kind))
-    notes = found(catalog, snapshot)
-    told = states(notes)
+    notes = notes_on(catalog, snapshot)
+    state_of = states(notes)
     counting = {
         one.key: (id, one)
         for id, one in notes.items()
-        if one.form in STATING and told[id] == COUNTS
+        if one.form in STATING and state_of[id] == COUNTS
     }
     author, now = catalog.author(), now_ns()
     written, new = [], []
@@ -223,11 +218,11 @@ def write(
 
 
 def remove(catalog: Catalog, snapshot: SnapshotId, names: Sequence[str]) -> list[NoteId]:
-    """Publish a removal of these notes, named by their ids or the beginnings of these.
+    """Publish a removal of these notes, named by ids or their beginnings.
 
     Raises BadName, NotFound, BadRequest (not a value), Conflict, StorageFailed.
     """
-    notes = found(catalog, snapshot)
+    notes = notes_on(catalog, snapshot)
 
     def again(id: str) -> Call:
         return call("remove_notes", snapshot.short, ids=(id,))

@@ -38,7 +38,7 @@ from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Corrupt, Unavailable
 from mstore.terms.ids import BlockId, ManifestId, NoteId, SnapshotId
 from mstore.terms.phrases import Call, Option, call, is_text
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -183,10 +183,7 @@ _KEY = re.compile(
 
 
 def read_signers(path: Path) -> Trusted:
-    """Read trusted keys from a file in OpenSSH's allowed_signers format (ssh-keygen(1)).
-
-    Raises BadRequest, NotFound, StorageFailed.
-    """
+    """Read trusted keys in OpenSSH's allowed_signers format (ssh-keygen(1))."""
     with open_regular(path) as (descriptor, status):
         if status.st_size > MAX_SIGNERS_BYTES:
             raise BadRequest("too long for a list of signers", where=str(path))
@@ -319,15 +316,15 @@ def sign(
         raise BadRequest("a key is what `load_key` gives", where="key")
     if signer is not None and (not signer or not is_text(signer) or CONTROL.search(signer)):
         raise BadRequest(f"cannot sign as {quoted(str(signer))}: not a name")
-    known = notes.found(catalog, snapshot)
+    records = notes.notes_on(catalog, snapshot)
 
     def again(id: str) -> Call:
         return call("sign", snapshot.short, "...", note=id)
 
-    subject = snapshot if note is None else notes.named(known, note, snapshot, again)
+    subject = snapshot if note is None else notes.named(records, note, snapshot, again)
     author = catalog.author() if signer is None else signer
     record = signature(subject, snapshot, key, author, now_ns())
-    for id, one in known.items():
+    for id, one in records.items():
         # Compare the signature too: a bad one with this key must not replace the good one.
         if (one.form, one.notes, one.data) == (SIGNATURE, record.notes, record.data):
             return _report(id, one, {})
@@ -336,12 +333,9 @@ def sign(
 
 
 def by_subject(
-    records: notes.Found, trusted: Trusted
+    records: notes.NotesById, trusted: Trusted
 ) -> dict[NoteId | None, tuple[SignatureReport, ...]]:
-    """Report the signatures among the notes of a snapshot, by the note that they sign.
-
-    Those of the snapshot itself have the key None. They are checked if `cryptography` is installed.
-    """
+    """Report checked signatures by the note that they sign; None for the snapshot itself."""
     found: dict[NoteId | None, tuple[SignatureReport, ...]] = {}
     for id, one in records.items():
         if one.form == SIGNATURE:
@@ -366,8 +360,8 @@ def verify(
     if not isinstance(trusted, Mapping):
         raise BadRequest("signers are what `read_signers` gives", where="signers")
     require_library()
-    known = notes.found(catalog, snapshot)
-    signed = by_subject(known, trusted)
+    records = notes.notes_on(catalog, snapshot)
+    signed = by_subject(records, trusted)
     found = signed.get(None, ())
     with contents.held(catalog, [snapshot]):
         read = read_everything(catalog, snapshot, progress) if read_data else 0
@@ -375,7 +369,7 @@ def verify(
         snapshot=snapshot,
         verified=any(one.state == GOOD_SIGNATURE for one in found),
         signatures=found,
-        notes=tuple(one for one in notes.reports(known, signed, every=True) if one.signatures),
+        notes=tuple(one for one in notes.reports(records, signed, every=True) if one.signatures),
         bytes_read=read,
         seconds=time.monotonic() - began,
     )
@@ -429,17 +423,14 @@ def read_everything(
     if plan is not None:
         made = catalog.record(Plan, plan)
         if coverage is None:
-            manifests += [*(expert.manifest_id() for expert in made.inputs)]
+            manifests += made.manifest_ids()
     if coverage is not None:
         catalog.record(Coverage, coverage)
     blocks = _blocks(catalog, manifests)
-    total = sum(blocks.values())
-    done = 0
+    tick = ProgressCounter("verify", sum(blocks.values()), progress)
     for block in _in_pack_order(catalog, blocks):
-        done += len(catalog.read_block(block))
-        if progress is not None:
-            progress(Progress("verify", done, total))
-    return done
+        tick(len(catalog.read_block(block)))
+    return tick.done
 
 
 def _blocks(catalog: Catalog, manifests: Iterable[ManifestId]) -> dict[BlockId, int]:

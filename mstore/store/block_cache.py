@@ -53,10 +53,7 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class Computing(Protocol):
-    """Computes blocks of virtual tensors. Thread-safe.
-
-    Blocks come in groups: a whole group costs as much as one of its blocks.
-    """
+    """Computes blocks of virtual tensors, in groups that cost as much as one.  Thread-safe."""
 
     @property
     def ahead(self) -> int:
@@ -72,10 +69,7 @@ class Computing(Protocol):
         ...
 
     def submit(self, tensor: VirtualId, group: range) -> Future[list[Buffer]]:
-        """Start computing a group.
-
-        The future gives its blocks in order, or raises Corrupt, BudgetExceeded, StorageFailed.
-        """
+        """Start computing a group; the future gives its blocks in order."""
         ...
 
 

@@ -19,7 +19,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
-from mstore.store import generation, listing, mirror, revisions
+from mstore.store import generation, listing, mirror
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
 from mstore.store.config import Config
@@ -73,10 +73,7 @@ class Catalog(Payloads):
         return cls.opened(layouts.locate(root))
 
     def close(self) -> None:
-        """Close packs and index once running reads have ended; idempotent.
-
-        Raises Unavailable, and closes nothing, inside a call of this thread's own.
-        """
+        """Close packs and index once running reads have ended.  Raises Unavailable inside one."""
         self.index.env.require_outside()
         for held in self._candidates.values():
             held.release()
@@ -135,21 +132,14 @@ class Catalog(Payloads):
             yield transaction
 
     def doubt(self) -> str | None:
-        """Return why nothing can be written, because the index is outdated; None if it is current.
-
-        Also returns a reason if the mirror cannot be read, so that the state is unknown; reading
-        still works.
-        """
+        """Return why nothing can be written, None if the index is current; reading still works."""
         try:
             return generation.doubt(self.layout, self.index, self.packs)
         except StorageFailed:
             return None
 
     def generation(self) -> int:
-        """Return how many commits were published, by the index that has its place now.
-
-        Raises as `follow`.
-        """
+        """Return how many commits the index in its place now has published; raises as `follow`."""
         if self.index.env.is_replaced():
             self.follow()
         with self.index.env.read() as transaction:
@@ -163,19 +153,19 @@ class Catalog(Payloads):
         if isinstance(given, SnapshotId):
             self.snapshot(given)
             return given
-        parsed = revisions.parse(given)
+        parsed = ref_rows.parse_revision(given)
         try:
             with self.index.env.read() as transaction:
-                snapshot = revisions.start(self.index, transaction, parsed)
+                snapshot = ref_rows.named_snapshot(self.index, transaction, parsed)
         except NotFound:
             # A model card names its parents by content, that is by ManifestId.
             found = self._of_content(parsed)
             if found is None:
                 raise
             snapshot = found
-        return revisions.walk_back(snapshot, parsed.steps, self.snapshot, given)
+        return ref_rows.walk_back(snapshot, parsed.steps, self.snapshot, given)
 
-    def _of_content(self, revision: revisions.Revision) -> SnapshotId | None:
+    def _of_content(self, revision: ref_rows.Revision) -> SnapshotId | None:
         """Return the newest snapshot of a ManifestId in full."""
         if revision.back is not None or len(revision.name) != 2 * ID_BYTES:
             return None
@@ -215,10 +205,7 @@ class Catalog(Payloads):
             return list(listing.ids(self.index, transaction))
 
     def times(self, ids: Iterable[SnapshotId]) -> dict[SnapshotId, int]:
-        """Return the time of each of these snapshots that the index lists, in ns, from its rows.
-
-        Raises Corrupt if a row is damaged.
-        """
+        """Return the times of those of these snapshots that the index lists, in ns."""
         with self.index.env.read() as transaction:
             return listing.times(self.index, transaction, ids)
 

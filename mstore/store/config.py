@@ -56,10 +56,7 @@ class Config(msgspec.Struct, frozen=True):
         if text == cls().text().encode():
             # As every store has it at first, and read by every command.
             return cls()
-        written = cls._as_written(text)
-        if written is not None:
-            return written
-        import tomllib
+        import tomllib  # late: few stores have settings of their own
 
         try:
             if len(text) > MAX_BYTES:
@@ -76,21 +73,6 @@ class Config(msgspec.Struct, frozen=True):
         except BadRequest as error:
             what, _, hint = error.texts
             raise Corrupt(what, where=str(path), hint=hint) from error
-
-    @classmethod
-    def _as_written(cls, text: bytes) -> Self | None:
-        """Return the settings whose file has exactly these bytes; None if `save` did not write it.
-
-        Such a file needs no general reader, which takes longer to import than all else here.
-        """
-        try:
-            lines = [line.split(" = ") for line in text.decode("ascii").splitlines()]
-            found = cls().changed(
-                {key: value[1:-1] if value[0] == '"' else int(value) for key, value in lines}
-            )
-        except (ValueError, IndexError, BadRequest):
-            return None
-        return found if found.text().encode() == text else None
 
     def changed(self, values: Mapping[str, object]) -> Self:
         """Return a copy with some values replaced. Raises BadRequest."""
@@ -170,10 +152,7 @@ def typed(key: str, text: str) -> Value:
 
 
 def vouch(root: Path, filesystem: str) -> Config:
-    """Set `filesystem` of a store, also of one that cannot be opened where it lies.
-
-    Returns all settings.  Raises NotFound, Incompatible, Corrupt, BadRequest, StorageFailed.
-    """
+    """Set `filesystem` of a store, also of one that cannot be opened where it lies."""
     layout = locate(root)
     require_writable(layout)
     fs.make_directory(layout.tmp, private=True, exist_ok=True)

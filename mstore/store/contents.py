@@ -51,10 +51,9 @@ def _are_dropped(catalog: Catalog, id: SnapshotId) -> bool:
 
 
 def keep(catalog: Catalog, transaction: IndexTransaction, id: SnapshotId, name: str) -> None:
-    """Unmark a snapshot as pruned, because a ref is about to name it.
+    """Unmark a snapshot as pruned, in the transaction in which a ref comes to name it.
 
-    Call it within an open index transaction. Raises Conflict if the snapshot was collected
-    meanwhile, NotFound if its contents were.
+    Raises Conflict if the snapshot was collected meanwhile, NotFound if its contents were.
     """
     index = catalog.index
     if not listing.is_listed(index, transaction, id):

@@ -50,8 +50,7 @@ def damaged_when_copied(index: Index) -> frozenset[PackId]:
 def doubt(layout: Layout, index: Index, packs: Packs, *, with_packs: bool = False) -> str | None:
     """Return why the index is not trusted; None if it is current.
 
-    with_packs: also look for packs that the index does not know, not only at names and texts in
-    refs/.
+    with_packs: also look for packs that the index does not know.
     """
     # Read the evidence first: the index then includes anything published in between.
     told = mirror.generation(layout)

@@ -81,10 +81,7 @@ class Layout(msgspec.Struct, frozen=True):
             self.opened.close()
 
     def follow(self) -> None:
-        """Open the directory that `root` leads to now, if that is this store, put back or moved.
-
-        Raises Unavailable if it is another store, and as `read` does.
-        """
+        """Open the directory that `root` leads to now.  Raises Unavailable for another store."""
         found = read(self.root)
         if found.uuid != self.uuid:
             found.close()
@@ -428,10 +425,7 @@ def require_local(root: Path, vouched: str, vouch: Callable[[str], Call] | None 
 
 
 def share(layout: Layout, sharing: Sharing) -> None:
-    """Apply `sharing` to a store's files, existing and future.
-
-    Never removes permissions.  Raises StorageFailed if some files are another user's.
-    """
+    """Apply `sharing` to a store's files, existing and future; never removes permissions."""
     fs.share_tree(layout.root, sharing, private=(layout.tmp, layout.lock))
     fs.share(layout.root, sharing)
 

@@ -95,10 +95,7 @@ def with_content(
 
 
 def unlist(index: Index, transaction: IndexTransaction, id: SnapshotId) -> None:
-    """Remove the rows that list a snapshot whose record is lost; its place as a child stays.
-
-    Raises Corrupt if its row is damaged.
-    """
+    """Remove the rows that list a snapshot whose record is lost; its place as a child stays."""
     told = index.get(transaction, SNAPSHOTS, id)
     if told is not None:
         index.delete(transaction, CONTENTS, (told[0], id))

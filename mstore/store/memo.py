@@ -43,11 +43,7 @@ _END = struct.Struct("<IIH")
 
 
 class Memo(DisposableTables):
-    """The open memo table of one store.
-
-    The first flush creates the environment: a store that never merges has none, and reading creates
-    nothing.
-    """
+    """The open memo table of one store; the first flush creates it."""
 
     def __init__(self, path: Path, tell: Tell = silent) -> None:
         super().__init__(path, DATABASES, "memo table", tell)
@@ -57,10 +53,7 @@ class Memo(DisposableTables):
         return self._found(OUTPUTS, keys)
 
     def has_outputs(self) -> bool:
-        """Return whether any merge outputs are stored.
-
-        A store that was only used for planning has requests and no outputs.
-        """
+        """Return whether any merge outputs are stored, and not only requests."""
         with self._lock:
             if any(table is OUTPUTS for table, _ in self._pending):
                 return True

@@ -48,11 +48,7 @@ class MigrateReport(Report, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A migration from format version `source` to `source + 1`.
-
-    apply: changes the directory through `mstore.fs`; every name and byte that it makes is durable
-    when it returns.
-    """
+    """A migration from format version `source` to the next; what `apply` makes is durable then."""
 
     source: int
     what: str

@@ -177,7 +177,7 @@ class Models:
         return self.named[model].path(CONFIG)
 
     def require_one_each(self, called: str) -> None:
-        """Raise Incompatible, with its name, if two files of one model have a tensor.
+        """Raise Incompatible if two files of one model have a tensor.
 
         What computes new weights goes file by file, and would leave one of the two as it was.
         """
@@ -215,10 +215,7 @@ def resolved(catalog: Catalog, revision: Revision) -> Input:
 
 
 def with_model(catalog: Catalog, base: Input, experts: Sequence[Input]) -> Input:
-    """Return the base with the model that experts were named with, if it was named without.
-
-    Raises BadRequest if that says not which one.
-    """
+    """Return the base with the model that experts were named with, if it was named without."""
     named = {one.model for one in experts if one.model is not None}
     if base.model is not None or not named:
         return base
@@ -322,10 +319,7 @@ def _lone_forms(models: Collection[str]) -> dict[str, str]:
 
 
 def models_in(catalog: Catalog, manifest: Manifest) -> Models:
-    """Return the models of a manifest.
-
-    Raises NotFound (an index whose contents were pruned), Corrupt, StorageFailed.
-    """
+    """Return the models of a manifest.  Raises NotFound (a pruned index), Corrupt."""
     # They are a function of the manifest, so they are kept beside what it computes itself.
     kept = manifest.__dict__
     found = kept.get("models")
@@ -352,12 +346,7 @@ def _weight_map(catalog: Catalog, index: File | None) -> WeightMap:
 
 
 def config_of(catalog: Catalog, model: Manifest, path: str | None = None) -> dict[str, object]:
-    """Return the config of a model, empty if it has none of a usual size that can be parsed.
-
-    path: of the file, that of a model in the top directory if not given.
-
-    Raises Corrupt, StorageFailed.
-    """
+    """Return the config of a model, or the one at `path`; empty if there is none of use."""
     # Late: what lists tensors needs no config.
     from mstore.checkpoint.declared import CONFIG
     from mstore.checkpoint.strict_json import parse_object

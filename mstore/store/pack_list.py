@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -41,10 +41,7 @@ _STORE: Final = re.compile(rb"store ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}
 
 
 class PackList(msgspec.Struct, frozen=True):
-    """One list: the generation that it was written for, and the first one of each pack.
-
-    store: the UUID of the store that wrote it; None for no list.
-    """
+    """One list: its generation, the first one of each pack, and the store that wrote it, if any."""
 
     generation: int
     since: Mapping[PackId, int]
@@ -102,6 +99,14 @@ def add(
         known |= {pack for pack in since.keys() - known if is_there(pack)}
         since = {pack: since.get(pack, generation) for pack in known}
     write(layout, PackList(generation + 1, since | dict.fromkeys(new, generation + 1)))
+
+
+def made_of(packs: Iterable[PackId], generation: int, *layouts: Layout) -> PackList:
+    """Return a list of these packs; each has its line in a list of one of these stores, if any."""
+    since: dict[PackId, int] = {}
+    for layout in layouts:
+        since |= read(layout).since
+    return PackList(generation, {pack: since.get(pack, generation) for pack in packs})
 
 
 def known_packs(index: Index, transaction: IndexTransaction) -> set[PackId]:

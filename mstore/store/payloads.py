@@ -1,16 +1,21 @@
 """Payloads: the blocks and records of an open store, looked up and read with their ids checked.
 
-Owns the open packs' reader and a cache of decoded records. Safe for any number of threads. Readers
-never wait for writers: a lookup is one short index transaction, and packs do not change.
+Owns the open packs' reader, and what an open store remembers: decoded records, the most recently
+used in a bounded number of bytes, because every pass decodes one that does not fit again; and what
+blocks cost at rest, for one state of the index, because planning asks three times what the same
+blocks cost. Safe for any number of threads. Readers never wait for writers: a lookup is one short
+index transaction, and packs do not change.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index
@@ -19,7 +24,6 @@ from mstore.blocks.location import Location, Row, stored_lengths
 from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import Kind, Outdated, PackGone
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader, Meter, ThreadBuffer
-from mstore.store.caches import Key, RecordCache, StoredLengths
 from mstore.store.layout import Layout
 from mstore.store.objects.canonical import Record, decode
 from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
@@ -27,6 +31,7 @@ from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.terms.ids import (
+    ID_BYTES,
     BlockId,
     Buffer,
     Id,
@@ -40,6 +45,146 @@ from mstore.terms.phrases import call
 
 if TYPE_CHECKING:
     import numpy as np
+
+    Lengths = np.ndarray[Any, np.dtype[np.int64]]
+
+
+CACHE_BYTES: Final = 64 << 20
+"""About five checkpoints of 20,000 small tensors, or five of 500 GB."""
+
+_OF_RECORD: Final = 512
+"""Memory that a record takes beside its bytes: objects, a key, a table entry."""
+
+_OF_LIST: Final = 6
+"""Memory for a byte of a record that is a list of objects, and of what it looks them up by."""
+
+Key = bytes
+"""The kind (one byte), then the id."""
+
+
+class RecordCache:
+    """Records by kind and id, at most about `limit` bytes; a single larger record is kept alone."""
+
+    def __init__(self, limit: int = CACHE_BYTES) -> None:
+        self._limit = limit
+        self._lock = Lock()
+        self._size = 0
+        self._kept: OrderedDict[Key, tuple[Record, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Key) -> Record | None:
+        """Return a cached record, or None."""
+        return self.get_many([key]).get(key)
+
+    def get_many(self, keys: Iterable[Key]) -> dict[Key, Record]:
+        """Return those of these records that are cached."""
+        found = {}
+        with self._lock:
+            for key in keys:
+                kept = self._kept.get(key)
+                if kept is not None:
+                    self._kept.move_to_end(key)
+                    found[key] = kept[0]
+        return found
+
+    def put(self, records: Iterable[tuple[Key, Record, int]]) -> None:
+        """Cache records, each with the length in bytes that it was decoded from."""
+        with self._lock:
+            for key, record, length in records:
+                size = _OF_RECORD + length * (1 if record.kind == Kind.TENSOR else _OF_LIST)
+                replaced = self._kept.pop(key, None)
+                self._size += size - (0 if replaced is None else replaced[1])
+                self._kept[key] = record, size
+            while self._size > self._limit and len(self._kept) > 1:
+                _, (_, size) = self._kept.popitem(last=False)
+                self._size -= size
+
+
+MOST: Final = 1 << 21
+"""The most blocks whose lengths are kept: 16 MiB."""
+
+
+class StoredLengths:
+    """What is known of one store's blocks.  look_up: `Catalog.stored_lengths`."""
+
+    def __init__(self, index: Index, look_up: Callable[[Sequence[bytes]], Lengths]) -> None:
+        self._index = index
+        self._look_up = look_up
+        self._lock = Lock()
+        self._state: tuple[int, int] | None = None
+        self._known: dict[bytes, Lengths] = {}
+        self._count = 0
+        self._sums: dict[bytes, tuple[int, int]] = {}
+
+    def of(self, lists: Sequence[bytes]) -> list[Lengths]:
+        """Return the lengths of each block list's blocks: int64[blocks], not to be written to."""
+        state = self.state()
+        with self._lock:
+            self._follow(state)
+            known = {blocks: self._known[blocks] for blocks in lists if blocks in self._known}
+        missing = [blocks for blocks in dict.fromkeys(lists) if blocks not in known]
+        if missing:
+            news = dict(zip(missing, self._found(missing), strict=True))
+            known |= news
+            count = sum(map(len, news.values()))
+            # What a commit may have changed meanwhile is used, and not kept.
+            if self.state() == state:
+                with self._lock:
+                    if self._state == state and self._count + count <= MOST:
+                        self._known |= news
+                        self._count += count
+        return [known[blocks] for blocks in lists]
+
+    def sums(self, key: bytes) -> tuple[int, int] | None:
+        """Return what `keep_sums` kept, if it still holds."""
+        state = self.state()
+        with self._lock:
+            self._follow(state)
+            return self._sums.get(key)
+
+    def keep_sums(self, key: bytes, sums: tuple[int, int], since: tuple[int, int]) -> None:
+        """Keep two sums of lengths by a key, in place of others.
+
+        since: the state before the first length of them was looked up.  If it has changed, they may
+        be of lengths that never were at one time, and are not kept.
+        """
+        state = self.state()
+        if state == since:
+            with self._lock:
+                self._follow(state)
+                self._sums = {key: sums}
+
+    def outlive(self, number: int) -> None:
+        """Keep what is known after the caller's own transaction, which changed no length.
+
+        number: of that transaction, which is committed and wrote something.
+        """
+        with self._lock:
+            if self._state is not None and self._state[1] == number - 1:
+                self._state = self._state[0], number
+
+    def _follow(self, state: tuple[int, int]) -> None:
+        if state != self._state:
+            self._state, self._known, self._count, self._sums = state, {}, 0, {}
+
+    def state(self) -> tuple[int, int]:
+        """Return what changes with every commit to the index."""
+        env = self._index.env
+        with env.read() as transaction:
+            return env.times_replaced, transaction.id()
+
+    def _found(self, lists: Sequence[bytes]) -> list[Lengths]:
+        import numpy as np  # late: most commands open a store and never need it
+
+        raw = b"".join(lists)
+        ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
+        lengths = self._look_up(ids)
+        lengths.flags.writeable = False
+        ends = np.cumsum([len(one) // ID_BYTES for one in lists])
+        return np.split(lengths, ends[:-1])
+
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
@@ -71,9 +216,9 @@ class Payloads:
         return self.layout.block_size
 
     def follow(self) -> bool:
-        """Read the index as it is now, also if its files were replaced.
+        """Read the index as it is now, also if its files were replaced; return whether it changed.
 
-        Returns whether anything changed.  Raises Unavailable if they are another store's.
+        Raises Unavailable if they are another store's.
         """
         if self.index.env.is_replaced():
             self.layout.follow()
@@ -86,10 +231,7 @@ class Payloads:
         return self.rows_of(list(blocks))[1]
 
     def locate_with_bases(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
-        """Locate blocks, and those that they are differences to, as of one moment.
-
-        Raises as `locate`.
-        """
+        """Locate blocks, and those that they are differences to, as of one moment."""
         with self.index.env.read() as transaction:
             places = dict(zip(blocks, self._rows_of(transaction, blocks)[1], strict=True))
             bases = dict.fromkeys(BlockId(at.base) for at in places.values() if _is_delta(at))
@@ -108,10 +250,7 @@ class Payloads:
         return rows, self.index.locations(transaction, rows)
 
     def stored_lengths(self, blocks: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return bytes at rest of each block, int64[blocks]: a cheaper `locate` for counting.
-
-        Raises Corrupt naming one that is not stored.
-        """
+        """Return bytes at rest of each block, int64[blocks]: a cheaper `locate` for counting."""
         import numpy as np  # late: most commands open a store and never need it
 
         # In the order of the index: neighbours are found without another descent.
@@ -129,10 +268,7 @@ class Payloads:
             return self.index.has_blocks(transaction, blocks)
 
     def out_of_place(self, blocks: Collection[BlockId]) -> list[BlockId]:
-        """Return blocks whose bytes, or those of their delta base, are in a missing pack.
-
-        Blocks that are not stored are not included.  Checks file names only.
-        """
+        """Return stored blocks whose bytes, or those of their delta base, are in a missing pack."""
         lost = self._in_missing_packs(blocks)
         # Look up again: gc may have moved some of them meanwhile.
         return self._in_missing_packs(lost) if lost else []
@@ -294,10 +430,7 @@ class Payloads:
         return self._reader.record(id, location)
 
     def tensor(self, id: TensorId) -> Tensor:
-        """Return a tensor record that fits this store's block size.
-
-        Raises NotFound, Corrupt, and BadRequest for a virtual tensor, which has no blocks.
-        """
+        """Return a stored tensor.  Raises NotFound, Corrupt, BadRequest for a virtual one."""
         content = self.content(id)
         if isinstance(content, VirtualTensor):
             raise BadRequest(
@@ -308,10 +441,7 @@ class Payloads:
         return content
 
     def tensors(self, ids: Sequence[TensorId]) -> list[Tensor]:
-        """Return many tensor records, in the order of `ids`; reads adjacent ones together.
-
-        Raises as `tensor` does.
-        """
+        """Return many tensor records, read together where they lie so; raises as `tensor`."""
         keys = [_TENSOR + id for id in ids]
         found = self._found_tensors(keys)
         size = self.block_size
@@ -326,10 +456,7 @@ class Payloads:
         return tensors
 
     def preload_tensors(self, ids: Sequence[TensorId]) -> None:
-        """Preload tensor records that will soon be requested one by one.
-
-        Skips virtual, missing and damaged ones; the later request reports those.
-        """
+        """Preload tensor records that will soon be requested; the request reports what is wrong."""
         self._found_tensors([_TENSOR + id for id in ids])
 
     def _found_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:

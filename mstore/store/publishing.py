@@ -27,11 +27,7 @@ MAX_PACK_BYTES: Final = 512 << 20
 
 
 class NewPacks:
-    """Packs being written to a store.
-
-    directory: where they lie until they are published, a lease's directory. prefix: of their file
-    names there.
-    """
+    """Packs being written: in `directory`, of a lease, with `prefix` in their file names."""
 
     def __init__(
         self,

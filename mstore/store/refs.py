@@ -1,4 +1,4 @@
-"""Refs: names that point at snapshots, of four kinds; and the store of refs and their reflogs.
+"""Refs: names that point at snapshots, of four kinds; their store and reflogs; and revisions.
 
     branch       NAME                      an add or merge moves it
     tag          NAME                      never moves
@@ -9,6 +9,15 @@ Owns the kinds, their names, and the tables `refs` and `reflog` of the index. A 
 compare-and-swap, with every move in the reflog. `refs_in` alone decides where refs are kept; all
 else asks the `RefStore` that it returns. Who publishes decides what else belongs to a commit
 (`mstore.store.transaction`); the text mirror is written after it (`mstore.store.mirror`).
+
+A revision is how a person names a snapshot:
+
+    NAME          a branch or tag; another ref by its name in full
+    REMOTE/NAME   where no branch or tag has that name: the ref remotes/REMOTE/NAME
+    PREFIX        at least four hex digits of a SnapshotId
+    MANIFEST      a ManifestId in full: the newest snapshot with that content
+    REV~N         N steps along the first parent (parents are in the order previous, base, experts)
+    NAME@{N}      where the ref pointed N moves ago; @{0} is now
 """
 
 from __future__ import annotations
@@ -17,15 +26,20 @@ import fnmatch
 import re
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+import msgspec
 
 from mstore.blocks import schema
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.schema import REFLOG, REFS
+from mstore.blocks.schema import PLANS, REFLOG, REFS
 from mstore.store import listing
-from mstore.terms.errors import BadName, Conflict, NotFound, did_you_mean
-from mstore.terms.phrases import call, phrase
+from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.terms.errors import BadName, BadRequest, Conflict, NotFound, did_you_mean
+from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import Text, call, joined, phrase
 
 Ref = schema.Ref
 Move = schema.Move
@@ -52,10 +66,7 @@ _HEX_PREFIX = re.compile(r"[0-9a-f]{4,15}")
 
 
 def check(name: str, kind: str | None = None) -> None:
-    """Raise BadName unless `name` can be a ref of this kind; None: of any.
-
-    Other stores and files give names, too: it checks all that is ever looked up or stored.
-    """
+    """Raise BadName unless `name` can be a ref of this kind; None: of any."""
     first, *rest = name.split("/", 2)
     own = next((one for one, directory in DIRECTORIES.items() if directory == first), BRANCH)
     kind = own if kind is None else kind
@@ -71,10 +82,7 @@ def check(name: str, kind: str | None = None) -> None:
 
 
 def below(kind: str, part: str, name: str) -> str:
-    """Return the name of a remote or candidate ref: of this remote or run, for this branch or tag.
-
-    Raises BadName.
-    """
+    """Return the name of the ref of this remote or run for a branch or tag.  Raises BadName."""
     check_name(name)
     return directory_of(kind, part) + name
 
@@ -384,3 +392,120 @@ class IndexRefs(RefStore):
 def refs_in(index: Index, transaction: IndexTransaction) -> RefStore:
     """Return the refs of a store, as this transaction of its index sees and moves them."""
     return IndexRefs(index, transaction)
+
+
+_SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
+_ODD_SUFFIX = re.compile(r".(~|@\{)")
+_MAX_REVISION = 1000
+_PREFIX = re.compile(r"[0-9a-f]{4,64}")
+_TOO_SHORT = re.compile(r"[0-9a-f]{1,3}")
+_HINT: Final = phrase(
+    "{refs} lists the names, {log} the snapshots", refs=call("refs"), log=call("log")
+)
+
+
+class Revision(msgspec.Struct, frozen=True):
+    """A parsed revision: a name or id prefix, a reflog position, steps to the first parent."""
+
+    name: str
+    back: int | None
+    steps: int
+
+
+def parse_revision(text: str) -> Revision:
+    """Split a revision into its parts. Raises BadName, and BadRequest if it is not text."""
+    if not isinstance(text, str):
+        raise BadRequest(
+            f"a revision is text, a SnapshotId or a Snapshot, not {type(text).__name__}"
+        )
+    found = _SUFFIX.fullmatch(text) if len(text) <= _MAX_REVISION else None
+    if found is None:
+        raise BadName(f"{text[:_MAX_REVISION]!r} does not name a snapshot", hint=_HINT)
+    steps = sum(int(step or "1") for step in found["steps"].split("~")[1:])
+    back = None if found["back"] is None else int(found["back"])
+    return Revision(found["name"], back, steps)
+
+
+def named_snapshot(index: Index, transaction: IndexTransaction, revision: Revision) -> SnapshotId:
+    """Resolve name and reflog position.  Raises NotFound or BadName (ambiguous prefix)."""
+    if revision.back is not None:
+        return _from_reflog(index, transaction, revision)
+    ref = refs_in(index, transaction).meant(revision.name)
+    if ref is not None:
+        return ref.snapshot_id()
+    is_prefix = _PREFIX.fullmatch(revision.name) is not None
+    ids = listing.with_prefix(index, transaction, revision.name) if is_prefix else []
+    if not ids and is_prefix and any(index.keys_with(transaction, PLANS, revision.name)):
+        raise NotFound(
+            "no such ref or snapshot",
+            where=revision.name,
+            hint=phrase(
+                "this is a plan\n{merge} runs it\n{plans} lists all",
+                merge=call("merge", plan=revision.name, name="REF"),
+                plans=call("plans"),
+            ),
+        )
+    if not ids:
+        if refs_in(index, transaction).removed(revision.name) is not None:
+            back = f"{revision.name}@{{1}}"
+            raise NotFound(
+                "no such ref: it was removed",
+                where=revision.name,
+                hint=call("reset", revision.name, back),
+            )
+        hint: Text | None
+        if ":" in revision.name:
+            hint = "REF:MODEL names one model, and this takes a whole snapshot: REF"
+        elif _ODD_SUFFIX.search(revision.name):
+            hint = "REF~N and REF@{N} take a whole number"
+        else:
+            hint = did_you_mean(revision.name, refs_in(index, transaction).names(), _HINT)
+        if _TOO_SHORT.fullmatch(revision.name):
+            hint = joined("the beginning of an id has at least 4 digits", hint)
+        raise NotFound("no such ref or snapshot", where=revision.name, hint=hint)
+    if len(ids) > 1:
+        listed = ", ".join(id.short for id in ids[:5])
+        raise BadName(f"{revision.name!r} is the prefix of several snapshots: {listed}", hint=_HINT)
+    return ids[0]
+
+
+def _from_reflog(index: Index, transaction: IndexTransaction, revision: Revision) -> SnapshotId:
+    moves = refs_in(index, transaction).reflog(revision.name)
+    moves = moves or refs_in(index, transaction).reflog(of_remote(revision.name))
+    assert revision.back is not None
+    if not moves:
+        raise refs_in(index, transaction).missing(revision.name)
+    if revision.back >= len(moves):
+        raise NotFound(
+            f"the reflog has only {len(moves)} entries",
+            where=f"{revision.name}@{{{revision.back}}}",
+            hint=call("reflog", revision.name),
+        )
+    new = moves[-1 - revision.back].new
+    if new is None:
+        raise NotFound(
+            "the ref was removed at that move",
+            where=f"{revision.name}@{{{revision.back}}}",
+            hint=call("reflog", revision.name),
+        )
+    if not listing.is_listed(index, transaction, SnapshotId(new)):
+        raise NotFound(
+            f"snapshot {SnapshotId(new).short}, where the ref was then, was collected",
+            where=f"{revision.name}@{{{revision.back}}}",
+            hint=call("reflog", revision.name),
+        )
+    return SnapshotId(new)
+
+
+def walk_back(
+    snapshot: SnapshotId, steps: int, load: Callable[[SnapshotId], SnapshotRecord], text: str
+) -> SnapshotId:
+    """Return the `steps`-th ancestor along first parents. Raises NotFound if there are fewer."""
+    for _ in range(steps):
+        parents = load(snapshot).parents
+        if not parents:
+            raise NotFound(
+                "the lineage ends before that", where=text, hint=call("log", text.partition("~")[0])
+            )
+        snapshot = parents[0].snapshot_id()
+    return snapshot

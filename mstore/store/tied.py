@@ -104,8 +104,7 @@ class Tied(msgspec.Struct, frozen=True):
 def own_head(sizes: Mapping[str, int], contents: Mapping[str, object]) -> tuple[str, str] | None:
     """Return a head that is no embedding of its size, and that embedding; None if there is none.
 
-    sizes: bytes of each tensor by what it is called. contents: of those that count, equal if they
-    are equal.
+    sizes: bytes of each tensor. contents: of those that count, equal if the tensors are equal.
     """
     named = [name for name in sizes if name in contents and EMBEDDINGS.search(name)]
     for head in filter(HEAD.search, named):

@@ -14,7 +14,7 @@ belongs to one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Self
@@ -36,7 +36,7 @@ from mstore.store.objects.tensor import BYTES, Tensor, in_blocks, partition
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Interrupted, NotFound
-from mstore.terms.ids import BlockId, Id, SnapshotId, TensorId
+from mstore.terms.ids import BlockId, Id, TensorId
 from mstore.terms.phrases import Option, phrase
 
 
@@ -104,20 +104,16 @@ class Transaction:
     # -- filling -----------------------------------------------------------------------------
 
     def put_block(self, block: BlockId, encoded: Encoded, file: str, file_offset: int) -> bool:
-        """Store a block unless it is stored already; return True if it is new.
-
-        `encoded` must decode to bytes that hash to `block`: `codecs.encode` checks the former, the
-        caller the latter. `file` and `file_offset` say where the block lies in its file, so that
-        neighbours there stay neighbours in the pack.
-        """
+        """Store a block unless it is stored; return whether it is new.  See `put_blocks`."""
         return self.put_blocks([(block, encoded, file_offset)], file) == 1
 
     def put_blocks(self, blocks: Sequence[tuple[BlockId, Encoded | None, int]], file: str) -> int:
         """Store those blocks of one file that are not stored yet; return how many are new.
 
-        Each block comes with its offset in the file, as for `put_block`. Pass None instead of its
-        bytes for a block that was found stored or was put here before. Asks the index once for all
-        of them.
+        Each block comes with its bytes, which `codecs.encode` made and the caller has checked
+        against the id, and with its offset in the file, so that neighbours stay neighbours in the
+        pack. Pass None instead of the bytes of a block that was found stored or was put here
+        before.
         """
         own, relied = self._own, self._relied_blocks
         asked = [
@@ -154,10 +150,7 @@ class Transaction:
     def put_tensor(
         self, dtype: str, shape: tuple[int, ...], pieces: Iterable[bytes], file: str
     ) -> Tensor:
-        """Store the bytes of a tensor, which come in pieces of any length.
-
-        Returns its record, which is not stored yet.  file: as for `put_block`.
-        """
+        """Store a tensor's bytes, in pieces of any length; return its record, not stored yet."""
         ids: list[BlockId] = []
         length = 0
         for piece in in_blocks(pieces, self._catalog.block_size):
@@ -245,7 +238,7 @@ class Transaction:
 
     def rely_on_inputs(self, plan: Plan) -> None:
         """Require all that a plan may read to be stored, for publishing a virtual merge."""
-        for id in (expert.manifest_id() for expert in plan.inputs):
+        for id in plan.manifest_ids():
             self._relied_records.add((Kind.MANIFEST, id))
             self.rely_on_manifest(self._catalog.manifest(id))
 
@@ -253,16 +246,14 @@ class Transaction:
         self._relied_blocks.update(id for id in tensor.block_ids() if id not in self._own)
 
     def put_record(self, record: Record) -> Id:
-        """Store a record unless it is stored already; return its id.
-
-        Raises BadRequest for a record that readers would reject (`objects.canonical`).
-        """
+        """Store a record unless it is stored already; return its id.  Raises as `put_records`."""
         return self.put_records([record])[0]
 
     def put_records(self, records: Sequence[Record]) -> list[Id]:
-        """Store many records with one index lookup; return their ids. Raises like `put_record`.
+        """Store many records with one index lookup; return their ids.
 
-        If a record is refused, those before it stay part of the transaction.
+        Raises BadRequest for a record that readers would reject (`objects.canonical`); those before
+        it stay part of the transaction.
         """
         encoded = [record.encode() for record in records]
         ids = [record.id_type.of(data) for record, data in zip(records, encoded, strict=True)]
@@ -348,8 +339,7 @@ class Transaction:
     def _check_bases(self, transaction: IndexTransaction) -> None:
         """Raise Conflict unless the base of every delta is stored and is not itself a delta.
 
-        Runs after the rows are inserted: if another writer stored the same block first, its row
-        counts.
+        Runs after the rows are inserted: if another writer stored a block first, its row counts.
         """
         bases = {
             BlockId(entry.base)
@@ -438,43 +428,13 @@ def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence
             catalog.hold_candidate(move.name, move.new)
 
 
-def follow_remote(
-    catalog: Catalog, remote: str, found: Mapping[str, SnapshotId]
-) -> Sequence[RefMove]:
-    """Make the refs of a remote say what its branches and tags are; return the moves.
-
-    found: all of them; what the remote has no more is removed. Raises BadName, Conflict (a snapshot
-    is not stored), StorageFailed.
-    """
-    new = {
-        refs.below(refs.REMOTE, remote, name): refs.Ref(refs.REMOTE, id)
-        for name, id in found.items()
-    }
-
-    begin = refs.directory_of(refs.REMOTE, remote)
-
-    def choose(transaction: IndexTransaction) -> list[RefMove]:
-        named = refs_in(catalog.index, transaction).walk()
-        old = {name: ref for name, ref in named if name.startswith(begin)}
-        # Removals first: what was a ref there may be a directory of refs now.
-        gone = [RefMove(name, old[name], None, "fetch") for name in sorted(old.keys() - new)]
-        return gone + [
-            RefMove(name, old.get(name), ref, "fetch")
-            for name, ref in sorted(new.items())
-            if old.get(name) != ref
-        ]
-
-    return choose_moves(catalog, choose)
-
-
 def choose_moves(
     catalog: Catalog, choose: Callable[[IndexTransaction], Sequence[RefMove]]
 ) -> Sequence[RefMove]:
-    """Publish ref moves that depend on the current refs (tag, reset, remove).
+    """Publish ref moves that depend on the current refs (tag, reset, remove); return them.
 
     Calls `choose` once before taking the lock, so that a refusal takes none, and again inside the
-    transaction that moves the refs. Returns the moves. Raises what `choose` raises, BadName,
-    StorageFailed.
+    transaction.
     """
     with catalog.index.env.read() as transaction:
         if not choose(transaction):

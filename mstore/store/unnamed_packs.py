@@ -74,10 +74,7 @@ def sweep(layout: Layout, index: Index, places: Places) -> list[Condemned]:
 
 
 def put_aside(layout: Layout, packs: Packs, unknown: Sequence[PackId]) -> Sequence[PackId]:
-    """Move packs out of packs/, durably; return those that could be moved.
-
-    Call with the lock of garbage collection held.
-    """
+    """Move packs out of packs/, durably, with gc's lock held; return those that could be moved."""
     return packs.move_out(unknown, _directory(layout)) if unknown else ()
 
 
@@ -111,10 +108,7 @@ def aside_packs(layout: Layout) -> ScatteredPacks:
 def bring_back(
     layout: Layout, target: Packs, fits: Callable[[Layout, Packs, Footer], bool]
 ) -> list[PackId]:
-    """Move every readable pack that fits back into packs/, durably; return their ids.
-
-    Call with the lock of garbage collection held.
-    """
+    """Move readable packs that fit back into packs/, with gc's lock held; return their ids."""
     found = []
     with closing(aside_packs(layout)) as aside:
         for pack in aside.listed():

@@ -195,10 +195,7 @@ class SnapshotView:
         return int(self._catalog.stored_lengths(list(blocks)).sum()) if blocks else 0
 
     def content_id(self, path: str) -> bytes:
-        """Return 32 bytes that name the file's content: files with equal ids are equal.
-
-        It is the BLAKE3 of the ids of the file's parts, in order. Raises NotFound.
-        """
+        """Return 32 bytes that name the content: BLAKE3 of the ids of the file's parts."""
         parts = self._opened(path).file.parts
         return blake3(b"".join(bytes(part.tensor_id()) for part in parts)).digest()
 
@@ -255,20 +252,14 @@ class SnapshotView:
         return b"".join(pieces)
 
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
-        """Fill `target` from `offset` of a file, and return how many bytes were filled.
-
-        Fewer than `target` has only at the end of the file. Raises as `read`.
-        """
+        """Fill `target` from `offset` on; return how many bytes the file had.  Raises as `read`."""
         size = max(0, min(len(target), self._opened(path).file.size - offset))
         with contents.or_collected(self._catalog, [self.id]):
             self._cache.read_into(self.extents(path, offset, size), target)
         return size
 
     def stream(self, path: str) -> Iterator[Buffer]:
-        """Yield the whole file block by block, bypassing the cache.
-
-        Virtual blocks are computed a few ahead of the one that is yielded.
-        """
+        """Yield the whole file block by block, bypassing the cache."""
         extents = self.extents(path, 0, self._opened(path).file.size)
         return self._told_if_collected(_whole_blocks(self._catalog, self._cache, extents))
 
@@ -289,11 +280,7 @@ class SnapshotView:
         return max(end, starts[number + 1])
 
     def prefetch(self, path: str, offset: int, size: int) -> None:
-        """Read ahead of the reader; a hint that never raises.
-
-        The kernel reads ahead in packs, and other threads decode; virtual blocks start being
-        computed.
-        """
+        """Have the kernel read, and other threads decode or compute, what a reader needs next."""
         if path not in self._files:
             return
         # What is missing is an error for whoever reads it, not for who reads what comes before.
@@ -316,10 +303,7 @@ class SnapshotView:
         return [file.path for file in self.manifest.files if file.form == SAFETENSORS]
 
     def of_file(self, path: str) -> SnapshotView:
-        """Return this view with the tensors of one file only.
-
-        Raises NotFound if there is no such file, or if it is of another form.
-        """
+        """Return this view with the tensors of one safetensors file only.  Raises NotFound."""
         file = self._opened(path).file
         if file.form != SAFETENSORS:
             raise NotFound("not a safetensors file", where=path)

@@ -88,3 +88,21 @@ class Progress(Report, frozen=True):
 
 ProgressCallback = Callable[[Progress], None]
 """Called now and then by a long call, from its own thread or from one of its workers."""
+
+
+class ProgressCounter:
+    """Adds up the bytes done in one phase, and reports each sum.  Used by one thread.
+
+    total: how many are expected.
+    """
+
+    def __init__(self, phase: str, total: int, progress: ProgressCallback | None) -> None:
+        self._phase = phase
+        self._total = total
+        self._progress = progress
+        self.done = 0
+
+    def __call__(self, more: int) -> None:
+        self.done += more
+        if self._progress is not None:
+            self._progress(Progress(self._phase, self.done, max(self._total, self.done)))

@@ -140,7 +140,7 @@ class UsageReport(Report, frozen=True):
 
 
 def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageReport:
-    """Report what refs take and share, and what removing them would free; no names mean all refs.
+    """Report what these refs take and share, and what removing them would free; no names: all.
 
     Reflog moves no older than `reflog_days` keep what they name. Raises NotFound, Corrupt.
     """
@@ -268,8 +268,9 @@ def needed(
             plain[id] = 0
         elif id in history.pruned:
             # The contents of a snapshot that only a reflog or a hold names may have been collected.
-            parts = _parts(catalog, own)
-            if not all(_is_stored(inventory, tensor) for tensor in parts):
+            contents = catalog.manifest_if_there(own)
+            files = () if contents is None else contents.files
+            if not all(inventory.has_tensor(part.tensor) for file in files for part in file.parts):
                 continue
         for manifest in _manifests(catalog, history.records[id]):
             reason = INPUTS if manifest != own and reasons[id] == NAMED else reasons[id]
@@ -292,17 +293,6 @@ def needed(
         yield mark, blocks.of(tensors)
 
 
-def _parts(catalog: Catalog, id: ManifestId) -> set[bytes]:
-    """Return the tensors of a manifest; none if it is lost."""
-    manifest = catalog.manifest_if_there(id)
-    return {part.tensor for file in manifest.files for part in file.parts} if manifest else set()
-
-
-def _is_stored(inventory: Inventory, tensor: bytes) -> bool:
-    kinds = (Kind.TENSOR, Kind.VIRTUAL)
-    return any(inventory.tables[kind].find(tensor)[0] >= 0 for kind in kinds)
-
-
 def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]:
     """Yield the manifests that must be stored to read a snapshot."""
     yield record.manifest_id()
@@ -310,9 +300,7 @@ def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]
     if record.is_virtual and plan is not None:
         # Its missing tensors are computed from these.
         with suppress(NotFound, Corrupt):
-            inputs = catalog.record(Plan, plan)
-            yield inputs.base_id()
-            yield from (expert.manifest_id() for expert in inputs.experts)
+            yield from catalog.record(Plan, plan).manifest_ids()
 
 
 class SharedWith(Sequence[SharedBytes]):

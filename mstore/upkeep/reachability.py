@@ -28,10 +28,9 @@ import msgspec
 import numpy as np
 
 from mstore.blocks import location_arrays
-from mstore.blocks.id_search import Flags, Numbers
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
-from mstore.blocks.location_arrays import LOST_BASE, Table, id_at
+from mstore.blocks.location_arrays import LOST_BASE, Flags, Numbers, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.blocks.schema import NOTES, PRUNED
 from mstore.store import leases, listing, refs
@@ -88,8 +87,7 @@ class Roots(msgspec.Struct, frozen=True):
     def read(cls, catalog: Catalog, transaction: IndexTransaction, since_ns: int) -> Roots:
         """Read the current roots; from reflogs, the moves since `since_ns` (`is_recent`).
 
-        `since_ns` only says how much history people want to keep. Locks alone guarantee that
-        nothing in use is removed.
+        `since_ns` only says how much history people want. Locks alone keep what is in use.
         """
         index = catalog.index
         found = dict(refs_in(index, transaction).walk())
@@ -138,6 +136,10 @@ class Inventory:
         """The table of blocks."""
         return self.tables[Kind.BLOCK]
 
+    def has_tensor(self, id: bytes) -> bool:
+        """Return whether a tensor, stored or virtual, has a row."""
+        return any(self.tables[kind].find(id)[0] >= 0 for kind in (Kind.TENSOR, Kind.VIRTUAL))
+
     def location(self, table: Table, number: int) -> Location:
         """Return where a row says its payload lies. Raises Corrupt for an unknown pack."""
         head = table.heads[number]
@@ -155,10 +157,7 @@ class Inventory:
         )
 
     def records(self, catalog: Catalog, kind: type[R], numbers: Numbers) -> Iterator[tuple[int, R]]:
-        """Yield (row number, record) of those of these rows whose records are sound where they lie.
-
-        In the order in which they lie, past the catalog's cache.
-        """
+        """Yield (row number, record) of those that are sound where they lie, in that order."""
         table = self.tables[kind.kind]
         heads = table.heads[numbers]
         columns = (heads[name].tolist() for name in ("pack", "offset", "stored", "codec"))
@@ -286,8 +285,7 @@ class Reach:
     def _has_contents(self, id: SnapshotId) -> bool:
         manifest = self._load(Manifest, self._load(SnapshotRecord, id).manifest)
         return all(
-            self.inventory.tables[Kind.TENSOR].find(part.tensor)[0] >= 0
-            or self.inventory.tables[Kind.VIRTUAL].find(part.tensor)[0] >= 0
+            self.inventory.has_tensor(part.tensor)
             or self._found_later(Kind.TENSOR, part.tensor) is not None
             or self._found_later(Kind.VIRTUAL, part.tensor) is not None
             for file in manifest.files
@@ -354,8 +352,8 @@ class Reach:
             self._keep_inputs(PlanId(record.plan or b""))
 
     def _keep_inputs(self, id: PlanId) -> None:
-        plan = self._load(Plan, id)
-        for manifest in (expert.manifest_id() for expert in plan.inputs):
+        plan: Plan = self._load(Plan, id)
+        for manifest in plan.manifest_ids():
             self._mark(Kind.MANIFEST, manifest)
             self._manifests.append(manifest)
 
@@ -364,13 +362,12 @@ class Reach:
         table = self.inventory.tables[Kind.PLAN]
         for number in np.flatnonzero(~self.live[Kind.PLAN]).tolist():
             try:
-                plan = self._load(Plan, PlanId(table.id(number)), mark=False)
+                plan: Plan = self._load(Plan, PlanId(table.id(number)), mark=False)
             except (NotFound, Corrupt):
                 # Damaged, so its inputs are unknown; keep it, it is small.
                 self.live[Kind.PLAN][number] = True
                 continue
-            inputs = (expert.manifest_id() for expert in plan.inputs)
-            if all(id in self._contents for id in inputs):
+            if self._contents.issuperset(plan.manifest_ids()):
                 self.live[Kind.PLAN][number] = True
 
     # -- contents ----------------------------------------------------------------------------
@@ -484,10 +481,7 @@ class Reach:
         return None if row is None else self._catalog.index.location(self._later, row)
 
     def _loaded(self, kind: type[R], ids: Iterable[bytes]) -> Iterator[tuple[bytes, R]]:
-        """Yield each id with its record, marked; in the order in which most of them lie.
-
-        Raises Corrupt for one that is needed and cannot be read, like `_load`.
-        """
+        """Yield each id with its record, marked.  Raises Corrupt for one that cannot be read."""
         asked = list(ids)
         found = self.inventory.tables[kind.kind].find(b"".join(asked))
         yield from self._loaded_rows(kind, found[found >= 0])

@@ -46,10 +46,7 @@ class CodecUsage(Report, frozen=True):
 
 
 class TensorBlocks:
-    """The row numbers of the blocks of tensors: four bytes for each block of each tensor.
-
-    Virtual tensors, and those whose records are lost, have none.
-    """
+    """The row numbers of the blocks of stored tensors: four bytes for each block of each tensor."""
 
     def __init__(self, catalog: Catalog, inventory: Inventory, tensors: Iterable[bytes]) -> None:
         """Read the records of these tensors."""

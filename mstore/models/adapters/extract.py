@@ -55,7 +55,7 @@ from mstore.store.view import array_dtype
 from mstore.terms.errors import BadRequest, Corrupt, Incompatible, NotFound
 from mstore.terms.ids import SnapshotId, TensorId
 from mstore.terms.phrases import Option, Phrase, joined, phrase
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 MOST: Final = 4096
 """The largest rank."""
@@ -304,9 +304,8 @@ class _Run:
         self._rank = rank
         self._dtype = dtype
         self._work = work
-        self._progress = progress
-        self._total = sum(other.nbytes for _, _, other in (*work.products, *work.whole)) or 1
-        self._done = 0
+        total = sum(other.nbytes for _, _, other in (*work.products, *work.whole)) or 1
+        self._counter = ProgressCounter("extract", total, progress)
         self._modules = {name.removesuffix(_WEIGHT) for name, _, _ in work.products}
         self._ranks: dict[str, int] = {}
         self.errors = Errors()
@@ -342,9 +341,7 @@ class _Run:
         return PREFIX + name
 
     def _tick(self, record: Tensor) -> None:
-        self._done += record.nbytes
-        if self._progress is not None:
-            self._progress(Progress("extract", self._done, self._total))
+        self._counter(record.nbytes)
 
     def _config(self, base: str) -> dict[str, object]:
         products = [name.removesuffix(_WEIGHT) for name, _, _ in self._work.products]

@@ -49,7 +49,7 @@ from mstore.store.objects.shapes import (
 )
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.ids import BlockId, TensorId
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 
 class BaseBlocks:
@@ -382,8 +382,9 @@ def analyze(
         # Before anything is read: what it would tell cannot be kept.
         require_writable(catalog.layout)
     meter = Meter("analyzed")
-    taken = done = 0
+    taken = 0
     total = sum(record.nbytes for _, record in pairs.values())
+    tick = ProgressCounter("analyze", total, progress)
     with ThreadPoolExecutor(threads, "analyze") as pool:
         try:
             for pair, (base_record, record) in pairs.items():
@@ -395,9 +396,7 @@ def analyze(
                 elif statistics.squares(pair[0]) is None:
                     squares = measure_squares(catalog, base_record, pool)
                     statistics.put_squares(pair[0], squares)
-                done += record.nbytes
-                if progress is not None:
-                    progress(Progress("analyze", done, total))
+                tick(record.nbytes)
         finally:
             statistics.flush()
     return AnalyzeReport(

@@ -1,6 +1,6 @@
 """The statistics of one tensor pair as one value, and as compact bytes.
 
-Owns DeltaTable (rows of all chunks, histogram, lengths), its totals, and its encoding.  Does not
+Owns DeltaTable (rows of all chunks, histogram, lengths) and its encoding.  Does not
 own where the bytes are kept or under which key.  Frozen values, pure functions: safe in any
 thread.  Bytes given to `decode` may come from anywhere: they are checked, never executed, and
 never take more memory than the limit that the caller sets.
@@ -32,7 +32,6 @@ table, and one of a single row has none:
 
 from __future__ import annotations
 
-import math
 import struct
 import threading
 from bisect import bisect_left
@@ -63,22 +62,6 @@ HEAD_BYTES: Final = _HEAD.size
 BIN_BYTES: Final = 2 + 8 + 8
 _SINGLE_BYTES: Final = HEAD_BYTES + CHUNK.itemsize + (NAN_BIN + 1) * BIN_BYTES
 """The most plain bytes of a table of one row."""
-
-
-class Totals(msgspec.Struct, frozen=True):
-    """Totals of one tensor's statistics; units as in chunk.CHUNK.
-
-    Sums are correctly rounded sums of the rows' (math.fsum), so the order of chunks does not
-    matter.  `reliable` is False if anything was infinite or NaN, including the base's own squares:
-    a bound relative to the base would then be meaningless.
-    """
-
-    nonzeros: int
-    sum_abs: float
-    sum_squares: float
-    max_abs: float
-    base_squares: float
-    reliable: bool
 
 
 class DeltaTable(msgspec.Struct, frozen=True, eq=False):
@@ -124,18 +107,6 @@ class DeltaTable(msgspec.Struct, frozen=True, eq=False):
         )
 
     __hash__ = None  # type: ignore[assignment]
-
-    def combined(self) -> Totals:
-        """Return totals over all chunks."""
-        rows = self.rows
-        return Totals(
-            nonzeros=self.histogram.nonzeros,
-            sum_abs=math.fsum(rows["sum_abs"].tolist()),
-            sum_squares=math.fsum(rows["sum_squares"].tolist()),
-            max_abs=float(rows["max_abs"].max(initial=0.0)),
-            base_squares=math.fsum(rows["base_squares"].tolist()),
-            reliable=bool(finite(rows).all()),
-        )
 
     def encode(self) -> bytes:
         """Encode the table; see the module's docstring."""

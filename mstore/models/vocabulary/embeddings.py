@@ -28,7 +28,7 @@ from mstore.store.transaction import Transaction
 from mstore.store.view import array_dtype
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import TensorId
-from mstore.terms.report import Progress, ProgressCallback
+from mstore.terms.report import ProgressCallback, ProgressCounter
 from mstore.terms.requests import Vocabulary
 
 Numbers = npt.NDArray[np.int64]
@@ -198,7 +198,6 @@ class Embeddings:
         self._members = members
         self._target = target
         self._wishes = wishes
-        self._progress = progress
         base = members[0].tokenizer
         otherwise = target.ids if base is None else base.ids
         self.tokens = [one.tokens(otherwise) for one in members]
@@ -207,9 +206,13 @@ class Embeddings:
             for one, tokens in zip(members, self.tokens, strict=True)
         ]
         self._first = 0 if asked.base_first else None
-        self._done = 0
-        self._total = 0
         self.changed = self._changed()
+        total = sum(
+            members[number].embeddings[name][1].nbytes // members[number].rows * target.rows
+            for name, changed in self.changed.items()
+            for number in changed
+        )
+        self._tick = ProgressCounter("align", total, progress)
 
     def changes(self, number: int) -> bool:
         """Return whether embeddings of a member change."""
@@ -236,7 +239,6 @@ class Embeddings:
                 if not places.are_all(number, one.rows):
                     self._require_donors(name, number, places)
                     wanted.setdefault(name, {})[number] = places
-                    self._total += one.embeddings[name][1].nbytes // one.rows * self._target.rows
         return wanted
 
     def _given(self, name: str) -> list[Numbers | None]:
@@ -317,17 +319,15 @@ class Embeddings:
         shape = (len(places.row), *record.shape[1:])
         file = f"{number}/{name}"
         try:
-            return transaction.put_tensor(record.dtype, shape, self._told(pieces), file)
+            return transaction.put_tensor(record.dtype, shape, self._counted(pieces), file)
         except Incompatible as error:
             error.locate(f"{self._members[number].name}: {name}")
             raise
 
-    def _told(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    def _counted(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         for piece in pieces:
             yield piece
-            self._done += len(piece)
-            if self._progress is not None:
-                self._progress(Progress("align", self._done, self._total))
+            self._tick(len(piece))
 
     def _pieces(
         self,

@@ -71,13 +71,13 @@ def template_of(read: Callable[[str], bytes | None]) -> str | None:
     if raw is not None:
         return raw.decode(errors="replace")
     for path in (OLD_TEMPLATE, TOKENIZER_CONFIG):
-        told = json_object(read(path) or b"").get(_TEMPLATE_KEY)
-        if isinstance(told, list):
-            # Several, by name.
-            named = {one.get("name"): one.get("template") for one in told if isinstance(one, dict)}
-            told = named.get("default")
-        if isinstance(told, str):
-            return told
+        template = json_object(read(path) or b"").get(_TEMPLATE_KEY)
+        if isinstance(template, list):
+            several = [one for one in template if isinstance(one, dict)]
+            named = {one.get("name"): one.get("template") for one in several}
+            template = named.get("default")
+        if isinstance(template, str):
+            return template
     return None
 
 
@@ -228,14 +228,14 @@ def member(catalog: Catalog, given: Input, base: Member | None) -> Member:
         if EMBEDDINGS.search(tensor.removesuffix(_BIAS))
     }
     records = dict(zip(named, catalog.tensors(list(named.values())), strict=True))
-    told = rows_of(config)
+    rows = rows_of(config)
     counts = {one.shape[0] for one in records.values() if len(one.shape) > 1}
-    if told is None and len(counts) == 1:
-        told = counts.pop()
+    if rows is None and len(counts) == 1:
+        rows = counts.pop()
     found = {
         tensor: (named[tensor], record)
         for tensor, record in records.items()
-        if record.shape and record.shape[0] == told
+        if record.shape and record.shape[0] == rows
     }
     tokenizer = tokenizer_of(catalog, manifest, name)
     if tokenizer is not None and not found:
@@ -252,7 +252,7 @@ def member(catalog: Catalog, given: Input, base: Member | None) -> Member:
         tokenizers=tokenizers,
         own=renamed({one: one for one in models.tensors}, names),
         tokenizer=tokenizer,
-        rows=told or 0,
+        rows=rows or 0,
         embeddings=found,
         template=chat_template(catalog, manifest),
     )

@@ -419,6 +419,10 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
         """The content merged into."""
         return self.inputs[0].manifest_id()
 
+    def manifest_ids(self) -> list[ManifestId]:
+        """The contents of all inputs, in order."""
+        return [one.manifest_id() for one in self.inputs]
+
 
 class TensorCoverage(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False

@@ -36,8 +36,7 @@ _ADAPTER = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lora_embedding
 class Globs:
     """Patterns of names (fnmatch, case-sensitive), in order.
 
-    There may be thousands: names without special characters are looked up, and the others are one
-    expression.
+    There may be thousands: plain names are looked up, and the others are one expression.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:

@@ -40,10 +40,7 @@ from mstore.terms.ids import ID_BYTES, BlockId, PlanId, TensorId, VirtualId
 
 
 def block_count(nbytes: int, block_size: int) -> int:
-    """Return how many blocks `nbytes` bytes take; 0 for no bytes.
-
-    Raises ValueError for a negative length or a block size below 1.
-    """
+    """Return how many blocks so many bytes take.  Raises ValueError for impossible sizes."""
     if nbytes < 0:
         raise ValueError(f"a length cannot be negative: {nbytes}")
     if block_size < 1:
@@ -52,10 +49,7 @@ def block_count(nbytes: int, block_size: int) -> int:
 
 
 def partition(nbytes: int, block_size: int) -> list[tuple[int, int]]:
-    """Return (offset, length) of each block, in bytes, in order, without gap or overlap.
-
-    Raises ValueError as `block_count` does.
-    """
+    """Return (offset, length) of each block in bytes, in order.  Raises as `block_count`."""
     starts = (index * block_size for index in range(block_count(nbytes, block_size)))
     return [(start, min(block_size, nbytes - start)) for start in starts]
 
@@ -141,10 +135,7 @@ def shape_problem(
 
 
 class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
-    """The tensor called `tensor` in `plan`; tied names share the record of the first of them.
-
-    dtype: a safetensors dtype name.  nbytes: length of the plain bytes, as dtype and shape say.
-    """
+    """The tensor called `tensor` in `plan`; tied names share the record of the first of them."""
 
     kind: ClassVar[Kind] = Kind.VIRTUAL
     id_type: ClassVar[type[VirtualId]] = VirtualId
@@ -172,10 +163,6 @@ class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
     def blocks(self, block_size: int) -> int:
         """Return the number of blocks; 0 for an empty tensor."""
         return -(-self.nbytes // block_size)
-
-    def block_length(self, number: int, block_size: int) -> int:
-        """Plain bytes of block `number`."""
-        return min(block_size, self.nbytes - number * block_size)
 
     def check(self, where: str) -> None:
         """Raise Corrupt unless dtype and shape give the length."""

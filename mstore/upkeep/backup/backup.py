@@ -1,4 +1,4 @@
-"""One backup: a directory brought to what the store is now.
+"""Backups and clones: a directory brought to what the store is now, and a new store like it.
 
     lock of the destination -> lease in the source -> rows of one commit into a new index
     -> packs that the destination has not: copied to tmp/incoming/, synced, proved
@@ -12,46 +12,49 @@ copied whole, from which the next run goes on.  After it, the new state.
 A damaged payload of the source stops nothing: its disk may be failing, and what is whole is saved.
 The report names what is damaged and what cannot be read because of it. Nothing is removed then: an
 older pack of the destination may have the good copy. What the source has lost, rows included, the
-backup keeps.
+backup keeps. Only damage is reported so (`terms.errors`). Any other error ends the run, and the
+backup stays as it was.
 
-Only damage is reported so (`terms.errors`). Any other error ends the run, and the backup stays as
-it was.
+A clone gets a UUID of its own, because from now on it has a history of its own: a backup of one is
+not a backup of the other. Packs are no hard links: two names of one file share its damage. Unlike a
+backup, a clone is complete or absent: damage in the source aborts it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
-from mstore.blocks.pack_store import HERE, Places, is_whole
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import HERE, Packs, Places, is_whole
 from mstore.blocks.packs import PackGone
 from mstore.blocks.schema import BACKUP, PRUNED, Condemned, NamedPack
 from mstore.fs.rights import Sharing
 from mstore.store import generation, leases, mirror, pack_list, refs, unnamed_packs
+from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
 from mstore.store.refs import refs_in
-from mstore.terms.errors import Conflict, StorageFailed
+from mstore.terms.errors import Conflict, Corrupt, StorageFailed
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call
 from mstore.terms.report import ProgressCallback, Report
-from mstore.upkeep.backup import packs, source
+from mstore.upkeep.backup import copying
+from mstore.upkeep.backup.copying import Attempt, attempted
 from mstore.upkeep.backup.destination import Destination
-from mstore.upkeep.backup.packs import Attempt, attempted
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Problem
 
 
 class BackupReport(Report, frozen=True):
-    """The result of `backup`: what the directory holds now, and what this run did.
-
-    If there are `problems`, nothing was removed.
-    """
+    """The result of `backup`; if there are `problems`, nothing was removed."""
 
     path: str
     """the backup"""
@@ -91,12 +94,12 @@ def backup(
     catalog: Catalog, target: Path, *, threads: int, progress: ProgressCallback | None = None
 ) -> BackupReport:
     """Bring the backup at `target` up to date; see `Store.backup`."""
-    source.require_outside(catalog.layout, target)
-    source.require_sound(catalog)
+    copying.require_outside(catalog.layout, target)
+    copying.require_sound(catalog)
     path = Path(os.path.realpath(target))
     with (
         Destination.opened(catalog.layout, path, catalog.config.filesystem) as into,
-        source.held(catalog, f"backup to {path.name}"),
+        copying.held(catalog, f"backup to {path.name}"),
     ):
 
         def attempt() -> BackupReport:
@@ -229,17 +232,14 @@ class _Backup(Attempt):
         return kept
 
     def _complete(self, index: Index, staged: dict[PackId, Path]) -> None:
-        """Find what names need and the copy lacks, and restore rows that the backup still has.
-
-        Otherwise this run would report success, and a later one would remove the last good copy.
-        """
+        """Find what names need and the copy lacks; restore rows that only the backup still has."""
         with closing(self._opened(staged)) as files:
             new = Catalog(self._layout, self._catalog.config, index, files)
             if self._into.before is None:
-                self._findings.take(source.missing_in(new))
+                self._findings.take(copying.missing_in(new))
                 return
             with closing(Index(self._layout.index)) as old:
-                if source.kept_rows(new, old, self._findings):
+                if copying.kept_rows(new, old, self._findings):
                     self._helps = True
 
     def _size(self, pack: PackId, known: dict[PackId, int]) -> int:
@@ -251,11 +251,9 @@ class _Backup(Attempt):
 
     def _lines(self, index: Index, number: int) -> PackList:
         """Return the list of all packs that the new index knows."""
-        since = {**pack_list.read(self._layout).since}
-        since |= pack_list.read(self._catalog.layout).since
         with index.env.read() as transaction:
             known = pack_list.known_packs(index, transaction)
-        return PackList(number, {pack: since.get(pack, number) for pack in known})
+        return pack_list.made_of(known, number, self._layout, self._catalog.layout)
 
     def _publish(
         self, fresh: Path, staged: dict[PackId, Path], lines: PackList
@@ -267,7 +265,7 @@ class _Backup(Attempt):
         layout, into = self._layout, self._into
         with into.publishing():
             pack_list.write(layout, lines)
-            packs.put(self._packs, staged)
+            copying.put(self._packs, staged)
             into.replace_index(fresh)
             with closing(Index(layout.index)) as index:
                 mirror.write(layout, index)
@@ -296,3 +294,111 @@ class _Backup(Attempt):
             return None
         place = str(self._layout.root) if self._helps else "PLACE"
         return as_phrase(call("repair", read_data=True, sources=(place,)))
+
+
+class CloneReport(Report, frozen=True):
+    """The result of `clone`: a new store, `uuid`, with everything that `source` had."""
+
+    path: str
+    """the new store"""
+    uuid: str
+    """its UUID"""
+    source: str
+    """the store that was copied"""
+    refs: int
+    """number of branches and tags"""
+    snapshots: int
+    """snapshots in it"""
+    packs: int
+    """packs in it"""
+    bytes_copied: int
+    """size of these packs"""
+    seconds: float
+    """how long it took"""
+
+
+def clone(
+    origin: Path, target: Path, *, threads: int, progress: ProgressCallback | None = None
+) -> CloneReport:
+    """Make a store at `target` with everything that the one at `origin` has; see `Store.clone`."""
+    began = time.monotonic()
+    with closing(Catalog.open(origin)) as catalog:
+        copying.require_outside(catalog.layout, target)
+        copying.require_sound(catalog)
+        path = Path(os.path.realpath(target))
+        with copying.held(catalog, f"clone to {path.name}"):
+            return replace(
+                _made(catalog, path, threads, progress), seconds=time.monotonic() - began
+            )
+
+
+def _made(
+    catalog: Catalog, path: Path, threads: int, progress: ProgressCallback | None
+) -> CloneReport:
+    layouts.require_local(
+        path,
+        catalog.config.filesystem,
+        lambda kind: call("vouch", kind, store=str(catalog.layout.root)),
+    )
+    try:
+        with layouts.creating(path, catalog.block_size, catalog.config.shared) as layout:
+            catalog.config.save(layout)
+            return attempted(catalog, lambda: _Clone(catalog, layout, threads, progress).run())
+    except Conflict as error:
+        error.advise("name a new directory")
+        raise
+
+
+class _Clone(Attempt):
+    """One attempt, by the rows of one commit."""
+
+    def run(self) -> CloneReport:
+        """Copy, prove, publish. Raises Moved if packs of the source were collected meanwhile."""
+        layout = self._layout
+        fs.remove_tree(layout.incoming)
+        fs.make_directory(layout.incoming, private=True)
+        with self._new_index(layout.index) as (index, named):
+            staged = self._copy("clone", named)
+            with closing(self._opened(staged)) as files:
+                self._prove(index, named, files)
+                self._require_sound(index, files)
+            self._list(index, staged)
+            with closing(PackFiles(layout.packs)) as own:
+                copying.put(own, staged)
+            fs.remove_tree(layout.incoming)
+            mirror.write(layout, index)
+            with index.env.read() as transaction:
+                return CloneReport(
+                    path=str(layout.root),
+                    uuid=str(layout.uuid),
+                    source=str(self._catalog.layout.root),
+                    refs=index.count(transaction, "refs"),
+                    snapshots=index.count(transaction, "snapshots"),
+                    packs=len(named),
+                    bytes_copied=sum(pack.size for pack in named),
+                    seconds=0.0,
+                )
+
+    def _list(self, index: Index, staged: Collection[PackId]) -> None:
+        with index.env.read() as transaction:
+            number = index.generation(transaction)
+        lines = pack_list.made_of(staged, number, self._catalog.layout)
+        pack_list.write(self._layout, lines)
+
+    def _lose(self, pack: PackId, error: Corrupt) -> None:
+        raise self._damaged(f"pack {pack.hex()}", error.what) from error
+
+    def _require_sound(self, index: Index, files: Packs) -> None:
+        """Raise Corrupt if a payload is damaged, or anything is missing that names need."""
+        catalog = Catalog(self._layout, self._catalog.config, index, files)
+        self._findings.take(copying.missing_in(catalog))
+        if self._findings.problems:
+            first = self._findings.problems[0]
+            raise self._damaged(f"{first.kind} {first.where}", first.what)
+
+    def _damaged(self, where: str, what: str) -> Corrupt:
+        return Corrupt(
+            f"{what}: the store is damaged, and no clone of it was made",
+            where=where,
+            hint=call("fsck", read_data=True, store=str(self._catalog.layout.root)),
+        )

@@ -147,10 +147,7 @@ def _place(found: tuple[PackId, Entry]) -> tuple[PackId, int]:
 
 
 class CheckpointCopies:
-    """A checkpoint on disk, cut exactly as `add` cuts it.
-
-    It provides blocks, and the tensor records and manifest that adding it would create.
-    """
+    """A checkpoint cut as `add` cuts it: its blocks, tensor records and manifest."""
 
     def __init__(self, path: Path, block_size: int) -> None:
         self._checkpoint: Checkpoint = scan(path)
@@ -210,20 +207,13 @@ class CheckpointCopies:
 
 def _cut(source: SourceFile) -> list[tuple[str | None, str, tuple[int, ...], int, int]]:
     """Return name, dtype, shape, begin and length of a file's parts, in data order."""
-    if source.header is None:
-        return [(None, BYTES, (source.size,), 0, source.size)]
-    start = source.header.data_start
-    return [
-        (None, BYTES, (start,), 0, start),
-        *((s.name, s.dtype, s.shape, start + s.begin, s.nbytes) for s in source.header.tensors),
-    ]
+    start = source.data_start
+    tensors = ((s.name, s.dtype, s.shape, start + s.begin, s.nbytes) for s in source.slots)
+    return [(None, BYTES, (start,), 0, start), *tensors]
 
 
 def copies_at(path: Path, block_size: int) -> Copies:
-    """Open what lies at `path`: a store (its packs), or a checkpoint.
-
-    Raises Incompatible, NotFound, BadCheckpoint, StorageFailed if it is neither.
-    """
+    """Open what lies at `path`: a store (its packs), or a checkpoint."""
     with fs.translated(path):
         is_store = (path / "format").is_file() and (path / "packs").is_dir()
     if is_store:

@@ -23,7 +23,7 @@ from mstore.store.layout import Layout
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call, phrase
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 from mstore.upkeep.check import index_file
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Findings, Problem
 from mstore.upkeep.check.graph import Graph
@@ -122,11 +122,11 @@ class Checker:
         began = time.monotonic()
         findings = self.findings
         self._index(catalog)
+        graph = Graph(catalog, Findings())
         if findings.is_index_wrong:
-            return self._report(catalog, Totals(), None, 0, began)
+            return self._report(catalog, Totals(), graph, 0, began)
         totals = Footers(catalog, findings).run()
         self._side_tables()
-        graph = Graph(catalog, Findings())
         graph.run()
         bytes_read = self._payloads(catalog, totals)
         self._settle(catalog)
@@ -151,16 +151,11 @@ class Checker:
         self,
         catalog: Catalog,
         totals: Totals,
-        graph: Graph | None,
+        graph: Graph,
         bytes_read: int,
         began: float,
     ) -> CheckReport:
-        findings = self.findings
-        names = {} if graph is None else graph.names
-        lost = set() if graph is None else set(graph.lost)
-        affected = (
-            () if graph is None else AffectedTensors(catalog, findings).all(names, graph.pruned)
-        )
+        findings, names = self.findings, graph.names
         return CheckReport(
             read_data=self._scope.share == 1,
             index_only=findings.is_index_wrong,
@@ -169,27 +164,23 @@ class Checker:
             packs=totals.packs,
             blocks=totals.blocks,
             records=totals.records,
-            snapshots=0 if graph is None else graph.snapshots,
+            snapshots=graph.snapshots,
             refs=len(names),
             bytes_read=bytes_read,
             bytes_total=totals.stored_bytes,
             garbage=tuple(findings.garbage),
             problems=findings.problems,
-            affected=affected,
-            hint=self._hint(catalog, names.keys(), lost),
+            affected=AffectedTensors(catalog, findings).all(names, graph.pruned),
+            hint=self._hint(catalog, names.keys(), graph.lost),
             seconds=time.monotonic() - began,
         )
 
     def _payloads(self, catalog: Catalog, totals: Totals) -> int:
         if not self._scope.share:
             return 0
+        # The size of a sample is known only after reading it.
         expected = int(totals.stored_bytes * self._scope.share)
-
-        def tick(done: int) -> None:
-            if self._progress is not None:
-                # The size of a sample is known only after reading it.
-                self._progress(Progress("fsck", done, max(done, expected)))
-
+        tick = ProgressCounter("fsck", expected, self._progress)
         payloads = Payloads(
             catalog,
             self.findings,
@@ -199,7 +190,7 @@ class Checker:
             seed=self._scope.seed,
         )
         payloads.run(sorted(totals.sound) if self._scope.is_sample else totals.sound)
-        return payloads.bytes_read
+        return tick.done
 
     def _side_tables(self) -> None:
         """Check the files that can be discarded; their rows carry their own checks."""

@@ -44,10 +44,7 @@ class Graph:
         self.snapshots = 0
 
     def run(self, *, with_mirror: bool = True) -> None:
-        """Check everything, where rows are sound.
-
-        A copy that is being made has no mirror and no pack list yet.
-        """
+        """Check everything, where rows are sound; a copy that is being made has no mirror yet."""
         with self._index.env.read() as transaction:
             self.names = dict(refs_in(self._index, transaction).walk())
         known = set(self._catalog.snapshot_ids())
@@ -111,8 +108,7 @@ class Graph:
         self._manifest(record.manifest_id(), where, with_contents=with_contents)
 
     def _inputs(self, id: PlanId) -> None:
-        plan = self._catalog.record(Plan, id)
-        for manifest in (expert.manifest_id() for expert in plan.inputs):
+        for manifest in self._catalog.record(Plan, id).manifest_ids():
             self._manifest(manifest, f"plan {id.short}", with_contents=True)
 
     def _require(self, kind: Kind, id: Id, where: str) -> bool:

@@ -25,8 +25,8 @@ from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId, Buffer, ManifestId, PackId, TensorId
 from mstore.terms.phrases import call, phrase
-from mstore.terms.report import Progress, ProgressCallback
-from mstore.upkeep.check.old_index import OldIndex
+from mstore.terms.report import ProgressCallback, ProgressCounter
+from mstore.upkeep.check.index_file import OldIndex
 from mstore.upkeep.check.packs import payload
 
 
@@ -72,9 +72,9 @@ class PackRows:
             reverse=True,
         )
         sizes = [self._kept.size(pack) for pack in packs]
-        count = done = 0
+        tick = ProgressCounter("reindex", sum(sizes), self._progress)
+        count = 0
         for id, size in zip(packs, sizes, strict=True):
-            done += size
             try:
                 footer = self._kept.table(id)
             except Corrupt as error:
@@ -88,8 +88,7 @@ class PackRows:
                     self.homes.setdefault(entry.id, set()).add(id)
             self._pack(footer)
             count += 1
-            if self._progress is not None:
-                self._progress(Progress("reindex", done, sum(sizes)))
+            tick(size)
         return count
 
     def _is_ours(self, footer: Footer) -> bool:
@@ -202,8 +201,7 @@ class PackRows:
             data = self.record(Kind.PLAN, plan)
             if data is None:
                 return False
-            inputs = decode(Plan, data, plan.hex())
-            manifests += [inputs.base_id(), *(e.manifest_id() for e in inputs.experts)]
+            manifests += decode(Plan, data, plan.hex()).manifest_ids()
         return all(self._has_contents(manifest) for manifest in manifests)
 
     def _has_contents(self, id: ManifestId) -> bool:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -211,10 +212,7 @@ class Footers:
 
 
 def payload(index: Index, reader: BlockReader, key: Key, row: Row) -> Buffer:
-    """Return the plain bytes that a row leads to, checked against the id.
-
-    The reader may be of packs that no catalog has yet.  Raises Corrupt, StorageFailed.
-    """
+    """Return the plain bytes that a row leads to, checked against the id."""
     kind, id = key
     with index.env.read() as transaction:
         location = index.location(transaction, row)
@@ -244,12 +242,43 @@ def check_record(catalog: Catalog, kind: Kind, id: bytes, location: Location) ->
 
 
 _GROUP_BYTES = 8 << 20
-_Block = tuple[BlockId, Location, Row]
-_Failure = tuple[BlockId, Row, Corrupt]
+
+
+class Payload(NamedTuple):
+    """A payload that a row of the index leads to, and where it lies."""
+
+    kind: Kind
+    id: bytes
+    location: Location
+    row: Row
+
+
+def checked(
+    groups: Iterable[list[Payload]], check: Callable[[Payload], object], threads: int
+) -> Iterator[tuple[list[Payload], list[tuple[Payload, Corrupt]]]]:
+    """Check groups of payloads on a pool; yield each group with what is damaged, in order."""
+
+    def damaged(group: list[Payload]) -> list[tuple[Payload, Corrupt]]:
+        found = []
+        for one in group:
+            try:
+                check(one)
+            except Corrupt as error:
+                found.append((one, error))
+        return found
+
+    with ThreadPoolExecutor(threads, "check") as pool:
+        yield from in_order(lambda group: pool.submit(damaged, group), groups, ahead=2 * threads)
+
+
+def in_pack_order(payloads: Iterable[Payload]) -> Iterator[list[Payload]]:
+    """Yield the payloads of one pack in groups of neighbours."""
+    ordered = sorted(payloads, key=lambda one: one.location.offset)
+    return in_groups(ordered, lambda one: one.location.stored_length, _GROUP_BYTES)
 
 
 class Payloads:
-    """One pass over the payloads of sound packs."""
+    """One pass over the blocks in sound packs."""
 
     def __init__(
         self,
@@ -267,30 +296,22 @@ class Payloads:
         self._threads = threads
         self._share = share
         self._random = random.Random(seed)  # noqa: S311 -- a sample, not a secret
-        self.bytes_read = 0
 
     def run(self, packs: list[PackId]) -> None:
         """Read every block (or the sampled ones) that the index has in these packs."""
-        with ThreadPoolExecutor(self._threads, "fsck") as pool:
-            reading = in_order(
-                lambda group: pool.submit(self._read, group),
-                self._groups(packs),
-                ahead=2 * self._threads,
-            )
-            for group, failures in reading:
-                for block, row, error in failures:
-                    self._findings.tell_row(Kind.BLOCK, block, row, error.what)
-                    if isinstance(error, Unreadable):
-                        self._findings.unreadable.add((Kind.BLOCK, bytes(block)))
-                self.bytes_read += sum(location.stored_length for _, location, _ in group)
-                self._tick(self.bytes_read)
+        groups = (group for pack in packs for group in in_pack_order(self._blocks(pack)))
+        for group, damaged in checked(groups, self._read, self._threads):
+            for one, error in damaged:
+                self._findings.tell_row(Kind.BLOCK, one.id, one.row, error.what)
+                if isinstance(error, Unreadable):
+                    self._findings.unreadable.add((Kind.BLOCK, one.id))
+            self._tick(sum(one.location.stored_length for one in group))
 
-    def _groups(self, packs: list[PackId]) -> Iterator[list[_Block]]:
-        for pack in packs:
-            yield from in_groups(self._blocks(pack), lambda one: one[1].stored_length, _GROUP_BYTES)
+    def _read(self, one: Payload) -> None:
+        self._catalog.read_block(BlockId(one.id), one.location)
 
-    def _blocks(self, pack: PackId) -> list[_Block]:
-        """Return the blocks of a pack that the index has there, in pack order."""
+    def _blocks(self, pack: PackId) -> list[Payload]:
+        """Return the blocks of a pack that the index has there."""
         try:
             entries = self._catalog.packs.table(pack).entries
         except Corrupt as error:
@@ -309,15 +330,5 @@ class Payloads:
                 if row is not None:
                     location = index.location(transaction, row)
                     if location.pack == pack:
-                        found.append((BlockId(id), location, row))
-        found.sort(key=lambda block: block[1].offset)
+                        found.append(Payload(Kind.BLOCK, id, location, row))
         return found
-
-    def _read(self, group: list[_Block]) -> list[_Failure]:
-        failures = []
-        for block, location, row in group:
-            try:
-                self._catalog.read_block(block, location)
-            except Corrupt as error:
-                failures.append((block, row, error))
-        return failures

@@ -3,7 +3,7 @@
 The new LMDB environment is built in tmp/ and exchanged with the old one in one step: a crash leaves
 the old index or the new one. A process that has the old one open can still read it, but can commit
 nothing. What packs do not contain (refs, reflogs, names of plans' inputs, what was pruned or
-pinned) comes from the mirror and the old index (`upkeep.check.old_index`). Where they differ, or
+pinned) comes from the mirror and the old index (`upkeep.check.index_file`). Where they differ, or
 something was unreadable, the remarks say so, and the old index stays in lost+found/. Statistics and
 the memo table are functions of contents and stay; remembered requests are dropped.
 
@@ -47,8 +47,8 @@ from mstore.terms.errors import Conflict, Corrupt, MstoreError
 from mstore.terms.ids import Buffer, PackId, PlanId, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, Report
-from mstore.upkeep.check import old_index, pack_rows
-from mstore.upkeep.check.old_index import ChosenRefs, OldIndex, choose_refs
+from mstore.upkeep.check import index_file, pack_rows
+from mstore.upkeep.check.index_file import ChosenRefs, OldIndex, choose_refs
 from mstore.upkeep.check.pack_rows import PackRows
 
 _DATA = "data.mdb"
@@ -139,9 +139,7 @@ def _list_packs(layout: Layout, index: Index, packs: Packs) -> None:
     """Give each pack a line in the list of the new index, taken or not, before it is in place."""
     with index.env.read() as transaction:
         own = index.generation(transaction)
-    since = pack_list.read(layout).since
-    lines = {pack: since.get(pack, own) for pack in packs.listed()}
-    pack_list.write(layout, pack_list.PackList(own, lines))
+    pack_list.write(layout, pack_list.made_of(packs.listed(), own, layout))
 
 
 def _make_directories(layout: Layout) -> None:
@@ -181,7 +179,7 @@ def _require_idle(layout: Layout) -> None:
         with suppress(MstoreError):
             names = {
                 lease: f"{purpose} (process {pid})"
-                for lease, pid, purpose in old_index.at_work(layout)
+                for lease, pid, purpose in index_file.at_work(layout)
             }
     holder = _holder(layout.index / "lock.mdb")
     if live or held or holder is not None:

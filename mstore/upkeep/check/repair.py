@@ -36,7 +36,7 @@ from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.terms.errors import Corrupt, Incompatible, NotFound, Unreadable
 from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.terms.phrases import call
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 from mstore.upkeep.check.copies import Copies, Copy, Form, PackCopies, copies_at
 from mstore.upkeep.check.findings import Findings, typed_id
 from mstore.upkeep.check.fsck import Checker, CheckReport, Scope
@@ -46,10 +46,7 @@ WIDTHS = (1, 2, 4, 8)
 
 
 class RepairReport(Report, frozen=True):
-    """The result of `repair`.
-
-    `after.affected` lists what the dropped objects make unreadable.
-    """
+    """The result of `repair`; `after.affected` lists what the dropped objects make unreadable."""
 
     before: CheckReport
     """the check before the repair"""
@@ -92,7 +89,7 @@ class Repair:
         self._healed: list[Key] = []
         self._dropped: list[Key] = []
         self._written = 0
-        self._read = 0
+        self._tick = ProgressCounter("repair", 0, progress)
 
     def run(self) -> RepairReport:
         """Check, heal, drop, check again. Raises Corrupt if the index cannot be walked."""
@@ -214,18 +211,10 @@ class Repair:
         self._tick(location.stored_length)
         shelf.put_as_it_is(key, location, bytes(stored))
 
-    def _tick(self, length: int) -> None:
-        self._read += length
-        if self._progress is not None:
-            self._progress(Progress("repair", self._read, self._read))
-
     # -- giving up ---------------------------------------------------------------------------
 
     def _give_up(self, catalog: Catalog, damage: Damage) -> list[PackId]:
-        """Drop rows with wrong bytes, list whole snapshots and notes, condemn emptied packs.
-
-        One transaction; a row that changed since it was found broken stays.
-        """
+        """Drop rows with wrong bytes, list whole snapshots and notes, condemn emptied packs."""
         index = catalog.index
         if damage.stale_mirror:
             # The commit below writes the mirror.

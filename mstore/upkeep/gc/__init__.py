@@ -1,8 +1,7 @@
 """Garbage collection and pruning.
 
     survey    what is dead, and which packs to rewrite: pure, over an inventory
-    repack    copies what is needed out of a pack
-    collect   a whole collection, in the one safe order
+    collect   a whole collection, in the one safe order; copies what is needed out of packs
     proof     checks before anything is removed
     prune     marks the contents of old snapshots as no longer needed
 

@@ -17,6 +17,7 @@ that published it first keeps it. Reasons: docs/design/008-garbage-collection.md
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -30,8 +31,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import pack_number
-from mstore.blocks.packs import Kind
+from mstore.blocks.location import Key, Location, Row, pack_number
+from mstore.blocks.packs import NO_BASE, Kind
+from mstore.blocks.reader import BlockReader, decoded, verify
 from mstore.blocks.schema import NOTES, PINNED, PLANS, PRUNED, Condemned
 from mstore.models.stats.store import StatsStore
 from mstore.store import generation, leases, listing, unnamed_packs
@@ -39,15 +41,24 @@ from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Leftover
 from mstore.store.memo import Memo
-from mstore.store.publishing import MAX_PACK_BYTES
+from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.store.transaction import RefMove, apply_moves
-from mstore.terms.errors import StorageFailed
-from mstore.terms.ids import PackId, SnapshotId
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.errors import Corrupt, StorageFailed
+from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 from mstore.terms.sizes import format_size
+from mstore.upkeep.check.findings import typed_id
 from mstore.upkeep.gc import proof
-from mstore.upkeep.gc.repack import Copies
-from mstore.upkeep.gc.survey import DEAD_SHARE, Choice, DeadRows, PackUse, choose, places, uses
+from mstore.upkeep.gc.survey import (
+    DEAD_SHARE,
+    Choice,
+    DeadRows,
+    PackUse,
+    Place,
+    choose,
+    places,
+    uses,
+)
 from mstore.upkeep.reachability import Inventory, Reach, Roots, window_start
 
 RESERVE_BYTES = 8 << 20
@@ -315,14 +326,7 @@ class Collector:
         inventory = reach.inventory
         copies = Copies(self._catalog, inventory, directory, max_pack=self._limits.max_pack)
         total = sum(use.live_bytes for use in choice.rewrite)
-        done = 0
-
-        def tick(length: int) -> None:
-            nonlocal done
-            done += length
-            if self._progress is not None:
-                self._progress(Progress("gc", done, total))
-
+        tick = ProgressCounter("gc", total, self._progress)
         copies.copy(places(inventory, reach.live, choice.rewrite), tick)
         return copies
 
@@ -351,7 +355,7 @@ class Collector:
                     useless.append(pack.id)
             gone.update(_drop_rows(catalog, transaction, reach.inventory, dead))
             _drop_snapshots(catalog, transaction, dead)
-            _drop_sources(catalog, transaction, reach)
+            _drop_sources(catalog, transaction)
             _drop_pins(catalog, transaction, reach)
             proof.require_rows(catalog, reach)
             empty = {}
@@ -469,11 +473,8 @@ def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: DeadR
     listing.remove(index, transaction, dead.snapshots)
 
 
-def _drop_sources(catalog: Catalog, transaction: IndexTransaction, reach: Reach) -> None:
-    """Delete the names of a plan's inputs if the plan or one of these snapshots is gone.
-
-    Other snapshots can then stand in for the inputs.
-    """
+def _drop_sources(catalog: Catalog, transaction: IndexTransaction) -> None:
+    """Delete the names of a plan's inputs if the plan or one of these snapshots is gone."""
     index = catalog.index
     for id, sources in list(index.walk(transaction, PLANS)):
         named = {source.snapshot_id() for source in (sources.base, *sources.experts)}
@@ -497,3 +498,78 @@ def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
             row = leases.row_of(catalog.index, transaction, name)
             found.append(name if row is None else f"{row.purpose} (process {row.pid})")
     return found
+
+
+class Copies:
+    """Packs of copies, and each row as it was when its payload was copied.  For one thread."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        inventory: Inventory,
+        directory: Path,
+        *,
+        max_pack: int = MAX_PACK_BYTES,
+    ) -> None:
+        self._catalog = catalog
+        self._reader = BlockReader(catalog.packs, catalog.block_size)
+        self._inventory = inventory
+        self.packs = NewPacks(catalog, directory, prefix="c", max_pack=max_pack)
+        self.rows: dict[Key, Row] = {}
+        self.left: list[str] = []
+        self.ran_out = False
+
+    def copy(self, places: Iterable[Place], tick: Callable[[int], None]) -> None:
+        """Copy the payloads at these places, and seal.
+
+        A full disk ends this early, without an error: `ran_out` is then True.
+        """
+        try:
+            for place in places:
+                tick(self._copy(place))
+            self.packs.seal()
+        except StorageFailed as error:
+            self.packs.abandon()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.ran_out = True
+            self.left.append("the disk is full: not all packs could be rewritten")
+        except BaseException:
+            self.packs.abandon()
+            raise
+
+    @property
+    def copied_bytes(self) -> int:
+        """Payload bytes in the sealed packs."""
+        return sum(entry.stored_length for pack in self.packs.sealed for entry in pack.entries)
+
+    def _copy(self, place: Place) -> int:
+        table = self._inventory.tables[place.kind]
+        id, row = table.id(place.row), table.row(place.row)
+        location = self._inventory.location(table, place.row)
+        length = location.stored_length
+        if row is None:
+            self.left.append(f"{place.kind.name.lower()} {id.hex()}: its base is missing")
+            return length
+        try:
+            payload = self._payload(place.kind, id, location)
+        except Corrupt as error:
+            self.left.append(f"{place.kind.name.lower()} {id.hex()}: {error.what}")
+            return length
+        self.packs.copy((place.kind, id), location, payload)
+        self.rows[place.kind, id] = row
+        return length
+
+    def _payload(self, kind: Kind, id: bytes, location: Location) -> Buffer:
+        """Return the stored bytes, after checking them against the id."""
+        if kind != Kind.BLOCK:
+            return self._catalog.record_bytes(typed_id(kind, id), location)
+        block = BlockId(id)
+        payload = self._reader.payload(block, location)
+        base: Buffer | None = None
+        if location.base != NO_BASE:
+            base = memoryview(bytearray(location.raw_length))
+            [lies] = self._catalog.locate([BlockId(location.base)])
+            self._catalog.read_block_into(BlockId(location.base), lies, base)
+        verify(block, location, decoded(block, location, payload, base), base)
+        return payload

@@ -64,10 +64,7 @@ def require_sound_names(catalog: Catalog) -> None:
 
 
 def require_rows(catalog: Catalog, reach: Reach) -> None:
-    """Require that no pack has a needed block without a row: such blocks were lost before.
-
-    Raises Corrupt if a pack has one, or is unreadable.
-    """
+    """Raise Corrupt if a pack has, or may have, a needed block without a row: that was lost."""
     if reach.lost_bases:
         block = min(reach.lost_bases)
         raise Corrupt(

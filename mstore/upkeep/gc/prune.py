@@ -29,10 +29,7 @@ NS_A_SECOND = 1_000_000_000
 
 
 class PruneReport(Report, frozen=True):
-    """The snapshots whose contents were dropped, or with `dry_run` would be.
-
-    Garbage collection frees their space.
-    """
+    """The snapshots whose contents were dropped, or with `dry_run` would be; gc frees the space."""
 
     dry_run: bool
     """whether this only reports what would be pruned"""
@@ -47,13 +44,9 @@ class PruneReport(Report, frozen=True):
 
 
 class PruneRules(msgspec.Struct, frozen=True):
-    """What to prune: of each branch (all for no names), every snapshot that no rule keeps.
+    """What to prune of these branches, or of all: see `Store.prune`.
 
-    keep_last: the newest so many; the tip always stays. keep_daily, keep_weekly, keep_monthly,
-    keep_yearly: the newest snapshot of each of the newest so many days (weeks, ...) that have one,
-    counted as restic does: days in this machine's time zone, weeks as in ISO 8601. keep_tagged:
-    keep snapshots that a tag names; else remove these tags. unnamed_inputs: also prune inputs of
-    merges that no ref names.
+    Periods are counted as restic does: days in this machine's time zone, weeks as in ISO 8601.
     """
 
     keep_last: int = 0

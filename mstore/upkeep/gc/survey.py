@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from mstore.blocks.id_search import Flags
+from mstore.blocks.location_arrays import Flags
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import ENTRY, PAGE, Kind
 from mstore.terms.errors import Corrupt
@@ -30,10 +30,7 @@ _STEP = 1 << 20
 
 
 class PackUse(msgspec.Struct, frozen=True):
-    """A pack and its rows; `rows` includes dead ones.
-
-    dead_bytes: None if the pack is damaged.
-    """
+    """A pack and its rows, also dead ones; `dead_bytes` is None if the pack is damaged."""
 
     number: int
     pack: PackId

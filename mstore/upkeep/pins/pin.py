@@ -5,35 +5,47 @@ groups in file order. Memory: a few groups per thread, and about 400 bytes for e
 
 Unpin codes blocks as adding them would: by the store's policy, and against the base that the
 snapshot's lineage names. A block that another pinned snapshot has stays raw.
+
+Packs are written and published in the order that `mstore.store.transaction` promises
+(`Rewriting`). Its index transaction points rows at the copies, and sets or removes the mark of the
+pin: a crash before it leaves only garbage, and after it all is done. Old payloads are garbage that
+gc frees, once those who may be reading them have ended. The lock of garbage collection is held
+throughout, as by all who change rows of stored blocks: so no row changes under a copy, and no base
+of a difference is collected before the difference is published. `add` and `merge` do not need it:
+they only add rows.
 """
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mstore.blocks.codecs import Codec, Encoded, encode
-from mstore.blocks.location import Location, Row, base_of, width
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location import Key, Location, Row, base_of, width
+from mstore.blocks.packs import ENTRY, PAGE, Kind
 from mstore.blocks.reader import ThreadBuffer
 from mstore.blocks.schema import PINNED
 from mstore.models.stats.analysis import BaseBlocks
-from mstore.store import contents
+from mstore.store import contents, leases, unnamed_packs
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.models import tensors_of
 from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.snapshot import BASE, SnapshotRecord
 from mstore.store.objects.tensor import Tensor
-from mstore.store.publishing import MAX_PACK_BYTES
-from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
+from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
+from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound, StorageFailed
 from mstore.terms.ids import BlockId, Buffer, SnapshotId
 from mstore.terms.phrases import call, phrase
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
+from mstore.terms.sizes import format_size
 from mstore.upkeep.pins.positions import (
     GROUP_BYTES,
     LONG_RUN,
@@ -46,7 +58,123 @@ from mstore.upkeep.pins.positions import (
     runs_in,
     to_copy,
 )
-from mstore.upkeep.pins.rewriting import Rewriting
+
+RESERVE_BYTES = 8 << 20
+"""Free space, in bytes, that new packs leave to others."""
+
+
+class Rewriting:
+    """Blocks on the way to new places.  Nothing is visible before `publish` returns.
+
+    blocks: how many it then moved.
+    """
+
+    def __init__(self, catalog: Catalog, lease: leases.Lease, max_pack: int) -> None:
+        self._catalog = catalog
+        self._lease = lease
+        self._packs = NewPacks(catalog, lease.directory, prefix="p", max_pack=max_pack)
+        self._rows: dict[Key, Row] = {}
+        self._bases: set[bytes] = set()
+        self._deltas: set[BlockId] = set()
+        with catalog.index.env.read() as transaction:
+            self._generation = catalog.index.generation(transaction)
+        self.blocks = 0
+
+    @classmethod
+    @contextmanager
+    def begin(
+        cls, catalog: Catalog, purpose: str, *, max_pack: int = MAX_PACK_BYTES
+    ) -> Iterator[Rewriting]:
+        """Lock and take a lease; leaving the block without `publish` removes all that was written.
+
+        Waits for a running collection or repair.  Raises StorageFailed.
+        """
+        with leases.collecting(catalog.layout):
+            with catalog.publishing(packs=True):
+                leases.sweep(catalog.layout, catalog.index)
+                unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
+            lease = leases.Lease(catalog.layout, catalog.index, purpose)
+            try:
+                own = cls(catalog, lease, max_pack)
+                try:
+                    yield own
+                finally:
+                    own._packs.abandon()
+            finally:
+                lease.release()
+
+    def require_room(self, positions: int, plain_bytes: int) -> None:
+        """Raise StorageFailed unless the disk has room for so many blocks, stored raw."""
+        directory = self._catalog.layout.packs
+        packs = 1 + plain_bytes // MAX_PACK_BYTES
+        # With footers and alignment.
+        needed = plain_bytes + positions * ENTRY.size + packs * 4 * PAGE if positions else 0
+        free = max(0, self._catalog.packs.free_bytes() - RESERVE_BYTES)
+        if needed > free:
+            raise StorageFailed(
+                f"the copies take {format_size(needed)}, and the disk has {format_size(free)} free",
+                where=str(directory),
+                hint=phrase("{gc} frees what nothing needs", gc=call("gc")),
+                errno=errno.ENOSPC,
+            )
+
+    def put(self, position: Position, row: Row, encoded: Encoded, file: str) -> None:
+        """Store a block at a new place; blocks of one file come in file order.
+
+        row: the one that it has now. encoded: decodes to bytes that the caller has checked.
+        """
+        self._packs.writer.append_encoded(position.block, encoded, file, position.offset)
+        self._rows[Kind.BLOCK, position.block] = row
+        if encoded.base is not None:
+            self._bases.add(encoded.base)
+            self._deltas.add(position.block)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the packs that are sealed by now."""
+        return self._packs.bytes_written
+
+    def publish(self, also: Callable[[IndexTransaction], None]) -> None:
+        """Point the rows of all these blocks at their new places, in one index transaction.
+
+        also: changes further rows there.  Raises Conflict, StorageFailed; then nothing is changed.
+        """
+        catalog = self._catalog
+        with self._packs.committing() as transaction:
+            for block in self._became_bases(transaction):
+                del self._rows[Kind.BLOCK, block]
+            moved = 0
+            for pack in self._packs.sealed:
+                moved += catalog.index.move_into(transaction, pack, self._rows).total()
+            if moved != len(self._rows):
+                raise Conflict(
+                    f"{len(self._rows) - moved} blocks moved while this command was running",
+                    hint="run the command again",
+                )
+            self._require_bases(transaction)
+            also(transaction)
+            self._lease.drop_row(transaction)
+        self.blocks = moved
+
+    def _became_bases(self, transaction: IndexTransaction) -> set[BlockId]:
+        """Return blocks that are differences now, and that others refer to since we looked."""
+        index = self._catalog.index
+        # This very commit is the next generation.
+        if not self._deltas or index.generation(transaction) == self._generation + 1:
+            return set()
+        bases = {place.base for _, place in index.blocks(transaction)}
+        return {block for block in self._deltas if block in bases}
+
+    def _require_bases(self, transaction: IndexTransaction) -> None:
+        """Raise Conflict unless the base of every new difference is stored, and is none itself."""
+        for base in self._bases:
+            place = self._catalog.index.block(transaction, BlockId(base))
+            if place is None or Codec(place.codec).is_delta:
+                raise Conflict(
+                    "the base of a difference changed while this command was running",
+                    where=f"block {base.hex()}",
+                    hint="run the command again",
+                )
 
 
 class PinReport(Report, frozen=True):
@@ -211,7 +339,7 @@ def _copy(
             buffer = bytearray(max(GROUP_BYTES, catalog.block_size))
         return _Loaded(_read(catalog, group.positions, memoryview(buffer)), buffer)
 
-    done = 0
+    tick = ProgressCounter("pin", plan.copied_bytes, progress)
     with ThreadPoolExecutor(threads, "pin") as pool:
         loading = in_order(lambda group: pool.submit(load, group), plan.groups, ahead=2 * threads)
         with closing(loading):
@@ -223,9 +351,7 @@ def _copy(
                     rewriting.put(position, row, raw, group.file)
                     at += position.length
                 spare.append(buffer)
-                done += at
-                if progress is not None:
-                    progress(Progress("pin", done, plan.copied_bytes))
+                tick(at)
 
 
 def _read(catalog: Catalog, positions: Sequence[Position], room: memoryview) -> list[Row]:
@@ -365,7 +491,7 @@ class _Unpinning:
 
     def run(self, rewriting: Rewriting, threads: int, progress: ProgressCallback | None) -> None:
         """Code the candidates in file order."""
-        done = 0
+        tick = ProgressCounter("unpin", self._needed, progress)
         with ThreadPoolExecutor(threads, "unpin") as pool:
             loading = in_order(
                 lambda one: pool.submit(self._code, one[1]), self._groups(), ahead=2 * threads
@@ -375,9 +501,7 @@ class _Unpinning:
                     for position, row, encoded in zip(positions, *coded, strict=True):
                         if encoded is not None:
                             rewriting.put(position, row, encoded, file)
-                        done += position.length
-                    if progress is not None:
-                        progress(Progress("unpin", done, self._needed))
+                    tick(sum(position.length for position in positions))
 
     def _groups(self) -> Iterator[Neighbours]:
         seen: set[BlockId] = set()

@@ -77,10 +77,7 @@ def _of_tensor(
 
 
 def coded_blocks(catalog: Catalog, files: Iterable[File]) -> set[BlockId]:
-    """Return the blocks of some files that the policy `raw` would not have stored so.
-
-    Raises NotFound, Corrupt.
-    """
+    """Return the blocks of some files that the policy `raw` would not have stored so."""
     found: set[BlockId] = set()
     for file in files:
         blocks = [position.block for position in positions_in(catalog, file)]
@@ -127,10 +124,7 @@ Reading it takes ten times as long as finding it, on any disk; and a file of 5 G
 
 
 class FileRuns(msgspec.Struct, frozen=True):
-    """How a file lies: the number of its raw runs, and bytes that no page can be mapped from.
-
-    unmapped_bytes: of blocks that are not raw, or not page-congruent with the file.
-    """
+    """How a file lies: raw runs, and bytes that are not raw or not page-congruent."""
 
     runs: int
     unmapped_bytes: int
