@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mstore_fuse import mount_table
 from mstore_fuse.driver import MountInfo
 from mstore_fuse.erofs.driver import Erofs, image_name
-from mstore_fuse.fuse_driver import Source, serves
+from mstore_fuse.fuse_driver import MountedSnapshot, serves
 from mstore_fuse.mount_table import TableEntry
 from mstore_fuse.mounts import DRIVERS
 
@@ -29,14 +29,14 @@ def as_kernel_shows(text: str) -> bytes:
 def test_source_round_trip(revision: str, folder: str, pid: int) -> None:
     """Any revision, store path and pid come back from the source that they were written into."""
     for shown in (revision, None):
-        source = Source(Path("/", folder.replace("/", "-")), shown, pid)
-        assert Source.parse(str(source)) == source
+        source = MountedSnapshot(Path("/", folder.replace("/", "-")), shown, pid)
+        assert MountedSnapshot.parse(str(source)) == source
 
 
 @given(TEXT, TEXT)
 def test_source_has_nothing_that_mount_options_would_split(revision: str, folder: str) -> None:
     """No comma, backslash, blank or line end of a name reaches the mount options."""
-    text = str(Source(Path("/", folder.replace("/", "-")), revision, 1))
+    text = str(MountedSnapshot(Path("/", folder.replace("/", "-")), revision, 1))
     assert not set(text) & set(",\\ \t\r\n\"'")
 
 
@@ -78,22 +78,22 @@ def told(entry: TableEntry) -> list[MountInfo]:
 
 def test_source_reads_well() -> None:
     """An ordinary mount says in plain words what it is."""
-    assert str(Source(Path("/srv/models"), "llama/merged", 42)) == (
+    assert str(MountedSnapshot(Path("/srv/models"), "llama/merged", 42)) == (
         "mstore:llama/merged@/srv/models#42"
     )
-    assert str(Source(Path("/srv/models"), None, 42)) == "mstore:*@/srv/models#42"
-    assert str(Source(Path("/a@b"), "main@{2}", 1)) == "mstore:main@{2}@/a%40b#1"
+    assert str(MountedSnapshot(Path("/srv/models"), None, 42)) == "mstore:*@/srv/models#42"
+    assert str(MountedSnapshot(Path("/a@b"), "main@{2}", 1)) == "mstore:main@{2}@/a%40b#1"
 
 
 @pytest.mark.parametrize("text", ["sshfs", "mstore:", "mstore:a@/b", "mstore:a@/b#", "a@/b#1"])
 def test_foreign_sources_are_refused(text: str) -> None:
     """A source that we did not write is nothing, not something odd."""
-    assert Source.parse(text) is None
+    assert MountedSnapshot.parse(text) is None
 
 
 def test_entries_are_decoded(tmp_path: Path) -> None:
     """Octal escapes, optional fields, bind mounts and stacked mounts are read as they are."""
-    source = str(Source(Path("/srv/my store"), "main", 7))
+    source = str(MountedSnapshot(Path("/srv/my store"), "main", 7))
     lines = [
         b"22 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda rw",
         b"42 22 0:39 / /mnt/a\\040b ro - fuse.mstore "

@@ -37,10 +37,10 @@ from mstore.terms.phrases import Option, call, to_json
 from mstore_fuse import libfuse, mount_table
 from mstore_fuse.about import AboutStore
 from mstore_fuse.driver import MountRequest
-from mstore_fuse.fuse_driver import Source, parser, request_of
-from mstore_fuse.operations import Operations
+from mstore_fuse.fuse_driver import MountedSnapshot, parser, request_of
+from mstore_fuse.operations import FuseOperations
 from mstore_fuse.store_tree import RefTree, StoreTree
-from mstore_fuse.tree import SnapshotTree, Tree
+from mstore_fuse.tree import MountTree, SnapshotTree
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SYSLOG = Path("/dev/log")
@@ -93,9 +93,9 @@ class Daemon:
         try:
             libfuse.serve(
                 module,
-                Operations(self._start, module.fuse_exit),
+                FuseOperations(self._start, module.fuse_exit),
                 str(request.mountpoint),
-                source=str(Source(request.store, request.revision, os.getpid())),
+                source=str(MountedSnapshot(request.store, request.revision, os.getpid())),
                 allow_other=request.allow_other,
             )
         except BaseException as error:  # noqa: BLE001 - carried to the main thread
@@ -107,7 +107,7 @@ class Daemon:
                 self._store.close()
             os.write(wake, _ENDED)
 
-    def _start(self) -> Tree:
+    def _start(self) -> MountTree:
         request = self.request
         try:
             # Reads need it.  Where an import fails half way, for want of descriptors, no other can
@@ -129,7 +129,7 @@ class Daemon:
         )
         return tree
 
-    def _tree(self, store: Store) -> Tree:
+    def _tree(self, store: Store) -> MountTree:
         about, shown = AboutStore(store), self.request.show_meta
         revision = self.request.revision
         if revision is None:
@@ -152,7 +152,7 @@ class Daemon:
         """Unmount lazily: open files stay readable, and libfuse returns after the last close."""
         self._stop = True
         top = mount_table.at(self.request.mountpoint)
-        source = Source.parse(top.source) if top is not None else None
+        source = MountedSnapshot.parse(top.source) if top is not None else None
         if source is None:
             return  # Already gone, or not created yet.
         if source.pid != os.getpid():

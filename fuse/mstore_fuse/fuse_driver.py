@@ -97,7 +97,7 @@ class Fuse(Driver):
     def status(self, entry: TableEntry) -> MountInfo | None:
         if not entry.whole or entry.type != _TYPE or entry.user is None:
             return None
-        source = Source.parse(entry.source)
+        source = MountedSnapshot.parse(entry.source)
         if source is None:
             return None
         alive = serves(source.pid)
@@ -116,7 +116,7 @@ class Fuse(Driver):
             time.sleep(_POLL)
 
 
-class Source(msgspec.Struct, frozen=True):
+class MountedSnapshot(msgspec.Struct, frozen=True):
     """What a mount shows, and which process serves it. revision: None for the whole store."""
 
     store: Path
@@ -128,7 +128,7 @@ class Source(msgspec.Struct, frozen=True):
         return f"mstore:{revision}@{escaped(str(self.store), also='@')}#{self.pid}"
 
     @classmethod
-    def parse(cls, text: str) -> Source | None:
+    def parse(cls, text: str) -> MountedSnapshot | None:
         """Parse a mount's source; None if we did not write it."""
         found = _SOURCE.fullmatch(text)
         if found is None:

@@ -170,7 +170,7 @@ def _check_paths(view: SnapshotView) -> None:
     check_case_twins(view.files, where)
 
 
-class _File:
+class _WrittenFile:
     """A file that several threads write; the last one to finish syncs and closes it."""
 
     def __init__(self, file: fs.NewFile) -> None:
@@ -210,7 +210,7 @@ class _Checkout:
         self._files = files
         self._tree = tree
         self._reflinks = reflinks
-        self._open: set[_File] = set()
+        self._open: set[_WrittenFile] = set()
         self._lock = Lock()
         self._room = ThreadBuffer(catalog.block_size)
 
@@ -231,7 +231,7 @@ class _Checkout:
             if self._view.is_virtual:
                 yield partial(self._stream, path)
                 continue
-            file = _File(self._tree.create(path))
+            file = _WrittenFile(self._tree.create(path))
             with self._lock:
                 self._open.add(file)
             jobs = (
@@ -244,11 +244,11 @@ class _Checkout:
                 yield job
             yield partial(self._release, file)
 
-    def _jobs_of(self, file: _File, path: str, size: int) -> Iterator[Callable[[], int]]:
+    def _jobs_of(self, file: _WrittenFile, path: str, size: int) -> Iterator[Callable[[], int]]:
         for offset, piece in self._pieces(0, self._view.extents(path, 0, size)):
             yield partial(self._write, file, offset, piece)
 
-    def _sharing(self, file: _File, path: str) -> Iterator[Callable[[], int]]:
+    def _sharing(self, file: _WrittenFile, path: str) -> Iterator[Callable[[], int]]:
         """Share what can be shared; yield what checks it, and what writes the rest."""
         for one in self._reflinks.pieces(self._view, path):
             job = self._check if self._reflinks.share(file.file, one) else self._write
@@ -262,7 +262,7 @@ class _Checkout:
             yield offset, piece
             offset += sum(extent.length for extent in piece)
 
-    def _write(self, file: _File, offset: int, piece: Sequence[Extent]) -> int:
+    def _write(self, file: _WrittenFile, offset: int, piece: Sequence[Extent]) -> int:
         blocks = [extent.block for extent in piece if isinstance(extent.block, BlockId)]
         begin = offset
         for extent, block, location in zip(
@@ -276,7 +276,7 @@ class _Checkout:
         self._release(file)
         return offset - begin
 
-    def _check(self, file: _File, offset: int, piece: Sequence[Extent]) -> int:
+    def _check(self, file: _WrittenFile, offset: int, piece: Sequence[Extent]) -> int:
         """Check blocks that the file shares with a pack, as they are in the file."""
         begin = offset
         for extent in piece:
@@ -293,7 +293,7 @@ class _Checkout:
         self._release(file)
         return offset - begin
 
-    def _release(self, file: _File) -> int:
+    def _release(self, file: _WrittenFile) -> int:
         if file.release():
             with self._lock:
                 self._open.discard(file)
@@ -321,7 +321,7 @@ _NEVER_HERE: Final = frozenset(
 """Refusals that a second attempt in the same tree gets, too."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class ClonedPiece(msgspec.Struct, frozen=True):
     """Neighbouring blocks of a file from `offset` on, one location for each.
 
     shared: the bytes of the file that can be an extent of the pack; empty if there are none.
@@ -377,7 +377,7 @@ class Reflinks:
                 ),
             )
 
-    def pieces(self, view: SnapshotView, path: str) -> Iterator[Piece]:
+    def pieces(self, view: SnapshotView, path: str) -> Iterator[ClonedPiece]:
         """Yield the blocks of a stored file in order, each run of shareable ones as one piece."""
         extents = view.extents(path, 0, view.files[path])
         offset = begin = 0
@@ -405,15 +405,15 @@ class Reflinks:
             return not self._is_raw(place, offset)
         return place.codec == Codec.RAW and place.follows(places[-1])
 
-    def _piece(self, begin: int, run: Sequence[Extent], places: Sequence[Location]) -> Piece:
+    def _piece(self, begin: int, run: Sequence[Extent], places: Sequence[Location]) -> ClonedPiece:
         shared = range(0)
         if self._is_raw(places[0], begin):
             end = begin + sum(extent.length for extent in run)
             first = -(-begin // self._align) * self._align
             shared = range(first, end // self._align * self._align)
-        return Piece(begin, run, places, shared if len(shared) >= self._least else range(0))
+        return ClonedPiece(begin, run, places, shared if len(shared) >= self._least else range(0))
 
-    def share(self, file: fs.NewFile, piece: Piece) -> bool:
+    def share(self, file: fs.NewFile, piece: ClonedPiece) -> bool:
         """Make a piece of a file extents of its pack, and copy what of it is less than a page.
 
         Nothing is checked yet.  Returns False where that cannot be, and the piece is to be written.

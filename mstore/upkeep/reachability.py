@@ -30,7 +30,7 @@ import numpy as np
 from mstore.blocks import location_arrays
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
-from mstore.blocks.location_arrays import LOST_BASE, Flags, Numbers, Table, id_at
+from mstore.blocks.location_arrays import LOST_BASE, Flags, LocationTable, Numbers, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.blocks.schema import NOTES, PRUNED
 from mstore.store import leases, listing, refs
@@ -132,7 +132,7 @@ class Inventory:
             return cls(catalog, transaction)
 
     @property
-    def blocks(self) -> Table:
+    def blocks(self) -> LocationTable:
         """The table of blocks."""
         return self.tables[Kind.BLOCK]
 
@@ -140,7 +140,7 @@ class Inventory:
         """Return whether a tensor, stored or virtual, has a row."""
         return any(self.tables[kind].find(id)[0] >= 0 for kind in (Kind.TENSOR, Kind.VIRTUAL))
 
-    def location(self, table: Table, number: int) -> Location:
+    def location(self, table: LocationTable, number: int) -> Location:
         """Return where a row says its payload lies. Raises Corrupt for an unknown pack."""
         head = table.heads[number]
         pack = self.packs.get(int(head["pack"]))

@@ -28,7 +28,7 @@ from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
 from mstore.merge.running.compute import blend, tie_counts
-from mstore.merge.running.loading import Loaded, Scratch, load
+from mstore.merge.running.loading import LoadBuffers, Loaded, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
 from mstore.merge.running.ties import TieLedger
 from mstore.store.catalog import Catalog
@@ -184,7 +184,7 @@ BATCH = 16
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Distances(msgspec.Struct, frozen=True):
+class PlanDistances(msgspec.Struct, frozen=True):
     """||merged - full||^2 for each plan, over all names of all tensors; expert bytes read."""
 
     squares: tuple[float, ...]
@@ -198,12 +198,12 @@ def distances(
     *,
     threads: int,
     progress: ProgressCallback | None = None,
-) -> Distances:
+) -> PlanDistances:
     """Measure the distance of each of `plans` from `full`; they read parts of what `full` reads.
 
     All are plans of one request that differ in what they leave out.  Raises Corrupt, StorageFailed.
     """
-    run = _Run(catalog, full, plans)
+    run = _SweepPass(catalog, full, plans)
     total, done = max(1, run.expert_meter.limit or 0), 0
     sums: list[list[float]] = [[] for _ in plans]
     with ThreadPoolExecutor(threads, "measure") as pool:
@@ -213,10 +213,10 @@ def distances(
             if progress is not None:
                 done = max(done, min(total, run.expert_meter.total))
                 progress(Progress("measure", done, total))
-    return Distances(tuple(math.fsum(parts) for parts in sums), run.expert_meter.total)
+    return PlanDistances(tuple(math.fsum(parts) for parts in sums), run.expert_meter.total)
 
 
-class _Run:
+class _SweepPass:
     def __init__(self, catalog: Catalog, full: Plan, plans: Sequence[Plan]) -> None:
         self._catalog = catalog
         self.expert_meter = Meter("expert", costs_of(catalog, full).planned)
@@ -224,7 +224,7 @@ class _Run:
         self._cuts = [Tasks(catalog, _as_float32(cut)) for cut in plans]
         self._plan = full
         self._copies = Counter(self._full.first.values())
-        self._scratch = Scratch()
+        self._scratch = LoadBuffers()
         self._base_meter = Meter("base")
 
     def tensor(self, position: int) -> list[list[float]]:

@@ -29,7 +29,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.running.loading import Bytes, Loaded, Moved, Scratch, load, will_need
+from mstore.merge.running.loading import Bytes, LoadBuffers, Loaded, Moved, load, will_need
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import (
     ALL_FINITE,
@@ -205,7 +205,7 @@ class Computer:
         self._base_meter = base_meter
         self._has_blocks = has_blocks
         self._moved = moved
-        self._scratch = Scratch()
+        self._scratch = LoadBuffers()
         self._lock = threading.Lock()
         self._free: list[npt.NDArray[np.uint8]] = []
 

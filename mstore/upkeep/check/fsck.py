@@ -27,7 +27,7 @@ from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 from mstore.upkeep.check import index_file
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Findings, Problem
 from mstore.upkeep.check.graph import Graph
-from mstore.upkeep.check.packs import Footers, Payloads, Totals
+from mstore.upkeep.check.packs import CheckedAmounts, FooterPass, PayloadPass
 
 
 class CheckReport(Report, frozen=True):
@@ -124,8 +124,8 @@ class Checker:
         self._index(catalog)
         graph = Graph(catalog, Findings())
         if findings.is_index_wrong:
-            return self._report(catalog, Totals(), graph, 0, began)
-        totals = Footers(catalog, findings).run()
+            return self._report(catalog, CheckedAmounts(), graph, 0, began)
+        totals = FooterPass(catalog, findings).run()
         self._side_tables()
         graph.run()
         bytes_read = self._payloads(catalog, totals)
@@ -150,7 +150,7 @@ class Checker:
     def _report(
         self,
         catalog: Catalog,
-        totals: Totals,
+        totals: CheckedAmounts,
         graph: Graph,
         bytes_read: int,
         began: float,
@@ -175,13 +175,13 @@ class Checker:
             seconds=time.monotonic() - began,
         )
 
-    def _payloads(self, catalog: Catalog, totals: Totals) -> int:
+    def _payloads(self, catalog: Catalog, totals: CheckedAmounts) -> int:
         if not self._scope.share:
             return 0
         # The size of a sample is known only after reading it.
         expected = int(totals.stored_bytes * self._scope.share)
         tick = ProgressCounter("fsck", expected, self._progress)
-        payloads = Payloads(
+        payloads = PayloadPass(
             catalog,
             self.findings,
             tick,

@@ -26,7 +26,7 @@ import msgspec
 
 from mstore.blocks.index import GENERATION
 from mstore.blocks.lmdb_check import at_most
-from mstore.blocks.lmdb_pages import LmdbFile, Tree
+from mstore.blocks.lmdb_pages import BTree, LmdbFile
 from mstore.blocks.schema import (
     CONDEMNED,
     COUNTERS,
@@ -40,7 +40,7 @@ from mstore.blocks.schema import (
     REFS,
     SNAPSHOTS,
     TABLES,
-    Sources,
+    PlanInputs,
 )
 from mstore.blocks.tables import Table
 from mstore.store import mirror, pack_list, refs
@@ -153,7 +153,7 @@ class OldIndex:
     is_reflog_whole: bool = False
     reflog: dict[tuple[str, int], Move] = field(default_factory=dict)
     moves: dict[str, Move] = field(default_factory=dict)
-    plans: dict[PlanId, Sources] = field(default_factory=dict)
+    plans: dict[PlanId, PlanInputs] = field(default_factory=dict)
     snapshots: set[SnapshotId] | None = None
     pruned: dict[SnapshotId, int] | None = None
     pinned: dict[SnapshotId, int] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class OldIndex:
         self.pruned = pruned if is_whole else None
 
     def _rows(
-        self, file: LmdbFile, databases: dict[bytes, Tree], table: Table[_K, _V]
+        self, file: LmdbFile, databases: dict[bytes, BTree], table: Table[_K, _V]
     ) -> tuple[dict[_K, _V], bool]:
         """Return the rows of a table that can be read, and whether these are all."""
         name = table.name.encode()

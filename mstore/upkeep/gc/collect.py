@@ -54,7 +54,7 @@ from mstore.upkeep.gc.survey import (
     Choice,
     DeadRows,
     PackUse,
-    Place,
+    PlacedRow,
     choose,
     places,
     uses,
@@ -322,9 +322,9 @@ class Collector:
         tally.left += [*choice.left, *copies.left]
         return False
 
-    def _copy(self, reach: Reach, choice: Choice, directory: Path) -> Copies:
+    def _copy(self, reach: Reach, choice: Choice, directory: Path) -> PacksOfCopies:
         inventory = reach.inventory
-        copies = Copies(self._catalog, inventory, directory, max_pack=self._limits.max_pack)
+        copies = PacksOfCopies(self._catalog, inventory, directory, max_pack=self._limits.max_pack)
         total = sum(use.live_bytes for use in choice.rewrite)
         tick = ProgressCounter("gc", total, self._progress)
         copies.copy(places(inventory, reach.live, choice.rewrite), tick)
@@ -334,7 +334,7 @@ class Collector:
         self,
         reach: Reach,
         choice: Choice,
-        copies: Copies,
+        copies: PacksOfCopies,
         lease: leases.Lease,
     ) -> None:
         catalog, tally = self._catalog, self._tally
@@ -500,7 +500,7 @@ def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
     return found
 
 
-class Copies:
+class PacksOfCopies:
     """Packs of copies, and each row as it was when its payload was copied.  For one thread."""
 
     def __init__(
@@ -519,7 +519,7 @@ class Copies:
         self.left: list[str] = []
         self.ran_out = False
 
-    def copy(self, places: Iterable[Place], tick: Callable[[int], None]) -> None:
+    def copy(self, places: Iterable[PlacedRow], tick: Callable[[int], None]) -> None:
         """Copy the payloads at these places, and seal.
 
         A full disk ends this early, without an error: `ran_out` is then True.
@@ -543,7 +543,7 @@ class Copies:
         """Payload bytes in the sealed packs."""
         return sum(entry.stored_length for pack in self.packs.sealed for entry in pack.entries)
 
-    def _copy(self, place: Place) -> int:
+    def _copy(self, place: PlacedRow) -> int:
         table = self._inventory.tables[place.kind]
         id, row = table.id(place.row), table.row(place.row)
         location = self._inventory.location(table, place.row)

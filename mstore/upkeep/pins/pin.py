@@ -210,7 +210,7 @@ class _Loaded(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Plan:
+class _PinPlan:
     """What to copy, and sums over the snapshot's different blocks."""
 
     groups: list[Neighbours]
@@ -285,9 +285,9 @@ def _runs_now(catalog: Catalog, files: Sequence[File]) -> FileRuns:
     return FileRuns(runs, unmapped)
 
 
-def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_run: int) -> _Plan:
+def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_run: int) -> _PinPlan:
     others = blocks_of_other_pins(catalog, snapshot)
-    plan = _Plan([])
+    plan = _PinPlan([])
     seen: set[BlockId] = set()
     for file in files:
         positions = list(positions_in(catalog, file))
@@ -307,7 +307,7 @@ def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_ru
 
 
 def _count(
-    plan: _Plan,
+    plan: _PinPlan,
     positions: Sequence[Position],
     places: Sequence[Location],
     seen: set[BlockId],
@@ -325,7 +325,7 @@ def _count(
 def _copy(
     catalog: Catalog,
     rewriting: Rewriting,
-    plan: _Plan,
+    plan: _PinPlan,
     threads: int,
     progress: ProgressCallback | None,
 ) -> None:

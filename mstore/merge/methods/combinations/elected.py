@@ -14,11 +14,11 @@ from mstore.merge.measures.estimates import elected
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.combination import Combination
 from mstore.merge.methods.method import Operation
-from mstore.merge.methods.model import Model, scaled
+from mstore.merge.methods.model import CostModel, scaled
 
 
-class ElectedModel(Model):
-    """As `Model`, for elections."""
+class ElectedModel(CostModel):
+    """As `CostModel`, for elections."""
 
     votes: Sequence[float] | None = None
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE
 from mstore.merge.methods.combination import Combination
 from mstore.merge.methods.method import Operation
-from mstore.merge.methods.model import Model
+from mstore.merge.methods.model import CostModel
 
 
 class Sum(Combination):
     """A sum with fixed factors."""
 
     kind = ADDITIVE
-    model = Model
+    model = CostModel
 
 
 class Alone(Sum):

@@ -16,7 +16,7 @@ from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import GAMMA, TRIM_DENSITY, Value
 from mstore.merge.methods.selection import Cuts, Selection, each
 from mstore.models.stats.histogram import exp_of_minus, tail_squares
-from mstore.store.objects.plan import Threshold
+from mstore.store.objects.plan import TrimThreshold
 
 
 # Not slotted: a survey asks for ranks of every expert and tensor.
@@ -84,7 +84,7 @@ class Trimmed(Selection, frozen=True, dict=True):
         """One, where something is trimmed."""
         return int(self.trims)
 
-    def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
+    def thresholds(self, planned: Sequence[TrimThreshold]) -> Cuts | None:
         """Return those of the plan."""
         if not self.trims:
             return None
