@@ -194,10 +194,10 @@ def test_messages_exist() -> None:
 
 
 def test_figures_of_sizing_were_measured() -> None:
-    """Every figure in docs/sizing.md stands in docs/benchmarks.md."""
+    """Every figure in docs/sizing.md stands in docs/benchmarks-details.md."""
     unit = r"(?:MB|GB|MiB|KiB|s|%|bytes|blocks)\b"
     figure = re.compile(r"\d[\d,]*(?:\.\d+)?(?= ?(?:%|" + unit + "))")
-    measured = set(re.findall(r"\d[\d,]*(?:\.\d+)?", (DOCS / "benchmarks.md").read_text()))
+    measured = set(re.findall(r"\d[\d,]*(?:\.\d+)?", (DOCS / "benchmarks-details.md").read_text()))
     figures = set(figure.findall((DOCS / "sizing.md").read_text()))
     assert len(figures) > 40
     assert figures <= measured
