@@ -8,22 +8,20 @@ from typing import NamedTuple
 from tables import Told, table
 
 HEAD = """\
-## At a glance
-
 *Ratio* is mstore against the peer in the same run. *Limit* is mstore's wall time in multiples of
-the least that the machine could take, where that was measured: in the run of `bench/limits.py`, not
-in that of the ratio. A row with two aims stands twice. The sections
-below say how each figure was made, and the end of the page how the machines differ, what falls
-short, and why. Aims in seconds were set for the one with AVX-512.
-"""
-
-EARLIER = """\
-An earlier version, before blocks had one code (design 040), on a processor with AVX-512:
+the least that the machine could take, where `bench/limits.py` measured that. A row with two aims
+stands twice. The [details](benchmarks-details.md) say how each figure was made, how the
+[machines](benchmarks-details.md#what-falls-short-and-why) differ, and what falls short.
 """
 
 NOW = """\
-The newest figures of a processor {words} AVX-512; the end of the page says of which version each
-is:
+## A processor {words} AVX-512, newest figures
+"""
+
+EARLIER = """\
+## A processor with AVX-512, an earlier version
+
+Before blocks had one code ([040](design/040-rans.md)). Aims in seconds were set for this machine.
 """
 
 
@@ -49,10 +47,11 @@ def section(told: dict[str, Told], earlier: dict[str, Told]) -> str:
     told: results of this version, with the rest that is on the page; older ones do not say whether
     the processor has AVX-512, and have no row. earlier: results of a version before.
     """
-    tables = [(EARLIER, earlier)]
+    tables = []
     for has, words in ((True, "with"), (False, "without")):
         own = {name: one for name, one in told.items() if one["machine"].get("avx512") is has}
         tables.append((NOW.format(words=words), own))
+    tables.append((EARLIER, earlier))
     parts = [HEAD]
     for words, results in tables:
         rows = [row for name, make in MAKERS if name in results for row in make(results)]
@@ -76,7 +75,7 @@ def _line(row: Row) -> tuple[str, ...]:
         row.ratio,
         "" if row.limit is None else f"{row.limit:.1f} times",
         row.aim,
-        "met" if row.met else "[missed](#what-falls-short-and-why)",
+        "met" if row.met else "[missed](benchmarks-details.md#what-falls-short-and-why)",
     )
 
 

@@ -174,8 +174,7 @@ def main() -> None:
         FILES[way](Path(place))
         print(time.perf_counter() - began)
         return
-    import mstore.load
-    import mstore.safe_open  # noqa: F401 -- imported late by what is measured
+    import mstore.api.load  # noqa: F401 -- imported late by what is measured
     from mstore import Store
 
     with Store.open(Path(place)) as store:

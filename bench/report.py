@@ -1,7 +1,7 @@
-"""Write docs/benchmarks.md, and the table of docs/merge-methods.md, from the results that the
-scripts here left: no figure is typed by hand.
+"""Write docs/benchmarks.md, docs/benchmarks-details.md and the table of docs/merge-methods.md from
+the results that the scripts here left: no figure is typed by hand.
 
-    python bench/report.py [--results DIR] [--page FILE] [--methods FILE]
+    python bench/report.py [--results DIR] [--page FILE] [--details FILE] [--methods FILE]
 
 A script that has not been run has no section.  `plots.py` draws the figures that the page shows.
 """
@@ -41,16 +41,25 @@ from tables import Told
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
+DETAILS = HERE.parent / "docs" / "benchmarks-details.md"
 METHODS = HERE.parent / "docs" / "merge-methods.md"
 
 HEAD = """\
 # Benchmarks
 
-Written by `bench/report.py` from `bench/results` and `bench/notes.md`; how to run each
-script is in `bench/README.md`. Each figure is the median of the rounds, with the extremes in
-brackets. Compare ratios, not seconds: peers ran in the same round as what they are compared with,
-on the same machine, and a ratio is the median of the ratios of the rounds. MB and GB are 10^6 and
-10^9 bytes.
+How long mstore takes, compared with another program in the same round, on the same machine, and
+with the aim that we set. Read the ratios: seconds depend on the machine. Written by
+`bench/report.py` from `bench/results`.
+"""
+
+HEAD_OF_DETAILS = """\
+# Benchmarks in detail
+
+What stands behind [the ratios](benchmarks.md): a section for each script of `bench`, and at the
+end how the machines differ, what falls short, and why. Written by `bench/report.py` from
+`bench/results` and `bench/notes.md`; `bench/README.md` says how to run each script. Each figure is
+the median of the rounds, with the extremes in brackets; a ratio is the median of the ratios of the
+rounds. MB and GB are 10^6 and 10^9 bytes.
 """
 
 SECTIONS: dict[str, Callable[[Told], str]] = {
@@ -88,13 +97,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--details", type=Path, default=DETAILS)
     parser.add_argument("--methods", type=Path, default=METHODS)
     arguments = parser.parse_args()
     told, earlier = read(arguments.results), read(arguments.results / "avx512")
-    parts = [HEAD, page_headline.section(told, earlier)]
+    arguments.page.write_text("\n".join([HEAD, page_headline.section(told, earlier)]))
+    parts = [HEAD_OF_DETAILS]
     parts += [section(told[name]) for name, section in SECTIONS.items() if name in told]
     parts.append((HERE / "notes.md").read_text())
-    arguments.page.write_text("\n".join(parts))
+    arguments.details.write_text("\n".join(parts))
     if "estimates" in told:
         page = arguments.methods.read_text()
         arguments.methods.write_text(page_estimates.placed(page, told["estimates"]))

@@ -114,6 +114,39 @@ def test_every_page_is_found() -> None:
     assert all(name.startswith(f"{number}-") for number, name in listed)
 
 
+_SUPERSEDED = re.compile(r"\A# .*\n\n?Superseded by \[(\d+)\]\((.+?)\)")
+
+
+def test_designs_describe_what_is_there() -> None:
+    """A file that a design names exists, unless the note's first line says what superseded it;
+    the list of designs says so, too."""
+    roots = (
+        "mstore",
+        "cli",
+        "fuse",
+        "serve",
+        "tests",
+        "bench",
+        "scripts",
+        "conformance",
+        "examples",
+    )
+    files = [f"/{path.relative_to(ROOT)}" for root in roots for path in (ROOT / root).rglob("*.py")]
+    # A file of mergekit's.
+    elsewhere = {"tokenizer/embed.py"}
+    listed = (DOCS / "design" / "README.md").read_text()
+    for page in (DOCS / "design").glob("0*.md"):
+        text = page.read_text()
+        row = next(line for line in listed.splitlines() if f"({page.name})" in line)
+        later = _SUPERSEDED.match(text)
+        assert (later is not None) == ("superseded by" in row), page.name
+        if later is not None:
+            assert (page.parent / later[2]).exists()
+            continue
+        for name in re.findall(r"`([\w/]+\.py)`", text):
+            assert name in elsewhere or any(one.endswith(f"/{name}") for one in files), (page, name)
+
+
 def _commands(page: Path) -> Iterator[list[str]]:
     """The words of every mstore command in a page, in blocks and in between."""
     text = page.read_text().replace("\\\n", " ")
@@ -194,10 +227,11 @@ def test_messages_exist() -> None:
 
 
 def test_figures_of_sizing_were_measured() -> None:
-    """Every figure in docs/sizing.md stands in docs/benchmarks.md."""
+    """Every figure in docs/sizing.md stands in one of the two pages of benchmarks."""
     unit = r"(?:MB|GB|MiB|KiB|s|%|bytes|blocks)\b"
     figure = re.compile(r"\d[\d,]*(?:\.\d+)?(?= ?(?:%|" + unit + "))")
-    measured = set(re.findall(r"\d[\d,]*(?:\.\d+)?", (DOCS / "benchmarks.md").read_text()))
+    pages = [(DOCS / name).read_text() for name in ("benchmarks.md", "benchmarks-details.md")]
+    measured = set(re.findall(r"\d[\d,]*(?:\.\d+)?", "\n".join(pages)))
     figures = set(figure.findall((DOCS / "sizing.md").read_text()))
     assert len(figures) > 40
     assert figures <= measured

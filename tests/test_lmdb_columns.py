@@ -62,7 +62,7 @@ def test_pages_have_the_rows_that_a_cursor_reads(
         found = gathered(index, transaction)
         assert list(found.items()) == sorted(rows.items())
         # Without the other way.
-        monkeypatch.setattr(location_arrays, "Cursor", None)
+        monkeypatch.setattr(location_arrays, "CursorRows", None)
         table = location_arrays.read(index, transaction)[Kind.BLOCK]
     ids = sorted(rows)
     places = {id: number for number, id in enumerate(ids)}

@@ -132,7 +132,7 @@ class BlockCache:
         if not isinstance(found, _Checked):
             return piece_of(found, extent)
         data = bytearray(extent.length)
-        self._read_run(_Run.of(extent, found, memoryview(data)))
+        self._read_run(_RawRun.of(extent, found, memoryview(data)))
         return data
 
     def read_into(self, extents: Iterable[Extent], target: memoryview) -> None:
@@ -141,7 +141,7 @@ class BlockCache:
         Pieces of raw blocks that are neighbours in a pack are read at once.
         """
         done = 0
-        run: _Run | None = None
+        run: _RawRun | None = None
         for extent in extents:
             part = target[done : done + extent.length]
             done += extent.length
@@ -151,14 +151,14 @@ class BlockCache:
             elif run is None or not run.continues(extent, found):
                 if run is not None:
                     self._read_run(run)
-                run = _Run.of(extent, found, part)
+                run = _RawRun.of(extent, found, part)
             else:
                 run.pieces.append((extent, part))
                 run.length += extent.length
         if run is not None:
             self._read_run(run)
 
-    def _read_run(self, run: _Run) -> None:
+    def _read_run(self, run: _RawRun) -> None:
         targets = [part for _, part in run.pieces]
         try:
             self._catalog.packs.read_scattered(run.pack, run.offset, targets, run.version)
@@ -176,7 +176,7 @@ class BlockCache:
             if not isinstance(found, _Checked):
                 part[:] = piece_of(found, extent)
                 return
-            run = _Run.of(extent, found, part)
+            run = _RawRun.of(extent, found, part)
             try:
                 self._catalog.packs.read_scattered(run.pack, run.offset, [part], run.version)
             except Outdated:
@@ -308,7 +308,7 @@ class _Checked(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Run:
+class _RawRun:
     """Pieces of checked raw blocks that lie side by side in a pack, and where they go."""
 
     pack: PackId
@@ -318,7 +318,7 @@ class _Run:
     pieces: list[tuple[Extent, memoryview]]
 
     @classmethod
-    def of(cls, extent: Extent, found: _Checked, target: memoryview) -> _Run:
+    def of(cls, extent: Extent, found: _Checked, target: memoryview) -> _RawRun:
         """Begin a run. Raises Corrupt if the block is too short for the extent."""
         place = found.location
         _require_fits(extent, place.raw_length)
