@@ -217,7 +217,6 @@ Who = list[tuple[str, float]]
 
 
 def _shares(one: Measured, who: Who) -> dict[str, Any]:
-    """Return the fields that all reports of shares have."""
     return {
         "elements": one.elements,
         "changed": one.sums.changed,
@@ -346,5 +345,4 @@ class _Run:
 
 
 def _bytes(task: TensorTask, number: int) -> int:
-    """Return the plain bytes of a chunk of the base."""
     return task.chunk_length(number) * item_size(task.base_dtype)

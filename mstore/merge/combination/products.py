@@ -160,7 +160,6 @@ def truncated(
 
 
 def _product(read: Sequence[Read], module: str, setting: Setting, directory: Path) -> Singles:
-    """Return the combined products as a matrix.  Raises Incompatible if they are too large."""
     terms = [Term(partial(_finite, one, module), one.weight, one.position) for one in read]
     size = math.prod(read[0].shape)
     runs = combined(terms, f"{module}.weight", size, setting)

@@ -97,7 +97,6 @@ class Important(CutTogether, frozen=True):
         return Measured(cut=Cut(facts.finite(least, (0, 1), _LACK), -1), band=kept)
 
     def idle(self, grid: Grid) -> Bools:
-        """Return where nothing of the tensor is selected, too."""
         found: Bools = grid.nothing | (grid.band == 0)
         return found
 
@@ -112,7 +111,6 @@ class Important(CutTogether, frozen=True):
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
     ) -> Masks:
-        """Return the elements of the only expert that matter as much as the threshold."""
         assert cut is not None
         found = np.zeros(chunk.n, dtype=np.bool_)
         if chunk.row_dtypes:

@@ -151,7 +151,6 @@ def _grown(steps: int) -> Fraction:
 
 
 def _upper(exact: Fraction) -> float:
-    """Return the smallest float64 that is not below `exact`."""
     try:
         nearest = float(exact)
     except OverflowError:

@@ -48,7 +48,6 @@ def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float])
 
 
 def _mean(cosines: Sequence[Sequence[float]], steps: int, tolerance: float) -> _Point:
-    """Return the Karcher mean of unit vectors with these cosines."""
     count = len(cosines)
     mean = [1.0 / count] * count
     size = _size(cosines, mean)

@@ -53,7 +53,6 @@ class Model:
 
     @property
     def _weights(self) -> Floats:
-        """|w_k|: float64[K, 1]."""
         sizes: Floats = np.abs(np.array(self.operation.weights))[:, None]
         return sizes
 

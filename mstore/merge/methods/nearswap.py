@@ -34,11 +34,9 @@ class Near(Whole, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameter t."""
         return cls(experts, single(common(parameters, REACH)))
 
     def weightless(self, weights: Sequence[float]) -> tuple[bool, ...]:
-        """Return True for all if nothing is within reach."""
         return tuple([weight == 0 or self.reach == 0 for weight in weights])
 
     def squares(self, grid: Grid) -> Floats:

@@ -132,7 +132,6 @@ class Competing(Selection, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameter ratio."""
         return cls(experts, common(parameters, RATIO))
 
     def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
@@ -163,7 +162,6 @@ class Competing(Selection, frozen=True):
         return grid.whole * min(1.0, 2.0 * math.sqrt(self.ratio))
 
     def kept(self, grid: Grid) -> Floats:
-        """Return the share of what moves."""
         return grid.moved * self.ratio
 
     def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
@@ -177,7 +175,6 @@ class Competing(Selection, frozen=True):
 def _limits(
     chunks: Chunks, ratio: float, largest: Sequence[float], pool: ThreadPoolExecutor
 ) -> list[float]:
-    """Return the least score and the largest of each expert, in this order."""
     experts, count = range(chunks.experts), chunks.elements * chunks.experts
     every = Ordered(chunks, lambda deltas: scores(deltas, largest), count)
 

@@ -115,7 +115,6 @@ class Varied(CutTogether, frozen=True):
         return (False,) * len(weights)
 
     def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
-        """Return where the selection ends, and the squares that it leaves of each expert."""
         ids = [id for id, _ in facts.sides[1:]]
         # Sums in another order may round otherwise.
         what = struct.pack("<d", self.share) + b"".join(ids)
@@ -136,7 +135,6 @@ class Varied(CutTogether, frozen=True):
         return grid.whole * min(1.0, 2.0 * math.sqrt(self.share))
 
     def kept(self, grid: Grid) -> Floats:
-        """Return the share of what moves."""
         return grid.moved * self.share
 
     def fits(self, thresholds: Sequence[Threshold], listed: int) -> bool:
@@ -146,7 +144,6 @@ class Varied(CutTogether, frozen=True):
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
     ) -> Masks:
-        """Return the elements that the spread of what is read selects."""
         assert cut is not None
         found = np.empty(chunk.n, dtype=np.bool_)
         for start, end, sides in pieces_of_chunk(chunk):
@@ -232,7 +229,6 @@ def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut
 
 
 def _bits(deltas: Sequence[Singles]) -> Bits:
-    """Return the spreads' bits."""
     return spreads(deltas, len(deltas[0])).view(np.uint32)
 
 
@@ -275,15 +271,12 @@ class Fused(Elected):
         self._weigh = weigh
 
     def normalizes(self, operation: Operation) -> bool:
-        """Return True."""
         return True
 
     def needs_facts(self, operation: Operation) -> bool:
-        """Return True."""
         return True
 
     def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
-        """Return the operation with what `weigh` makes of the squares."""
         lack = BEYOND, "its experts cannot be weighed by squares of deltas"
         if measured.squares is None:
             squares = [facts.apart(side, lack) for side in facts.experts]

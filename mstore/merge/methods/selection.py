@@ -289,11 +289,9 @@ class CutTogether(Selection, frozen=True):
     planned = 1
 
     def cut(self, planned: Sequence[Threshold]) -> Cut:
-        """Return the threshold."""
         return Cut(planned[0].value, planned[0].quota)
 
     def mask_bytes(self, read: int) -> int:
-        """Return a byte for each expert."""
         return self.experts
 
     def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
@@ -337,7 +335,6 @@ class Whole(Selection, frozen=True):
     cancels = False
 
     def idle(self, grid: Grid) -> Bools:
-        """Return False throughout."""
         return np.zeros(grid.shape, dtype=bool)
 
 

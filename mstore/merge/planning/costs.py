@@ -163,7 +163,6 @@ class Comparer:
         return twin, self._costs(members, chunk, np.zeros(twin.shape, dtype=bool), twin)
 
     def _compared(self, tensors: Sequence[tuple[Tensor, Sequence[Tensor]]], chunk: int) -> Compared:
-        """Compare tensors of the same types with their experts."""
         size, bases = self._catalog.block_size, [base for base, _ in tensors]
         experts = list(zip(*(own for _, own in tensors), strict=True))
         base, dtypes = chunk_ids(bases, chunk, size), [own[0].dtype for own in experts]

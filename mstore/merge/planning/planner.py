@@ -210,13 +210,11 @@ class Planner:
         return int(budget * self.full_expert_bytes) if isinstance(budget, float) else budget
 
     def _itemsizes(self) -> Floats:
-        """Return the item size of each expert in bytes: float64[K, C]."""
         sizes = [[ITEMSIZES[e.record.dtype] for e in t.experts] for t in self._survey.tensors]
         shape = len(sizes), self._grid.shape[0]
         return np.array(sizes, dtype=np.float64).reshape(shape).T[:, self._grid.tensor]
 
     def _in_applied_tensors(self) -> Bools:
-        """Return bool[K, T]: where an adapter makes the expert's tensor."""
         found = [[e.is_applied for e in t.experts] for t in self._survey.tensors]
         shape = len(found), self._grid.shape[0]
         return np.array(found, dtype=bool).reshape(shape).T

@@ -166,7 +166,6 @@ class Thresholds:
     def _of_whole(
         self, tensor: SurveyedTensor, expert: ExpertTensor, place: int, rank: int
     ) -> Threshold | None:
-        """Return `_whole`, computed once."""
         known, key = self._known.whole, (*expert.pair, rank)
         if key not in known:
             known[key] = self._whole(tensor, expert, expert.thresholds[place], rank)

@@ -298,7 +298,6 @@ def _tokenizer(catalog: Catalog, model: Manifest) -> Tokenizer | None:
 
 
 def _models(plan: Plan, sources: Sources) -> Iterator[tuple[PlanInput, Source]]:
-    """Yield the experts."""
     # Companions come after them.
     return zip(plan.experts, sources.experts, strict=False)
 

@@ -258,7 +258,6 @@ def run_merge(
 
 
 def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) -> Incompatible:
-    """Return the error of a merge that makes such elements: which tensors, and of which experts."""
     names = {one.tensor for one in found}
     takes = {
         k
@@ -364,7 +363,6 @@ def replay(
 
 
 def _first_difference(catalog: Catalog, recorded: Manifest, outcome: Outcome) -> str:
-    """Return the first file that differs, with tensor and block as far as known."""
     fresh = {tensor.id(): tensor for tensor in outcome.tensors.values()}
     for ours, theirs in zip(recorded.files, outcome.manifest.files, strict=False):
         for part, other in zip(ours.parts, theirs.parts, strict=False):

@@ -280,7 +280,6 @@ class Computer:
     def _blend(
         self, loaded: Loaded, part: BatchPart, out: npt.NDArray[np.uint8]
     ) -> tuple[int, ...]:
-        """Run the kernel; return the ties that the chunk took, per threshold."""
         tensor = part.run.tensor
         if part.ledger is None:
             # The chunk may use the whole quota.
@@ -343,7 +342,6 @@ def computed(computer: Computer, bounds: Bounds, slices: Iterable[Slice]) -> Gen
 
 
 def _give_up(batches: Sequence[Batch]) -> None:
-    """Wake the chunks that wait for one of these batches."""
     for batch in batches:
         batch.fail(wholly=True)
 

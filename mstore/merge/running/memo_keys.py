@@ -150,7 +150,6 @@ class MemoKeys:
         return keys
 
     def _head_of(self, tensor: TensorTask, operation: Operation) -> bytes:
-        """Return the common prefix of a tensor's keys."""
         mix = tensor.mix
         key = mix, tensor.base_dtype, tensor.out_dtype
         found = self._heads.get(key)
@@ -203,7 +202,6 @@ class MemoKeys:
 
 
 def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:
-    """Return the bytes of a block list that belong to one chunk."""
     return ID_BYTES * blocks_per_chunk(dtype, tensor.chunk_elements, block_size)
 
 

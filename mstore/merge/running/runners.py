@@ -232,7 +232,6 @@ class RemoteRunner:
         return future
 
     def _receive_some(self, work: WorkList, waiting: set[Future[Receipt]]) -> None:
-        """Take all available receipts, at least one."""
         for future in wait(waiting, return_when=FIRST_COMPLETED).done:
             waiting.remove(future)
             try:

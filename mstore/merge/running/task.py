@@ -271,7 +271,6 @@ class Tasks:
         return found
 
     def _load(self, first: int) -> None:
-        """Load the members of a planned tensor together with those of the next ones."""
         tensors = self.plan.tensors[first : first + _TOGETHER]
         sides = [self.inputs.members[number] for number in self._read]
         ids = [
@@ -461,7 +460,6 @@ class Tasks:
 
 
 def _ids(blocks: bytes) -> list[bytes]:
-    """Split a block list into ids."""
     return [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
 
 

@@ -191,7 +191,6 @@ class VirtualBlocks:
         return found
 
     def _chunk(self, tensor: _Tensor, number: int) -> tuple[bytes, ChunkTask]:
-        """Return one chunk's memo key and task; loads those of its neighbours too."""
         first = number - number % _BATCH
         with self._lock:
             batch = self._batches.get((tensor, first))
@@ -228,7 +227,6 @@ class VirtualBlocks:
         return blocks
 
     def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> None:
-        """Compare ids with the memo table, or add them. Raises Corrupt if they differ."""
         row = self._memo.outputs([key])[0]
         known = None if row is None else Remembered.decode(row)
         if known is None:
@@ -266,7 +264,6 @@ class VirtualBlocks:
     def _quotas(
         self, tensor: _Tensor, loaded: Loaded
     ) -> tuple[npt.NDArray[np.int64], Sequence[int]]:
-        """Return the ties that a chunk may keep of each expert, and the used limited quotas."""
         if tensor.prefix is None:
             return tensor.task.quotas, [0] * len(tensor.task.quotas)
         left = tensor.prefix.before(

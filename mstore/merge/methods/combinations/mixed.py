@@ -57,7 +57,6 @@ class Mixed(Sum):
         self._row_factors = row_factors
 
     def check(self, operation: Operation) -> None:
-        """Raise BadRequest for rows of nothing."""
         if (
             operation.row_factors is not None
             and operation.selection.is_whole
@@ -69,22 +68,18 @@ class Mixed(Sum):
             )
 
     def facts(self, select: type[Selection]) -> str:
-        """Return whose inner products."""
         if self._of_deltas or not select.is_whole:
             return "inner products of the experts' deltas"
         others = "of all inputs with each other" if self._pairs else "of each expert with the base"
         return f"inner products {others}"
 
     def counts_base(self, selection: Selection) -> bool:
-        """Return whether inner products are those of whole tensors, not of deltas."""
         return selection.is_whole and not self._of_deltas
 
     def needs_facts(self, operation: Operation) -> bool:
-        """Return whether factors are the tensor's."""
         return operation.row_factors is None
 
     def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
-        """Return the operation with what `mix` makes of the inner products."""
         if operation.row_factors is not None:
             return operation
         nothing = operation.settled(Mixture(1.0, (0.0,) * len(facts.experts), keeps_base=True))
@@ -136,7 +131,6 @@ class Mixed(Sum):
         return gram
 
     def row_factors(self, parameters: Mapping[str, Value]) -> RowFactors | None:
-        """Return what the method says."""
         return self._row_factors(parameters)
 
     def most(self, operation: Operation) -> tuple[float, ...]:
@@ -157,7 +151,6 @@ class Mixed(Sum):
         )
 
     def unkept(self, operation: Operation) -> str:
-        """Return that all tensors change."""
         return (
             f"{operation.method.name} changes every block, so a share of them cannot stay as it is"
         )

@@ -24,5 +24,4 @@ class Alone(Sum):
     stacks = True
 
     def keeps_base(self, operation: Operation) -> bool:
-        """Return whether nothing is multiplied."""
         return super().keeps_base(operation) or operation.weights == (1.0,)

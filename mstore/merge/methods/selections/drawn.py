@@ -60,7 +60,6 @@ class Drawn(Selection, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameters density, seed and rescale."""
         rescale, seed = parameters["rescale"], parameters[SEED.name]
         assert isinstance(seed, int)
         densities = each(parameters, MASK_DENSITY, experts)
@@ -128,12 +127,10 @@ class Drawn(Selection, frozen=True):
         return masks.even_norms(*sides, key, first, self.limits[expert])
 
     def kept(self, grid: Grid) -> Floats:
-        """Return what the mask leaves."""
         return grid.moved * self.shares
 
     @property
     def shares(self) -> Floats:
-        """The densities."""
         return np.array(self.densities)[:, None]
 
     @property
@@ -160,11 +157,9 @@ class Drawn(Selection, frozen=True):
         return tuple([single(1.0 / density) for density in self.densities])
 
     def keys(self, name: str) -> npt.NDArray[np.uint32]:
-        """Return those of the seed."""
         return mask_keys(self.seed, self.experts, name)
 
     def words(self, keys: npt.NDArray[np.uint32]) -> bytes:
-        """Return the keys."""
         return keys.astype("<u4", copy=False).tobytes()
 
     def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
@@ -183,14 +178,12 @@ class Ranked(Drawn, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameters density, epsilon, seed and rescale."""
         rescale, seed = bool(parameters["rescale"]), parameters[SEED.name]
         assert isinstance(seed, int)
         densities, epsilons = (each(parameters, one, experts) for one in (MASK_DENSITY, EPSILON))
         return cls(experts, densities, seed, rescale, rescale, epsilons)
 
     def check(self, weights: Sequence[float], method: str) -> None:
-        """Raise BadRequest for probabilities beyond 0 and 1."""
         for density, epsilon in zip(self.densities, self.epsilons, strict=True):
             if density < 1 and not epsilon < density < 1 - epsilon:
                 raise BadRequest(
@@ -220,13 +213,11 @@ class Ranked(Drawn, frozen=True):
         return (EVERY,) * self.experts
 
     def mask_bytes(self, read: int) -> int:
-        """Return a byte for each that is read."""
         return read
 
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
     ) -> Masks:
-        """Return the draws of each expert by the ranks in its rows."""
         found = np.ones((len(chunk.row_of), chunk.n), dtype=np.uint8)
         for k, row in enumerate(chunk.row_of):
             if row >= 0 and self.densities[k] < 1:
@@ -237,5 +228,4 @@ class Ranked(Drawn, frozen=True):
         return found
 
     def chances(self) -> tuple[bytes, ...]:
-        """Return density and epsilon."""
         return tuple([struct.pack("<2d", *self._chances(k)) for k in range(self.experts)])

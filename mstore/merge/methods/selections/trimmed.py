@@ -31,7 +31,6 @@ class Trimmed(Selection, frozen=True, dict=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameter density."""
         return cls(experts, each(parameters, TRIM_DENSITY, experts))
 
     @cached_property
@@ -45,7 +44,6 @@ class Trimmed(Selection, frozen=True, dict=True):
 
     @property
     def score(self) -> Literal["norm", "trimmed"]:
-        """What is above thresholds, where there are any."""
         return "trimmed" if self._trims else "norm"
 
     def ranks(self, elements: int, expert: int = 0) -> tuple[int, ...]:
@@ -55,11 +53,9 @@ class Trimmed(Selection, frozen=True, dict=True):
         return (min(elements, max(1, int(self.densities[expert] * elements))),)
 
     def idle(self, grid: Grid) -> Bools:
-        """Return where nothing reaches the threshold, too."""
         return reached_by_nothing(grid, grid.threshold) if self.trims else grid.nothing
 
     def squares(self, grid: Grid) -> Floats:
-        """Return roughly those above the threshold."""
         return tails(grid, grid.threshold) if self.trims else grid.whole
 
     def certain(self, grid: Grid, squares: Floats) -> Floats:
@@ -71,21 +67,17 @@ class Trimmed(Selection, frozen=True, dict=True):
         return grid.whole if self.trims and score == "norm" else squares
 
     def kept(self, grid: Grid) -> Floats:
-        """Return the share above the threshold."""
         return kept_above(grid, grid.threshold) if self.trims else grid.moved
 
     @property
     def planned(self) -> int:
-        """One, where something is trimmed."""
         return self.cuts
 
     @property
     def cuts(self) -> int:
-        """One, where something is trimmed."""
         return int(self.trims)
 
     def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
-        """Return those of the plan."""
         if not self.trims:
             return None
         values = np.array([cut.value for cut in planned], dtype=np.float32)
@@ -133,7 +125,6 @@ class Band(Trimmed, frozen=True, dict=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameters density and gamma."""
         densities = each(parameters, TRIM_DENSITY, experts)
         return cls(experts, densities, each(parameters, GAMMA, experts))
 
@@ -162,10 +153,8 @@ class Band(Trimmed, frozen=True, dict=True):
         return np.where(grid.known, grid.fitted(found), np.inf)
 
     def kept(self, grid: Grid) -> Floats:
-        """Return the share between threshold and ceiling."""
         return kept_above(grid, grid.threshold, grid.ceiling) if self.trims else grid.moved
 
     @property
     def cuts(self) -> int:
-        """Two, where something is trimmed."""
         return 2 * int(self.trims)
