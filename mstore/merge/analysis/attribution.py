@@ -26,6 +26,7 @@ the GIL, keeps nothing between calls and may run on any number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -89,7 +90,7 @@ class Attribution(msgspec.Struct, frozen=True):
         )
 
 
-def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64], count: int) -> Attribution:
+def attribute(loaded: Loaded, quotas: Sequence[int], count: int) -> Attribution:
     """Split one chunk's merged delta among so many experts, the first of its sides.
 
     quotas: as in `mix_chunk`, the ties that THIS chunk keeps.

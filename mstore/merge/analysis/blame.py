@@ -18,15 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mstore.blocks.reader import Meter
 from mstore.merge.analysis.attribution import Attribution, attribute
 from mstore.merge.analysis.explain import require_tensor
-from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import inputs_held
-from mstore.merge.running.compute import tie_counts
-from mstore.merge.running.loading import Scratch, load
-from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
+from mstore.merge.running.compute import PlanChunks
+from mstore.merge.running.task import ChunkTask, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog
@@ -197,8 +194,8 @@ def blame(
             for layer in order
         ),
         **_shares(total, who),
-        expert_bytes_read=run.expert_meter.total,
-        base_bytes_read=run.base_meter.total,
+        expert_bytes_read=run.chunks.expert_meter.total,
+        base_bytes_read=run.chunks.base_meter.total,
         seconds=time.monotonic() - began,
     )
 
@@ -254,16 +251,13 @@ class _Run:
         threads: int,
         progress: ProgressCallback | None,
     ) -> None:
-        # The meter not only counts: it refuses a read beyond the plan.
-        self.expert_meter = Meter("expert", costs_of(catalog, plan).planned)
-        self.tasks = Tasks(catalog, plan, self.expert_meter)
-        self.base_meter = Meter("base")
+        self.chunks = PlanChunks(catalog, plan)
+        self.tasks = self.chunks.tasks
         self._catalog = catalog
         self._plan = plan
         self._weights = {one.name: plan.operation_of(one).weights for one in plan.tensors}
         self._threads = threads
         self._progress = progress
-        self._scratch = Scratch()
 
     def who(self, name: str, who: Who) -> Who:
         """Return the experts with their weights in one planned tensor."""
@@ -328,16 +322,7 @@ class _Run:
 
     def _part(self, task: ChunkTask, ledger: TieLedger) -> Attribution:
         try:
-            (loaded,) = load(
-                [task],
-                self._catalog.packs,
-                self._scratch,
-                self.expert_meter,
-                self.base_meter,
-                self.tasks.moved,
-            )
-            grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
-            quotas = np.array(grant.quotas, dtype=np.int64)
+            loaded, quotas = self.chunks.load(task, ledger)
             return attribute(loaded, quotas, len(self._plan.weights))
         except BaseException:
             ledger.fail(task.number)

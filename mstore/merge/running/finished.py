@@ -38,17 +38,16 @@ from mstore.blocks.reader import decoded, located, verify
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.slices import Result
-from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
+from mstore.merge.running.task import Members, Tasks, TensorTask, item_size, split_ids
 from mstore.models.adapters.low_rank import stored_bytes
-from mstore.models.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.leases import PACK, RECEIPT
 from mstore.store.memo import Memo
 from mstore.store.objects.plan import Plan
-from mstore.store.objects.tensor import AppliedTensor, block_count
+from mstore.store.objects.tensor import block_count
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, Incompatible
-from mstore.terms.ids import ID_BYTES, BlockId, TensorId
+from mstore.terms.ids import BlockId
 from mstore.terms.phrases import call
 
 MOST: Final = 1 << 20
@@ -173,8 +172,8 @@ def memo_expert_bytes(catalog: Catalog, memo: Memo, keyed: KeyedTasks, planned: 
     if not memo.file_bytes():
         return 0
     plan, tasks = keyed.plan, keyed.tasks
-    finished: list[_Chunks] = []
-    others: list[_Chunks] = []
+    is_hit = False
+    left: list[tuple[TensorTask, list[int]]] = []
     for start in range(0, len(plan.tensors), TOGETHER):
         tensors = [tasks.tensor(one.name) for one in plan.tensors[start : start + TOGETHER]]
         keys = [keyed.keys(one, np.flatnonzero(~tasks.reused(one)).tolist()) for one in tensors]
@@ -182,66 +181,31 @@ def memo_expert_bytes(catalog: Catalog, memo: Memo, keyed: KeyedTasks, planned: 
         wanted = list(zip(shapes, keys, strict=True))
         hits = find_hits(memo, catalog.has_blocks, wanted, keyed.rows)
         for tensor, numbers, found in zip(tensors, keys, hits, strict=True):
-            finished.append((tensor, list(found.stored)))
-            others.append((tensor, [number for number in numbers if number not in found.stored]))
-    read = _adapters(catalog, tasks, others)
-    # Looking up what a chunk costs is expensive, so sum over the smaller half.
-    if _count(others) < _count(finished):
-        return planned - sum(read.values()) - _expert_bytes(catalog, tasks, others)
-    used = _adapters(catalog, tasks, finished)
-    saved = sum(length for key, length in used.items() if key not in read)
-    return saved + _expert_bytes(catalog, tasks, finished)
+            is_hit |= bool(found.stored)
+            left.append((tensor, [number for number in numbers if number not in found.stored]))
+    return planned - _expert_bytes(catalog, tasks, left) if is_hit else 0
 
 
-_Chunks = tuple[TensorTask, list[int]]
-"""Some chunks of a tensor, by number."""
-
-
-def _count(parts: Sequence[_Chunks]) -> int:
-    return sum(len(numbers) for _, numbers in parts)
-
-
-def _adapters(
-    catalog: Catalog, tasks: Tasks, parts: Sequence[_Chunks]
-) -> dict[tuple[str, TensorId], int]:
-    """Return what the adapters that these chunks need cost, by tensor and expert's tensor.
+def _expert_bytes(
+    catalog: Catalog, tasks: Tasks, chunks: Sequence[tuple[TensorTask, Sequence[int]]]
+) -> int:
+    """Return the bytes that reading the experts of some chunks of tensors costs.
 
     An adapter's tensors are read whole if one chunk needs them; experts that are one adapter share
     what is read.
     """
-    found = {}
-    for tensor, numbers in parts:
-        members = tasks.members(tensor.name)
-        for k, (id, record) in enumerate(zip(members.expert_ids, members.experts, strict=True)):
-            if isinstance(record, AppliedTensor) and members.present[k, numbers].any():
-                found[tensor.name, id] = stored_bytes(catalog, record)
-    return found
-
-
-def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: Sequence[_Chunks]) -> int:
-    """Return the bytes that reading the experts of some chunks costs (`ChunkTask.expert_bytes`)."""
     total = 0
-    size = catalog.block_size
     blocks: list[bytes] = []
-    for tensor, numbers in parts:
-        if not numbers:
-            continue
-        members = tasks.members(tensor.name)
-        present = members.present.T
-        spans = [
-            ID_BYTES * blocks_per_chunk(expert.dtype, tensor.chunk_elements, size)
-            for expert in members.experts
-        ]
+    for tensor, numbers in chunks:
+        adapters = set()
         for number in numbers:
-            rows = {
-                (members.experts[k].dtype, members.experts[k].blocks[number * w : (number + 1) * w])
-                for k in np.flatnonzero(present[number]).tolist()
-                if not isinstance(members.experts[k], AppliedTensor)
-                for w in (spans[k],)
-            }
-            blocks += (
-                row[at : at + ID_BYTES] for _, row in rows for at in range(0, len(row), ID_BYTES)
-            )
+            (_, *rows), _ = tasks.named(tensor, number)
+            for _, own, record in rows:
+                if record is None:
+                    blocks += split_ids(own)
+                else:
+                    adapters.add(record)
+        total += sum(stored_bytes(catalog, record) for record in adapters)
         if len(blocks) >= _BLOCKS_TOGETHER:
             total += int(catalog.stored_lengths(blocks).sum())
             blocks = []
