@@ -166,10 +166,9 @@ def _select(facts: TensorFacts) -> tuple[float, float]:
         return _Look(divergence, counts, squares)
 
     looks = list(facts.pool.map(look, rows.numbers))
-    counts = halves.no_counts()
+    counts = halves.added(one.counts for one in looks)
     squares = np.zeros(counts.size)
     for one in looks:
-        counts += one.counts
         squares += one.squares
     # Of infinity and of NaN, with either sign.
     if counts[halves.half_of(np.float32(np.inf)) :].any() or not np.isfinite(squares).all():
@@ -181,18 +180,15 @@ def _select(facts: TensorFacts) -> tuple[float, float]:
     ]
     wanted = sorted({top for top, _ in places})
 
-    def lower(number: int) -> list[Counts]:
-        found = [halves.no_counts() for _ in wanted]
+    def lower(number: int) -> Counts:
+        found = halves.no_counts(len(wanted))
         for (mine, theirs), own in zip(rows.read(number), looks[number].divergence, strict=True):
             bits = importances(mine, theirs, own).view(np.uint32)
             for top, counted in zip(wanted, found, strict=True):
                 halves.count_lower(bits, top, counted)
         return found
 
-    below = {top: halves.no_counts() for top in wanted}
-    for some in facts.pool.map(lower, rows.numbers):
-        for top, counted in zip(wanted, some, strict=True):
-            below[top] += counted
+    below = dict(zip(wanted, halves.added(facts.pool.map(lower, rows.numbers)), strict=True))
     first, median, third = (
         np.uint32(halves.joined(top, halves.place(below[top], rank)[0])).view(np.float32)
         for top, rank in places

@@ -178,34 +178,30 @@ def _limits(
     experts, count = range(chunks.experts), chunks.elements * chunks.experts
     every = Ordered(chunks, lambda deltas: scores(deltas, largest), count)
 
-    def upper(number: int) -> tuple[list[Counts], Bits]:
-        found, most = [halves.no_counts() for _ in experts], np.zeros(len(experts), dtype=np.uint32)
+    def upper(number: int) -> tuple[Counts, Bits]:
+        found, most = halves.no_counts(chunks.experts), np.zeros(chunks.experts, dtype=np.uint32)
         for ordered in every.bits(number):
             for k in experts:
                 halves.count_upper(ordered[k], found[k])
             most = np.maximum(most, ordered.max(axis=1))
         return found, most
 
-    high, most = [halves.no_counts() for _ in experts], np.zeros(len(experts), dtype=np.uint32)
+    high, most = halves.no_counts(chunks.experts), np.zeros(chunks.experts, dtype=np.uint32)
     for counts, own in pool.map(upper, chunks.numbers):
+        high += counts
         most = np.maximum(most, own)
-        for k in experts:
-            high[k] += counts[k]
     # The rank from the largest, 1.
     rank = chunks.elements - int(chunks.elements * (1.0 - ratio))
     places = [halves.place(one, rank) for one in high]
 
-    def lower(number: int) -> list[Counts]:
-        found = [halves.no_counts() for _ in experts]
+    def lower(number: int) -> Counts:
+        found = halves.no_counts(chunks.experts)
         for ordered in every.bits(number):
             for k in experts:
                 halves.count_lower(ordered[k], places[k][0], found[k])
         return found
 
-    low = [halves.no_counts() for _ in experts]
-    for counts in pool.map(lower, chunks.numbers):
-        for k in experts:
-            low[k] += counts[k]
+    low = halves.added(pool.map(lower, chunks.numbers))
     least = [
         halves.joined(top, halves.place(own, left)[0])
         for own, (top, left) in zip(low, places, strict=True)

@@ -175,18 +175,8 @@ def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut
     spread = Ordered(chunks, _bits, chunks.elements)
 
     def upper(number: int) -> Counts:
-        found = halves.no_counts()
-        for bits in spread.bits(number):
-            halves.count_upper(bits, found)
-            # Without a spread.
-            found[0] -= bits.size - np.count_nonzero(bits)
-        return found
-
-    def lower(number: int) -> Counts:
-        found = halves.no_counts()
-        for bits in spread.bits(number):
-            halves.count_lower(bits, top, found)
-        return found
+        # Without those that have no spread.
+        return halves.uppers(bits[bits != 0] for bits in spread.bits(number))
 
     def sums(number: int) -> _Sums:
         number_of_equal, above, at = 0, [], []
@@ -197,13 +187,15 @@ def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut
             at.append(_squares(deltas, equal))
         return _Sums(number_of_equal, _added(above), _added(at))
 
-    high = _total(pool.map(upper, chunks.numbers))
+    high = halves.added(pool.map(upper, chunks.numbers))
     # In float32: mergekit multiplies so.
     count = int(single(single(int(high.sum())) * single(share)))
     if not count:
         return Cut(math.inf, 0), [0.0] * chunks.experts
     top, left = halves.place(high, count)
-    low = _total(pool.map(lower, chunks.numbers))
+    low = halves.added(
+        pool.map(lambda number: halves.lowers(spread.bits(number), top), chunks.numbers)
+    )
     bottom, left = halves.place(low, left)
     last = halves.joined(top, bottom)
     value = float(np.uint32(last).view(np.float32))
@@ -230,13 +222,6 @@ def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut
 
 def _bits(deltas: Sequence[Singles]) -> Bits:
     return spreads(deltas, len(deltas[0])).view(np.uint32)
-
-
-def _total(counts: Iterable[Counts]) -> Counts:
-    total = halves.no_counts()
-    for one in counts:
-        total += one
-    return total
 
 
 def _squares(deltas: Sequence[Singles], mask: Bools) -> list[float]:
