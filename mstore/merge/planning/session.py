@@ -355,14 +355,11 @@ def plan_of_request(
         plan, costs = stacked(catalog, request), Costs(0, 0)
         sources = Sources(base, experts)
     else:
-        since = catalog.lengths.state()
         planning = Planning(catalog, statistics, request, threads=threads, progress=progress)
         planned = planning.plan()
         plan, costs = planned.plan, planned.costs
         analyzed, factors = planning.analyzed, planning.factors
         sources = Sources(base, experts, planning.change, planning.risks)
-        # For the merge that mostly follows.
-        catalog.lengths.keep_sums(plan.id(), (costs.full, costs.planned), since)
     if not allow_noop:
         require_effect(catalog, plan, in_bytes=in_bytes)
     if may_write:

@@ -26,7 +26,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import Computer
-from mstore.merge.running.finished import FinishedChunks, KeyedTasks
+from mstore.merge.running.finished import FinishedChunks
 from mstore.merge.running.loading import SPARE_SIDES
 from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.output import OutputFiles, Records
@@ -100,13 +100,11 @@ def run_plan(
     policy: Policy | None = None,
     memo: Memo | None = None,
     progress: ProgressCallback | None = None,
-    keyed: KeyedTasks | None = None,
 ) -> Outcome:
     """Compute everything.
 
     sink: None to compute the outcome without storing it. memo: None to use no memo table. policy:
-    how the output is coded, None for the store's own. keyed: its tasks, if they were made
-    before.
+    how the output is coded, None for the store's own.
 
     Raises BadRequest, BudgetExceeded, Corrupt, StorageFailed.
     """
@@ -114,13 +112,11 @@ def run_plan(
     policy = catalog.config.codec if policy is None else policy
     costs = costs_of(catalog, plan)
     expert_meter, base_meter = Meter("expert", costs.planned), Meter("base")
-    keyed = keyed or KeyedTasks(catalog, plan)
-    tasks = keyed.tasks
-    tasks.charge(expert_meter)
+    tasks = Tasks(catalog, plan, expert_meter)
     files = OutputFiles(catalog, tasks)
     limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
     written: set[BlockId] = set()
-    finished = FinishedChunks(catalog, keyed, sink, memo, written)
+    finished = FinishedChunks(catalog, tasks, sink, memo, written)
     first = Slice(
         place=HERE,
         store=catalog.layout.root,

@@ -5,10 +5,6 @@ whose output blocks are all still stored; a chunk whose remembered blocks were c
 again, and must come out the same.  Hits change what a merge reads and writes, but never what it
 selects, or a plan would not be a function of its inputs.
 
-A report of a plan looks at every chunk, to tell what the memo table saves.  The merge that follows
-needs the same tasks and keys, and takes them from `KeyedTasks`: all of it follows from contents, so
-what happens to the store meanwhile changes nothing.
-
 Leftovers are the finished work of an interrupted merge.  Beside each sealed pack in tmp/ lies a
 receipt, NAME.receipt: the chunks that the pack was written for, by memo key, and their rows.
 
@@ -49,48 +45,6 @@ from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import BlockId
 from mstore.terms.phrases import call
-
-MOST: Final = 1 << 20
-"""The most chunks of experts in a plan that is worth keeping: some 100 MB of ids, keys and rows."""
-
-
-class KeyedTasks:
-    """The tasks of a plan that fits this store, and the memo keys of its chunks.
-
-    What follows from the plan and from its inputs alone.  Belongs to one run at a time.
-
-    keeps: keys and rows are kept for another look, if the plan is not too large; otherwise each is
-    computed when it is asked for.
-    """
-
-    def __init__(self, catalog: Catalog, plan: Plan, *, keeps: bool = False) -> None:
-        self.plan = plan
-        self.tasks = Tasks(catalog, plan)
-        self.keeps = keeps and _chunks(plan) <= MOST
-        self._rows: dict[bytes, Remembered] = {}
-        self._makes = MemoKeys(self.tasks)
-        # By tensor: the chunks last asked for, and their keys.
-        self._made: dict[str, tuple[list[int], list[bytes]]] = {}
-
-    @property
-    def rows(self) -> dict[bytes, Remembered]:
-        """Rows of the memo table by key, as far as they were looked up; takes new ones."""
-        return self._rows if self.keeps else {}
-
-    def keys(self, tensor: TensorTask, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the memo keys of some chunks of a tensor, by number; numbers ascending."""
-        asked = list(numbers)
-        known = self._made.get(tensor.name)
-        if known is None or known[0] != asked:
-            known = asked, self._makes.chunks(tensor, asked)
-            if self.keeps:
-                self._made[tensor.name] = known
-        return dict(zip(*known, strict=True))
-
-
-def _chunks(plan: Plan) -> int:
-    return sum([len(states) for tensor in plan.tensors for states in tensor.states])
-
 
 TOGETHER: Final = 64
 """Number of tensors whose chunks are looked up together."""
@@ -137,14 +91,10 @@ def find_hits(
     memo: Memo,
     has_blocks: Callable[[Sequence[BlockId]], Sequence[bool]],
     wanted: Sequence[tuple[Shape, Mapping[int, bytes]]],
-    rows: dict[bytes, Remembered],
 ) -> list[Hits]:
-    """Look up chunks of several tensors together: for each its shape, and keys by chunk number.
-
-    rows: those that were found before, by key; gets the new ones.  A row never changes, but its
-    blocks may go: they are looked up each time.
-    """
-    asked = [key for _, keys in wanted for key in keys.values() if key not in rows]
+    """Look up chunks of several tensors together: for each its shape, and keys by chunk number."""
+    rows: dict[bytes, Remembered] = {}
+    asked = [key for _, keys in wanted for key in keys.values()]
     for key, value in zip(asked, memo.outputs(asked), strict=True):
         row = None if value is None else Remembered.decode(value)
         if row is not None:
@@ -167,19 +117,22 @@ def find_hits(
     return hits
 
 
-def memo_expert_bytes(catalog: Catalog, memo: Memo, keyed: KeyedTasks, planned: int) -> int:
+def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) -> int:
     """Return how many of a plan's `planned` expert bytes a merge would not read now."""
     if not memo.file_bytes():
         return 0
-    plan, tasks = keyed.plan, keyed.tasks
+    tasks = Tasks(catalog, plan)
+    makes = MemoKeys(tasks)
     is_hit = False
     left: list[tuple[TensorTask, list[int]]] = []
     for start in range(0, len(plan.tensors), TOGETHER):
         tensors = [tasks.tensor(one.name) for one in plan.tensors[start : start + TOGETHER]]
-        keys = [keyed.keys(one, np.flatnonzero(~tasks.reused(one)).tolist()) for one in tensors]
+        keys = [
+            makes.by_number(one, np.flatnonzero(~tasks.reused(one)).tolist()) for one in tensors
+        ]
         shapes = [Shape(one, tasks.members(one.name), catalog.block_size) for one in tensors]
         wanted = list(zip(shapes, keys, strict=True))
-        hits = find_hits(memo, catalog.has_blocks, wanted, keyed.rows)
+        hits = find_hits(memo, catalog.has_blocks, wanted)
         for tensor, numbers, found in zip(tensors, keys, hits, strict=True):
             is_hit |= bool(found.stored)
             left.append((tensor, [number for number in numbers if number not in found.stored]))
@@ -325,7 +278,7 @@ class FinishedChunks:
     def __init__(
         self,
         catalog: Catalog,
-        tasks: KeyedTasks,
+        tasks: Tasks,
         sink: Transaction | None,
         memo: Memo | None,
         written: set[BlockId],
@@ -333,7 +286,7 @@ class FinishedChunks:
         self._sink = sink
         self._memo = memo
         self._written = written
-        self._tasks = tasks
+        self._keys = MemoKeys(tasks)
         self._leftovers = None if sink is None else Leftovers(sink.directory, catalog)
         self._adopted: set[Path] = set()
         self._expected: dict[bytes, tuple[BlockId, ...]] = {}
@@ -345,7 +298,7 @@ class FinishedChunks:
         """Return the memo keys of some chunks, by number; empty keys if none is needed."""
         if self._sink is None:
             return dict.fromkeys(numbers, b"")
-        return self._tasks.keys(tensor, numbers)
+        return self._keys.by_number(tensor, numbers)
 
     def find(
         self, shapes: Sequence[Shape], keys: Sequence[Mapping[int, bytes]]
@@ -356,7 +309,7 @@ class FinishedChunks:
         hits = [Hits({}, {}) for _ in shapes]
         if self._memo is not None:
             wanted = list(zip(shapes, keys, strict=True))
-            hits = find_hits(self._memo, self._sink.has_blocks, wanted, self._tasks.rows)
+            hits = find_hits(self._memo, self._sink.has_blocks, wanted)
         return [
             self._of_tensor(self._sink, shape, named, found)
             for shape, named, found in zip(shapes, keys, hits, strict=True)

@@ -231,10 +231,6 @@ class Tasks:
         self.first = names_of_plan(catalog, plan, self._base, self._experts)
         """Each tensor of the base -> the name it is planned under (`planning.tensors`)."""
 
-    def charge(self, meter: Meter) -> None:
-        """Count the bytes of adapters that are read from now on with this meter."""
-        self._factors = FactorCache(self._catalog, meter)
-
     def planned_name(self, name: str) -> str | None:
         """Return the name under which a tensor of the base is merged, None if it is not."""
         first = self.first.get(name)
