@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mstore.merge.analysis.compatibility import CompatibilityReport
     from mstore.merge.analysis.explain import Explanation
     from mstore.merge.analysis.sweep import SweepReport
-    from mstore.merge.methods.report import MethodReport
+    from mstore.merge.methods.registry import MethodReport
     from mstore.merge.planning.costs import Costs
     from mstore.merge.planning.recipes import PreparedModel
     from mstore.merge.planning.report import PlanReport
@@ -299,7 +299,7 @@ class Merging(OpenStore):
 
         Raises BadRequest for an unknown name, Unavailable for a package that cannot be loaded.
         """
-        from mstore.merge.methods import report
+        from mstore.merge.methods import registry as report
 
         return report.methods() if name is None else (report.method(name),)
 

@@ -23,8 +23,8 @@ from mstore.merge.analysis.explain import require_tensor
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.compute import PlanChunks
+from mstore.merge.running.slices import TieLedger
 from mstore.merge.running.task import ChunkTask, TensorTask, item_size
-from mstore.merge.running.ties import TieLedger
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of

@@ -27,8 +27,8 @@ from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
 from mstore.merge.running.compute import PlanChunks, blend
 from mstore.merge.running.loading import Loaded
+from mstore.merge.running.slices import TieLedger
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
-from mstore.merge.running.ties import TieLedger
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest

@@ -27,7 +27,7 @@ from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.tiles import address
 from mstore.merge.measures.deltas import pieces_of_rows, stored
 from mstore.merge.measures.grid import Bools, Floats, Grid
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Cut, CutTogether, Masks, Measured, alike
 from mstore.models.stats.chunks import row_length as length_of

@@ -17,7 +17,7 @@ import numpy as np
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Bools, Singles
 from mstore.merge.measures.deltas import pieces_of_chunk
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import LAMBDA, MAX_SINGLE, Parameter, Range, Value, single
 from mstore.merge.methods.selection import Cut, Masks, Selection, alike, common, each

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range
 from mstore.merge.methods.selection import Delta, Measured, Selection, common

@@ -32,7 +32,7 @@ from mstore.merge.methods.parameters import (
     single,
 )
 from mstore.merge.methods.selection import Cuts, Measured, Selection, common
-from mstore.merge.methods.selections.trimmed import kept_above, reached_by_nothing, tails
+from mstore.merge.methods.selections import kept_above, reached_by_nothing, tails
 from mstore.store.objects.plan import Mixture, Threshold
 from mstore.terms.ids import TensorId
 

@@ -35,7 +35,7 @@ from mstore.merge.arithmetic.tiles import FUSED, TILE, address
 from mstore.merge.measures import BEYOND
 from mstore.merge.measures.deltas import Chunks, Ordered, pieces_of_chunk
 from mstore.merge.measures.grid import Floats, Grid
-from mstore.merge.methods.combinations.elected import Elected, ElectedModel
+from mstore.merge.methods.combinations import Elected, ElectedModel
 from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.parameters import Parameter, Range, Value, single
 from mstore.merge.methods.selection import (

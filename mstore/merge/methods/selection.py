@@ -110,7 +110,7 @@ class Selection(msgspec.Struct, frozen=True):
     weighs: ClassVar[bool] = True
     """Whether factors of a mixture take the place of weights; else kept deltas have both."""
     steps: ClassVar[int] = 0
-    """Roundings of an element before it is combined, of whole experts (`bounds.Rounding`)."""
+    """Roundings of an element before it is combined, of whole experts (`model.Rounding`)."""
     code: ClassVar[int | None] = None
     """The kernel's code for what it does (`arithmetic.tiles`), if it is not the combination's."""
 

@@ -11,7 +11,7 @@ so
     ||merged - full|| <= sqrt(sum_i (sum_k |c_k| ||d_ki||)^2).
 
 That, over ||base||, is the certified `error_bound`, for any ranking of the units.  It includes what
-float32 arithmetic may add on either side (`bounds.Rounding` has the proof), and does not exist if a
+float32 arithmetic may add on either side (`model.Rounding` has the proof), and does not exist if a
 step of it might overflow, or if the base or a difference from it is infinite or NaN anywhere.
 Methods that elect signs have no such bound; `error_estimate` assumes that the sparsified deltas of
 different experts are orthogonal.

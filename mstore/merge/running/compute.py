@@ -40,10 +40,10 @@ from mstore.merge.running.slices import (
     NotFinite,
     Result,
     Slice,
+    TieLedger,
     batches,
 )
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
-from mstore.merge.running.ties import TieLedger
 from mstore.numeric.codes import INFINITIES, ITEMSIZES
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog

@@ -1,8 +1,8 @@
 """The engine: runs a plan into a sink, and reads and writes only what does not exist yet.
 
-Wires the parts of a run: the work list yields slices of what must be computed (`work_list`), a
-runner computes them, on threads of this process or on any executor (`runners`), and the records of
-the output come last (`output`).
+Wires the parts of a run: the work list yields slices of what must be computed and a runner computes
+them, on threads of this process or on any executor (`runners`), and the records of the output come
+last (`output`).
 
 Budget-sound: a task names planned blocks only, and every read of an expert byte is charged before
 the `pread` to a meter whose limit is the size of those blocks in this store.  A slice that runs
@@ -30,10 +30,9 @@ from mstore.merge.running.finished import FinishedChunks
 from mstore.merge.running.loading import SPARE_SIDES
 from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.output import OutputFiles, Records
-from mstore.merge.running.runners import LocalRunner, RemoteRunner
+from mstore.merge.running.runners import Cutter, LocalRunner, RemoteRunner, WorkList, coverage
 from mstore.merge.running.slices import BATCH_BYTES, SLICE_BYTES, Bounds, Slice, batch_chunks
 from mstore.merge.running.task import Tasks, item_size
-from mstore.merge.running.work_list import Cutter, WorkList, coverage
 from mstore.models.made import blocks_of
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo

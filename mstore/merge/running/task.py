@@ -121,7 +121,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def hands_on(self) -> bool:
-        """Whether chunks pass on ties from one to the next (`mstore.merge.running.ties`)."""
+        """Whether chunks pass on ties from one to the next (`mstore.merge.running.slices`)."""
         return self.limited and self.elements > self.chunk_elements
 
     def chunk_length(self, number: int) -> int:

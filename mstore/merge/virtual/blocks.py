@@ -28,8 +28,8 @@ from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, count_new, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.slices import TiePrefix, grant_of
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
-from mstore.merge.running.ties import TiePrefix, grant_of
 from mstore.store.block_cache import VirtualBlock
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
