@@ -56,7 +56,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 def make(path: Path, experts: int) -> None:
     """A store whose index, records and statistics are those of such a family."""
-    from mstore.blocks.packs import Entry, Kind, SealedPack
+    from mstore.blocks.packs import Kind, PackEntry, SealedPack
     from mstore.models.stats.store import StatsStore
     from mstore.models.stats.table import MeasuredPair, digest
     from mstore.store import refs
@@ -84,7 +84,7 @@ def make(path: Path, experts: int) -> None:
                 plain = min(BLOCK, size - BLOCK * (at // 32))
                 # As lengths would be if blocks were stored packed.
                 stored = int(plain * rng.uniform(0.5, 1.0))
-                entries.append(Entry(ids[at : at + 32], Kind.BLOCK, 1, 2, 4096, stored, plain))
+                entries.append(PackEntry(ids[at : at + 32], Kind.BLOCK, 1, 2, 4096, stored, plain))
         # The first part stands for the header, whose bytes nobody reads here.
         header = next(iter(records.values())).id()
         parts = [Part(None, header, 0)]

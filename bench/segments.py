@@ -29,7 +29,7 @@ from measure import drop_cache, keep, machine, options, run, spread
 
 from mstore.blocks import location, segments
 from mstore.blocks.location import Location
-from mstore.blocks.packs import NO_BASE, Entry, Kind
+from mstore.blocks.packs import NO_BASE, Kind, PackEntry
 from mstore.blocks.segment import FIELDS, ROW, Rows, Segment, write
 from mstore.blocks.segments import Segments
 from mstore.terms.ids import ID_BYTES, PackId
@@ -261,7 +261,7 @@ def added(path: Path, count: int) -> Figures:
         (
             pack,
             [
-                Entry(ids[at : at + ID_BYTES], Kind.BLOCK, 4, 2, 4096 + at, 1 << 18, 1 << 20)
+                PackEntry(ids[at : at + ID_BYTES], Kind.BLOCK, 4, 2, 4096 + at, 1 << 18, 1 << 20)
                 for at in range(number * PACK_ROWS * ID_BYTES, len(ids), ID_BYTES)[:PACK_ROWS]
             ],
         )

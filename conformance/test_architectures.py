@@ -28,7 +28,7 @@ from mergekit.options import MergeOptions
 from safetensors.torch import load_file, save_file
 
 from mstore import Store
-from mstore.merge.recipes.layout import Layout, layers_of
+from mstore.merge.recipes.layers import ModelLayers, layers_of
 from mstore.merge.recipes.modular import Modules
 
 LAYERS = 3
@@ -115,7 +115,7 @@ def _prefix(module: ModuleDefinition) -> str:
     return f"{module.weight_prefix.removesuffix('.')}." if module.weight_prefix else ""
 
 
-def place_in(layout: Layout, name: str) -> Place:
+def place_in(layout: ModelLayers, name: str) -> Place:
     return layout.layer(name) or (LAST if layout.is_last(name) else FIRST)
 
 
@@ -137,10 +137,10 @@ def test_layers_are_those_of_the_template(template: str, kind: str) -> None:
     architecture = TEMPLATES[template]
     config, fields = configured(architecture)
     modules = {name: dict(places(one, config, kind)) for name, one in architecture.modules.items()}
-    layout = Layout.of([name for own in modules.values() for name in own], layers_of(fields))
+    layout = ModelLayers.of([name for own in modules.values() for name in own], layers_of(fields))
     main = next(iter(modules))
     for module, own in modules.items():
-        alone = Layout.of(own, LAYERS)
+        alone = ModelLayers.of(own, LAYERS)
         for name, place in own.items():
             if reason(architecture, name) is not None:
                 continue
@@ -162,7 +162,7 @@ def test_the_main_stack_is_the_text_models(template: str) -> None:
         name: [name for name, _ in places(one, config, "every")]
         for name, one in architecture.modules.items()
     }
-    layout = Layout.of([name for own in modules.values() for name in own], layers_of(fields))
+    layout = ModelLayers.of([name for own in modules.values() for name in own], layers_of(fields))
     if "encoder" in modules:
         assert layout.main is None
         return
@@ -183,7 +183,7 @@ def test_modules_are_those_of_the_template(template: str) -> None:
         for module, one in architecture.modules.items()
         for name, _ in places(one, config, "every")
     }
-    modules = Modules.of(Layout.of(wanted, layers_of(fields)), list(architecture.modules))
+    modules = Modules.of(ModelLayers.of(wanted, layers_of(fields)), list(architecture.modules))
     assert modules is not None
     assert {name: modules.module(name) for name in wanted} == wanted
 
@@ -198,7 +198,7 @@ def test_every_difference_is_one() -> None:
             for module in architecture.modules.values()
             for tensor, place in places(module, config, "every")
         }
-        layout = Layout.of(own, layers_of(fields))
+        layout = ModelLayers.of(own, layers_of(fields))
         found = [one for one in own if one.startswith(start)]
         assert any(place_in(layout, one) != own[one] for one in found), (name, start)
 
@@ -302,7 +302,7 @@ def test_layers_are_the_modules_of_lists(name: str) -> None:
             lists[path] = len(module)
     lists = {path: n for path, n in lists.items() if path.rpartition(".")[2] not in NO_LAYERS}
     names = list(model.state_dict())
-    layout = Layout.of(names, layers_of(model.config.to_dict()))
+    layout = ModelLayers.of(names, layers_of(model.config.to_dict()))
     assert layout.stacks == lists
     for tensor in names:
         path = next((path for path in lists if tensor.startswith(f"{path}.")), None)
@@ -318,7 +318,7 @@ def test_what_comes_after_the_layers(name: str) -> None:
     """The final norm and the head come after the main stack, and nothing else does."""
     main, after = MODELS[name]
     model = built(name)
-    layout = Layout.of(model.state_dict(), layers_of(model.config.to_dict()))
+    layout = ModelLayers.of(model.state_dict(), layers_of(model.config.to_dict()))
     assert layout.main == main
     found = {one for one in model.state_dict() if layout.layer(one) is None and layout.is_last(one)}
     starts = tuple(f"{one}." for one in after)
@@ -331,12 +331,12 @@ def test_layers_that_predict_further_tokens() -> None:
     """DeepSeek V3 has them as a layer more than its config counts, Qwen3-Next beside the model."""
     model = built("DeepseekV3ForCausalLM")
     more = [f"model.layers.61.{name}.weight" for name in ("eh_proj", "enorm", "mlp.gate")]
-    layout = Layout.of([*model.state_dict(), *more], layers_of(model.config.to_dict()))
+    layout = ModelLayers.of([*model.state_dict(), *more], layers_of(model.config.to_dict()))
     assert (layout.stacks, layout.further) == ({"model.layers": 61}, 1)
     assert all(layout.layer(name) is None and layout.is_last(name) for name in more)
     model = built("Qwen3NextForCausalLM")
     more = ["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "mtp.norm.weight"]
-    layout = Layout.of([*model.state_dict(), *more], layers_of(model.config.to_dict()))
+    layout = ModelLayers.of([*model.state_dict(), *more], layers_of(model.config.to_dict()))
     assert layout.main == "model.layers"
     assert all(layout.is_last(name) for name in more)
 

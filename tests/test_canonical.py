@@ -26,7 +26,7 @@ from mstore.store.objects.plan import (
     PlanTensor,
     Taken,
     TensorCoverage,
-    Threshold,
+    TrimThreshold,
     bit,
     bitmap,
 )
@@ -101,7 +101,7 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
             planned_expert_bytes=1,
             error_bound=None,
             error_estimate=0.25,
-            tensors=(PlanTensor("w", 128, (b"\x00\x04",), (Threshold(0.5, -1),), (-1.0,)),),
+            tensors=(PlanTensor("w", 128, (b"\x00\x04",), (TrimThreshold(0.5, -1),), (-1.0,)),),
             copied=(("t", "other dtype"),),
             remarks=(),
         ),
@@ -144,7 +144,7 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
             error_estimate=None,
             tensors=(
                 PlanTensor(
-                    *("n", 128, (b"\x00",) * 4, (Threshold(0.5, 1),) * 8, (0.0,) * 4),
+                    *("n", 128, (b"\x00",) * 4, (TrimThreshold(0.5, 1),) * 8, (0.0,) * 4),
                     *(1, ("a", "b", "n", "n", "n"), "F16"),
                 ),
                 PlanTensor(
@@ -330,7 +330,7 @@ def plans(draw: st.DrawFn) -> Plan:
         ),
         st.sampled_from((0, 1, 2)).flatmap(
             lambda sides: st.tuples(
-                *[st.builds(Threshold, FLOATS, st.integers(-1, 99))] * (sides * others)
+                *[st.builds(TrimThreshold, FLOATS, st.integers(-1, 99))] * (sides * others)
             )
         ),
         st.tuples(*[FLOATS] * others),
@@ -563,8 +563,8 @@ def test_floats_keep_every_bit() -> None:
     values = [0.0, -0.0, 5e-324, 1.7976931348623157e308, math.inf, 0.1]
     seen = set()
     for value in values:
-        data = msgspec.msgpack.encode(Threshold(value, 0))
-        assert math.copysign(1, msgspec.msgpack.decode(data, type=Threshold).value) == (
+        data = msgspec.msgpack.encode(TrimThreshold(value, 0))
+        assert math.copysign(1, msgspec.msgpack.decode(data, type=TrimThreshold).value) == (
             math.copysign(1, value)
         )
         seen.add(data)
@@ -614,7 +614,7 @@ def _operations(*operations: PlanOperation, tensor: PlanTensor | None = None) ->
 LONG = "x" * 4097
 OTHER = PlanTensor("w", 1, (b"",), (), (0.0,), 1)
 TIES = PlanOperation("ties", (), (1.0,))
-CUT = (Threshold(0.5, -1),)
+CUT = (TrimThreshold(0.5, -1),)
 
 
 def _note(
@@ -674,8 +674,10 @@ UNSOUND: dict[str, Record] = {
         tensors=(PlanTensor("w", 1, (b"", b""), CUT, (0.0, 0.0)),),
     ),
     "an unknown state": _plan(PlanTensor("w", 1, (b"\x06",), CUT, (0.0,))),
-    "a negative quota": _plan(PlanTensor("w", 1, (b"",), (Threshold(0.5, -2),), (0.0,))),
-    "a quota beyond 63 bits": _plan(PlanTensor("w", 1, (b"",), (Threshold(0.5, 1 << 63),), (0.0,))),
+    "a negative quota": _plan(PlanTensor("w", 1, (b"",), (TrimThreshold(0.5, -2),), (0.0,))),
+    "a quota beyond 63 bits": _plan(
+        PlanTensor("w", 1, (b"",), (TrimThreshold(0.5, 1 << 63),), (0.0,))
+    ),
     "no operation": _operations(),
     "an operation that is not there": _plan(OTHER),
     "an operation that no tensor has": _operations(TIES, TIES),

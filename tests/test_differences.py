@@ -344,14 +344,14 @@ def test_a_file_that_changes_stops_it(
     base = whole("F32")
     store.add(write(tmp_path / "base", base), name="base")
     path = write(tmp_path / "steps", moved(base, "F32"))
-    block = differences.Sums.block
+    block = differences.SummedBlocks.block
 
-    def changing(self: differences.Sums, *where: Any) -> bytes:
+    def changing(self: differences.SummedBlocks, *where: Any) -> bytes:
         file = path / "model.safetensors"
         file.write_bytes(file.read_bytes())
         return block(self, *where)
 
-    monkeypatch.setattr(differences.Sums, "block", changing)
+    monkeypatch.setattr(differences.SummedBlocks, "block", changing)
     with pytest.raises(BadCheckpoint, match="changed while it was being read"):
         add(store, path)
     assert "tuned" not in [one.name for one in store.refs()]

@@ -31,7 +31,7 @@ from checkpoints import write_safetensors
 from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.codecs import Codec
-from mstore.blocks.packs import Entry, read_footer
+from mstore.blocks.packs import PackEntry, read_footer
 from mstore.blocks.schema import DATABASES
 from mstore.terms.errors import MstoreError
 
@@ -362,7 +362,7 @@ SHIFT_AND_LOWEST = (3, 4)
 CODED_HEADER = 12
 
 
-def _end_of_tables(entry: Entry, payload: bytes) -> int:
+def _end_of_tables(entry: PackEntry, payload: bytes) -> int:
     """Where the words of coded elements begin (docs/format.md)."""
     lanes = 32 if entry.raw_length // entry.width < 1 << 14 else 128
     return len(payload) - 4 * lanes - 2 * int.from_bytes(payload[8:12], "little")

@@ -20,20 +20,20 @@ from mstore.blocks import lmdb_table
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_env import Environment
-from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
+from mstore.blocks.packs import NO_BASE, Kind, PackEntry, SealedPack
 from mstore.blocks.schema import DATABASES
 from mstore.terms.errors import Conflict, Corrupt, Unavailable
 from mstore.terms.ids import BlockId, PackId, TensorId
 
 
-def pack(id: int, *entries: Entry) -> SealedPack:
+def pack(id: int, *entries: PackEntry) -> SealedPack:
     """A sealed pack as far as the index is concerned."""
     return SealedPack(PackId(bytes([id]) * 32), Path("nowhere"), 4096 * id, entries)
 
 
-def block(id: int, *, offset: int = 4096, base: bytes = NO_BASE) -> Entry:
+def block(id: int, *, offset: int = 4096, base: bytes = NO_BASE) -> PackEntry:
     """A block's footer entry."""
-    return Entry(bytes([id]) * 32, Kind.BLOCK, Codec.RAW, 2, offset, 10, 20, base)
+    return PackEntry(bytes([id]) * 32, Kind.BLOCK, Codec.RAW, 2, offset, 10, 20, base)
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def block(id: int, *, offset: int = 4096, base: bytes = NO_BASE) -> Entry:
 
 def test_what_a_pack_holds_is_found(index: Index) -> None:
     """Blocks and records are found by kind and id, with every field of their footer entry."""
-    record = Entry(b"r" * 32, Kind.PLAN, Codec.RAW, 1, 5000, 77, 77)
+    record = PackEntry(b"r" * 32, Kind.PLAN, Codec.RAW, 1, 5000, 77, 77)
     delta = block(2, offset=(1 << 40) + 3, base=b"b" * 32)
     with index.env.write() as rows:
         index.insert_pack(rows, pack(7, block(1), delta, record))
@@ -68,7 +68,8 @@ def test_records_of_one_kind_are_found_alone(index: Index) -> None:
     """The ids of one kind come in order, without those of the kinds before and after it."""
     kinds = (Kind.TENSOR, Kind.PLAN, Kind.PLAN, Kind.COVERAGE)
     entries = [
-        Entry(bytes([9 - n]) * 32, kind, Codec.RAW, 1, 4096, 7, 7) for n, kind in enumerate(kinds)
+        PackEntry(bytes([9 - n]) * 32, kind, Codec.RAW, 1, 4096, 7, 7)
+        for n, kind in enumerate(kinds)
     ]
     with index.env.write() as rows:
         index.insert_pack(rows, pack(7, *entries))

@@ -184,13 +184,15 @@ def test_ids_that_are_no_hashes_are_found(index: Index) -> None:
     """A table whose ids begin alike, too many for a bucket, finds each of them and no other."""
     ids = [b"same" + bytes(4) + number.to_bytes(24, "big") for number in range(0, 600, 2)]
     ids += [number.to_bytes(8, "big") + bytes(24) for number in range(1, 400)]
-    table = location_arrays.Table(bytearray(b"".join(sorted(ids))), bytearray(22 * len(ids)))
+    table = location_arrays.LocationTable(
+        bytearray(b"".join(sorted(ids))), bytearray(22 * len(ids))
+    )
     assert table.is_ascending()
     assert table.find(b"".join(sorted(ids))).tolist() == list(range(len(ids)))
     absent = b"same" + bytes(27) + b"\1"
     assert table.find(absent + bytes(32) + b"\xff" * 32).tolist() == [-1, -1, -1]
-    wrong = location_arrays.Table(bytearray(b"".join(ids)), bytearray(22 * len(ids)))
+    wrong = location_arrays.LocationTable(bytearray(b"".join(ids)), bytearray(22 * len(ids)))
     assert not wrong.is_ascending()
-    twice = location_arrays.Table(bytearray(ids[0] * 2), bytearray(44))
+    twice = location_arrays.LocationTable(bytearray(ids[0] * 2), bytearray(44))
     assert not twice.is_ascending()
     assert np.array_equal(twice.find(ids[0]), [0])

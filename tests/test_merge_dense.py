@@ -35,7 +35,7 @@ from mstore.merge.planning.request import resolve
 from mstore.merge.planning.session import request_key
 from mstore.merge.running.engine import RESERVE, Resources, bounds, run_plan
 from mstore.merge.running.finished import Leftovers
-from mstore.merge.running.loading import SPARE_SIDES, Scratch, load, will_need
+from mstore.merge.running.loading import SPARE_SIDES, LoadBuffers, load, will_need
 from mstore.merge.running.slices import batch_chunks
 from mstore.merge.running.task import ChunkTask, Row, StoredBlock, Tasks
 from mstore.store import leases
@@ -458,9 +458,9 @@ def test_a_delta_beyond_the_plan_is_refused(places: Callable[[str], Place]) -> N
     assert any(source.base is not None for row in task.rows for source in row.sources)
     base = Meter("base")
     with pytest.raises(BudgetExceeded):
-        load([task], store._catalog.packs, Scratch(), Meter("e", task.expert_bytes - 1), base)
+        load([task], store._catalog.packs, LoadBuffers(), Meter("e", task.expert_bytes - 1), base)
     meter = Meter("expert", task.expert_bytes)
-    load([task], store._catalog.packs, Scratch(), meter, base)
+    load([task], store._catalog.packs, LoadBuffers(), meter, base)
     assert meter.total == task.expert_bytes
 
 
@@ -585,7 +585,7 @@ def test_the_kernel_is_asked_for_what_is_read(
     monkeypatch.setattr(PackFiles, "will_need", advise)
     monkeypatch.setattr(PackFiles, "read_scattered", spy)
     will_need(chunks, store._catalog.packs)
-    load(chunks, store._catalog.packs, Scratch(), Meter("e"), Meter("b"))
+    load(chunks, store._catalog.packs, LoadBuffers(), Meter("e"), Meter("b"))
     assert asked == read != set()
 
 
@@ -637,7 +637,7 @@ def test_every_byte_is_charged_before_it_is_read(
 
     monkeypatch.setattr(PackFiles, "read_scattered", spy)
     chunks = tasks.chunks(tensor, range(tensor.chunks))
-    load(chunks, store._catalog.packs, Scratch(), expert, base)
+    load(chunks, store._catalog.packs, LoadBuffers(), expert, base)
     assert read == expert.total + base.total > 0
 
 
@@ -666,7 +666,7 @@ def test_a_pack_that_went_is_looked_up_again(places: Callable[[str], Place]) -> 
         source, at=structs.replace(source.at, pack=PackId(bytes(32)), offset=4096)
     )
     meter, packs = Meter("expert", task.expert_bytes), store._catalog.packs
-    scratch = Scratch()
+    scratch = LoadBuffers()
     (one,) = load([_with_row(task, stale)], packs, scratch, meter, Meter("b"), tasks.moved)
     assert BlockId.of(one.sides[1][: source.at.raw_length].data) == source.id
     assert meter.total == task.expert_bytes
@@ -753,7 +753,9 @@ def test_what_does_not_decode_names_its_block(places: Callable[[str], Place]) ->
     )
     for bad in (wrong, elsewhere, alone, short):
         with pytest.raises(Corrupt) as found:
-            load([_with_row(task, bad)], store._catalog.packs, Scratch(), Meter("e"), Meter("b"))
+            load(
+                [_with_row(task, bad)], store._catalog.packs, LoadBuffers(), Meter("e"), Meter("b")
+            )
         assert str(source.id) in (found.value.where or "") or bad is short
 
 

@@ -29,7 +29,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.engine import RESERVE, Resources, bounds, run_plan
-from mstore.merge.running.loading import Scratch, load
+from mstore.merge.running.loading import LoadBuffers, load
 from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Slice
 from mstore.merge.running.task import Tasks
@@ -400,7 +400,7 @@ def test_tasks_say_it_all(store: Store, tmp_path: Path) -> None:
     for number in range(tensor.chunks):
         task = pickle.loads(pickle.dumps(tasks.chunk(tensor, number)))
         quotas = task.tensor.quotas
-        (loaded,) = load([task], packs, Scratch(), meter, Meter("base"))
+        (loaded,) = load([task], packs, LoadBuffers(), meter, Meter("base"))
         made = np.empty(task.out_bytes, dtype=np.uint8)
         blend(loaded, quotas, made)
         out += bytes(made)
@@ -416,7 +416,9 @@ def test_ties_are_counted_per_threshold(method: str, store: Store) -> None:
     plan = plan_of(store, method)
     tasks = Tasks(store._catalog, plan)
     tensor = tasks.tensor("a")
-    (one,) = load([tasks.chunk(tensor, 0)], store._catalog.packs, Scratch(), Meter("e"), Meter("b"))
+    (one,) = load(
+        [tasks.chunk(tensor, 0)], store._catalog.packs, LoadBuffers(), Meter("e"), Meter("b")
+    )
     base = store["base"].tensor("a").astype(np.float32)[: tensor.chunk_elements]
     wanted = []
     for slot, value in enumerate(tensor.thresholds):

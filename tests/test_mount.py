@@ -116,7 +116,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 600) -> None:
 
 
 def runs(pid: int) -> bool:
-    return mount_table.Source(Path("/"), None, pid).alive
+    return mount_table.MountedSnapshot(Path("/"), None, pid).alive
 
 
 def code_of(call: Callable[[], object]) -> str:

@@ -518,7 +518,7 @@ def test_each_place_of_a_block_is_checked(store: Path) -> None:
     """Files that were looked up apart may name two places of one block: both are hashed."""
     with Store.open(store) as opened:
         view = opened.view("team/m")
-        survey = mapping.Survey.of(view, "team/m")
+        survey = mapping.FileMap.of(view, "team/m")
     one = next(p for pieces in survey.files.values() for p in pieces if p.at.codec == Codec.RAW)
     elsewhere = structs.replace(one.at, offset=one.at.offset + 4096)
     survey.files["again"] = [structs.replace(one, at=elsewhere)]

@@ -20,7 +20,7 @@ from mstore.blocks.location import Location
 from mstore.terms.errors import Corrupt, Incompatible, Unavailable
 from mstore.terms.ids import BlockId, PackId
 from mstore_fuse.erofs.image import CopiedPages, Image
-from mstore_fuse.erofs.mapping import COPIED_BYTES, Piece, Survey, page_map
+from mstore_fuse.erofs.mapping import COPIED_BYTES, FileMap, MappedPiece, page_map
 
 NAME = st.text(
     st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=30
@@ -56,10 +56,10 @@ TREE = st.dictionaries(PATH, st.lists(parts(), max_size=6), max_size=12).filter(
 
 def laid_out(
     tree: Mapping[str, list[Part]],
-) -> tuple[dict[str, list[Piece]], dict[str, bytes], list[bytes]]:
+) -> tuple[dict[str, list[MappedPiece]], dict[str, bytes], list[bytes]]:
     """Lay synthetic files out in three packs; return pieces, contents and packs."""
     packs = [bytearray(b"P" * PAGE) for _ in range(3)]
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[MappedPiece]] = {}
     contents: dict[str, bytes] = {}
     for path, file in tree.items():
         offset, found = 0, []
@@ -76,7 +76,7 @@ def laid_out(
                 codec, stored = Codec.FLOATS, b"not what is shown"
             at = Location(pack_id(part.pack), len(pack), len(stored), len(part.data), codec, 2)
             pack += stored
-            found.append(Piece(offset, len(part.data), 0, BlockId.of(part.data), at))
+            found.append(MappedPiece(offset, len(part.data), 0, BlockId.of(part.data), at))
             offset += len(part.data)
         pieces[path], contents[path] = found, b"".join(part.data for part in file)
     return (
@@ -97,7 +97,7 @@ def pack_id(number: int) -> PackId:
 
 
 def written(
-    pieces: Mapping[str, list[Piece]], contents: Mapping[str, bytes], packs: list[bytes]
+    pieces: Mapping[str, list[MappedPiece]], contents: Mapping[str, bytes], packs: list[bytes]
 ) -> tuple[bytes, int]:
     """Write an image as the driver does; return it, and how many pages were copied."""
     sizes = {path: len(content) for path, content in contents.items()}
@@ -177,7 +177,7 @@ def test_inode_numbers_follow_from_names_and_sizes(tree: dict[str, list[Part]]) 
 def test_many_long_names() -> None:
     """A directory of more names than one page holds is searched across its pages."""
     contents = {f"{'n' * 200}{number:04}": b"%d" % number for number in range(500)}
-    pieces: dict[str, list[Piece]] = {path: [] for path in contents}
+    pieces: dict[str, list[MappedPiece]] = {path: [] for path in contents}
     reader = Reader(written(pieces, contents, [])[0], [])
     assert all(reader.read(reader.find(p)).rstrip(b"\0") == c for p, c in contents.items())
 
@@ -208,18 +208,18 @@ def test_constants_cost_one_page_and_zeros_none() -> None:
 def test_much_that_is_coded_is_refused_with_its_size() -> None:
     """Beyond the limit the error says how much is coded, and how much lies at odd offsets."""
 
-    def piece(offset: int, codec: Codec, at: int) -> Piece:
+    def piece(offset: int, codec: Codec, at: int) -> MappedPiece:
         place = Location(pack_id(0), at, 1 << 20, 1 << 20, codec, 2)
-        return Piece(offset, 1 << 20, 0, BlockId(bytes(32)), place)
+        return MappedPiece(offset, 1 << 20, 0, BlockId(bytes(32)), place)
 
     mib = 1 << 20
     few = COPIED_BYTES // mib
     raw = [piece(n * mib, Codec.RAW, n * mib) for n in range(few)]
     coded = [piece((few + n) * mib, Codec.FLOATS, 0) for n in range(few)]
-    Survey({"a": raw + coded}, []).require_few_copies("main")
+    FileMap({"a": raw + coded}, []).require_few_copies("main")
     odd = [piece((2 * few + n) * mib, Codec.RAW, 3 + n * mib) for n in range(2)]
     with pytest.raises(Incompatible) as caught:
-        Survey({"a": raw + coded + odd}, []).require_few_copies("main")
+        FileMap({"a": raw + coded + odd}, []).require_few_copies("main")
     assert "64.0 MiB of 130.0 MiB are stored compressed" in caught.value.what
     assert "2.0 MiB of 130.0 MiB lie where" in caught.value.what
 

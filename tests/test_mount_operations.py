@@ -20,7 +20,7 @@ from mstore.terms.errors import (
     Unavailable,
     Unreadable,
 )
-from mstore_fuse.operations import Operations
+from mstore_fuse.operations import FuseOperations
 from mstore_fuse.tree import Nothing, SnapshotTree
 
 MIB = 1 << 20
@@ -83,13 +83,13 @@ def view() -> View:
 
 
 @pytest.fixture
-def operations(view: View) -> Operations:
-    made = Operations(lambda: SnapshotTree(view), lambda: None)
+def operations(view: View) -> FuseOperations:
+    made = FuseOperations(lambda: SnapshotTree(view), lambda: None)
     made.init_with_config(Connection(), Config())
     return made
 
 
-def opened(operations: Operations, path: str) -> Info:
+def opened(operations: FuseOperations, path: str) -> Info:
     info = Info()
     assert operations.open(path, info) == 0
     return info
@@ -116,7 +116,7 @@ class Buffers(ctypes.Structure):
     )
 
 
-def read(operations: Operations, path: str, size: int, offset: int, info: Info) -> bytes:
+def read(operations: FuseOperations, path: str, size: int, offset: int, info: Info) -> bytes:
     """What libfuse sends: it takes the answer's memory, sends it and frees it."""
     out = ctypes.POINTER(Buffers)()
     assert operations.read_buf(path, ctypes.pointer(out), size, offset, info) == 0
@@ -137,7 +137,7 @@ def code_of(call: Callable[[], object]) -> str:
     return errno.errorcode[caught.value.errno]
 
 
-def test_attributes(operations: Operations) -> None:
+def test_attributes(operations: FuseOperations) -> None:
     """Read-only modes, sizes, blocks of 512 bytes, the snapshot's time to the nanosecond."""
     file, folder = operations.getattr("/m.bin"), operations.getattr("/d")
     assert stat.S_ISREG(file["st_mode"])
@@ -149,7 +149,7 @@ def test_attributes(operations: Operations) -> None:
     assert file["st_uid"] == os.getuid()
 
 
-def test_listing(operations: Operations) -> None:
+def test_listing(operations: FuseOperations) -> None:
     """A directory lists itself, its parent, and its names with their types and inodes."""
     listed = {name: attributes for name, attributes, _ in operations.readdir("/", 0)}
     assert set(listed) == {".", "..", "m.bin", "d", "e"}
@@ -159,7 +159,7 @@ def test_listing(operations: Operations) -> None:
     assert [name for name, _, _ in operations.readdir("/d", 0)] == [".", "..", "c"]
 
 
-def test_read(operations: Operations) -> None:
+def test_read(operations: FuseOperations) -> None:
     """Bytes as asked for, fewer at the end, none beyond it."""
     info = opened(operations, "/m.bin")
     assert info.keep_cache == 1
@@ -171,7 +171,7 @@ def test_read(operations: Operations) -> None:
     assert operations.release("/m.bin", info) == 0
 
 
-def test_sequential_reads_are_announced(operations: Operations, view: View) -> None:
+def test_sequential_reads_are_announced(operations: FuseOperations, view: View) -> None:
     """Reading from front to back tells the store what comes next."""
     info = opened(operations, "/m.bin")
     for offset in range(0, 6 * MIB, MIB):
@@ -197,7 +197,7 @@ def test_sequential_reads_are_announced(operations: Operations, view: View) -> N
     ],
 )
 def test_a_reader_is_told_damage_from_what_this_machine_cannot_do(
-    operations: Operations,
+    operations: FuseOperations,
     view: View,
     failure: Exception,
     code: str,
@@ -215,7 +215,7 @@ def test_a_reader_is_told_damage_from_what_this_machine_cannot_do(
     assert read(operations, "/m.bin", 10, 0, info) == DATA[:10]
 
 
-def test_a_short_read_is_an_io_error(operations: Operations, view: View) -> None:
+def test_a_short_read_is_an_io_error(operations: FuseOperations, view: View) -> None:
     """Fewer bytes than the file has are never passed on: the kernel would add zeros."""
     info = opened(operations, "/m.bin")
     view.short = 1
@@ -223,7 +223,7 @@ def test_a_short_read_is_an_io_error(operations: Operations, view: View) -> None
 
 
 def test_one_failure_is_logged_once(
-    operations: Operations, view: View, caplog: pytest.LogCaptureFixture
+    operations: FuseOperations, view: View, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bad block that is read again and again does not fill the log."""
     info = opened(operations, "/m.bin")
@@ -234,7 +234,7 @@ def test_one_failure_is_logged_once(
     assert caplog.text.count("12ab") == 1
 
 
-def test_unknown_paths(operations: Operations) -> None:
+def test_unknown_paths(operations: FuseOperations) -> None:
     """A path that is not there is ENOENT everywhere."""
     for call in (operations.getattr, lambda path: operations.readdir(path, 0)):
         assert code_of(lambda call=call: call("/nope")) == "ENOENT"  # type: ignore[misc]
@@ -242,7 +242,7 @@ def test_unknown_paths(operations: Operations) -> None:
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_TRUNC])
-def test_opening_for_writing_is_refused(operations: Operations, flags: int) -> None:
+def test_opening_for_writing_is_refused(operations: FuseOperations, flags: int) -> None:
     """EROFS, should the kernel ever ask."""
     assert code_of(lambda: operations.open("/m.bin", Info(flags))) == "EROFS"
 
@@ -259,7 +259,7 @@ class Told(Nothing):
 
 def test_a_file_about_a_snapshot_is_read_past_the_page_cache(view: View) -> None:
     """Its bytes are those that were made, the kernel keeps none of them, nothing is prefetched."""
-    operations = Operations(lambda: SnapshotTree(view, Told()), lambda: None)
+    operations = FuseOperations(lambda: SnapshotTree(view, Told()), lambda: None)
     operations.init_with_config(Connection(), Config())
     info = opened(operations, "/.mstore/manifest.json")
     assert (info.direct_io, opened(operations, "/m.bin").direct_io) == (1, 0)
@@ -274,14 +274,14 @@ def test_a_file_about_a_snapshot_is_read_past_the_page_cache(view: View) -> None
 def test_blocks_are_those_at_rest(view: View) -> None:
     """What a file takes is told in units of 512 bytes, at least one; unknown, it takes its size."""
     tree = SnapshotTree(view, Told())
-    operations = Operations(lambda: tree, lambda: None)
+    operations = FuseOperations(lambda: tree, lambda: None)
     operations.init_with_config(Connection(), Config())
     blocks = {path: operations.getattr(f"/{path}")["st_blocks"] for path in view.files}
     assert blocks == {"m.bin": 2, "d/c": 1, "e": 0}
     assert SnapshotTree(view).stored("m.bin") == len(DATA)
 
 
-def test_attributes_of_others(operations: Operations, caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_of_others(operations: FuseOperations, caplog: pytest.LogCaptureFixture) -> None:
     """An attribute that is not there is an answer, not a failure: nothing is logged."""
     assert code_of(lambda: operations.getxattr("/m.bin", "user.x")) == "ENODATA"
     assert code_of(lambda: operations.getxattr("/m.bin", "system.posix_acl_access")) in {
@@ -292,7 +292,7 @@ def test_attributes_of_others(operations: Operations, caplog: pytest.LogCaptureF
     assert caplog.text == ""
 
 
-def test_statfs(operations: Operations) -> None:
+def test_statfs(operations: FuseOperations) -> None:
     """`df` shows the snapshot's bytes and files, and no room."""
     shown = operations.statfs("/")
     assert shown["f_blocks"] * shown["f_frsize"] >= len(DATA)
@@ -303,7 +303,7 @@ def test_statfs(operations: Operations) -> None:
 def test_the_kernel_is_told_that_nothing_changes(view: View) -> None:
     """Names and attributes of one snapshot may be kept for an hour; inodes are ours."""
     config, connection = Config(), Connection()
-    Operations(lambda: SnapshotTree(view), lambda: None).init_with_config(connection, config)
+    FuseOperations(lambda: SnapshotTree(view), lambda: None).init_with_config(connection, config)
     assert (config.entry_timeout, config.attr_timeout, config.negative_timeout) == (3600,) * 3
     assert config.use_ino == 1
     assert connection.want == 0xEFFF
@@ -318,7 +318,7 @@ def test_a_store_that_does_not_open_ends_the_mount() -> None:
     def start() -> SnapshotTree:
         raise Corrupt("the index is damaged")
 
-    operations = Operations(start, lambda: given_up.append(True))
+    operations = FuseOperations(start, lambda: given_up.append(True))
     operations.init_with_config(Connection(), Config())
     assert given_up == [True]
     assert code_of(lambda: operations.getattr("/")) == "EIO"

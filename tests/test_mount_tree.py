@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mstore.terms.errors import Corrupt, NotFound
 from mstore_fuse.store_tree import StoreTree
-from mstore_fuse.tree import OpenFile, SnapshotTree, Tree, inode_of
+from mstore_fuse.tree import MountTree, OpenFile, SnapshotTree, inode_of
 
 A, B = "a" * 64, "b" * 64
 NAMES = st.sampled_from(["a", "b", "config.json", "ü", "x y", "..x"])
@@ -98,7 +98,7 @@ def store() -> Store:
     return Store(views, {"llama/base": A, "main": A})
 
 
-def walk(tree: Tree, path: str = "") -> dict[str, int | None]:
+def walk(tree: MountTree, path: str = "") -> dict[str, int | None]:
     """Every path below `path`: its size, or None for a directory."""
     found: dict[str, int | None] = {}
     for name, entry in tree.children(path):
@@ -110,7 +110,7 @@ def walk(tree: Tree, path: str = "") -> dict[str, int | None]:
     return found
 
 
-def names(tree: Tree, path: str) -> list[str]:
+def names(tree: MountTree, path: str) -> list[str]:
     return [name for name, _ in tree.children(path)]
 
 

@@ -26,8 +26,8 @@ from mstore.blocks.packs import (
     NO_BASE,
     PAGE,
     TAIL_MAGIC,
-    Entry,
     Kind,
+    PackEntry,
     PackGone,
     PackWriter,
     SealedPack,
@@ -39,7 +39,7 @@ from mstore.terms.ids import BlockId, PackId
 TAIL = 64
 
 
-def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
+def read_table(path: Path) -> tuple[PackId, tuple[PackEntry, ...]]:
     """The id and the entries of a pack in a file."""
     found = read_footer(path)
     return found.id, found.entries
@@ -230,9 +230,9 @@ def test_random_damage_is_refused_or_harmless(sound_pack: SealedPack, data: st.D
     assert entries == sound_pack.entries or id != sound_pack.id
 
 
-def entry(id: int, *, kind: int = Kind.BLOCK, offset: int = PAGE, stored: int = 100) -> Entry:
+def entry(id: int, *, kind: int = Kind.BLOCK, offset: int = PAGE, stored: int = 100) -> PackEntry:
     """An entry as a forger would write it."""
-    return Entry(bytes([id]) * 32, kind, Codec.RAW, 1, offset, stored, stored)
+    return PackEntry(bytes([id]) * 32, kind, Codec.RAW, 1, offset, stored, stored)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def entry(id: int, *, kind: int = Kind.BLOCK, offset: int = PAGE, stored: int = 
         [entry(1, kind=Kind.TENSOR), entry(2)],
     ],
 )
-def test_a_forged_table_is_refused(entries: list[Entry], tmp_path: Path) -> None:
+def test_a_forged_table_is_refused(entries: list[PackEntry], tmp_path: Path) -> None:
     """Entries out of bounds, out of order or twice are refused, whatever hash the table has."""
     table = b"".join(entry.encode() for entry in entries)
     path = tmp_path / "forged.pack"

@@ -16,7 +16,7 @@ from families import BLOCK, Family
 from mstore import MergeRequest, Store
 from mstore.merge.analysis import exchange
 from mstore.merge.analysis.exchange import MAX_TEXT
-from mstore.store.objects.plan import Plan, PlanInput, PlanTensor, Threshold
+from mstore.store.objects.plan import Plan, PlanInput, PlanTensor, TrimThreshold
 from mstore.terms.errors import BadName, BadRequest, Incompatible, NotFound, Unavailable
 
 FAMILY = families.layered(rows=40)
@@ -327,7 +327,7 @@ FORGED: dict[str, Callable[[Plan], dict[str, Any]]] = {
     "top p of 0": lambda plan: _criteria(plan, top_p=0.0),
     "patterns out of order": lambda plan: _criteria(plan, only=("b", "a")),
     "no thresholds": lambda plan: {"tensors": _first(plan, thresholds=())},
-    "quota": lambda plan: {"tensors": _first(plan, thresholds=(Threshold(1.0, -2),) * 3)},
+    "quota": lambda plan: {"tensors": _first(plan, thresholds=(TrimThreshold(1.0, -2),) * 3)},
     "no omitted": lambda plan: {"tensors": _first(plan, omitted=())},
 }
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_gc import BLOCK, write
 
 from mstore.api import Store
-from mstore.blocks.location_arrays import HEAD, Table
+from mstore.blocks.location_arrays import HEAD, LocationTable
 from mstore.blocks.packs import Kind
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import ID_BYTES, SnapshotId
@@ -214,7 +214,7 @@ def test_find(stored: list[bytes], asked: list[bytes]) -> None:
     """Each id is found at its place in the order, also among those that begin alike; others are
     not."""
     ordered = sorted(set(stored))
-    table = Table(bytearray(b"".join(ordered)), bytearray(HEAD.itemsize * len(ordered)))
+    table = LocationTable(bytearray(b"".join(ordered)), bytearray(HEAD.itemsize * len(ordered)))
     places = {id: number for number, id in enumerate(ordered)}
     asked = asked + ordered
     assert table.find(b"".join(asked)).tolist() == [places.get(id, -1) for id in asked]
@@ -223,5 +223,5 @@ def test_find(stored: list[bytes], asked: list[bytes]) -> None:
 def test_ids_with_one_beginning(tmp_path: Path) -> None:
     """Many ids with the same first eight bytes are still told apart."""
     ordered = sorted(b"12345678" + os.urandom(24) for _ in range(300))
-    table = Table(bytearray(b"".join(ordered)), bytearray(HEAD.itemsize * 300))
+    table = LocationTable(bytearray(b"".join(ordered)), bytearray(HEAD.itemsize * 300))
     assert table.find(b"".join(reversed(ordered))).tolist() == list(range(299, -1, -1))

@@ -12,7 +12,7 @@ import small_layers
 from families import Arrays, bits, cast, write_checkpoint
 
 from mstore import Store
-from mstore.merge.recipes.layout import Layout
+from mstore.merge.recipes.layers import ModelLayers
 from mstore.merge.recipes.modular import Modules
 from mstore.terms.errors import BadRequest
 
@@ -266,15 +266,15 @@ def test_a_model_of_one_stack_has_one_module(store: Store) -> None:
 
 def test_modules_by_role() -> None:
     """A text model, a tower and a projector; an encoder, a decoder and what they share."""
-    found = Modules.of(Layout({"encoder.block": 1, "decoder.block": 1}, None, 0), ["encoder"])
+    found = Modules.of(ModelLayers({"encoder.block": 1, "decoder.block": 1}, None, 0), ["encoder"])
     assert found is not None
     assert found.known(["encoder.block.0.w", "decoder.norm.w", "shared.w", "lm_head.w"]) == (
         *("decoder", "encoder", "shared"),
     )
     names = ("audio_tower.layers.0.w", "model.layers.0.w", "audio_projection.w", "mtp.fc.w")
-    hearing = Modules.of(Layout({"audio_tower.layers": 1, "model.layers": 1}, None, 0), [])
+    hearing = Modules.of(ModelLayers({"audio_tower.layers": 1, "model.layers": 1}, None, 0), [])
     assert hearing is not None
     assert [hearing.module(name) for name in names] == [
         *("audio_tower", "text_decoder", "multi_modal_projector", "text_decoder"),
     ]
-    assert Modules.of(Layout({"one.layers": 1, "two.layers": 1}, None, 0), ["default"]) is None
+    assert Modules.of(ModelLayers({"one.layers": 1, "two.layers": 1}, None, 0), ["default"]) is None

@@ -17,7 +17,7 @@ from small_layers import LAYERS, NAMES, member
 from mstore import MergeRequest, Store
 from mstore.merge.planning.recipes import checked
 from mstore.merge.planning.request import Rule, Rules
-from mstore.merge.recipes.layout import Layout, layers_of
+from mstore.merge.recipes.layers import ModelLayers, layers_of
 from mstore.merge.recipes.recipe import Condition, NotThatKind, Setting
 from mstore.store.objects.shapes import literal_name, literal_pattern, matching
 from mstore.terms.errors import BadRequest, NotFound
@@ -133,7 +133,7 @@ def test_layers_by_name(
     names: Sequence[str], layers: int | None, stacks: Mapping[str, int]
 ) -> None:
     """The first number in a name is the layer; a config may say that there are fewer."""
-    layout = Layout.of(names, layers)
+    layout = ModelLayers.of(names, layers)
     assert layout.stacks == stacks
     for name in names:
         place = layout.layer(name)
@@ -163,23 +163,23 @@ def test_the_stack_that_slices_are_of(
     names: Sequence[str], layers: int | None, main: str | None, further: int
 ) -> None:
     """It is the only one, or the text model's if names and config say so."""
-    layout = Layout.of(names, layers)
+    layout = ModelLayers.of(names, layers)
     assert (layout.main, layout.further) == (main, further)
 
 
 def test_what_stands_after_the_layers() -> None:
     """Heads, the norm beside the layers and what predicts further tokens; nothing of a tower."""
-    layout = Layout.of(SEEING, 3)
+    layout = ModelLayers.of(SEEING, 3)
     last = ["model.norm.w", "head.w", "final_norm.w", "mtp.fc.w", "model.layers.3.a.w"]
     first = ["visual.post_layernorm.w", "visual.head.w", "model.embed.norm.w", "norm", "x.norm.w"]
     assert [name for name in (*last, *first) if layout.is_last(name)] == last
-    alone = Layout.of(["visual.blocks.4.a.w"])
+    alone = ModelLayers.of(["visual.blocks.4.a.w"])
     assert alone.is_last("visual.post_layernorm.w")
 
 
 def test_loose_tensors_and_configs() -> None:
     """Norm and head come after the last layer; a config names its layers in several ways."""
-    layout = Layout.of(NAMES)
+    layout = ModelLayers.of(NAMES)
     last = [name for name in NAMES if layout.layer(name) is None and layout.is_last(name)]
     assert last == ["model.norm.weight", "lm_head.weight"]
     assert layers_of({"num_hidden_layers": 4}) == 4

@@ -28,7 +28,7 @@ from mstore.blocks.location import (
     stored_lengths,
     width,
 )
-from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
+from mstore.blocks.packs import NO_BASE, Kind, PackEntry, SealedPack
 from mstore.blocks.schema import (
     BACKUP,
     CHILDREN,
@@ -43,9 +43,9 @@ from mstore.blocks.schema import (
     BackupRow,
     Condemned,
     NamedPack,
+    NamedSnapshot,
+    PlanInputs,
     Risk,
-    Source,
-    Sources,
 )
 from mstore.blocks.tables import Table
 from mstore.models.stats import store as stats
@@ -58,7 +58,7 @@ from mstore.terms.ids import ID_BYTES, BlockId, ManifestId, NoteId, PackId, Plan
 PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
 SIZES = st.integers(0, 2**32 - 1)
 ENTRIES = st.builds(
-    Entry,
+    PackEntry,
     st.binary(min_size=ID_BYTES, max_size=ID_BYTES),
     st.sampled_from([int(kind) for kind in Kind]),
     st.integers(0, 255),
@@ -157,7 +157,7 @@ def test_one_declaration_makes_a_table(tmp_path: Path) -> None:
 
 
 @given(entry=ENTRIES, number=SIZES, other=SIZES)
-def test_a_location_row_says_what_its_entry_says(entry: Entry, number: int, other: int) -> None:
+def test_a_location_row_says_what_its_entry_says(entry: PackEntry, number: int, other: int) -> None:
     """A row has the pack's number and every field of the entry; only `moved` changes the number."""
     row = encode(number, entry)
     told = (entry.offset, entry.stored_length, entry.raw_length, entry.codec, entry.width)
@@ -174,9 +174,9 @@ def test_a_location_row_says_what_its_entry_says(entry: Entry, number: int, othe
 def test_arrays_and_batches_have_the_rows_of_the_index(index: Index) -> None:
     """A row comes out of the arrays, the batches and the index as the same bytes, base included."""
     entries = (
-        Entry(b"a" * 32, Kind.BLOCK, 0, 2, 4096, 10, 20),
-        Entry(b"b" * 32, Kind.BLOCK, 3, 2, 1 << 40, 11, 20, b"a" * 32),
-        Entry(b"c" * 32, Kind.PLAN, 0, 1, 5000, 77, 77),
+        PackEntry(b"a" * 32, Kind.BLOCK, 0, 2, 4096, 10, 20),
+        PackEntry(b"b" * 32, Kind.BLOCK, 3, 2, 1 << 40, 11, 20, b"a" * 32),
+        PackEntry(b"c" * 32, Kind.PLAN, 0, 1, 5000, 77, 77),
     )
     with index.env.write() as rows:
         index.insert_pack(rows, SealedPack(PackId(b"p" * 32), Path("nowhere"), 4096, entries))
@@ -201,7 +201,7 @@ def test_arrays_and_batches_have_the_rows_of_the_index(index: Index) -> None:
 
 def test_a_row_is_deleted_only_while_it_is_the_same(index: Index) -> None:
     """`delete_row_if` leaves a row that changed since it was seen."""
-    entry = Entry(b"a" * 32, Kind.BLOCK, 0, 2, 4096, 10, 20)
+    entry = PackEntry(b"a" * 32, Kind.BLOCK, 0, 2, 4096, 10, 20)
     seen, now = encode(1, entry), encode(2, entry)
     key = (Kind.BLOCK, entry.id)
     with index.env.write() as rows:
@@ -240,7 +240,9 @@ def test_a_pack_elsewhere_is_refused(index: Index) -> None:
     with index.env.write() as rows:
         index.put(rows, PACKS, 7, (pack, 4096, 1))
         index.put(rows, PACK_IDS, pack, 7)
-        index.put_row(rows, (Kind.BLOCK, key), encode(7, Entry(key, Kind.BLOCK, 0, 2, 4096, 1, 1)))
+        index.put_row(
+            rows, (Kind.BLOCK, key), encode(7, PackEntry(key, Kind.BLOCK, 0, 2, 4096, 1, 1))
+        )
     with index.env.read() as rows:
         for read in (
             lambda: index.block(rows, key),
@@ -332,7 +334,9 @@ def test_marks_and_notes_belong_to_one_snapshot(index: Index) -> None:
 def test_plans_keep_the_names_of_their_inputs(index: Index, risks: tuple[Risk, ...]) -> None:
     """Inputs are read back, in the documented bytes: always four elements."""
     id = PlanId(FIRST)
-    sources = Sources(Source(bytes(32), "base"), (Source(b"e" * 32, "expert"),), 0.25, risks)
+    sources = PlanInputs(
+        NamedSnapshot(bytes(32), "base"), (NamedSnapshot(b"e" * 32, "expert"),), 0.25, risks
+    )
     with index.env.write() as rows:
         index.put(rows, PLANS, id, sources)
         told = [[one.tensor, one.of, list(one.experts)] for one in risks]

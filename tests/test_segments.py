@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from mstore import fs
 from mstore.blocks import segment, segments
 from mstore.blocks.location import Location
-from mstore.blocks.packs import NO_BASE, Entry, Kind
+from mstore.blocks.packs import NO_BASE, Kind, PackEntry
 from mstore.blocks.segment import PAGE
 from mstore.blocks.segments import Segments
 from mstore.terms.errors import Corrupt, Incompatible, MstoreError, StorageFailed, Unreadable
 from mstore.terms.ids import ID_BYTES, PackId, SegmentId
 
-Table = Sequence[Entry]
+Table = Sequence[PackEntry]
 Answer = dict[tuple[int, bytes], set[Location]]
 """Every place of each block and record: what a dict knows, to compare with."""
 
@@ -41,7 +41,7 @@ ALIKE = [bytes(31) + b"\1", bytes(32), b"\xff" * 32, b"\xff" * 31 + b"\0", b"\1"
 IDS = st.one_of(st.sampled_from(ALIKE), st.binary(min_size=ID_BYTES, max_size=ID_BYTES))
 U32 = st.integers(0, 2**32 - 1)
 ENTRIES = st.builds(
-    Entry,
+    PackEntry,
     IDS,
     st.sampled_from([int(kind) for kind in Kind]),
     st.integers(0, 255),
@@ -56,7 +56,7 @@ TABLES = st.lists(st.tuples(PACKS, st.lists(ENTRIES, max_size=12)), max_size=5)
 CHANGES = st.lists(st.one_of(TABLES, st.sets(PACKS, max_size=3)), max_size=8)
 
 
-def location(pack: PackId, entry: Entry) -> Location:
+def location(pack: PackId, entry: PackEntry) -> Location:
     """What a row says of an entry."""
     return Location(
         pack,
@@ -122,11 +122,11 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "segments"
 
 
-def entries(count: int, seed: int) -> list[Entry]:
+def entries(count: int, seed: int) -> list[PackEntry]:
     """Entries with random ids, every third with a base, some of records."""
     rng = random.Random(seed)
     return [
-        Entry(
+        PackEntry(
             rng.randbytes(32),
             Kind.TENSOR if number % 5 == 4 else Kind.BLOCK,
             number % 7,
@@ -208,7 +208,7 @@ def test_a_block_of_several_packs_stays_with_each(directory: Path) -> None:
 def test_ids_that_are_no_hashes(directory: Path) -> None:
     """Thousands of ids with one beginning are found in few steps, like others."""
     same = [
-        Entry(b"x" * 30 + number.to_bytes(2, "big"), 0, 0, 1, 0, 1, 1) for number in range(4000)
+        PackEntry(b"x" * 30 + number.to_bytes(2, "big"), 0, 0, 1, 0, 1, 1) for number in range(4000)
     ]
     of = Segments.create(directory)
     of.add([(pack(1), same)])

@@ -35,7 +35,7 @@ from mstore_serve import bodies, documents, shown
 from mstore_serve.bodies import Ahead, Body, Threads
 from mstore_serve.conditions import Validators, http_date
 from mstore_serve.ranges import Span
-from mstore_serve.shown import Shown, Source
+from mstore_serve.shown import ServedBytes, Shown
 
 BLOCK = 1 << 16
 PIECE = 3 << 14
@@ -482,7 +482,7 @@ def test_one_piece_waits_and_one_is_sent() -> None:
         return bytes(size)
 
     loop: asyncio.AbstractEventLoop
-    source = Source(SnapshotId(bytes(32)), piece, None, is_computed=False)
+    source = ServedBytes(SnapshotId(bytes(32)), piece, None, is_computed=False)
     shown = Shown(20 * PIECE, "", Validators('"x"', None), "", source=source)
 
     class Snapshots:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from mstore_serve import addresses, ranges
 from mstore_serve.addresses import (
     Files,
-    Place,
+    OneSnapshot,
     Refs,
-    Root,
-    Snapshot,
+    SnapshotName,
     Snapshots,
     Tensors,
+    ThisServer,
     elsewhere,
     parse,
 )
@@ -37,23 +37,23 @@ PATH = st.lists(PART, min_size=1, max_size=4)
 @pytest.mark.parametrize(
     ("raw", "address"),
     [
-        ("/", Root()),
+        ("/", ThisServer()),
         ("/refs", Refs()),
         ("/refs/", Refs()),
         ("/refs/main", Refs("main")),
         ("/refs/llama/merged", Refs("llama/merged")),
         ("/refs/llama%2Fmerged", Refs("llama/merged")),
         ("/refs/files", Refs("files")),
-        ("/refs/a/-", Snapshot(Place("a", is_ref=True))),
-        ("/refs/a/b/-/files/", Files(Place("a/b", is_ref=True), "")),
-        ("/refs/a/-/files/-/x", Files(Place("a", is_ref=True), "-/x")),
-        ("/refs/a/%2D/files/x", Files(Place("a", is_ref=True), "x")),
+        ("/refs/a/-", OneSnapshot(SnapshotName("a", is_ref=True))),
+        ("/refs/a/b/-/files/", Files(SnapshotName("a/b", is_ref=True), "")),
+        ("/refs/a/-/files/-/x", Files(SnapshotName("a", is_ref=True), "-/x")),
+        ("/refs/a/%2D/files/x", Files(SnapshotName("a", is_ref=True), "x")),
         ("/snapshots", Snapshots()),
-        (f"/snapshots/{ID}", Snapshot(Place(ID, is_ref=False))),
-        (f"/snapshots/{ID}/files", Files(Place(ID, is_ref=False), None)),
-        (f"/snapshots/{ID}/files/sub/a%20b", Files(Place(ID, is_ref=False), "sub/a b")),
-        (f"/snapshots/{ID}/files/../../x", Files(Place(ID, is_ref=False), "../../x")),
-        (f"/snapshots/{ID}/tensors/a%2F..%2Fb", Tensors(Place(ID, is_ref=False), "a/../b")),
+        (f"/snapshots/{ID}", OneSnapshot(SnapshotName(ID, is_ref=False))),
+        (f"/snapshots/{ID}/files", Files(SnapshotName(ID, is_ref=False), None)),
+        (f"/snapshots/{ID}/files/sub/a%20b", Files(SnapshotName(ID, is_ref=False), "sub/a b")),
+        (f"/snapshots/{ID}/files/../../x", Files(SnapshotName(ID, is_ref=False), "../../x")),
+        (f"/snapshots/{ID}/tensors/a%2F..%2Fb", Tensors(SnapshotName(ID, is_ref=False), "a/../b")),
         ("http://example.org/refs/a", Refs("a")),
         ("*", None),
         ("/files/x", None),
@@ -72,7 +72,7 @@ def test_names_and_paths_come_back(name: list[str], path: list[str], whole: bool
     safe = "" if whole else "/"
     ref, file = "/".join(name), "/".join(path)
     raw = f"/refs/{quote(ref, safe=safe)}/-/files/{quote(file, safe=safe)}".encode()
-    assert parse(raw) == Files(Place(ref, is_ref=True), file)
+    assert parse(raw) == Files(SnapshotName(ref, is_ref=True), file)
 
 
 @pytest.mark.parametrize("rest", ["", "/files/", "/files/a/b%20c", "/tensors/x"])

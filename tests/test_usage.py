@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from mstore import MergeRequest, Store
 from mstore.api.reports import HeldBytes, UsageReport
 from mstore.blocks.codecs import Codec
-from mstore.blocks.location_arrays import HEAD, Table
+from mstore.blocks.location_arrays import HEAD, LocationTable
 from mstore.store import leases
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
@@ -333,7 +333,7 @@ def test_figures_of_each_owner_are_those_of_its_blocks(
     heads = np.zeros(len(rows), HEAD)
     heads["codec"], heads["stored"] = zip(*rows, strict=True)
     heads["plain"] = 1 << 20
-    blocks = Table(bytearray(32 * len(rows)), bytearray(heads.tobytes()))
+    blocks = LocationTable(bytearray(32 * len(rows)), bytearray(heads.tobytes()))
     sharings = Sharings(len(rows), 4)
     has: list[set[int]] = [set() for _ in range(4)]
     for who, some in groups:

@@ -20,7 +20,7 @@ from small_models import BLOCK
 from mstore import MergeRequest, Store, TokenRow, Vocabulary
 from mstore.merge.planning import warnings
 from mstore.models.vocabulary import tokenizer as tokenizers
-from mstore.models.vocabulary.embeddings import MEAN, MISSING, Places, gathered
+from mstore.models.vocabulary.embeddings import MEAN, MISSING, RowOrigins, gathered
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 
 WIDTH = 24
@@ -490,11 +490,11 @@ def test_rows_that_another_type_cannot_hold_are_refused() -> None:
     given = [np.array([MISSING]), np.array([0])]
     own = np.zeros((0, 2), dtype=np.float16)
     for member in (1, MEAN):
-        places = Places(np.array([member]), np.array([0]))
+        places = RowOrigins(np.array([member]), np.array([0]))
         with pytest.raises(Incompatible, match="too large for float16"):
             gathered(places, slice(0, 1), [own, large], given, dtype, None)
     odd = np.array([[1.0, np.inf]], dtype=ml_dtypes.bfloat16)
-    places = Places(np.array([1]), np.array([0]))
+    places = RowOrigins(np.array([1]), np.array([0]))
     assert np.isinf(gathered(places, slice(0, 1), [own, odd], given, dtype, None)).any()
 
 

@@ -35,11 +35,11 @@ from mstore.terms.errors import BadRequest, MstoreError, StorageFailed, Unavaila
 from mstore.terms.phrases import Option, call, to_json
 from mstore_fuse import libfuse, mount_table
 from mstore_fuse.about import AboutStore
-from mstore_fuse.mount_table import Source
-from mstore_fuse.operations import Operations
+from mstore_fuse.mount_table import MountedSnapshot
+from mstore_fuse.operations import FuseOperations
 from mstore_fuse.options import MountOptions
 from mstore_fuse.store_tree import RefTree, StoreTree
-from mstore_fuse.tree import NOTHING, About, Hold, MountSource, SnapshotTree, Tree
+from mstore_fuse.tree import NOTHING, About, MountHold, MountSource, MountTree, SnapshotTree
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SYSLOG = Path("/dev/log")
@@ -65,7 +65,7 @@ class Daemon:
     options: MountOptions = field(default_factory=MountOptions)
     about: Callable[[Any], About] = field(default=lambda source: NOTHING)
     _source: MountSource | None = field(default=None, init=False)
-    _hold: Hold | None = field(default=None, init=False)
+    _hold: MountHold | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _stop: bool = field(default=False, init=False)
 
@@ -93,8 +93,8 @@ class Daemon:
             raise self._failure
 
     def _serve(self, module: Any, wake: int) -> None:
-        operations = Operations(self._start, module.fuse_exit)
-        source = Source(self.store, self.revision, os.getpid())
+        operations = FuseOperations(self._start, module.fuse_exit)
+        source = MountedSnapshot(self.store, self.revision, os.getpid())
         try:
             libfuse.serve(
                 module,
@@ -112,7 +112,7 @@ class Daemon:
                 self._source.close()
             os.write(wake, _ENDED)
 
-    def _start(self) -> Tree:
+    def _start(self) -> MountTree:
         try:
             # Reads need it.  Where an import fails half way, for want of descriptors, no other can
             # follow in this process: then there is no mount.
@@ -129,7 +129,7 @@ class Daemon:
         log.info("serving %s of %s at %s", self.revision or "all", self.store, self.mountpoint)
         return tree
 
-    def _tree(self, source: MountSource, about: About) -> Tree:
+    def _tree(self, source: MountSource, about: About) -> MountTree:
         shown = self.options.show_meta
         if self.revision is None:
             return StoreTree(source, about, show_about=shown)
@@ -152,7 +152,7 @@ class Daemon:
         """Unmount lazily: open files stay readable, and libfuse returns after the last close."""
         self._stop = True
         top = mount_table.at(self.mountpoint)
-        source = Source.parse(top.source) if top is not None else None
+        source = MountedSnapshot.parse(top.source) if top is not None else None
         if source is None:
             return  # Already gone, or not created yet.
         if source.pid != os.getpid():

@@ -44,7 +44,7 @@ class FileInfo(Protocol):
     direct_io: int
 
 
-class Connection(Protocol):
+class FuseConnection(Protocol):
     """struct fuse_conn_info.
 
     want: the set of capabilities to switch on. max_background: how many reads of the page cache the
@@ -57,7 +57,7 @@ class Connection(Protocol):
     congestion_threshold: int
 
 
-class Config(Protocol):
+class FuseConfig(Protocol):
     """struct fuse_config: how long the kernel may cache names and attributes, in seconds."""
 
     entry_timeout: float

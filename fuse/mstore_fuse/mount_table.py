@@ -59,7 +59,7 @@ class TableEntry(msgspec.Struct, frozen=True):
     user: int | None = None
 
 
-class Source(msgspec.Struct, frozen=True):
+class MountedSnapshot(msgspec.Struct, frozen=True):
     """What a mount of ours shows, and which process serves it.
 
     revision: None for the whole store. pid: None for a kernel mount.
@@ -77,7 +77,7 @@ class Source(msgspec.Struct, frozen=True):
         return f"mstore:{revision}@{store}#{self.pid}"
 
     @classmethod
-    def of(cls, entry: TableEntry) -> Source | None:
+    def of(cls, entry: TableEntry) -> MountedSnapshot | None:
         """Return what a mount shows; None if it is none of ours, or only a part of one."""
         if entry.whole and entry.type == TYPE and entry.user is not None:
             return cls.parse(entry.source)
@@ -86,7 +86,7 @@ class Source(msgspec.Struct, frozen=True):
         return None
 
     @classmethod
-    def parse(cls, text: str) -> Source | None:
+    def parse(cls, text: str) -> MountedSnapshot | None:
         """Parse a mount's source; None if we did not write it."""
         found = _SOURCE.fullmatch(text)
         if found is None:
@@ -95,7 +95,7 @@ class Source(msgspec.Struct, frozen=True):
         return cls(Path(store), None if revision == _WHOLE_STORE else revision, int(found["pid"]))
 
     @classmethod
-    def of_image(cls, text: str) -> Source | None:
+    def of_image(cls, text: str) -> MountedSnapshot | None:
         """Parse a kernel mount's source; None if we did not make it."""
         found = _IMAGE.fullmatch(text)
         if found is None:

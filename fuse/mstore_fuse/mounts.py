@@ -41,7 +41,7 @@ from mstore.terms.phrases import Phrase, call, from_json, joined
 from mstore_fuse import drivers, mount_table, readahead
 from mstore_fuse.drivers import Driver, Verify
 from mstore_fuse.libfuse import WITHOUT_FUSE
-from mstore_fuse.mount_table import Source
+from mstore_fuse.mount_table import MountedSnapshot
 from mstore_fuse.options import MountOptions
 
 DEVICE = Path("/dev/fuse")
@@ -479,7 +479,7 @@ def _error_from(message: dict[str, object]) -> MstoreError:
 
 
 def _info(entry: mount_table.TableEntry) -> MountInfo | None:
-    source = Source.of(entry)
+    source = MountedSnapshot.of(entry)
     if source is None:
         return None
     alive = source.alive
@@ -516,5 +516,5 @@ def _unmount_error(error: OSError, mountpoint: Path) -> MstoreError:
 def _await_end(pid: int) -> None:
     """Wait until the daemon has released its store, or a time limit passes."""
     deadline = time.monotonic() + _ENDS_WITHIN
-    while Source(Path(), None, pid).alive and time.monotonic() < deadline:
+    while MountedSnapshot(Path(), None, pid).alive and time.monotonic() < deadline:
         time.sleep(_POLL)

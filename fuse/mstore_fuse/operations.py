@@ -1,4 +1,4 @@
-"""FUSE operations: paths, handles and errno on one side, a `Tree` on the other.
+"""FUSE operations: paths, handles and errno on one side, a `MountTree` on the other.
 
 Only translates, and owns only the table of open files. The mount is read-only: the kernel itself
 answers writes with EROFS (`ro`) and checks permissions (`default_permissions`), so there is neither
@@ -31,9 +31,9 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from mstore.terms.errors import Incompatible, MstoreError, NotFound, StorageFailed, Unavailable
-from mstore_fuse.libfuse import REQUESTS_AT_ONCE, Config, Connection, FileInfo, answer
+from mstore_fuse.libfuse import REQUESTS_AT_ONCE, FileInfo, FuseConfig, FuseConnection, answer
 from mstore_fuse.readahead import Sequence
-from mstore_fuse.tree import BLOCK, Entry, OpenFile, Tree
+from mstore_fuse.tree import BLOCK, Attributes, MountTree, OpenFile
 
 _AUTO_INVAL_DATA = 1 << 12
 _PREFERRED_READ = 1 << 20
@@ -50,12 +50,12 @@ R = TypeVar("R")
 
 
 def _answers_errno(
-    operation: Callable[Concatenate[Operations, str, P], R],
-) -> Callable[Concatenate[Operations, str, P], R]:
+    operation: Callable[Concatenate[FuseOperations, str, P], R],
+) -> Callable[Concatenate[FuseOperations, str, P], R]:
     """Turn the library's errors into errno, and strip the leading slash of `path`."""
 
     @functools.wraps(operation)
-    def wrapped(self: Operations, path: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(self: FuseOperations, path: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return operation(self, path.lstrip("/"), *args, **kwargs)
         except NotFound as error:
@@ -111,7 +111,7 @@ class _Handle:
         self.settled = file.keep_cache
 
 
-class Operations:
+class FuseOperations:
     """The operations that libfuse calls.
 
     `start` is called once, from the mount's own first request, and returns the tree; it creates
@@ -121,16 +121,16 @@ class Operations:
 
     use_ns = True  # read by mfusepy: times are integers in nanoseconds
 
-    def __init__(self, start: Callable[[], Tree], give_up: Callable[[], None]) -> None:
+    def __init__(self, start: Callable[[], MountTree], give_up: Callable[[], None]) -> None:
         self._start = start
         self._give_up = give_up
-        self._tree: Tree | None = None
+        self._tree: MountTree | None = None
         self._handles: dict[int, _Handle] = {}
         self._numbers = itertools.count(1)
         self._said: set[str] = set()
         self._owner = (os.getuid(), os.getgid())
 
-    def init_with_config(self, connection: Connection, config: Config) -> None:
+    def init_with_config(self, connection: FuseConnection, config: FuseConfig) -> None:
         """Handle the first request: open the store and tell the kernel what it may cache."""
         try:
             self._tree = self._start()
@@ -147,7 +147,7 @@ class Operations:
         connection.congestion_threshold = REQUESTS_AT_ONCE * 3 // 4
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> MountTree:
         """The tree. Raises EIO if there is none."""
         if self._tree is None:
             raise OSError(errno.EIO, "the store could not be opened")
@@ -268,5 +268,5 @@ class Operations:
         }
 
 
-def _mode(entry: Entry) -> int:
+def _mode(entry: Attributes) -> int:
     return stat.S_IFDIR | 0o555 if entry.is_directory else stat.S_IFREG | 0o444

@@ -70,7 +70,7 @@ class Sequence:
     __slots__ = ("_continues_to", "_lock", "_size", "_streams")
 
     def __init__(self, size: int, continues_to: Callable[[int, int], int]) -> None:
-        """`size` is the file's, in bytes; `continues_to` as that of `tree.SnapshotView`."""
+        """`size` is the file's, in bytes; `continues_to` as that of `tree.MountView`."""
         self._size = size
         self._continues_to = continues_to
         self._streams = [_Stream(0, 0, 0, size)]

@@ -19,12 +19,12 @@ from mstore.terms.errors import NotFound
 from mstore_fuse.tree import (
     NOTHING,
     About,
-    Entry,
-    Hold,
+    Attributes,
+    MountHold,
     MountSource,
     OpenFile,
+    ShownAmounts,
     SnapshotTree,
-    Totals,
     inode_of,
 )
 
@@ -43,7 +43,7 @@ class _HeldRef:
 class _Held:
     """A snapshot with `count` open files."""
 
-    hold: Hold
+    hold: MountHold
     count: int
 
 
@@ -92,7 +92,7 @@ class StoreTree:
         self._held: dict[str, _Held] = {}
         self._page_owner: dict[str, str] = {}
 
-    def entry(self, path: str) -> Entry:
+    def entry(self, path: str) -> Attributes:
         place = self._find(path)
         if place is None:
             return self._directory(path)
@@ -101,10 +101,10 @@ class StoreTree:
             return self._top_of(place.snapshot)
         return self._tree(place.snapshot).entry(place.tail)
 
-    def _top_of(self, snapshot: str) -> Entry:
-        return Entry(inode_of(snapshot, ""), True, 0, self._time_ns)
+    def _top_of(self, snapshot: str) -> Attributes:
+        return Attributes(inode_of(snapshot, ""), True, 0, self._time_ns)
 
-    def children(self, path: str) -> list[tuple[str, Entry]]:
+    def children(self, path: str) -> list[tuple[str, Attributes]]:
         self._reload()
         place = self._find(path)
         if place is not None:
@@ -162,7 +162,7 @@ class StoreTree:
             # Another thread was faster.
             hold.release()
 
-    def _let_go(self, file: OpenFile) -> Hold | None:
+    def _let_go(self, file: OpenFile) -> MountHold | None:
         """Return the hold that the snapshot needs no more, if this was its last file."""
         held = self._held[file.snapshot]
         held.count -= 1
@@ -193,20 +193,20 @@ class StoreTree:
         labels = self._tree(place.snapshot).labels(place.tail)
         return labels if place.ref is None else {**labels, "ref": place.ref}
 
-    def totals(self) -> Totals:
+    def totals(self) -> ShownAmounts:
         with self._lock:
             each = [tree.totals() for tree in self._trees.values()]
-        return Totals(sum(one.files for one in each), sum(one.size for one in each))
+        return ShownAmounts(sum(one.files for one in each), sum(one.size for one in each))
 
-    def top(self, ref: str) -> Entry:
+    def top(self, ref: str) -> Attributes:
         """Return the directory of a ref, with the time of what it shows; empty if it is gone."""
         tree = self._shown(ref)
         return self._directory(f"refs/{ref}") if tree is None else tree.entry("")
 
-    def totals_of(self, ref: str) -> Totals:
+    def totals_of(self, ref: str) -> ShownAmounts:
         """Return those of the snapshot that a ref shows; none if the ref is gone."""
         tree = self._shown(ref)
-        return Totals(0, 0) if tree is None else tree.totals()
+        return ShownAmounts(0, 0) if tree is None else tree.totals()
 
     def _shown(self, ref: str) -> SnapshotTree | None:
         try:
@@ -262,8 +262,8 @@ class StoreTree:
         below = (ref for ref in self._refs if ref.startswith(prefix))
         return sorted({ref[len(prefix) :].partition("/")[0] for ref in below})
 
-    def _directory(self, path: str) -> Entry:
-        return Entry(inode_of("", path), True, 0, self._time_ns)
+    def _directory(self, path: str) -> Attributes:
+        return Attributes(inode_of("", path), True, 0, self._time_ns)
 
     def _reload(self) -> None:
         """Read refs and snapshots again, unless the store is the same as before."""
@@ -310,13 +310,13 @@ class RefTree:
     def _below(self, path: str) -> str:
         return f"{self._top}/{path}" if path else self._top
 
-    def entry(self, path: str) -> Entry:
+    def entry(self, path: str) -> Attributes:
         if not path:
             # One number whatever the ref shows: it is that of the mount.
             return replace(self._store.top(self._ref), inode=inode_of("", self._top))
         return self._store.entry(self._below(path))
 
-    def children(self, path: str) -> list[tuple[str, Entry]]:
+    def children(self, path: str) -> list[tuple[str, Attributes]]:
         try:
             return self._store.children(self._below(path))
         except NotFound:
@@ -344,5 +344,5 @@ class RefTree:
                 raise
             return {}
 
-    def totals(self) -> Totals:
+    def totals(self) -> ShownAmounts:
         return self._store.totals_of(self._ref)

@@ -47,7 +47,7 @@ ABOUT = ".mstore"
 """The directory of the files about a snapshot."""
 
 
-class SnapshotView(Protocol):
+class MountView(Protocol):
     """One snapshot as read-only files.  Thread-safe."""
 
     @property
@@ -81,7 +81,7 @@ class SnapshotView(Protocol):
         ...
 
 
-class Hold(Protocol):
+class MountHold(Protocol):
     """Protects a snapshot's contents from garbage collection."""
 
     def release(self) -> None: ...
@@ -90,11 +90,11 @@ class Hold(Protocol):
 class MountSource(Protocol):
     """An opened store.  Thread-safe."""
 
-    def view(self, revision: str, /) -> SnapshotView:
+    def view(self, revision: str, /) -> MountView:
         """Return the snapshot that this revision names. Raises NotFound or BadName."""
         ...
 
-    def hold(self, snapshot: Any, /, *, sure: bool = False) -> Hold:
+    def hold(self, snapshot: Any, /, *, sure: bool = False) -> MountHold:
         """Protect this snapshot's contents until the hold is released, or the process ends.
 
         sure: raises Conflict if the snapshot was collected; else such a hold protects nothing.
@@ -146,7 +146,7 @@ class Nothing:
 NOTHING = Nothing()
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Attributes(msgspec.Struct, frozen=True):
     """The attributes of a file or directory; `size` is 0 for a directory."""
 
     inode: int
@@ -155,7 +155,7 @@ class Entry(msgspec.Struct, frozen=True):
     time_ns: int
 
 
-class Totals(msgspec.Struct, frozen=True):
+class ShownAmounts(msgspec.Struct, frozen=True):
     """What `df` shows: files and bytes of the snapshots read so far."""
 
     files: int
@@ -171,7 +171,7 @@ class OpenFile:
     but about it.
     """
 
-    view: SnapshotView
+    view: MountView
     path: str
     size: int
     keep_cache: bool
@@ -181,7 +181,7 @@ class OpenFile:
     content: bytes | None = None
 
 
-class Tree(Protocol):
+class MountTree(Protocol):
     """The files of a mount. A path is relative, without a leading slash; the root is ''.
 
     Each `open` needs exactly one `release`; `settled` may be called any number of times in between,
@@ -193,9 +193,9 @@ class Tree(Protocol):
         """Seconds for which the kernel may cache names and attributes."""
         ...
 
-    def entry(self, path: str) -> Entry: ...
+    def entry(self, path: str) -> Attributes: ...
 
-    def children(self, path: str) -> list[tuple[str, Entry]]: ...
+    def children(self, path: str) -> list[tuple[str, Attributes]]: ...
 
     def open(self, path: str) -> OpenFile: ...
 
@@ -211,7 +211,7 @@ class Tree(Protocol):
         """Return what there is to say of a file or directory, by name: snapshot, ref, ..."""
         ...
 
-    def totals(self) -> Totals: ...
+    def totals(self) -> ShownAmounts: ...
 
 
 def inode_of(snapshot: str, path: str) -> int:
@@ -231,16 +231,16 @@ class SnapshotTree:
     attributes_last_for = IMMUTABLE_FOR
 
     def __init__(
-        self, view: SnapshotView, about: About = NOTHING, *, show_about: bool = False
+        self, view: MountView, about: About = NOTHING, *, show_about: bool = False
     ) -> None:
         self._view = view
         self._snapshot = str(view.id)
-        self._entries: dict[str, Entry] = {"": self._directory("")}
+        self._entries: dict[str, Attributes] = {"": self._directory("")}
         self._children: dict[str, list[str]] = {"": []}
         files = view.files
         for path, size in sorted(files.items()):
             self._insert(path, self._file(path, size))
-        self._totals = Totals(len(files), sum(files.values()))
+        self._totals = ShownAmounts(len(files), sum(files.values()))
         self._about = about
         self._stored: dict[str, int] = {}
         self._made: Mapping[str, Callable[[], bytes]] = {}
@@ -253,13 +253,13 @@ class SnapshotTree:
             if show_about:
                 self._children[""].append(ABOUT)
 
-    def _directory(self, path: str) -> Entry:
-        return Entry(inode_of(self._snapshot, path), True, 0, self._view.time_ns)
+    def _directory(self, path: str) -> Attributes:
+        return Attributes(inode_of(self._snapshot, path), True, 0, self._view.time_ns)
 
-    def _file(self, path: str, size: int) -> Entry:
-        return Entry(inode_of(self._snapshot, path), False, size, self._view.time_ns)
+    def _file(self, path: str, size: int) -> Attributes:
+        return Attributes(inode_of(self._snapshot, path), False, size, self._view.time_ns)
 
-    def _insert(self, path: str, entry: Entry) -> None:
+    def _insert(self, path: str, entry: Attributes) -> None:
         """Add a file, and its missing parent directories."""
         if path.startswith("/"):
             raise no_directory_holds(path)
@@ -275,7 +275,7 @@ class SnapshotTree:
             self._children[parent] = [name]
             path, entry = parent, self._directory(parent)
 
-    def entry(self, path: str) -> Entry:
+    def entry(self, path: str) -> Attributes:
         entry = self._entries.get(path)
         if entry is None:
             if path not in self._made:
@@ -290,7 +290,7 @@ class SnapshotTree:
             content = self._contents.setdefault(path, self._made[path]())
         return content
 
-    def children(self, path: str) -> list[tuple[str, Entry]]:
+    def children(self, path: str) -> list[tuple[str, Attributes]]:
         names = self._children.get(path)
         if names is None:
             raise NotFound("no such directory", where=path)
@@ -341,7 +341,7 @@ class SnapshotTree:
             labels |= self._about.labels(self._view, path)
         return labels
 
-    def totals(self) -> Totals:
+    def totals(self) -> ShownAmounts:
         return self._totals
 
 

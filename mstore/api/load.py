@@ -232,7 +232,7 @@ _LEAST_LOADED: Final = 1 << 20
 """Smaller tensors are read by the caller's thread: starting others would take longer."""
 
 
-class Source(Protocol):
+class LoadSource(Protocol):
     """The snapshot that it reads: a `Snapshot`."""
 
     def _view(self, file: str | None) -> SnapshotView: ...
@@ -251,7 +251,7 @@ class SafeOpen:
     It may travel to other processes, as its snapshot may.
     """
 
-    def __init__(self, snapshot: Source, framework: str, device: Any, file: str | None) -> None:
+    def __init__(self, snapshot: LoadSource, framework: str, device: Any, file: str | None) -> None:
         if framework not in (*_NUMPY, *_TORCH):
             raise BadRequest(f"framework is np or pt, not {framework!r}")
         self._snapshot = snapshot

@@ -25,7 +25,7 @@ from mstore.terms.phrases import Option, call, phrase
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from mstore.blocks.schema import Sources
+    from mstore.blocks.schema import PlanInputs
     from mstore.merge.analysis.blame import BlameReport
     from mstore.merge.analysis.compatibility import CompatibilityReport
     from mstore.merge.analysis.explain import Explanation
@@ -322,7 +322,7 @@ class Merging(OpenStore):
             companions={key: self._input(one) for key, one in request.companions.items()},
         )
 
-    def _warnings(self, id: PlanId, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+    def _warnings(self, id: PlanId, plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
         """Return what a plan alone does not show."""
         from mstore.merge.planning import warnings
         from mstore.merge.running.model_card import licence_warnings

@@ -26,7 +26,7 @@ ALWAYS = "always"
 # compiler.
 if TYPE_CHECKING:
     from mstore.blocks.codecs import Policy
-    from mstore.blocks.schema import Sources
+    from mstore.blocks.schema import PlanInputs
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.models.stats.store import StatsStore
@@ -80,7 +80,7 @@ class OpenStore:
         self._stats: StatsStore | None = None
         self._remembered: Memo | None = None
         # Plans that could not be stored because the store is read-only for this user.
-        self._unkept: dict[PlanId, tuple[Plan, Sources]] = {}
+        self._unkept: dict[PlanId, tuple[Plan, PlanInputs]] = {}
         # Neither model cards nor statistics of stored models change: a merge need not read again
         # what its plan has read.
         self._plan_warnings: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}

@@ -61,7 +61,7 @@ TREE_BYTES = _TREE.size
 _TREES = PAGE_HEAD + _META_HEAD.size
 
 
-class Tree(msgspec.Struct, frozen=True):
+class BTree(msgspec.Struct, frozen=True):
     """A B-tree as its record describes it."""
 
     pad: int
@@ -74,15 +74,15 @@ class Tree(msgspec.Struct, frozen=True):
     root: int
 
     @classmethod
-    def parse(cls, data: bytes) -> Tree:
+    def parse(cls, data: bytes) -> BTree:
         """Return the tree of a record, which has TREE_BYTES."""
         return cls(*_TREE.unpack(data))
 
 
 class _Meta(msgspec.Struct, frozen=True):
     map_size: int
-    free: Tree
-    main: Tree
+    free: BTree
+    main: BTree
     last: int
     transaction: int
 
@@ -96,7 +96,7 @@ def page_size(head: bytes, path: Path) -> int:
         raise _damaged("the file is cut short", path)
     if _META_HEAD.unpack_from(head, PAGE_HEAD)[:2] != (_MAGIC, _VERSION):
         raise _damaged("page 0 is not the head of an LMDB file", path)
-    size = Tree.parse(head[_TREES : _TREES + TREE_BYTES]).pad
+    size = BTree.parse(head[_TREES : _TREES + TREE_BYTES]).pad
     if size & (size - 1) or not _LEAST_PAGE <= size <= _MOST_PAGE:
         allowed = f"{_LEAST_PAGE} to {_MOST_PAGE}"
         raise _damaged(f"its head names pages of {size} bytes, and LMDB has {allowed}", path)
@@ -176,8 +176,8 @@ class LmdbFile:
             raise self._corrupt("the file is cut short")
         own, _, flags, _, _ = _HEADER.unpack_from(page)
         magic, version, _, map_size = _META_HEAD.unpack_from(page, 16)
-        free = Tree(*_TREE.unpack_from(page, _TREES))
-        main = Tree(*_TREE.unpack_from(page, _TREES + TREE_BYTES))
+        free = BTree(*_TREE.unpack_from(page, _TREES))
+        main = BTree(*_TREE.unpack_from(page, _TREES + TREE_BYTES))
         last, transaction = _META_END.unpack_from(page, _TREES + 2 * TREE_BYTES)
         if (magic, version) != (_MAGIC, _VERSION) or flags != _META or own != number:
             raise self._corrupt(f"page {number} is not the head of an LMDB file")
@@ -194,24 +194,24 @@ class LmdbFile:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def databases(self, tell: Callable[[str], None]) -> dict[bytes, Tree]:
+    def databases(self, tell: Callable[[str], None]) -> dict[bytes, BTree]:
         """Return the named databases; report what is unreadable."""
         return self._named(_Walk(self, tell), tell)
 
-    def _named(self, walk: _Walk, tell: Callable[[str], None]) -> dict[bytes, Tree]:
+    def _named(self, walk: _Walk, tell: Callable[[str], None]) -> dict[bytes, BTree]:
         found = {}
         for name, data, flags in walk.nodes("the list of databases", self._meta.main):
             if flags != _SUB_DATA or len(data) != _TREE.size:
                 tell(f"database {name!r} has no description")
                 continue
-            tree = Tree.parse(data)
+            tree = BTree.parse(data)
             if tree.flags:
                 tell(f"database {name!r} has features that mstore does not use")
             found[name] = tree
         return found
 
     def rows(
-        self, name: bytes, tree: Tree, tell: Callable[[str], None]
+        self, name: bytes, tree: BTree, tell: Callable[[str], None]
     ) -> Iterator[tuple[bytes, bytes]]:
         """Yield every readable row in key order; report and skip unreadable ones."""
         for key, data, _ in _Walk(self, tell).nodes(name.decode(errors="replace"), tree):
@@ -267,14 +267,14 @@ class _Walk:
         self._counts = [0, 0, 0]
 
     def nodes(
-        self, what: str, tree: Tree, *, integers: bool = False
+        self, what: str, tree: BTree, *, integers: bool = False
     ) -> Iterator[tuple[bytes, bytes, int]]:
         """Yield (key, data, flags) of every leaf node."""
         for rows in self.leaves(what, tree, integers=integers):
             yield from rows
 
     def leaves(
-        self, what: str, tree: Tree, *, integers: bool = False
+        self, what: str, tree: BTree, *, integers: bool = False
     ) -> Iterator[list[tuple[bytes, bytes, int]]]:
         """Yield the leaf nodes page by page."""
         if tree.root == _NOWHERE:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NewType
 
 import msgspec
 
-from mstore.blocks.packs import NO_BASE, Entry, Kind
+from mstore.blocks.packs import NO_BASE, Kind, PackEntry
 from mstore.blocks.tables import Form
 from mstore.terms.ids import ID_BYTES, PackId
 
@@ -66,7 +66,7 @@ FORM: Final[Form[Row]] = Form(
 RECORD_FORM: Final[Form[Row]] = Form(_TEXT, frozenset({_LOCATION.size}), _same, _same, b"".join)
 
 
-def encode(number: int, entry: Entry) -> Row:
+def encode(number: int, entry: PackEntry) -> Row:
     """Return the row of an entry of the pack with this number."""
     head = _LOCATION.pack(
         number, entry.offset, entry.stored_length, entry.raw_length, entry.codec, entry.width

@@ -50,7 +50,7 @@ from mstore.blocks.lmdb_pages import (
     NODE,
     PAGE_HEAD,
     TREE_BYTES,
-    Tree,
+    BTree,
     page_size,
 )
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -96,7 +96,7 @@ class Unexpected(Exception):
     """The file cannot be mapped, or something in it is not as this module knows it."""
 
 
-class Table:
+class LocationTable:
     """The rows of one kind in id order; a row's number is its position."""
 
     def __init__(self, keys: bytearray, heads: bytearray) -> None:
@@ -187,21 +187,21 @@ def id_at(ids: bytes, place: int) -> bytes:
     return ids[place * ID_BYTES : (place + 1) * ID_BYTES]
 
 
-def read(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
+def read(index: Index, transaction: IndexTransaction) -> dict[Kind, LocationTable]:
     """Read all rows of blocks and records."""
     return {**_record_tables(index, transaction), Kind.BLOCK: _block_table(index, transaction)}
 
 
-def _block_table(index: Index, transaction: IndexTransaction) -> Table:
+def _block_table(index: Index, transaction: IndexTransaction) -> LocationTable:
     with suppress(Unexpected):
         table = _table(index.count(transaction, BLOCKS.name), Pages(index, transaction))
         if table.is_ascending():
             return table
     # One row after the other takes several times as long, and needs only LMDB.
-    return _table(index.count(transaction, BLOCKS.name), Cursor(index, transaction))
+    return _table(index.count(transaction, BLOCKS.name), CursorRows(index, transaction))
 
 
-def _table(count: int, source: Pages | Cursor) -> Table:
+def _table(count: int, source: Pages | CursorRows) -> LocationTable:
     # Of their final size: arrays that grow take up to twice the memory meanwhile.
     keys, heads = bytearray(count * ID_BYTES), bytearray(count * HEAD.itemsize)
     ids = np.frombuffer(keys, _ID)
@@ -211,7 +211,7 @@ def _table(count: int, source: Pages | Cursor) -> Table:
         ids[done : done + len(some)] = some
         done += len(some)
     _require(done == count)
-    table = Table(keys, heads)
+    table = LocationTable(keys, heads)
     table.base = np.full(count, NO_BASE, np.int32)
     places = np.frombuffer(heads, _HEAD_BYTES)
     # The search runs beside the reading: numpy lets other threads run meanwhile.
@@ -242,17 +242,17 @@ class Pages:
         """Find the pages."""
         record = transaction.get(BLOCKS.name.encode())
         _expect(record is not None and len(record) == TREE_BYTES)
-        tree = Tree.parse(record or b"")
+        tree = BTree.parse(record or b"")
         self._entries = tree.entries
         _expect(tree.flags == 0 and tree.overflows == 0)
         if not tree.entries:
             self._leaves = np.empty(0, np.int64)
             return
         _expect(0 < tree.depth <= MAX_DEPTH and tree.root <= _CHILD)
-        self._file = _File(index.env)
+        self._file = _MappedFile(index.env)
         self._leaves = self._below(tree)
 
-    def _below(self, tree: Tree) -> Numbers:
+    def _below(self, tree: BTree) -> Numbers:
         """Return the leaf pages in key order."""
         file = self._file
         pages, branches = np.array([tree.root]), 0
@@ -297,7 +297,7 @@ class Pages:
         _expect(done == self._entries)
 
 
-class _File:
+class _MappedFile:
     """The mapped file.  It is unmapped when the last array that looks into it is gone."""
 
     def __init__(self, environment: Environment) -> None:
@@ -339,7 +339,7 @@ class _File:
         return places
 
 
-class Cursor:
+class CursorRows:
     """The rows of `blocks`, read with a cursor of LMDB.
 
     Methods raise Corrupt for a row of another form.
@@ -387,7 +387,7 @@ def _require(is_sound: bool) -> None:
         raise Corrupt("the index has rows of another form", where=BLOCKS.name, hint=call("reindex"))
 
 
-def _record_tables(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
+def _record_tables(index: Index, transaction: IndexTransaction) -> dict[Kind, LocationTable]:
     keys = {kind: bytearray() for kind in Kind}
     heads = {kind: bytearray() for kind in Kind}
     with transaction.cursor(db=index.db(RECORDS.name)) as cursor:
@@ -397,4 +397,4 @@ def _record_tables(index: Index, transaction: IndexTransaction) -> dict[Kind, Ta
                 kind = Kind(key[0])
                 keys[kind] += key[1:]
                 heads[kind] += row[: HEAD.itemsize]
-    return {kind: Table(keys[kind], heads[kind]) for kind in Kind}
+    return {kind: LocationTable(keys[kind], heads[kind]) for kind in Kind}

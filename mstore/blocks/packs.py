@@ -83,7 +83,7 @@ class Kind(IntEnum):
     NOTE = 7
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class PackEntry(msgspec.Struct, frozen=True, gc=False):
     """One row of a footer table: where a payload lies in its pack, and what it is."""
 
     id: bytes
@@ -107,7 +107,7 @@ class SealedPack(msgspec.Struct, frozen=True):
     id: PackId
     path: Path
     size: int
-    entries: tuple[Entry, ...]
+    entries: tuple[PackEntry, ...]
 
 
 class PackWriter:
@@ -122,9 +122,9 @@ class PackWriter:
         self._held_limit = held_limit
         self._file = fs.NewFile(path)
         self._head = _HEADER.pack(MAGIC, VERSION, os.urandom(NONCE_BYTES))
-        self._entries: list[Entry] = []
+        self._entries: list[PackEntry] = []
         self._gathered = bytearray()
-        self._held: list[tuple[Entry, bytes]] = []
+        self._held: list[tuple[PackEntry, bytes]] = []
         self._held_bytes = 0
         self._run: tuple[str, int] | None = None
         self._written_back = 0
@@ -152,7 +152,9 @@ class PackWriter:
                 self._gathered += bytes(gap)
         offset = self._append(data)
         self._run = (file, file_offset + len(data))
-        self._entries.append(Entry(id, Kind.BLOCK, Codec.RAW, width, offset, len(data), len(data)))
+        self._entries.append(
+            PackEntry(id, Kind.BLOCK, Codec.RAW, width, offset, len(data), len(data))
+        )
 
     def append_encoded(self, id: bytes, encoded: Encoded, file: str, file_offset: int) -> None:
         """Append a block that lies at `file_offset` of `file`, however it is encoded.
@@ -170,7 +172,7 @@ class PackWriter:
         offset, stored = self._append(encoded.payload), len(encoded.payload)
         base = NO_BASE if encoded.base is None else encoded.base
         where = offset, stored, encoded.raw_length, base
-        self._entries.append(Entry(id, Kind.BLOCK, encoded.codec, encoded.width, *where))
+        self._entries.append(PackEntry(id, Kind.BLOCK, encoded.codec, encoded.width, *where))
 
     def _append(self, data: Buffer) -> int:
         offset = self._end
@@ -197,7 +199,7 @@ class PackWriter:
         self, id: bytes, kind: Kind, codec: Codec, width: int, payload: bytes, raw_length: int
     ) -> None:
         """Append a record or an encoded block whose position does not matter."""
-        entry = Entry(id, kind, codec, width, 0, len(payload), raw_length)
+        entry = PackEntry(id, kind, codec, width, 0, len(payload), raw_length)
         self._held.append((entry, payload))
         self._held_bytes += len(payload)
         if self._held_bytes > self._held_limit:
@@ -260,7 +262,7 @@ class Footer(msgspec.Struct, frozen=True):
     """What a pack says of itself."""
 
     id: PackId
-    entries: tuple[Entry, ...]
+    entries: tuple[PackEntry, ...]
     size: int
 
 
@@ -334,10 +336,10 @@ def _table(file: BinaryIO, offset: int, length: int, digest: bytes, where: str) 
     return table
 
 
-def _entries(table: bytes, end: int, where: str) -> Iterator[Entry]:
+def _entries(table: bytes, end: int, where: str) -> Iterator[PackEntry]:
     previous = (-1, b"")
     for id, base, offset, stored, raw, kind, codec, width in ENTRY.iter_unpack(table):
         if offset < PAGE or offset + stored > end or (kind, id) <= previous:
             raise Corrupt(f"footer entry {id.hex()[:12]} is out of bounds or order", where=where)
         previous = (kind, id)
-        yield Entry(id, kind, codec, width, offset, stored, raw, base)
+        yield PackEntry(id, kind, codec, width, offset, stored, raw, base)

@@ -17,7 +17,7 @@ from blake3 import blake3
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
-from mstore.blocks.packs import Entry
+from mstore.blocks.packs import PackEntry
 from mstore.terms.errors import BudgetExceeded, Corrupt, Incompatible, MstoreError
 from mstore.terms.ids import BlockId, Buffer, Id, PackId
 from mstore.terms.phrases import call
@@ -42,7 +42,7 @@ class PackSource(Protocol):
         """-"""
 
 
-def located(pack: PackId, entry: Entry) -> Location:
+def located(pack: PackId, entry: PackEntry) -> Location:
     """Return where an entry of a pack's own table says its payload lies."""
     return Location(
         pack,

@@ -93,7 +93,7 @@ class LeaseRow(msgspec.Struct, frozen=True, array_like=True):
     purpose: str
 
 
-class Source(msgspec.Struct, frozen=True, array_like=True):
+class NamedSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """A snapshot and the name it was given."""
 
     snapshot: _IdBytes
@@ -116,15 +116,15 @@ class Risk(msgspec.Struct, frozen=True, array_like=True):
     experts: tuple[int, ...]
 
 
-class Sources(msgspec.Struct, frozen=True, array_like=True):
+class PlanInputs(msgspec.Struct, frozen=True, array_like=True):
     """The inputs of a plan, experts in plan order.
 
     change: the planner's estimate of what the full merge changes, ||full - base|| / ||base||; None
     if unknown. risks: worst first.
     """
 
-    base: Source
-    experts: tuple[Source, ...]
+    base: NamedSnapshot
+    experts: tuple[NamedSnapshot, ...]
     change: float | None = None
     risks: tuple[Risk, ...] = ()
 
@@ -218,7 +218,7 @@ PINNED: Final = Table(
 PLANS: Final = Table(
     "plans",
     form(id_of(PlanId)),
-    form(packed(Sources)),
+    form(packed(PlanInputs)),
     "the snapshots that a plan's inputs are, by the names that the user gave",
     about="plan",
 )

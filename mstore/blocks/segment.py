@@ -41,7 +41,7 @@ from blake3 import blake3
 from mstore import fs
 from mstore.blocks.id_search import Numbers, bucket_bits, buckets, edges, lower_bound
 from mstore.blocks.location import Location
-from mstore.blocks.packs import Entry
+from mstore.blocks.packs import PackEntry
 from mstore.terms.errors import Conflict, Corrupt, Incompatible
 from mstore.terms.ids import ID_BYTES, PackId, SegmentId
 
@@ -387,7 +387,7 @@ def write(
     return id
 
 
-def rows_of(tables: Mapping[PackId, Sequence[Entry]]) -> tuple[list[PackId], Rows]:
+def rows_of(tables: Mapping[PackId, Sequence[PackEntry]]) -> tuple[list[PackId], Rows]:
     """Return the packs with entries, ascending, and a row for each of these, ascending."""
     packs = sorted(pack for pack, entries in tables.items() if entries)
     encoded = [

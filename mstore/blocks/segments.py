@@ -31,7 +31,7 @@ from blake3 import blake3
 from mstore import fs
 from mstore.blocks.id_search import Flags, Numbers
 from mstore.blocks.location import Location
-from mstore.blocks.packs import Entry, Kind
+from mstore.blocks.packs import Kind, PackEntry
 from mstore.blocks.segment import (
     COLUMNS,
     FIELDS,
@@ -139,7 +139,7 @@ class Segments:
         for segment in self._segments:
             segment.verify()
 
-    def add(self, tables: Iterable[tuple[PackId, Sequence[Entry]]]) -> None:
+    def add(self, tables: Iterable[tuple[PackId, Sequence[PackEntry]]]) -> None:
         """Add the rows of packs, given their tables; pass over packs that are there already.
 
         Holds the tables of a quarter of a million rows, and at least of one pack.  An error, or
@@ -148,7 +148,7 @@ class Segments:
         with self._changing() as segments:
             passed = self.packs()
             runs: list[Segment] = []
-            gathered: dict[PackId, Sequence[Entry]] = {}
+            gathered: dict[PackId, Sequence[PackEntry]] = {}
             count = 0
             for pack, entries in tables:
                 if pack in passed or not entries:
@@ -177,7 +177,7 @@ class Segments:
             if touched:
                 self._settle([one for one in segments if one not in touched], touched, left, gone)
 
-    def _run(self, tables: Mapping[PackId, Sequence[Entry]]) -> list[Segment]:
+    def _run(self, tables: Mapping[PackId, Sequence[PackEntry]]) -> list[Segment]:
         if not tables:
             return []
         packs, rows = rows_of(tables)

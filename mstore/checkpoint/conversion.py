@@ -78,7 +78,7 @@ class _Task(NamedTuple):
     target: Path
 
 
-class _File(msgspec.Struct):
+class _ConvertedFile(msgspec.Struct):
     tensors: int
     bytes: int
     left_out: list[str]
@@ -87,7 +87,7 @@ class _File(msgspec.Struct):
 class _Answer(msgspec.Struct):
     """The child's answer: `files` on success, otherwise the other three fields."""
 
-    files: list[_File] | None = None
+    files: list[_ConvertedFile] | None = None
     kind: str = ""
     what: str = ""
     file: str | None = None
@@ -171,7 +171,7 @@ def _check_tasks(tasks: list[_Task], own: set[str], tree: Tree) -> None:
             )
 
 
-def _remarks(tasks: Iterable[_Task], files: Iterable[_File]) -> Iterable[str]:
+def _remarks(tasks: Iterable[_Task], files: Iterable[_ConvertedFile]) -> Iterable[str]:
     for task, file in zip(tasks, files, strict=True):
         noun = "tensor" if file.tensors == 1 else "tensors"
         yield f"converted {task.pickle.path} to {task.path}: {file.tensors} {noun}"
@@ -210,14 +210,16 @@ def _indexes(
 # -- the child -----------------------------------------------------------------------------------
 
 
-def _run(tasks: list[_Task], scratch: Path, tree: Tree, limits: ConversionLimits) -> list[_File]:
+def _run(
+    tasks: list[_Task], scratch: Path, tree: Tree, limits: ConversionLimits
+) -> list[_ConvertedFile]:
     with fs.translated(scratch), fs.directory(scratch) as descriptor:
         return _converted(tasks, scratch, descriptor, tree, limits)
 
 
 def _converted(
     tasks: list[_Task], scratch: Path, descriptor: int, tree: Tree, limits: ConversionLimits
-) -> list[_File]:
+) -> list[_ConvertedFile]:
     # The child writes below the open directory, wherever its path may lead by now.
     place = Path(f"/proc/self/fd/{descriptor}")
     largest = max(task.pickle.status.st_size for task in tasks)

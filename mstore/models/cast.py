@@ -138,12 +138,12 @@ def cast(
     told = CASTS[dtype]
     branch = branch_below(BRANCHES, f"{model[0]}-{told}") if name is None else name
     manifest = catalog.manifest_of(model[1])
-    plan = _Plan(catalog, manifest, of, dtype, only, skip, model[0])
+    plan = _CastPlan(catalog, manifest, of, dtype, only, skip, model[0])
     with Transaction(catalog, f"cast {branch}") as transaction:
         current = branch_to_move(catalog, branch)
         with ThreadPoolExecutor(threads, "cast") as pool:
             caster = Caster(catalog, transaction, dtype, pool)
-            run = _Run(catalog, transaction, caster, plan, 2 * threads, progress)
+            run = _Caster(catalog, transaction, caster, plan, 2 * threads, progress)
             made = run.manifest()
         warnings = tuple(_overflow(run.overflowed, run.products, dtype))
         if warnings and dtype not in SATURATING and not allow_nonfinite:
@@ -182,7 +182,7 @@ def cast(
     )
 
 
-def _idle(plan: _Plan, told: str) -> Iterator[str]:
+def _idle(plan: _CastPlan, told: str) -> Iterator[str]:
     if not plan.cast:
         yield f"every tensor that could be cast is of {told} already"
 
@@ -234,7 +234,7 @@ class _Slot(msgspec.Struct, frozen=True):
         return Slot(self.name, record.dtype, record.shape)
 
 
-class _Plan:
+class _CastPlan:
     """What becomes of each tensor, known before any is read.
 
     files: the tensors of each file of weights that changes. configs: contents of each config.json
@@ -375,7 +375,7 @@ def _without_quantization(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Run:
+class _Caster:
     """Casts the tensors of a plan, and makes the output's files.
 
     overflowed, products: how many elements, and products with scales, were too large, by tensor.
@@ -386,7 +386,7 @@ class _Run:
         catalog: Catalog,
         transaction: Transaction,
         caster: Caster,
-        plan: _Plan,
+        plan: _CastPlan,
         ahead: int,
         progress: ProgressCallback | None,
     ) -> None:
@@ -422,12 +422,12 @@ class _Run:
 
     def _tensors(self, path: str, slots: Sequence[_Slot], *, begin: int) -> list[Part]:
         """Store the tensors of a file, in their order. begin: the first one's offset."""
-        jobs: dict[tuple[TensorId, Scale | None], Job] = {}
+        jobs: dict[tuple[TensorId, Scale | None], CastJob] = {}
         names: dict[tuple[TensorId, Scale | None], str] = {}
         for slot in slots:
             key = slot.part.tensor_id(), slot.scale
             if slot.target is not None and key not in self._known:
-                jobs.setdefault(key, Job(slot.source, slot.scale, slot.target, begin))
+                jobs.setdefault(key, CastJob(slot.source, slot.scale, slot.target, begin))
                 names.setdefault(key, slot.name)
             begin += slot.entry.nbytes
         found = self._caster.cast(list(jobs.values()), path, ahead=self._ahead, tick=self._tick)
@@ -455,7 +455,7 @@ class _Run:
 _GROUP_BYTES: Final = 4 << 20
 
 
-class Job(msgspec.Struct, frozen=True):
+class CastJob(msgspec.Struct, frozen=True):
     """A tensor to cast: the stored one, its scale if it has one, and the new one, without blocks.
 
     begin: where the new tensor begins in its file.
@@ -478,7 +478,7 @@ class CastTensor(msgspec.Struct, frozen=True):
     products: int
 
 
-class _Group(msgspec.Struct, frozen=True):
+class _CastBlocks(msgspec.Struct, frozen=True):
     """Some whole blocks of a job: its number, its first element and how many it has."""
 
     job: int
@@ -507,7 +507,7 @@ class Caster:
         self._pool = pool
 
     def cast(
-        self, jobs: Sequence[Job], path: str, *, ahead: int, tick: Callable[[int], None]
+        self, jobs: Sequence[CastJob], path: str, *, ahead: int, tick: Callable[[int], None]
     ) -> list[CastTensor]:
         """Store the new blocks of tensors of one file; return the tensors, which are not stored.
 
@@ -517,7 +517,7 @@ class Caster:
         overflowed, products = [0] * len(jobs), [0] * len(jobs)
         scales: dict[int, Buffer] = {}
 
-        def submitted(group: _Group) -> Future[_Done]:
+        def submitted(group: _CastBlocks) -> Future[_Done]:
             job = jobs[group.job]
             if job.scale is not None and group.job not in scales:
                 scales.clear()
@@ -548,14 +548,14 @@ class Caster:
         blocks = (self._catalog.read_block(block) for block in record.block_ids())
         return fs.unnamed(self._transaction.directory, blocks)
 
-    def _groups(self, number: int, job: Job) -> Iterator[_Group]:
+    def _groups(self, number: int, job: CastJob) -> Iterator[_CastBlocks]:
         sizes = SIZES[job.source.dtype], SIZES[self._dtype]
         # Powers of two: whole blocks of either type.
         each = max(_GROUP_BYTES // max(sizes), self._catalog.block_size // min(sizes))
         for first, count in partition(job.source.nbytes // sizes[0], each):
-            yield _Group(number, first, count)
+            yield _CastBlocks(number, first, count)
 
-    def _group(self, job: Job, group: _Group, scale: Buffer | None) -> _Done:
+    def _group(self, job: CastJob, group: _CastBlocks, scale: Buffer | None) -> _Done:
         """Return the new blocks of a group.  Runs on the pool."""
         values = widened(self._read(job.source, group), job.source.dtype)
         lost = 0
@@ -581,7 +581,7 @@ class Caster:
         ]
         return _Done(ids, encoded, overflowed, lost)
 
-    def _read(self, record: Tensor, group: _Group) -> npt.NDArray[np.uint8]:
+    def _read(self, record: Tensor, group: _CastBlocks) -> npt.NDArray[np.uint8]:
         each = self._catalog.block_size // SIZES[record.dtype]
         numbers = range(group.first // each, -(-(group.first + group.count) // each))
         return self._catalog.read_blocks([record.block(number) for number in numbers])

@@ -123,7 +123,7 @@ class CompareReport(Report, frozen=True):
     """how long it took"""
 
 
-class Sums(msgspec.Struct):
+class ComparedSums(msgspec.Struct):
     """Sums over some tensors, of the base, each of K models, and each two of them.
 
     base, squares: of norms; None if unknown. products: with their variances, None if unknown.
@@ -138,7 +138,7 @@ class Sums(msgspec.Struct):
     shared: list[int]
 
     @classmethod
-    def total(cls, parts: Sequence[Sums]) -> Sums:
+    def total(cls, parts: Sequence[ComparedSums]) -> ComparedSums:
         """Return the sums over several, at least one."""
         return cls(
             _sum([one.base for one in parts]),
@@ -196,12 +196,12 @@ def _sum_pairs(values: Iterable[tuple[float, float] | None]) -> tuple[float, flo
     return None if product is None or variance is None else (product, variance)
 
 
-def by_layer(sums: Mapping[str, Sums]) -> dict[str, Sums]:
+def by_layer(sums: Mapping[str, ComparedSums]) -> dict[str, ComparedSums]:
     """Return the sums over each layer.  sums: of tensors, by name."""
-    parts: dict[str, list[Sums]] = {}
+    parts: dict[str, list[ComparedSums]] = {}
     for name, layer in layers_of(sums).items():
         parts.setdefault(layer, []).append(sums[name])
-    return {layer: Sums.total(own) for layer, own in parts.items()}
+    return {layer: ComparedSums.total(own) for layer, own in parts.items()}
 
 
 def comparable(
@@ -263,7 +263,7 @@ class Measure:
         self._pool = pool
         self.meter = Meter("compared")
 
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Sums]]:
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, ComparedSums]]:
         """Yield each tensor's sums.  Raises Corrupt, StorageFailed."""
         for start in range(0, len(names), _TOGETHER):
             batch = names[start : start + _TOGETHER]
@@ -295,7 +295,7 @@ class Measure:
         bounds: Mapping[Pair, float],
         apart: Mapping[Pair, float],
         square: float | None,
-    ) -> Sums:
+    ) -> ComparedSums:
         (base_id, base), *models = sides
         found: list[Digest | None] = []
         squares: list[float | None] = []
@@ -317,7 +317,7 @@ class Measure:
 
             square = measure_squares(self._catalog, base, self._pool)
             self._statistics.put_squares(base_id, square)
-        return Sums(
+        return ComparedSums(
             square if square is not None and math.isfinite(square) else None,
             squares,
             self._all_products(models, squares, found, apart),
@@ -460,7 +460,7 @@ def compare(
         raise Incompatible(
             "no tensor is in the base and in all models, with one shape", where=base.name
         )
-    found: dict[str, Sums] = {}
+    found: dict[str, ComparedSums] = {}
     with ThreadPoolExecutor(threads, "compare") as pool:
         measure = Measure(catalog, statistics, inputs, reads=reads, pool=pool)
         try:
@@ -481,7 +481,7 @@ def compare(
         base=base.name,
         models=tuple(names),
         tensors=len(can),
-        whole=Sums.total(list(found.values())).part(None, names),
+        whole=ComparedSums.total(list(found.values())).part(None, names),
         parts=() if by == "model" else tuple(own.part(name, names) for name, own in parts.items()),
         remarks=tuple(remarks),
         bytes_read=measure.meter.total,

@@ -51,7 +51,7 @@ _WHOLE: Final = ("I", "U", "BOOL")
 """How the names of types begin whose elements are no differences."""
 
 
-class Slot(msgspec.Struct, frozen=True):
+class DifferenceTensor(msgspec.Struct, frozen=True):
     """A tensor of the checkpoint: where it lies, what it is added to."""
 
     source: SourceFile
@@ -108,7 +108,7 @@ class Differences:
         wanted = (matching(found, only) if only else found.keys()) - matching(found, skip)
         ids = [tensors[name] for name in found if name in wanted and name in tensors]
         records = dict(zip(ids, catalog.tensors(ids), strict=True))
-        self.slots: dict[str, Slot] = {}
+        self.slots: dict[str, DifferenceTensor] = {}
         problems: list[str] = []
         for name in sorted(wanted):
             (file, tensor), *others = found[name]
@@ -117,7 +117,7 @@ class Differences:
             elif name not in tensors:
                 problems.append(f"{name} is not in the base")
             else:
-                slot = Slot(file, tensor, tensors[name], records[tensors[name]])
+                slot = DifferenceTensor(file, tensor, tensors[name], records[tensors[name]])
                 problems += _misfits(slot)
                 self.slots[name] = slot
         if problems:
@@ -156,7 +156,7 @@ class Differences:
             if any(file.tensors()) or is_index(file.path) or file.path not in gone
         ]
 
-    def changes(self, file: File, part: Part) -> Slot | None:
+    def changes(self, file: File, part: Part) -> DifferenceTensor | None:
         """Return what is added to a tensor of a file of the base, None if it stays."""
         name = None if part.name is None else self._models.name(file.path, part)
         if name is None:
@@ -178,7 +178,7 @@ class Differences:
         slots = [one for one in self.slots.values() if one.is_sum and one.base.nbytes]
         slots.sort(key=lambda one: -math.prod(one.base.shape))
         product = own = base = 0.0
-        with Sums(self, slots[:_SAMPLED]) as sums:
+        with SummedBlocks(self, slots[:_SAMPLED]) as sums:
             for slot in slots[:_SAMPLED]:
                 difference, theirs = sums.sides(slot, 0)
                 # One infinite element must not hide what all the others are.
@@ -201,7 +201,7 @@ class Differences:
             return f"the differences are {ratio:.2g} times as large as the base: is it their base?"
         return None
 
-    def read_base(self, slot: Slot, number: int) -> bytes:
+    def read_base(self, slot: DifferenceTensor, number: int) -> bytes:
         """Return a block of the base.  Raises Corrupt, StorageFailed."""
         return bytes(self._catalog.read_block(slot.base.block(number)))
 
@@ -211,13 +211,13 @@ class Differences:
         return self._catalog.block_size
 
 
-class Sums:
+class SummedBlocks:
     """Blocks of the sums, from any thread; keeps the checkpoint's files open until it is left.
 
     A file that is replaced or changes meanwhile raises BadCheckpoint.
     """
 
-    def __init__(self, differences: Differences, slots: Sequence[Slot]) -> None:
+    def __init__(self, differences: Differences, slots: Sequence[DifferenceTensor]) -> None:
         self._differences = differences
         self._stack = ExitStack()
         self._open: dict[str, int] = {}
@@ -247,7 +247,7 @@ class Sums:
             with fs.translated(source.absolute):
                 require_stamp(self._open[path], source.stamp, source.absolute)
 
-    def block(self, slot: Slot, number: int) -> bytes:
+    def block(self, slot: DifferenceTensor, number: int) -> bytes:
         """Return block `number` of a tensor's result."""
         if not slot.is_sum:
             begin = number * self._differences.block_size
@@ -263,12 +263,12 @@ class Sums:
         words = np.frombuffer(raw, dtype=f"u{ITEMSIZES[slot.base.dtype]}")
         return np.where(difference == 0, words, rounded(total, slot.base.dtype)).tobytes()
 
-    def sides(self, slot: Slot, number: int) -> tuple[Any, Any]:
+    def sides(self, slot: DifferenceTensor, number: int) -> tuple[Any, Any]:
         """Return a block of the difference, and of the base: float32[n] each."""
         return self._singles(slot, number, self._differences.read_base(slot, number))
 
     def _singles(
-        self, slot: Slot, number: int, base: bytes
+        self, slot: DifferenceTensor, number: int, base: bytes
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         size, dtype = self._differences.block_size, slot.base.dtype
         first, n = number * (size // ITEMSIZES[dtype]), len(base) // ITEMSIZES[dtype]
@@ -279,7 +279,7 @@ class Sums:
             singles(np.frombuffer(base, dtype=np.uint8), dtype, n),
         )
 
-    def _read(self, slot: Slot, begin: int, length: int) -> bytes:
+    def _read(self, slot: DifferenceTensor, begin: int, length: int) -> bytes:
         source = slot.source
         assert source.header is not None
         start = source.header.data_start + slot.tensor.begin + begin
@@ -303,7 +303,7 @@ def rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
     return ((bits + (np.uint32(0x7FFF) + odd)) >> np.uint32(16)).astype(np.uint16)
 
 
-def _misfits(slot: Slot) -> list[str]:
+def _misfits(slot: DifferenceTensor) -> list[str]:
     name, own, base = slot.tensor.name, slot.tensor, slot.base
     if tuple(own.shape) != tuple(base.shape):
         return [f"{name} has shape {list(own.shape)}, the base {list(base.shape)}"]

@@ -41,7 +41,7 @@ from mstore.terms.errors import Corrupt, NotFound
 from mstore.terms.ids import BlockId, TensorId
 
 if TYPE_CHECKING:
-    from mstore.models.differences import Differences, Slot, Sums
+    from mstore.models.differences import Differences, DifferenceTensor, SummedBlocks
     from mstore.models.stats.analysis import PairMeasure
 
 
@@ -81,7 +81,7 @@ class _Span(msgspec.Struct, frozen=True):
     length: int
 
 
-class _Group(msgspec.Struct, frozen=True):
+class _NeighbouringBlocks(msgspec.Struct, frozen=True):
     """Neighbouring blocks read with one `pread` into `buffer`, and their ids.
 
     encoded: the payloads to store, possibly views of `buffer`; None for a block that is stored
@@ -141,7 +141,7 @@ class _FileBytes:
 class _SumBytes:
     """The sums of some tensors of a file of the base; slots: of each part, in order."""
 
-    def __init__(self, sums: Sums, slots: Sequence[Slot]) -> None:
+    def __init__(self, sums: SummedBlocks, slots: Sequence[DifferenceTensor]) -> None:
         self._sums = sums
         self._slots = slots
 
@@ -184,7 +184,7 @@ class _FileReader:
         )
         return in_groups(spans, lambda span: span.length, GROUP_BYTES)
 
-    def _load(self, spans: list[_Span]) -> _Group:
+    def _load(self, spans: list[_Span]) -> _NeighbouringBlocks:
         length = sum(span.length for span in spans)
         try:
             buffer = self._spare.pop()
@@ -207,13 +207,13 @@ class _FileReader:
             # A block that occurs twice in concurrent groups is encoded twice, and stored once.
             elements = self._parts[span.part].elements
             encoded.append(None if is_known else encode(block, elements, self._policy, base))
-        return _Group(spans, buffer, ids, encoded)
+        return _NeighbouringBlocks(spans, buffer, ids, encoded)
 
-    def release(self, group: _Group) -> None:
+    def release(self, group: _NeighbouringBlocks) -> None:
         """Recycle the memory of a group that the caller is done with."""
         self._spare.append(group.buffer)
 
-    def run(self, pool: ThreadPoolExecutor, ahead: int) -> Iterator[_Group]:
+    def run(self, pool: ThreadPoolExecutor, ahead: int) -> Iterator[_NeighbouringBlocks]:
         """Yield all groups in order, with at most `ahead` of them in memory."""
         loading = in_order(
             lambda spans: pool.submit(self._load, spans), self._groups(), ahead=ahead - 1
@@ -389,7 +389,7 @@ class FileAdder:
     ) -> File:
         """Store the sums of a file of the base; what does not change stays as it is."""
         parts: list[_PartPlan] = []
-        slots: list[Slot] = []
+        slots: list[DifferenceTensor] = []
         places: list[int] = []
         begin = 0
         for place, part in enumerate(file.parts):
@@ -407,9 +407,9 @@ class FileAdder:
             begin += part.nbytes
         if not parts:
             return file
-        from mstore.models.differences import Sums
+        from mstore.models.differences import SummedBlocks
 
-        with Sums(differences, slots) as sums:
+        with SummedBlocks(differences, slots) as sums:
             own = _SumBytes(sums, slots)
             stored = self._add_parts(own, file.path, parts, pool, ahead, tick)
         changed = dict(zip(places, stored, strict=True))
@@ -482,7 +482,7 @@ class FileAdder:
         self,
         path: str,
         parts: list[_PartPlan],
-        group: _Group,
+        group: _NeighbouringBlocks,
         ids: list[list[BlockId]],
     ) -> None:
         for span, id in zip(group.spans, group.ids, strict=True):

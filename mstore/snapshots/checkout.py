@@ -144,7 +144,7 @@ def _check_paths(view: SnapshotView) -> None:
     check_case_twins(view.files, where)
 
 
-class _File:
+class _WrittenFile:
     """A file that several threads write; the last one to finish syncs and closes it."""
 
     def __init__(self, file: fs.NewFile) -> None:
@@ -184,7 +184,7 @@ class _Checkout:
         self._files = files
         self._tree = tree
         self._reflinks = reflinks
-        self._open: set[_File] = set()
+        self._open: set[_WrittenFile] = set()
         self._lock = Lock()
         self._room = ThreadBuffer(catalog.block_size)
 
@@ -207,7 +207,7 @@ class _Checkout:
             if self._view.is_virtual:
                 yield partial(self._stream, path)
                 continue
-            file = _File(self._tree.create(path))
+            file = _WrittenFile(self._tree.create(path))
             with self._lock:
                 self._open.add(file)
             jobs = (
@@ -220,11 +220,11 @@ class _Checkout:
                 yield job
             yield partial(self._release, file)
 
-    def _jobs_of(self, file: _File, path: str, size: int) -> Iterator[Callable[[], int]]:
+    def _jobs_of(self, file: _WrittenFile, path: str, size: int) -> Iterator[Callable[[], int]]:
         for offset, piece in self._pieces(0, self._view.extents(path, 0, size)):
             yield partial(self._write, file, offset, piece)
 
-    def _sharing(self, file: _File, path: str) -> Iterator[Callable[[], int]]:
+    def _sharing(self, file: _WrittenFile, path: str) -> Iterator[Callable[[], int]]:
         """Share what can be shared; yield what checks it, and what writes the rest."""
         for one in self._reflinks.pieces(self._view, path):
             job = self._check if self._reflinks.share(file.file, one) else self._write
@@ -238,7 +238,7 @@ class _Checkout:
             yield offset, piece
             offset += sum(extent.length for extent in piece)
 
-    def _write(self, file: _File, offset: int, piece: Sequence[Extent]) -> int:
+    def _write(self, file: _WrittenFile, offset: int, piece: Sequence[Extent]) -> int:
         blocks = [extent.block for extent in piece if isinstance(extent.block, BlockId)]
         begin = offset
         for extent, block, location in zip(
@@ -252,7 +252,7 @@ class _Checkout:
         self._release(file)
         return offset - begin
 
-    def _check(self, file: _File, offset: int, piece: Sequence[Extent]) -> int:
+    def _check(self, file: _WrittenFile, offset: int, piece: Sequence[Extent]) -> int:
         """Check blocks that the file shares with a pack, as they are in the file."""
         begin = offset
         for extent in piece:
@@ -269,7 +269,7 @@ class _Checkout:
         self._release(file)
         return offset - begin
 
-    def _release(self, file: _File) -> int:
+    def _release(self, file: _WrittenFile) -> int:
         if file.release():
             with self._lock:
                 self._open.discard(file)

@@ -60,7 +60,7 @@ def parse(word: str) -> Reflink:
         raise BadRequest(f"reflink is one of {words}, not {word!r}") from None
 
 
-class Piece(msgspec.Struct, frozen=True):
+class ClonedPiece(msgspec.Struct, frozen=True):
     """Neighbouring blocks of a file from `offset` on, one location for each.
 
     shared: the bytes of the file that can be an extent of the pack; empty if there are none.
@@ -116,7 +116,7 @@ class Reflinks:
                 ),
             )
 
-    def pieces(self, view: SnapshotView, path: str) -> Iterator[Piece]:
+    def pieces(self, view: SnapshotView, path: str) -> Iterator[ClonedPiece]:
         """Yield the blocks of a stored file in order, each run of shareable ones as one piece."""
         extents = view.extents(path, 0, view.files[path])
         offset = begin = 0
@@ -144,15 +144,15 @@ class Reflinks:
             return not self._is_raw(place, offset)
         return place.codec == Codec.RAW and place.follows(places[-1])
 
-    def _piece(self, begin: int, run: Sequence[Extent], places: Sequence[Location]) -> Piece:
+    def _piece(self, begin: int, run: Sequence[Extent], places: Sequence[Location]) -> ClonedPiece:
         shared = range(0)
         if self._is_raw(places[0], begin):
             end = begin + sum(extent.length for extent in run)
             first = -(-begin // self._align) * self._align
             shared = range(first, end // self._align * self._align)
-        return Piece(begin, run, places, shared if len(shared) >= self._least else range(0))
+        return ClonedPiece(begin, run, places, shared if len(shared) >= self._least else range(0))
 
-    def share(self, file: fs.NewFile, piece: Piece) -> bool:
+    def share(self, file: fs.NewFile, piece: ClonedPiece) -> bool:
         """Make a piece of a file extents of its pack, and copy what of it is less than a page.
 
         Nothing is checked yet.  Returns False where that cannot be, and the piece is to be written.

@@ -10,7 +10,7 @@ import msgspec
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import PLANS, Source, Sources
+from mstore.blocks.schema import PLANS, NamedSnapshot, PlanInputs
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
@@ -23,7 +23,7 @@ from mstore.terms.phrases import call, phrase
 
 
 def put_sources(
-    catalog: Catalog, transaction: IndexTransaction, plan: PlanId, sources: Sources
+    catalog: Catalog, transaction: IndexTransaction, plan: PlanId, sources: PlanInputs
 ) -> None:
     """Store the inputs, within an open index transaction.
 
@@ -43,7 +43,7 @@ def put_sources(
     catalog.index.put(transaction, PLANS, plan, sources)
 
 
-def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
+def store_plan(catalog: Catalog, plan: Plan, sources: PlanInputs) -> PlanId:
     """Store a plan and the names of its inputs."""
     with Transaction(catalog, "plan") as transaction:
         id = PlanId(transaction.put_record(plan))
@@ -52,13 +52,15 @@ def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
 
 
 def _named_before(
-    catalog: Catalog, transaction: IndexTransaction, new: Source, old: Source
-) -> Source:
+    catalog: Catalog, transaction: IndexTransaction, new: NamedSnapshot, old: NamedSnapshot
+) -> NamedSnapshot:
     ref = refs_in(catalog.index, transaction).get(old.name)
     return old if ref is not None and ref.snapshot == old.snapshot == new.snapshot else new
 
 
-def sources_of_merge(catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotRecord) -> Sources:
+def sources_of_merge(
+    catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotRecord
+) -> PlanInputs:
     """Return the inputs of a merged snapshot's plan: its own parents, by their names.
 
     The plan's row may name other snapshots with the same contents, from a later request.  A parent
@@ -77,25 +79,25 @@ def sources_of_merge(catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotR
         return told
     names = {ref.snapshot: name for name, ref in sorted(catalog.refs().items(), reverse=True)}
     base, *experts = (
-        row if is_right else Source(parent, names.get(parent, SnapshotId(parent).short))
+        row if is_right else NamedSnapshot(parent, names.get(parent, SnapshotId(parent).short))
         for is_right, parent, row in zip(told_rightly, parents, rows, strict=True)
     )
     return msgspec.structs.replace(told, base=base, experts=tuple(experts))
 
 
-def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
+def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> PlanInputs:
     """Return the inputs of a plan.  Raises NotFound if this store lacks one, Corrupt."""
     with catalog.index.env.read() as transaction:
         told = catalog.index.get(transaction, PLANS, id)
     if told is not None:
         return told
-    return Sources(
+    return PlanInputs(
         _stand_in(catalog, plan.base_id()),
         tuple(_stand_in(catalog, one.manifest_id()) for one in plan.inputs[1:]),
     )
 
 
-def _stand_in(catalog: Catalog, manifest: ManifestId) -> Source:
+def _stand_in(catalog: Catalog, manifest: ManifestId) -> NamedSnapshot:
     found = catalog.snapshots_of(manifest)
     if not found:
         raise NotFound(
@@ -103,7 +105,7 @@ def _stand_in(catalog: Catalog, manifest: ManifestId) -> Source:
             where=f"manifest {manifest}",
             hint=phrase("add the checkpoint that it was made from, with: {add}", add=call("add")),
         )
-    return Source(found[0], found[0].short)
+    return NamedSnapshot(found[0], found[0].short)
 
 
 def find(catalog: Catalog, text: str) -> PlanId:

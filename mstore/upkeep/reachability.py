@@ -31,7 +31,7 @@ from mstore.blocks import location_arrays
 from mstore.blocks.id_search import Flags, Numbers
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
-from mstore.blocks.location_arrays import LOST_BASE, Table, id_at
+from mstore.blocks.location_arrays import LOST_BASE, LocationTable, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.blocks.schema import NOTES, PRUNED
 from mstore.store import leases, listing, refs
@@ -134,11 +134,11 @@ class Inventory:
             return cls(catalog, transaction)
 
     @property
-    def blocks(self) -> Table:
+    def blocks(self) -> LocationTable:
         """The table of blocks."""
         return self.tables[Kind.BLOCK]
 
-    def location(self, table: Table, number: int) -> Location:
+    def location(self, table: LocationTable, number: int) -> Location:
         """Return where a row says its payload lies. Raises Corrupt for an unknown pack."""
         head = table.heads[number]
         pack = self.packs.get(int(head["pack"]))

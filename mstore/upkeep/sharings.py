@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.codecs import Codec
-from mstore.blocks.location_arrays import Table, id_at
+from mstore.blocks.location_arrays import LocationTable, id_at
 from mstore.blocks.packs import Kind
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
@@ -92,7 +92,7 @@ class TensorBlocks:
         return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
 
 
-def _found(blocks: Table, ids: bytes) -> npt.NDArray[np.int32]:
+def _found(blocks: LocationTable, ids: bytes) -> npt.NDArray[np.int32]:
     return blocks.find(ids).astype(np.int32)
 
 
@@ -150,7 +150,7 @@ class Sharings:
             self.labels[numbers] = len(self.owners) + within
         self.owners += [self.owners[label] | owners for label in touched]
 
-    def table(self, blocks: Table) -> Numbers:
+    def table(self, blocks: LocationTable) -> Numbers:
         """Return int64[sharings, codecs, 3]: blocks, plain and stored bytes by codec.
 
         Counted at the first call, also for later parts.
@@ -159,7 +159,7 @@ class Sharings:
             self._table = self._counted(blocks)
         return self._table
 
-    def _counted(self, blocks: Table) -> Numbers:
+    def _counted(self, blocks: LocationTable) -> Numbers:
         shape = (len(self.owners), len(Codec))
         codec = blocks.heads["codec"].astype(np.int64)
         if len(codec) and codec.max() >= len(Codec):
@@ -188,7 +188,7 @@ class Figures(msgspec.Struct, frozen=True):
 class Sums:
     """Sums over chosen sharings: every figure of a report."""
 
-    def __init__(self, sharings: Sharings, blocks: Table) -> None:
+    def __init__(self, sharings: Sharings, blocks: LocationTable) -> None:
         table = sharings.table(blocks)
         # Later sharings split many earlier ones; drop those without blocks.
         used = np.flatnonzero(table[:, :, BLOCKS].any(axis=1)).tolist()

@@ -29,14 +29,14 @@ import msgspec
 _END_OF_NAME: Final = "-"
 
 
-class Place(msgspec.Struct, frozen=True):
+class SnapshotName(msgspec.Struct, frozen=True):
     """A snapshot: by a text that may be its id, or by a ref."""
 
     name: str
     is_ref: bool
 
 
-class Root(msgspec.Struct, frozen=True):
+class ThisServer(msgspec.Struct, frozen=True):
     """What this server is."""
 
 
@@ -50,10 +50,10 @@ class Snapshots(msgspec.Struct, frozen=True):
     """The ids of all snapshots."""
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class OneSnapshot(msgspec.Struct, frozen=True):
     """What one snapshot is."""
 
-    place: Place
+    place: SnapshotName
 
 
 class Files(msgspec.Struct, frozen=True):
@@ -62,18 +62,18 @@ class Files(msgspec.Struct, frozen=True):
     `path` is None for `files` itself, without a slash.
     """
 
-    place: Place
+    place: SnapshotName
     path: str | None
 
 
 class Tensors(msgspec.Struct, frozen=True):
     """A tensor, or all of them if `name` is empty."""
 
-    place: Place
+    place: SnapshotName
     name: str
 
 
-Address = Root | Refs | Snapshots | Snapshot | Files | Tensors
+Address = ThisServer | Refs | Snapshots | OneSnapshot | Files | Tensors
 
 
 def parse(raw: bytes) -> Address | None:
@@ -84,18 +84,18 @@ def parse(raw: bytes) -> Address | None:
         return None
     match segments:
         case [""]:
-            return Root()
+            return ThisServer()
         case ["refs"] | ["refs", ""]:
             return Refs()
         case ["refs", *rest] if _END_OF_NAME in rest:
             end = rest.index(_END_OF_NAME)
-            return _inside(Place("/".join(rest[:end]), is_ref=True), rest[end + 1 :])
+            return _inside(SnapshotName("/".join(rest[:end]), is_ref=True), rest[end + 1 :])
         case ["refs", *rest]:
             return Refs("/".join(rest))
         case ["snapshots"] | ["snapshots", ""]:
             return Snapshots()
         case ["snapshots", id, *rest]:
-            return _inside(Place(id, is_ref=False), rest)
+            return _inside(SnapshotName(id, is_ref=False), rest)
     return None
 
 
@@ -107,10 +107,10 @@ def _path(raw: bytes) -> bytes:
     return b"/" + rest.partition(b"/")[2] if found else raw
 
 
-def _inside(place: Place, segments: list[str]) -> Address | None:
+def _inside(place: SnapshotName, segments: list[str]) -> Address | None:
     match segments:
         case [] | [""]:
-            return Snapshot(place)
+            return OneSnapshot(place)
         case ["files"]:
             return Files(place, None)
         case ["files", *rest]:

@@ -33,7 +33,7 @@ from starlette.types import Message, Receive, Send
 from mstore.terms.errors import Corrupt, MstoreError
 from mstore.terms.ids import Buffer
 from mstore_serve.ranges import Part, Span, length_of
-from mstore_serve.shown import Showing, Shown, Source
+from mstore_serve.shown import ServedBytes, Showing, Shown
 
 PIECE: Final = 1 << 20
 """Bytes that are read and sent at once."""
@@ -67,7 +67,7 @@ class Threads:
         """Start a call that makes a document, which may have to read thousands of records."""
         return asyncio.get_running_loop().run_in_executor(self._telling, call)
 
-    def read(self, source: Source, call: Callable[[], T]) -> asyncio.Future[T]:
+    def read(self, source: ServedBytes, call: Callable[[], T]) -> asyncio.Future[T]:
         """Start a call that reads or computes blocks."""
         pool = self._computing if source.is_computed else self._reading
         return asyncio.get_running_loop().run_in_executor(pool, call)
@@ -185,7 +185,7 @@ class Body:
         known.set_result(piece)
         return known
 
-    def _read(self, source: Source, piece: _Piece) -> Buffer:
+    def _read(self, source: ServedBytes, piece: _Piece) -> Buffer:
         if source.prefetch is not None:
             self._prepare(source.prefetch, piece)
         data = source.read(piece.span.start, piece.span.length)

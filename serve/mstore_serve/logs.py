@@ -92,7 +92,7 @@ _STANDARD_ERROR: Final = 2
 
 def _to_file(path: Path) -> Callable[[logging.LogRecord], None]:
     try:
-        handler = _File(path, errors="backslashreplace")
+        handler = _SilentLogFile(path, errors="backslashreplace")
     except OSError as error:
         what = f"the log cannot be written: {error.strerror}"
         raise StorageFailed(what, where=str(path), errno=error.errno) from error
@@ -100,7 +100,7 @@ def _to_file(path: Path) -> Callable[[logging.LogRecord], None]:
     return handler.emit
 
 
-class _File(logging.handlers.WatchedFileHandler):
+class _SilentLogFile(logging.handlers.WatchedFileHandler):
     """A file that says nothing of its own failures: standard error may hang, too."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging

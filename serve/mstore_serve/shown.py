@@ -29,7 +29,7 @@ from mstore.terms import __version__
 from mstore.terms.errors import MstoreError, NotFound
 from mstore.terms.ids import Buffer, SnapshotId
 from mstore_serve import addresses, documents
-from mstore_serve.addresses import Address, Place, segment
+from mstore_serve.addresses import Address, SnapshotName, segment
 from mstore_serve.conditions import Validators
 from mstore_serve.documents import ServedEntry
 
@@ -53,7 +53,7 @@ _SHORT: Final = 1000
 _NS: Final = 1_000_000_000
 
 
-class Source(msgspec.Struct, frozen=True):
+class ServedBytes(msgspec.Struct, frozen=True):
     """Where bytes come from that do not lie in memory.
 
     read: returns exactly `size` bytes from `offset`, checked; raises as `SnapshotView.read`.
@@ -75,7 +75,7 @@ class Shown(msgspec.Struct, frozen=True):
     validators: Validators
     cache: str
     content: bytes = b""
-    source: Source | None = None
+    source: ServedBytes | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
 
@@ -142,7 +142,7 @@ class Showing:
         # Looks whether the store was put back from a backup meanwhile, and opens its new files.
         self._store.generation()
         match address:
-            case addresses.Root():
+            case addresses.ThisServer():
                 links = {"refs": "refs", "snapshots": "snapshots"}
                 told = documents.RootDocument("mstore", __version__, self._store.uuid, links)
                 return _document(told)
@@ -167,7 +167,7 @@ class Showing:
 
     # -- snapshots -----------------------------------------------------------------------------
 
-    def _snapshot(self, place: Place) -> _Snapshot:
+    def _snapshot(self, place: SnapshotName) -> _Snapshot:
         if place.is_ref:
             return self._of(self._store.ref(place.name).snapshot.hex())
         if not _ID.fullmatch(place.name) and not _PREFIX.fullmatch(place.name):
@@ -224,7 +224,7 @@ class Showing:
     # -- what they show ------------------------------------------------------------------------
 
     def _file(
-        self, found: _Snapshot, place: Place, path: str | None, raw: bytes, *, as_page: bool
+        self, found: _Snapshot, place: SnapshotName, path: str | None, raw: bytes, *, as_page: bool
     ) -> Shown | Elsewhere | Later:
         if path is None:
             return Elsewhere("files/")
@@ -232,13 +232,13 @@ class Showing:
         if file is not None:
             view = found.view
             read, prefetch = partial(view.read, path), partial(view.prefetch, path)
-            source = Source(view.id, read, prefetch, view.is_virtual)
+            source = ServedBytes(view.id, read, prefetch, view.is_virtual)
             return _bytes(view, place, file.size, _type_of(path), found.etag(path), source)
         make = partial(self._directory, found, place, path, raw, as_page=as_page)
         return Later(make) if len(found.files) > _SHORT else make()
 
     def _directory(
-        self, found: _Snapshot, place: Place, path: str, raw: bytes, *, as_page: bool
+        self, found: _Snapshot, place: SnapshotName, path: str, raw: bytes, *, as_page: bool
     ) -> Shown | Elsewhere:
         is_directory = not path or path.endswith("/")
         entries = found.entries(path if is_directory else f"{path}/")
@@ -306,13 +306,13 @@ class _Shared:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def _tensor(view: SnapshotView, place: Place, name: str) -> Shown:
+def _tensor(view: SnapshotView, place: SnapshotName, name: str) -> Shown:
     record = view.record(name)
 
     def read(offset: int, size: int) -> Buffer:
         return view.tensor_bytes(name, offset, offset + size)
 
-    source = Source(view.id, read, None, view.is_virtual)
+    source = ServedBytes(view.id, read, None, view.is_virtual)
     etag = f'"{view.tensors[name].hex()}"'
     shape = ",".join(map(str, record.shape))
     headers = (("X-Mstore-Dtype", record.dtype), ("X-Mstore-Shape", shape))
@@ -321,11 +321,11 @@ def _tensor(view: SnapshotView, place: Place, name: str) -> Shown:
 
 def _bytes(
     view: SnapshotView,
-    place: Place,
+    place: SnapshotName,
     size: int,
     media_type: str,
     etag: str,
-    source: Source,
+    source: ServedBytes,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> Shown:
     """Return bytes of a snapshot: at its own address they never change."""

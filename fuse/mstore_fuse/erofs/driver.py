@@ -41,7 +41,7 @@ from mstore_fuse import mount_table, readahead
 from mstore_fuse.about import AboutStore
 from mstore_fuse.erofs import kernel
 from mstore_fuse.erofs.image import CopiedPages, Image
-from mstore_fuse.erofs.mapping import Survey, page_map
+from mstore_fuse.erofs.mapping import FileMap, page_map
 
 OPTIONS = ("directio",)
 """The kernel reads packs straight into the pages of a mount's files, and caches once. The first
@@ -104,10 +104,10 @@ def show(
 
 def _opened(
     catalog: Catalog, view: SnapshotView, called: str, files: ExitStack
-) -> tuple[Survey, dict[PackId, int]]:
+) -> tuple[FileMap, dict[PackId, int]]:
     """Return where the snapshot lies, and its packs, open until the stack is closed."""
     for attempt in range(_ATTEMPTS):
-        survey = Survey.of(view, called)
+        survey = FileMap.of(view, called)
         survey.require_few_copies(called)
         _allow_files(len(survey.packs))
         with ExitStack() as opened:
@@ -193,7 +193,7 @@ def _image_file(catalog: Catalog, revision: str) -> Iterator[Path]:
 def _write(
     path: Path,
     view: SnapshotView,
-    survey: Survey,
+    survey: FileMap,
     packs: Mapping[PackId, int],
     labels: Mapping[str, Mapping[str, str]],
     *,

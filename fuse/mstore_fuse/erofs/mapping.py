@@ -34,7 +34,7 @@ ReadFile = Callable[[str, int, int], bytes]
 """(path, offset, size) -> verified bytes"""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class MappedPiece(msgspec.Struct, frozen=True):
     """`length` bytes from `offset` of a file: those from `start` of a block, which lies at `at`."""
 
     offset: int
@@ -61,14 +61,14 @@ class Run(msgspec.Struct, frozen=True):
         return slice(first, max(first, (self.offset + self.length) // PAGE))
 
 
-class Survey(msgspec.Struct, frozen=True):
+class FileMap(msgspec.Struct, frozen=True):
     """Where the files of a snapshot lie: the pieces of each file, and the packs of raw ones."""
 
-    files: Mapping[str, list[Piece]]
+    files: Mapping[str, list[MappedPiece]]
     packs: list[PackId]
 
     @classmethod
-    def of(cls, view: SnapshotView, called: str) -> Survey:
+    def of(cls, view: SnapshotView, called: str) -> FileMap:
         """Look up every block of a snapshot, called so. Raises Incompatible (virtual), Corrupt."""
         if view.is_virtual:
             raise Incompatible(
@@ -125,14 +125,14 @@ class Survey(msgspec.Struct, frozen=True):
         )
 
 
-def _pieces(view: SnapshotView, path: str) -> Iterator[Piece]:
+def _pieces(view: SnapshotView, path: str) -> Iterator[MappedPiece]:
     for one in view.physical_extents(path):
         assert one.location is not None
         assert not isinstance(one.block, VirtualBlock)
-        yield Piece(one.offset, one.length, one.start, one.block, one.location)
+        yield MappedPiece(one.offset, one.length, one.start, one.block, one.location)
 
 
-def runs(pieces: Iterable[Piece]) -> Iterator[Run]:
+def runs(pieces: Iterable[MappedPiece]) -> Iterator[Run]:
     """Yield the runs of a file: neighbours in it that are neighbours in a pack are one."""
     last: Run | None = None
     for piece in pieces:
@@ -160,7 +160,7 @@ def _follows(run: Run, last: Run) -> bool:
 def page_map(
     path: str,
     size: int,
-    pieces: list[Piece],
+    pieces: list[MappedPiece],
     devices: Mapping[PackId, int],
     copied: CopiedPages,
     read: ReadFile,

@@ -164,15 +164,15 @@ def blame(
         )
     with inputs_held(catalog, snapshot, record):
         check_fits(catalog, plan)
-        run = _Run(catalog, plan, threads, progress)
+        run = _BlamePass(catalog, plan, threads, progress)
         measured = run.attributions(tensor)
     sources = sources_of_merge(catalog, plan_id, plan, record).experts
     # Companions come last.
     who = [(source.name, weight) for source, weight in zip(sources, plan.weights, strict=False)]
     layers = layers_of(names)
-    nothing = Measured(0, Attribution.nothing(len(plan.weights)))
+    nothing = ElementSums(0, Attribution.nothing(len(plan.weights)))
     tensors = []
-    sums: dict[str, Measured] = {}
+    sums: dict[str, ElementSums] = {}
     counts: Counter[str] = Counter()
     total = nothing
     for first, one in measured.items():
@@ -200,20 +200,20 @@ def blame(
     )
 
 
-class Measured(msgspec.Struct, frozen=True):
+class ElementSums(msgspec.Struct, frozen=True):
     """A number of elements and the sums over them."""
 
     elements: int
     sums: Attribution
 
-    def __add__(self, other: Measured) -> Measured:
-        return Measured(self.elements + other.elements, self.sums + other.sums)
+    def __add__(self, other: ElementSums) -> ElementSums:
+        return ElementSums(self.elements + other.elements, self.sums + other.sums)
 
 
 Who = list[tuple[str, float]]
 
 
-def _shares(one: Measured, who: Who) -> dict[str, Any]:
+def _shares(one: ElementSums, who: Who) -> dict[str, Any]:
     return {
         "elements": one.elements,
         "changed": one.sums.changed,
@@ -241,7 +241,7 @@ def _share(product: float, sums: Attribution) -> float | None:
     return product / sums.square if 0 < sums.square < math.inf else None
 
 
-class _Run:
+class _BlamePass:
     """One pass over the chunks of a plan in which an expert takes part."""
 
     def __init__(
@@ -266,7 +266,7 @@ class _Run:
         # Companions come last, and are not among them.
         return [(own, weight) for (own, _), weight in zip(who, self._weights[name], strict=False)]
 
-    def attributions(self, tensor: str | None) -> dict[str, Measured]:
+    def attributions(self, tensor: str | None) -> dict[str, ElementSums]:
         """Measure each planned tensor, or the one that `tensor` was merged as."""
         wanted = [planned.name for planned in self._plan.tensors]
         if tensor is not None:
@@ -276,7 +276,7 @@ class _Run:
                     first
                 ]
                 elements = math.prod(self._catalog.tensor(base).shape)
-                return {first: Measured(elements, Attribution.nothing(len(self._plan.weights)))}
+                return {first: ElementSums(elements, Attribution.nothing(len(self._plan.weights)))}
             wanted = [first]
         jobs = [(name, self.tasks.tensor(name), self._chunks(name)) for name in wanted]
         total = sum(_bytes(task, number) for _, task, numbers in jobs for number in numbers)
@@ -290,7 +290,7 @@ class _Run:
                     done += _bytes(task, number)
                     if self._progress is not None:
                         self._progress(Progress("blame", done, total))
-                found[name] = Measured(task.elements, one)
+                found[name] = ElementSums(task.elements, one)
         return found
 
     def _chunks(self, name: str) -> list[int]:

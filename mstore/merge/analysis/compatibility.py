@@ -31,7 +31,7 @@ from mstore.merge.planning.warnings import far_experts, known_sums, moved_tokens
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
 from mstore.models.adapters.targets import is_adapter, is_any_adapter
-from mstore.models.compare import ComparedPart, Sums
+from mstore.models.compare import ComparedPart, ComparedSums
 from mstore.models.made import conflicts, stated_licence
 from mstore.models.stats.pairs import known_rows
 from mstore.models.stats.store import StatsStore
@@ -157,7 +157,9 @@ def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> C
         sums = _sums(catalog, statistics, request, models)
         found += _senses(catalog, request, [one.name for one in experts], sums)
         if sums:
-            changes = Sums.total(list(sums.values())).part(None, [one.name for one in experts])
+            changes = ComparedSums.total(list(sums.values())).part(
+                None, [one.name for one in experts]
+            )
     return CompatibilityReport(
         base=base.name,
         experts=tuple(expert.name for expert in experts),
@@ -250,7 +252,7 @@ def _finding(
 
 def _sums(
     catalog: Catalog, statistics: StatsStore, request: Request, models: Sequence[_Model]
-) -> dict[str, Sums]:
+) -> dict[str, ComparedSums]:
     """Return what statistics know of the changes of whole models; nothing for adapters of one."""
     base, *experts = (model.manifest.id() for model in models)
     if is_adapter(models[0].tensors):
@@ -265,7 +267,7 @@ def _sums(
 
 
 def _senses(
-    catalog: Catalog, request: Request, names: Sequence[str], sums: Mapping[str, Sums]
+    catalog: Catalog, request: Request, names: Sequence[str], sums: Mapping[str, ComparedSums]
 ) -> Iterator[CompatibilityFinding]:
     far = far_experts(sums, names)
     more = call("compare", *far, base=request.base.name)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from mstore.blocks.schema import Sources
+from mstore.blocks.schema import PlanInputs
 from mstore.merge.planning.costs import costs_to_report
 from mstore.merge.planning.report import PlanReport, plan_report
 from mstore.merge.planning.validate import check_block_size, check_fits
@@ -25,7 +25,7 @@ from mstore.store.objects.plan import (
     PlanOperation,
     PlanTensor,
     Taken,
-    Threshold,
+    TrimThreshold,
     Value,
 )
 from mstore.store.plans import find, sources_of, store_plan
@@ -112,7 +112,7 @@ def export_plan(catalog: Catalog, text: str) -> str:
     return plan_text(plan, id, sources_of(catalog, id, plan))
 
 
-def plan_text(plan: Plan, id: PlanId, sources: Sources) -> str:
+def plan_text(plan: Plan, id: PlanId, sources: PlanInputs) -> str:
     """Format a plan as indented JSON. States are digits, one per chunk."""
     value = _Text(
         format=FORMAT,
@@ -223,7 +223,7 @@ def _plan(value: _Text) -> Plan:
                 tensor.name,
                 tensor.chunk_elements,
                 tuple(bytes(map(int, states)) for states in tensor.states),
-                tuple(Threshold(float(value), quota) for value, quota in tensor.thresholds),
+                tuple(TrimThreshold(float(value), quota) for value, quota in tensor.thresholds),
                 tensor.omitted,
                 tensor.operation,
                 tensor.sources,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import replace
 
-from mstore.blocks.schema import Sources
+from mstore.blocks.schema import PlanInputs
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import costs_to_report
 from mstore.merge.planning.report import PlanReport, companions_of, plan_report
@@ -216,7 +216,7 @@ class _Explainer:
     """One merge being explained."""
 
     def __init__(
-        self, catalog: Catalog, record: SnapshotRecord, plan: Plan, sources: Sources
+        self, catalog: Catalog, record: SnapshotRecord, plan: Plan, sources: PlanInputs
     ) -> None:
         self._catalog = catalog
         self._plan = plan

@@ -182,7 +182,7 @@ BATCH = 16
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Distances(msgspec.Struct, frozen=True):
+class PlanDistances(msgspec.Struct, frozen=True):
     """||merged - full||^2 for each plan, over all names of all tensors; expert bytes read."""
 
     squares: tuple[float, ...]
@@ -196,12 +196,12 @@ def distances(
     *,
     threads: int,
     progress: ProgressCallback | None = None,
-) -> Distances:
+) -> PlanDistances:
     """Measure the distance of each of `plans` from `full`; they read parts of what `full` reads.
 
     All are plans of one request that differ in what they leave out.  Raises Corrupt, StorageFailed.
     """
-    run = _Run(catalog, full, plans)
+    run = _SweepPass(catalog, full, plans)
     total, done = max(1, run.expert_meter.limit or 0), 0
     sums: list[list[float]] = [[] for _ in plans]
     with ThreadPoolExecutor(threads, "measure") as pool:
@@ -211,10 +211,10 @@ def distances(
             if progress is not None:
                 done = max(done, min(total, run.expert_meter.total))
                 progress(Progress("measure", done, total))
-    return Distances(tuple(math.fsum(parts) for parts in sums), run.expert_meter.total)
+    return PlanDistances(tuple(math.fsum(parts) for parts in sums), run.expert_meter.total)
 
 
-class _Run:
+class _SweepPass:
     def __init__(self, catalog: Catalog, full: Plan, plans: Sequence[Plan]) -> None:
         self._chunks = PlanChunks(catalog, _as_float32(full))
         self.expert_meter = self._chunks.expert_meter

@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from mstore.merge.combination.members import INSTEAD, Member, members_of
-from mstore.merge.combination.methods import Setting
+from mstore.merge.combination.members import INSTEAD, AdapterMember, members_of
+from mstore.merge.combination.methods import CombineSetting
 from mstore.merge.combination.products import Read, joined, truncated, united
 from mstore.merge.running.model_card import number_text
 from mstore.models.adapters.extract import branch_for_adapter, put_factor, put_files
@@ -89,7 +89,7 @@ class CombineReport(Report, frozen=True):
 def combine(
     catalog: Catalog,
     adapters: Sequence[tuple[str, SnapshotId, float]],
-    setting: Setting,
+    setting: CombineSetting,
     *,
     name: str,
     rank: int | None,
@@ -122,7 +122,7 @@ def combine(
     card = card_of(catalog, members, setting, rank=work.rank, asked=rank, dtype=dtype)
     made = f"{setting}, rank {work.rank}: {_told(members)}"
     with Transaction(catalog, f"combine {name}") as transaction:
-        run = _Run(catalog, transaction, members, setting, work, progress)
+        run = _Combiner(catalog, transaction, members, setting, work, progress)
         manifest = run.manifest(card)
         remarks += (*_odd(every), *work.remarks(rank))
         publication = Publication(catalog, transaction)
@@ -155,7 +155,7 @@ def combine(
     )
 
 
-def _check_rank(rank: int, setting: Setting) -> None:
+def _check_rank(rank: int, setting: CombineSetting) -> None:
     if not setting.method.of_products:
         raise BadRequest(
             f"the rank of {setting.method.name} follows from the adapters",
@@ -166,11 +166,11 @@ def _check_rank(rank: int, setting: Setting) -> None:
         raise BadRequest(f"a rank is 1 to {MOST}, not {rank}", where=Option("rank"))
 
 
-def _told(members: Sequence[Member]) -> str:
+def _told(members: Sequence[AdapterMember]) -> str:
     return ", ".join(f"{one.name}={one.weight:g}" for one in members)
 
 
-def _with_weight(members: Sequence[Member]) -> tuple[Member, ...]:
+def _with_weight(members: Sequence[AdapterMember]) -> tuple[AdapterMember, ...]:
     """Return the adapters that have a weight: others would add ranks and modules of zeros.
 
     Raises BadRequest if none has.
@@ -181,7 +181,7 @@ def _with_weight(members: Sequence[Member]) -> tuple[Member, ...]:
     return found
 
 
-def _odd(members: Sequence[Member]) -> Iterator[str]:
+def _odd(members: Sequence[AdapterMember]) -> Iterator[str]:
     """Yield what is likely to be a mistake: an adapter without weight, or the same one twice."""
     for number, one in enumerate(members):
         if one.weight == 0:
@@ -195,7 +195,7 @@ def _odd(members: Sequence[Member]) -> Iterator[str]:
 
 
 def _base_of(
-    catalog: Catalog, members: Sequence[Member]
+    catalog: Catalog, members: Sequence[AdapterMember]
 ) -> tuple[tuple[Parent, ...], tuple[str, ...]]:
     """Return the base that the adapters were added as those of, if they are, else a remark."""
     stated = [(member, id) for member in members for id in member.bases]
@@ -209,7 +209,9 @@ def _base_of(
     return (), (f"the adapters were added as those of several bases: {', '.join(told)}",)
 
 
-def _require_one_name(catalog: Catalog, base: Sequence[Parent], members: Sequence[Member]) -> None:
+def _require_one_name(
+    catalog: Catalog, base: Sequence[Parent], members: Sequence[AdapterMember]
+) -> None:
     """Raise Incompatible for adapters that change one tied tensor under different names.
 
     Each alone changes all its names; their combination would have a product for each.
@@ -243,7 +245,11 @@ class _Work(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, members: Sequence[Member], setting: Setting, rank: int | None, dtype: str | None
+        cls,
+        members: Sequence[AdapterMember],
+        setting: CombineSetting,
+        rank: int | None,
+        dtype: str | None,
     ) -> _Work:
         modules = {
             module: tuple(k for k, member in enumerate(members) if module in member.products)
@@ -275,15 +281,15 @@ class _Work(msgspec.Struct, frozen=True):
         return (f"the rank is {self.rank}: no matrix of the adapters can have the rank {rank}",)
 
 
-def _most(members: Sequence[Member], module: str, of: Sequence[int]) -> int:
+def _most(members: Sequence[AdapterMember], module: str, of: Sequence[int]) -> int:
     return min(members[of[0]].products[module].shape)
 
 
-def _ranks(members: Sequence[Member], module: str, of: Sequence[int]) -> list[int]:
+def _ranks(members: Sequence[AdapterMember], module: str, of: Sequence[int]) -> list[int]:
     return [members[k].products[module].rank for k in of]
 
 
-def _one_rank(members: Sequence[Member], module: str, of: Sequence[int], method: str) -> int:
+def _one_rank(members: Sequence[AdapterMember], module: str, of: Sequence[int], method: str) -> int:
     """Return the rank that all products of a module have.  Raises Incompatible."""
     ranks = _ranks(members, module, of)
     if len(set(ranks)) > 1:
@@ -296,15 +302,15 @@ def _one_rank(members: Sequence[Member], module: str, of: Sequence[int], method:
     return ranks[0]
 
 
-class _Run:
+class _Combiner:
     """Makes the files of one combination."""
 
     def __init__(
         self,
         catalog: Catalog,
         transaction: Transaction,
-        members: Sequence[Member],
-        setting: Setting,
+        members: Sequence[AdapterMember],
+        setting: CombineSetting,
         work: _Work,
         progress: ProgressCallback | None,
     ) -> None:
@@ -375,7 +381,7 @@ class _Run:
             for name, factor in zip(names, full, strict=True)
         }
 
-    def _read(self, position: int, member: Member, module: str) -> Read:
+    def _read(self, position: int, member: AdapterMember, module: str) -> Read:
         product = member.products[module]
         down, up = (read_singles(self._catalog, one) for one in (product.down, product.up))
         if not (np.isfinite(down).all() and np.isfinite(up).all()):
@@ -404,8 +410,8 @@ this."""
 
 def card_of(
     catalog: Catalog,
-    members: Sequence[Member],
-    setting: Setting,
+    members: Sequence[AdapterMember],
+    setting: CombineSetting,
     *,
     rank: int,
     asked: int | None,
@@ -428,14 +434,14 @@ def card_of(
     return "\n".join(lines) + "\n"
 
 
-def _declared_base(members: Sequence[Member]) -> str | None:
+def _declared_base(members: Sequence[AdapterMember]) -> str | None:
     """Return the base that all configs name, None if they name none, several, or a directory."""
     names = {member.settings.get(_BASE) for member in members}
     name = names.pop() if len(names) == 1 else None
     return name if isinstance(name, str) and NAME.fullmatch(name) else None
 
 
-def _front_matter(members: Sequence[Member], told: Sequence[Said]) -> Iterator[str]:
+def _front_matter(members: Sequence[AdapterMember], told: Sequence[Said]) -> Iterator[str]:
     yield "---"
     base = _declared_base(members)
     if base is not None:
@@ -447,7 +453,7 @@ def _front_matter(members: Sequence[Member], told: Sequence[Said]) -> Iterator[s
 
 
 def _body(
-    members: Sequence[Member], told: Sequence[Said], setting: Setting, rank: int
+    members: Sequence[AdapterMember], told: Sequence[Said], setting: CombineSetting, rank: int
 ) -> Iterator[str]:
     count = "one adapter" if len(members) == 1 else f"{len(members)} adapters"
     yield f"# A LoRA adapter of rank {rank}, made of {count} by {setting.method.name}"
@@ -470,9 +476,9 @@ def _body(
 
 
 def _command(
-    members: Sequence[Member],
+    members: Sequence[AdapterMember],
     told: Sequence[Said],
-    setting: Setting,
+    setting: CombineSetting,
     rank: int | None,
     dtype: str | None,
 ) -> str:

@@ -32,7 +32,7 @@ INSTEAD: Final = phrase(
 )
 
 
-class Product(msgspec.Struct, frozen=True):
+class AdapterProduct(msgspec.Struct, frozen=True):
     """One product of an adapter.
 
     down: float[rank, columns]. up: float[rows, rank]. scale: what the product is multiplied by.
@@ -54,7 +54,7 @@ class Product(msgspec.Struct, frozen=True):
         return self.up.shape[0], self.down.shape[1]
 
 
-class Member(msgspec.Struct, frozen=True):
+class AdapterMember(msgspec.Struct, frozen=True):
     """An adapter to combine.
 
     products: by module. unchanged: tensors that repeat the base's below a product, by name.
@@ -65,7 +65,7 @@ class Member(msgspec.Struct, frozen=True):
     snapshot: SnapshotId
     weight: float
     config: LoraConfig
-    products: Mapping[str, Product]
+    products: Mapping[str, AdapterProduct]
     unchanged: Mapping[str, TensorId]
     settings: Mapping[str, Any]
     bases: tuple[SnapshotId, ...]
@@ -73,7 +73,7 @@ class Member(msgspec.Struct, frozen=True):
 
 def members_of(
     catalog: Catalog, adapters: Sequence[tuple[str, SnapshotId, float]]
-) -> tuple[Member, ...]:
+) -> tuple[AdapterMember, ...]:
     """Return adapters, each named by what it was asked for as, that can be combined.
 
     Raises BadRequest (none, too many), Incompatible, Corrupt, StorageFailed.
@@ -93,7 +93,7 @@ def members_of(
     return found
 
 
-def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Member:
+def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> AdapterMember:
     snapshot = catalog.snapshot(id)
     manifest = catalog.manifest(snapshot.manifest_id())
     models = models_in(catalog, manifest)
@@ -138,7 +138,7 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Membe
         catalog.tensors([tensors[one] for pair in pairs for one in (pair.down, pair.up)])
     )
     products = {
-        pair.module: Product(
+        pair.module: AdapterProduct(
             next(records), next(records), config.scale_of(pair.module), pair.embedding
         )
         for pair in pairs
@@ -148,10 +148,10 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Membe
     for module, product in products.items():
         _require_matrices(module, product, config, name)
     bases = tuple(one.snapshot_id() for one in snapshot.parents if one.role == BASE)
-    return Member(name, id, weight, config, products, unchanged, settings, bases)
+    return AdapterMember(name, id, weight, config, products, unchanged, settings, bases)
 
 
-def _require_matrices(module: str, product: Product, config: LoraConfig, where: str) -> None:
+def _require_matrices(module: str, product: AdapterProduct, config: LoraConfig, where: str) -> None:
     up, down = product.up, product.down
     odd = {up.dtype, down.dtype} - CODES.keys()
     if odd:
@@ -175,10 +175,10 @@ def _require_matrices(module: str, product: Product, config: LoraConfig, where: 
         )
 
 
-def _require_same_modules(members: Sequence[Member]) -> None:
+def _require_same_modules(members: Sequence[AdapterMember]) -> None:
     """Raise Incompatible for products that differ in shape, or modules in how they are named."""
-    first: dict[str, Member] = {}
-    unchanged: dict[str, tuple[TensorId, Member]] = {}
+    first: dict[str, AdapterMember] = {}
+    unchanged: dict[str, tuple[TensorId, AdapterMember]] = {}
     for member in members:
         for module, product in member.products.items():
             own = first.setdefault(module, member)

@@ -49,7 +49,7 @@ class Select(Enum):
     DRAWN = "drawn"
 
 
-class Method(msgspec.Struct, frozen=True):
+class CombineMethod(msgspec.Struct, frozen=True):
     """A method: of_products: it combines products, and truncates.  elects: only the elements that
     have the sign of the majority count.  joins: factors stand one beside the other.
     """
@@ -71,7 +71,7 @@ class Method(msgspec.Struct, frozen=True):
         )
 
 
-def _methods() -> dict[str, Method]:
+def _methods() -> dict[str, CombineMethod]:
     pairs = (
         ("linear", "svd", Select.ALL, False),
         ("ties", "ties_svd", Select.LARGEST, True),
@@ -79,25 +79,25 @@ def _methods() -> dict[str, Method]:
         ("dare_ties", "dare_ties_svd", Select.DRAWN, True),
         ("magnitude_prune", "magnitude_prune_svd", Select.LARGEST, False),
     )
-    found = [Method("cat", joins=True)]
+    found = [CombineMethod("cat", joins=True)]
     for of_factors, of_products, select, elects in pairs:
-        found.append(Method(of_factors, select=select, elects=elects))
-        found.append(Method(of_products, of_products=True, select=select, elects=elects))
+        found.append(CombineMethod(of_factors, select=select, elects=elects))
+        found.append(CombineMethod(of_products, of_products=True, select=select, elects=elects))
     return {one.name: one for one in sorted(found, key=lambda one: one.name)}
 
 
-METHODS: Final[Mapping[str, Method]] = MappingProxyType(_methods())
+METHODS: Final[Mapping[str, CombineMethod]] = MappingProxyType(_methods())
 """The methods by name, in alphabetical order."""
 
 
-class Setting(msgspec.Struct, frozen=True):
+class CombineSetting(msgspec.Struct, frozen=True):
     """A method and its parameters; those that it lacks have no effect.
 
     density: the share of elements to keep. sign: how the majority is found. clamp: None, or the
     quantile of the elements of both factors that the result's are clamped to. seed: of the draws.
     """
 
-    method: Method
+    method: CombineMethod
     density: float = 1.0
     sign: str = TOTAL
     clamp: float | None = None
@@ -111,7 +111,7 @@ class Setting(msgspec.Struct, frozen=True):
         return " ".join((self.method.name, *values))
 
 
-def setting_of(name: str, given: Mapping[str, object]) -> Setting:
+def setting_of(name: str, given: Mapping[str, object]) -> CombineSetting:
     """Return a method with its parameters, as text or as Python has them.
 
     Raises BadRequest for an unknown method or parameter, a value out of range, a missing density.
@@ -141,7 +141,7 @@ def setting_of(name: str, given: Mapping[str, object]) -> Setting:
     if sign not in _SIGNS:
         raise BadRequest(f"{_SIGN} is {' or '.join(_SIGNS)}, not {sign!r}")
     clamp = _value(_CLAMP, given, None)
-    return Setting(
+    return CombineSetting(
         method,
         density=float(cast(float, _value(_DENSITY, given, 1.0))),
         sign=str(sign),

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from mstore import fs
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.masks import mask_key
-from mstore.merge.combination.methods import FREQUENCY, Select, Setting
+from mstore.merge.combination.methods import FREQUENCY, CombineSetting, Select
 from mstore.models.adapters.low_rank import Factors
 from mstore.models.adapters.truncation import (
     Doubles,
@@ -93,7 +93,7 @@ def joined(read: Sequence[Read]) -> tuple[Singles, Singles]:
 
 
 def united(
-    read: Sequence[Read], names: tuple[str, str], setting: Setting
+    read: Sequence[Read], names: tuple[str, str], setting: CombineSetting
 ) -> tuple[Singles, Singles]:
     """Return lora_A and lora_B, each combined from those of the adapters; names: theirs."""
     weights = [one.weight * one.scale for one in read]
@@ -111,7 +111,7 @@ def _combined(
     weights: Sequence[float],
     read: Sequence[Read],
     name: str,
-    setting: Setting,
+    setting: CombineSetting,
 ) -> Singles:
     terms = [
         Term(partial(_whole, factor.reshape(-1)), weight, one.position)
@@ -127,7 +127,7 @@ def _whole(elements: Singles) -> Iterator[Singles]:
 
 
 def truncated(
-    read: Sequence[Read], module: str, rank: int, setting: Setting, directory: Path
+    read: Sequence[Read], module: str, rank: int, setting: CombineSetting, directory: Path
 ) -> Truncated:
     """Return factors of at most a rank whose product is near the combined products.
 
@@ -159,7 +159,9 @@ def truncated(
     return Truncated(down, up, measure)
 
 
-def _product(read: Sequence[Read], module: str, setting: Setting, directory: Path) -> Singles:
+def _product(
+    read: Sequence[Read], module: str, setting: CombineSetting, directory: Path
+) -> Singles:
     terms = [Term(partial(_finite, one, module), one.weight, one.position) for one in read]
     size = math.prod(read[0].shape)
     runs = combined(terms, f"{module}.weight", size, setting)
@@ -205,7 +207,9 @@ class Term(msgspec.Struct, frozen=True):
     position: int
 
 
-def combined(terms: Sequence[Term], name: str, size: int, setting: Setting) -> Iterator[Singles]:
+def combined(
+    terms: Sequence[Term], name: str, size: int, setting: CombineSetting
+) -> Iterator[Singles]:
     """Yield the combined elements, in the runs of the sources.
 
     name, size: of the matrices; draws follow from the name, and densities are shares of the size.
@@ -219,7 +223,7 @@ def combined(terms: Sequence[Term], name: str, size: int, setting: Setting) -> I
             yield _summed([weight * part for weight, part in zip(weights, parts, strict=True)])
 
 
-def _kept(term: Term, name: str, size: int, setting: Setting) -> Iterator[Singles]:
+def _kept(term: Term, name: str, size: int, setting: CombineSetting) -> Iterator[Singles]:
     """Return the elements of one matrix that count; 0 in place of the others."""
     if setting.method.select is Select.ALL or setting.density >= 1:
         return term.source()

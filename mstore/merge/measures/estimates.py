@@ -50,7 +50,7 @@ import numpy as np
 from mstore.merge.measures.grid import Bools, Floats
 
 
-class _Group(NamedTuple):
+class _ExpertGroup(NamedTuple):
     """Several experts as one, float64[C] each, averaged over the elements of a chunk.
 
     moved: the probability that any of them moves an element. weight: sum of the weights that agree,
@@ -82,7 +82,7 @@ def elected(
     Excludes `lambda`.
     """
     nothing = np.zeros(squares.shape[1])
-    out = rest = _Group(nothing, nothing, nothing, nothing, nothing)
+    out = rest = _ExpertGroup(nothing, nothing, nothing, nothing, nothing)
     sizes = [abs(weight) for weight in weights]
     loud = sizes if votes is None else [abs(vote) for vote in votes]
     for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
@@ -91,7 +91,7 @@ def elected(
         weighted = squares[k] * sizes[k] * sizes[k]
         own = squares[k] if normalize else weighted
         sums = squares[k] * loud[k] * loud[k]
-        one = _Group(kept[k], kept[k] * sizes[k], own, sums, nothing)
+        one = _ExpertGroup(kept[k], kept[k] * sizes[k], own, sums, nothing)
         joined = _joined(_chosen(left_out[k], out, rest), one, normalize=normalize)
         out, rest = _chosen(left_out[k], joined, out), _chosen(left_out[k], rest, joined)
     return _apart(out, rest, normalize=normalize)
@@ -103,9 +103,9 @@ def averaged(squares: Floats, kept: Floats, factors: Sequence[float], left_out: 
     Arrays as for `elected`. factors: of each expert's elements that no other one moves.
     """
     nothing = np.zeros(squares.shape[1])
-    out = rest = _Group(nothing, nothing, nothing, nothing, nothing)
+    out = rest = _ExpertGroup(nothing, nothing, nothing, nothing, nothing)
     for own, moved, left in zip(squares, kept, left_out, strict=True):
-        joined = _mean(_chosen(left, out, rest), _Group(moved, moved, own, own, nothing))
+        joined = _mean(_chosen(left, out, rest), _ExpertGroup(moved, moved, own, own, nothing))
         out, rest = _chosen(left, joined, out), _chosen(left, rest, joined)
     ours, theirs, _ = _where_both_move(out, rest)
     share, _ = _shares(out.weight * rest.moved, rest.weight * out.moved)
@@ -124,11 +124,11 @@ def averaged(squares: Floats, kept: Floats, factors: Sequence[float], left_out: 
     return found
 
 
-def _mean(a: _Group, b: _Group) -> _Group:
+def _mean(a: _ExpertGroup, b: _ExpertGroup) -> _ExpertGroup:
     ours, theirs, _ = _where_both_move(a, b)
     alone = a.squares * (1.0 - b.moved) + b.squares * (1.0 - a.moved)
     share, other = _shares(a.weight * b.moved, b.weight * a.moved)
-    return _Group(
+    return _ExpertGroup(
         a.moved + b.moved - a.moved * b.moved,
         a.weight + b.weight,
         alone + share * share * ours + other * other * theirs,
@@ -137,7 +137,7 @@ def _mean(a: _Group, b: _Group) -> _Group:
     )
 
 
-def _joined(a: _Group, b: _Group, *, normalize: bool) -> _Group:
+def _joined(a: _ExpertGroup, b: _ExpertGroup, *, normalize: bool) -> _ExpertGroup:
     wins, loses = _odds(a, b)
     ours, theirs, mixed = _where_both_move(a, b)
     alone = a.squares * (1.0 - b.moved) + b.squares * (1.0 - a.moved)
@@ -152,7 +152,7 @@ def _joined(a: _Group, b: _Group, *, normalize: bool) -> _Group:
     weight = weight + (1.0 + wins) / 2.0 * a.weight * b.moved
     weight = weight + (1.0 + loses) / 2.0 * b.weight * a.moved
     tie = loses * np.sqrt(ours) + wins * np.sqrt(theirs)
-    return _Group(
+    return _ExpertGroup(
         a.moved + b.moved - a.moved * b.moved,
         weight,
         alone + (agreed + fought) / 2.0,
@@ -161,7 +161,7 @@ def _joined(a: _Group, b: _Group, *, normalize: bool) -> _Group:
     )
 
 
-def _apart(out: _Group, rest: _Group, *, normalize: bool) -> Floats:
+def _apart(out: _ExpertGroup, rest: _ExpertGroup, *, normalize: bool) -> Floats:
     wins, loses = _odds(out, rest)
     ours, theirs, mixed = _where_both_move(out, rest)
     if normalize:
@@ -175,13 +175,13 @@ def _apart(out: _Group, rest: _Group, *, normalize: bool) -> Floats:
     return out.squares * (1.0 - rest.moved) + (agreed + turned) / 2.0
 
 
-def _where_both_move(a: _Group, b: _Group) -> tuple[Floats, Floats, Floats]:
+def _where_both_move(a: _ExpertGroup, b: _ExpertGroup) -> tuple[Floats, Floats, Floats]:
     """Return mean r_A^2, r_B^2 and 2 |r_A| |r_B| of elements that both move, else 0."""
     ours, theirs = a.squares * b.moved, b.squares * a.moved
     return ours, theirs, np.sqrt(ours) * np.sqrt(theirs)
 
 
-def _odds(a: _Group, b: _Group) -> tuple[Floats, Floats]:
+def _odds(a: _ExpertGroup, b: _ExpertGroup) -> tuple[Floats, Floats]:
     """Return the probabilities that A, and that B, elects where they disagree."""
     return _shares(np.sqrt(a.sums * b.moved), np.sqrt(b.sums * a.moved))
 
@@ -194,6 +194,6 @@ def _shares(a: Floats, b: Floats) -> tuple[Floats, Floats]:
     return share, 1.0 - share
 
 
-def _chosen(mask: Bools, there: _Group, elsewhere: _Group) -> _Group:
+def _chosen(mask: Bools, there: _ExpertGroup, elsewhere: _ExpertGroup) -> _ExpertGroup:
     """Return one group where the mask is set, the other one elsewhere."""
-    return _Group(*(np.where(mask, a, b) for a, b in zip(there, elsewhere, strict=True)))
+    return _ExpertGroup(*(np.where(mask, a, b) for a, b in zip(there, elsewhere, strict=True)))

@@ -28,7 +28,7 @@ from mstore.merge.measures.estimates import elected
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.combination import Combination
 from mstore.merge.methods.method import Operation
-from mstore.merge.methods.model import Model, scaled
+from mstore.merge.methods.model import CostModel, scaled
 from mstore.merge.methods.parameters import Scalar, Value
 from mstore.merge.methods.selection import Measured, Selection
 from mstore.store.objects.plan import Mixture
@@ -43,7 +43,7 @@ class Sum(Combination):
     """A sum with fixed factors."""
 
     kind = ADDITIVE
-    model = Model
+    model = CostModel
 
 
 class Alone(Sum):
@@ -56,7 +56,7 @@ class Alone(Sum):
         return super().keeps_base(operation) or operation.weights == (1.0,)
 
 
-class ElectedModel(Model):
+class ElectedModel(CostModel):
     """As `Model`, for elections."""
 
     votes: Sequence[float] | None = None

@@ -43,7 +43,7 @@ from mstore.merge.arithmetic.tiles import INFORMED, TOGETHER
 from mstore.merge.measures.grid import Bools, Companion, Floats, Grid, added
 from mstore.merge.methods.combination import Combination
 from mstore.merge.methods.method import Method, Operation
-from mstore.merge.methods.model import Model, States
+from mstore.merge.methods.model import CostModel, States
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, single
 from mstore.merge.methods.selection import Delta, Selection, common
 from mstore.numeric.casts import singles
@@ -131,8 +131,8 @@ def _floor(operation: Operation) -> float:
     return single(common(operation.parameters, FLOOR))
 
 
-class InformedModel(Model):
-    """As `Model`, for averages by Fishers."""
+class InformedModel(CostModel):
+    """As `CostModel`, for averages by Fishers."""
 
     def __init__(self, operation: Operation, grid: Grid) -> None:
         super().__init__(operation, grid)
@@ -214,7 +214,7 @@ class InformedModel(Model):
         return added(own) + lost * added(others)
 
     def reach(self) -> tuple[float, Floats]:
-        """As `Model.reach`: an average moves no further than the expert that moves most."""
+        """As `CostModel.reach`: an average moves no further than the expert that moves most."""
         grid = self._grid
         moved = np.where(grid.known, grid.column("max_abs"), 0.0).max(axis=0)
         moved = np.maximum.reduceat(moved, grid.starts[:-1])

@@ -31,7 +31,7 @@ from mstore.terms.phrases import call, phrase
 States = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Model:
+class CostModel:
     """One operation over a grid of the tensors that have it.
 
     squares: float64[K, C], of each selected delta. roots: what leaving it out adds to the norm of

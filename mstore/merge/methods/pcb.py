@@ -47,13 +47,13 @@ from mstore.merge.measures.deltas import Chunks, Ordered
 from mstore.merge.measures.grid import Bools, Floats, Grid, added
 from mstore.merge.methods.combination import Combination
 from mstore.merge.methods.method import Method, Operation
-from mstore.merge.methods.model import Model
+from mstore.merge.methods.model import CostModel
 from mstore.merge.methods.parameters import Parameter, Range, Value
 from mstore.merge.methods.selection import Cuts, Measured, Selection, common
 from mstore.numeric import halves
 from mstore.numeric.halves import Bits, Counts
 from mstore.numeric.passes import Pass
-from mstore.store.objects.plan import Threshold
+from mstore.store.objects.plan import TrimThreshold
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
@@ -155,7 +155,9 @@ class Competing(Selection, frozen=True):
         known = facts.once(keys, limits)
         found = np.zeros((LIMITS, self.experts))
         found[:, [side - 1 for side in own]] = np.array(known).reshape(LIMITS, len(own))
-        return Measured(thresholds=tuple([Threshold(one, -1) for one in found.ravel().tolist()]))
+        return Measured(
+            thresholds=tuple([TrimThreshold(one, -1) for one in found.ravel().tolist()])
+        )
 
     def squares(self, grid: Grid) -> Floats:
         """Return a guess: what competes best is mostly also what moves most."""
@@ -164,7 +166,7 @@ class Competing(Selection, frozen=True):
     def kept(self, grid: Grid) -> Floats:
         return grid.moved * self.ratio
 
-    def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
+    def thresholds(self, planned: Sequence[TrimThreshold]) -> Cuts | None:
         """Return them; nothing ties at them."""
         return (
             np.array([one.value for one in planned], dtype=np.float32),
@@ -210,8 +212,8 @@ def _limits(
     return found
 
 
-class BalancedModel(Model):
-    """As `Model`, for shares of those that win an element."""
+class BalancedModel(CostModel):
+    """As `CostModel`, for shares of those that win an element."""
 
     def likely(self, left_out: Bools, taken: Bools) -> Floats:
         """Return a guess, float64[C]: each wins elements of its own, and has all of them."""

@@ -19,7 +19,7 @@ from mstore.merge.measures.estimates import averaged
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.combination import Combination
 from mstore.merge.methods.method import Method, Operation
-from mstore.merge.methods.model import Model
+from mstore.merge.methods.model import CostModel
 from mstore.merge.methods.parameters import (
     LEAST_MOVE,
     MAX_SINGLE,
@@ -33,7 +33,7 @@ from mstore.merge.methods.parameters import (
 )
 from mstore.merge.methods.selection import Cuts, Measured, Selection, common
 from mstore.merge.methods.selections import kept_above, reached_by_nothing, tails
-from mstore.store.objects.plan import Mixture, Threshold
+from mstore.store.objects.plan import Mixture, TrimThreshold
 from mstore.terms.ids import TensorId
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Above(Selection, frozen=True):
     def kept(self, grid: Grid) -> Floats:
         return kept_above(grid, self._threshold(grid))
 
-    def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
+    def thresholds(self, planned: Sequence[TrimThreshold]) -> Cuts | None:
         """Return the least move, with all ties."""
         return (
             np.full(self.experts, self.least, dtype=np.float32),
@@ -75,8 +75,8 @@ class Above(Selection, frozen=True):
         )
 
 
-class AveragedModel(Model):
-    """As `Model`, for means of what moves."""
+class AveragedModel(CostModel):
+    """As `CostModel`, for means of what moves."""
 
     def _apart(self, squares: Floats, kept: Floats, left_out: Bools) -> Floats:
         return averaged(squares, kept, self.operation.weights, left_out)

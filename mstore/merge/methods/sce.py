@@ -50,7 +50,7 @@ from mstore.merge.methods.selection import (
 from mstore.numeric import halves
 from mstore.numeric.halves import Bits, Counts
 from mstore.numeric.passes import Pass
-from mstore.store.objects.plan import Mixture, Threshold
+from mstore.store.objects.plan import Mixture, TrimThreshold
 from mstore.terms.phrases import Option
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Varied(CutTogether, frozen=True):
     def kept(self, grid: Grid) -> Floats:
         return grid.moved * self.share
 
-    def fits(self, thresholds: Sequence[Threshold], listed: int) -> bool:
+    def fits(self, thresholds: Sequence[TrimThreshold], listed: int) -> bool:
         """Return whether there is one for each expert, the same for all."""
         return super().fits(thresholds, listed) and len(set(thresholds)) == 1
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Value
-from mstore.store.objects.plan import Mixture, Threshold
+from mstore.store.objects.plan import Mixture, TrimThreshold
 from mstore.terms.phrases import Option
 
 if TYPE_CHECKING:
@@ -52,11 +52,13 @@ class Measured(msgspec.Struct, frozen=True):
     band: float = math.nan
     squares: Sequence[float] | None = None
     factors: tuple[float, ...] | None = None
-    thresholds: tuple[Threshold, ...] = ()
+    thresholds: tuple[TrimThreshold, ...] = ()
 
-    def planned(self, experts: int) -> tuple[Threshold, ...]:
+    def planned(self, experts: int) -> tuple[TrimThreshold, ...]:
         """Return what a plan keeps of it for so many experts."""
-        return self.thresholds or (() if self.cut is None else (Threshold(*self.cut),) * experts)
+        return self.thresholds or (
+            () if self.cut is None else (TrimThreshold(*self.cut),) * experts
+        )
 
 
 class Selection(msgspec.Struct, frozen=True):
@@ -210,7 +212,7 @@ class Selection(msgspec.Struct, frozen=True):
         """How many thresholds a plan has of each expert and tensor."""
         return 0
 
-    def fits(self, thresholds: Sequence[Threshold], listed: int) -> bool:
+    def fits(self, thresholds: Sequence[TrimThreshold], listed: int) -> bool:
         """Return whether a plan's thresholds of a tensor can be this selection's.
 
         listed: how many experts the plan lists, Fishers among them.
@@ -240,11 +242,11 @@ class Selection(msgspec.Struct, frozen=True):
         """
         return (1.0,) * self.experts
 
-    def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
+    def thresholds(self, planned: Sequence[TrimThreshold]) -> Cuts | None:
         """Return the kernel's thresholds and quotas, from those of a plan; None if it has none."""
         return None
 
-    def cut(self, planned: Sequence[Threshold]) -> Cut | None:
+    def cut(self, planned: Sequence[TrimThreshold]) -> Cut | None:
         """Return where a selection of all experts together ends."""
         return None
 
@@ -288,7 +290,7 @@ class CutTogether(Selection, frozen=True):
 
     planned = 1
 
-    def cut(self, planned: Sequence[Threshold]) -> Cut:
+    def cut(self, planned: Sequence[TrimThreshold]) -> Cut:
         return Cut(planned[0].value, planned[0].quota)
 
     def mask_bytes(self, read: int) -> int:

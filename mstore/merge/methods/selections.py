@@ -40,7 +40,7 @@ from mstore.merge.methods.parameters import (
 from mstore.merge.methods.selection import EVERY, Cut, Cuts, Masks, Measured, Selection, each
 from mstore.models.stats.chunks import row_length as length_of
 from mstore.models.stats.histogram import exp_of_minus, tail_squares
-from mstore.store.objects.plan import Mixture, Threshold
+from mstore.store.objects.plan import Mixture, TrimThreshold
 from mstore.terms.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ class Trimmed(Selection, frozen=True, dict=True):
     def cuts(self) -> int:
         return int(self.trims)
 
-    def thresholds(self, planned: Sequence[Threshold]) -> Cuts | None:
+    def thresholds(self, planned: Sequence[TrimThreshold]) -> Cuts | None:
         if not self.trims:
             return None
         values = np.array([cut.value for cut in planned], dtype=np.float32)

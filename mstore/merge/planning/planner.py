@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from mstore.merge.measures.grid import Bools, Floats, Grid, Ints, added
-from mstore.merge.methods.model import Model, States
+from mstore.merge.methods.model import CostModel, States
 from mstore.merge.planning.ranking import Ranking, Units, lottery, seed
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.survey import Survey, SurveyedTensor, grid_of
@@ -73,7 +73,7 @@ class ChosenChunks(msgspec.Struct, frozen=True):
 class _Part(msgspec.Struct, frozen=True):
     """The tensors of one operation: its model, and their columns of the grid (C of them)."""
 
-    model: Model
+    model: CostModel
     tensors: Sequence[SurveyedTensor]
     columns: Any
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
 from mstore.merge.planning.tensors import first_names
-from mstore.merge.recipes.layout import Layout, layers_of
+from mstore.merge.recipes.layers import ModelLayers, layers_of
 from mstore.merge.recipes.modular import check, resolve
 from mstore.merge.recipes.parse import parse
 from mstore.merge.recipes.prepared import APPLY, STACK, Applied, Needed, prepare
@@ -265,7 +265,7 @@ def _prepared(
     @cache
     def layers_in(manifest: ManifestId) -> int | None:
         record = catalog.manifest(manifest)
-        layout = Layout.of(tensors_of(catalog, record), layers_of(config_of(catalog, record)))
+        layout = ModelLayers.of(tensors_of(catalog, record), layers_of(config_of(catalog, record)))
         return None if layout.main is None else layout.stacks[layout.main]
 
     def layers(model: Text) -> int | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 
-from mstore.blocks.schema import Sources
+from mstore.blocks.schema import PlanInputs
 from mstore.checkpoint.models import place_of, split_name
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import Costs, costs_to_report
@@ -112,7 +112,7 @@ class PlanReport(Report, frozen=True):
     """how long it took"""
 
 
-def companions_of(plan: Plan, sources: Sources) -> tuple[tuple[str, str], ...]:
+def companions_of(plan: Plan, sources: PlanInputs) -> tuple[tuple[str, str], ...]:
     """Return what each companion of a plan is and of what, and its name."""
     own = sources.experts[len(plan.experts) :]
     pairs = zip(plan.companions, own, strict=True)
@@ -122,7 +122,7 @@ def companions_of(plan: Plan, sources: Sources) -> tuple[tuple[str, str], ...]:
 def plan_report(
     plan: Plan,
     id: PlanId,
-    sources: Sources,
+    sources: PlanInputs,
     costs: Costs,
     *,
     analyzed: int = 0,
@@ -224,14 +224,14 @@ def plan_report(
     )
 
 
-def companion_name(one: PlanInput, sources: Sources) -> str:
+def companion_name(one: PlanInput, sources: PlanInputs) -> str:
     """Return the role of a companion and what it belongs to, as a request names it."""
     if one.of is None:
         return one.role
     return f"{one.role}:{BASE if one.of == 0 else sources.experts[one.of - 1].name}"
 
 
-def _method_remarks(plan: Plan, sources: Sources, *, leaves_out: bool) -> list[str]:
+def _method_remarks(plan: Plan, sources: PlanInputs, *, leaves_out: bool) -> list[str]:
     """Return what the methods of a plan say of its errors and weights."""
     remarks: list[str] = []
     used = Operations(plan).used(plan)
@@ -280,7 +280,7 @@ def _divides_by_only_weight(plan: Plan) -> str | None:
     return first.method.combine.divided_by(first) if stated and not others else None
 
 
-def _layers(plan: Plan, sources: Sources) -> tuple[tuple[str, int, int], ...]:
+def _layers(plan: Plan, sources: PlanInputs) -> tuple[tuple[str, int, int], ...]:
     names = (sources.base.name, *(expert.name for expert in sources.experts))
     runs: list[tuple[int, int, int]] = []
     for member, layer in plan.layers:
@@ -301,7 +301,7 @@ def share_of(error: float | None, change: float | None) -> float | None:
     return error / change if error is not None and change else None
 
 
-def _without_part(plan: Plan, sources: Sources) -> Iterator[str]:
+def _without_part(plan: Plan, sources: PlanInputs) -> Iterator[str]:
     """Yield in which tensors an expert with a weight has the factor 0, by their facts."""
     mixed = [tensor for tensor in plan.tensors if tensor.mixture is not None]
     for k, (expert, weight) in enumerate(zip(sources.experts, plan.weights, strict=False)):

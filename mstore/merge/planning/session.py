@@ -16,7 +16,7 @@ from contextlib import suppress
 import msgspec
 from blake3 import blake3
 
-from mstore.blocks.schema import Risk, Source, Sources
+from mstore.blocks.schema import NamedSnapshot, PlanInputs, Risk
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import States
 from mstore.merge.methods.parameters import Value
@@ -32,7 +32,7 @@ from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.models import tensors_of
-from mstore.store.objects.plan import Criteria, Plan, PlanOperation, PlanTensor, Threshold
+from mstore.store.objects.plan import Criteria, Plan, PlanOperation, PlanTensor, TrimThreshold
 from mstore.store.plans import sources_of, store_plan
 from mstore.terms.errors import NotFound
 from mstore.terms.ids import ManifestId
@@ -218,7 +218,7 @@ def _record(
     survey: Survey,
     request: Request,
     selection: ChosenChunks,
-    thresholds: list[tuple[Threshold, ...]],
+    thresholds: list[tuple[TrimThreshold, ...]],
     remarks: list[str],
 ) -> Plan:
     numbers, operations = _numbered(survey, request)
@@ -307,7 +307,7 @@ class StoredPlan(msgspec.Struct, frozen=True):
     """
 
     plan: Plan
-    sources: Sources
+    sources: PlanInputs
     costs: Costs
     analyzed: int
     is_stored: bool
@@ -330,8 +330,8 @@ def plan_of_request(
 
     Raises BadRequest, Incompatible, Corrupt, StorageFailed; then no plan is stored.
     """
-    base = Source(request.base.snapshot, request.base.name)
-    experts = tuple(Source(expert.snapshot, expert.name) for expert in request.experts)
+    base = NamedSnapshot(request.base.snapshot, request.base.name)
+    experts = tuple(NamedSnapshot(expert.snapshot, expert.name) for expert in request.experts)
     may_write = catalog.index.env.may_write()
     limits = {"budget": request.budget, "expert_budget": request.expert_budget}
     in_bytes = [name for name, limit in limits.items() if isinstance(limit, int)]
@@ -344,7 +344,7 @@ def plan_of_request(
             if not allow_noop:
                 require_effect(catalog, plan, in_bytes=in_bytes)
             kept = sources_of(catalog, known, plan)
-            sources = Sources(base, experts, kept.change, kept.risks)
+            sources = PlanInputs(base, experts, kept.change, kept.risks)
             if may_write:
                 store_plan(catalog, plan, sources)
             return StoredPlan(plan, sources, costs_of(catalog, plan), 0, is_stored=True)
@@ -353,13 +353,13 @@ def plan_of_request(
         from mstore.merge.planning.stack import stacked
 
         plan, costs = stacked(catalog, request), Costs(0, 0)
-        sources = Sources(base, experts)
+        sources = PlanInputs(base, experts)
     else:
         planning = Planning(catalog, statistics, request, threads=threads, progress=progress)
         planned = planning.plan()
         plan, costs = planned.plan, planned.costs
         analyzed, factors = planning.analyzed, planning.factors
-        sources = Sources(base, experts, planning.change, planning.risks)
+        sources = PlanInputs(base, experts, planning.change, planning.risks)
     if not allow_noop:
         require_effect(catalog, plan, in_bytes=in_bytes)
     if may_write:

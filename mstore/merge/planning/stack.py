@@ -3,7 +3,7 @@
 A stack reads nothing: a tensor of the output is a tensor that an input has.  Loose tensors before
 the layers (embeddings) are from the model of the first run, those after them (norm, head) from that
 of the last run, as in mergekit 0.1.5.  Which tensors are in which layer follows from their names
-(`recipes.layout`).  Of a model with several stacks, the text model's is stacked; its other parts
+(`recipes.layers`).  Of a model with several stacks, the text model's is stacked; its other parts
 are before or after it as a whole.  Layers that a config does not count (they predict further
 tokens) follow the last one, whatever its number is.
 
@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from mstore.merge.planning.request import Request
-from mstore.merge.recipes.layout import COUNTS, TEXT_CONFIGS, Layout, layers_of
+from mstore.merge.recipes.layers import COUNTS, TEXT_CONFIGS, ModelLayers, layers_of
 from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of
@@ -46,7 +46,7 @@ class _Member(msgspec.Struct, frozen=True):
 
     name: str
     tensors: Mapping[str, TensorId]
-    layout: Layout
+    layout: ModelLayers
     stack: str
     layers: tuple[Mapping[str, str], ...]
     first: tuple[str, ...]
@@ -131,7 +131,7 @@ def _member(
     manifest = catalog.manifest(id)
     config = config_of(catalog, manifest)
     counted = layers_of(config)
-    layout = Layout.of(tensors, counted)
+    layout = ModelLayers.of(tensors, counted)
     stack = layout.main
     if stack is None:
         raise Incompatible(
@@ -225,7 +225,7 @@ Layers = Sequence[tuple[int, int]]
 Fields = Mapping[str, Any]
 
 
-class Form(msgspec.Struct, frozen=True):
+class ConfigForm(msgspec.Struct, frozen=True):
     """How an entry speaks of layers.
 
     read: the value of each of so many layers, from the entry and the config that it is in; None if
@@ -237,7 +237,7 @@ class Form(msgspec.Struct, frozen=True):
     write: Callable[[list[Any], Any, Layers], Any] = lambda *_: None
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ConfigEntry(msgspec.Struct, frozen=True):
     """An entry of configs.
 
     instead: entries that say the same; a config that has one does not use this. needs: an entry
@@ -245,7 +245,7 @@ class Entry(msgspec.Struct, frozen=True):
     """
 
     name: str
-    form: Form
+    form: ConfigForm
     instead: tuple[str, ...] = ()
     needs: str | None = None
 
@@ -437,7 +437,7 @@ def _to_sources(values: list[Any], _: Any, layers: Layers) -> Any:
     return [n - back for n, back in enumerate(values)]
 
 
-def _first(more: int = 0) -> Form:
+def _first(more: int = 0) -> ConfigForm:
     """The first so many are of a kind. more: 1 if it names the last of them, -1 of all of them."""
 
     def read(value: Any, count: int, _: Fields) -> list[Any] | None:
@@ -450,7 +450,7 @@ def _first(more: int = 0) -> Form:
         first = next((n for n, own in enumerate(values) if not own), len(layers))
         return None if any(values[first:]) or first < more else first - more
 
-    return Form(read, write)
+    return ConfigForm(read, write)
 
 
 def _last(value: Any, count: int, _: Fields) -> list[Any] | None:
@@ -462,7 +462,7 @@ def _to_last(values: list[Any], _: Any, layers: Layers) -> Any:
     return len(layers) - first if all(values[first:]) else None
 
 
-def _every(place: int | str | None) -> Form:
+def _every(place: int | str | None) -> ConfigForm:
     """One of so many: the first (0), the last (-1), where another entry says, or unknown (None)."""
 
     def read(value: Any, count: int, fields: Fields) -> list[Any] | None:
@@ -473,7 +473,7 @@ def _every(place: int | str | None) -> Form:
         at = fields.get(place) if isinstance(place, str) else place
         return [(n - at) % value == 0 for n in range(count)] if type(at) is int else None
 
-    return Form(read)
+    return ConfigForm(read)
 
 
 def _implied(value: Any, count: int, _: Fields) -> list[Any] | None:
@@ -481,8 +481,10 @@ def _implied(value: Any, count: int, _: Fields) -> list[Any] | None:
     return [n % 2 for n in range(count)] if value == "gemma2" else None
 
 
-_EACH: Final = Form(_each, _as_was)
-_NUMBERS: Final = Form(_numbers, lambda values, *_: [n for n, own in enumerate(values) if own])
+_EACH: Final = ConfigForm(_each, _as_was)
+_NUMBERS: Final = ConfigForm(
+    _numbers, lambda values, *_: [n for n, own in enumerate(values) if own]
+)
 _TYPES: Final = ("layer_types",)
 _SPARSE: Final = ("mlp_layer_types",)
 _LISTED: Final = ("layers_block_type", "layer_types", "hybrid_override_pattern")
@@ -492,7 +494,7 @@ _OF_ALL_LAYERS: Final = ("hidden_size_per_layer_input",)
 """Entries by which a tensor outside of layers has rows for each layer (Gemma 3n, Gemma 4)."""
 
 
-def _table() -> Iterator[Entry]:
+def _table() -> Iterator[ConfigEntry]:
     for name in (
         *("layer_types", "mlp_layer_types", "layers_block_type", "block_configs", "is_moe_layer"),
         *("attention_layers", "attn_layers", "attn_type_list", "indexer_types", "compress_ratios"),
@@ -503,39 +505,39 @@ def _table() -> Iterator[Entry]:
         *("num_kv_heads", "ffn_multipliers", "intermediate_size", "moe_intermediate_size"),
         *("moe_layer_freq", "moe_topk", "num_shared_expert"),
     ):
-        yield Entry(name, _EACH)
+        yield ConfigEntry(name, _EACH)
     for name in (
         *("moe_layers", "mlp_only_layers", "attn_layer_indices", "full_attn_idxs"),
         *("rope_scaling_layers", "cross_attention_layers", "hybrid_layer_ids"),
     ):
-        yield Entry(name, _NUMBERS)
-    yield Entry("linear_attn_config", Form(_named_numbers, _to_named_numbers))
-    yield Entry("per_layer_config", Form(_by_number, _to_by_number))
-    yield Entry("kv_source_layers", Form(_sources, _to_sources))
-    yield Entry("attention_types", Form(_runs, lambda values, *_: [[values, 1]]))
-    yield Entry("block_types", Form(_repeated, _as_was))
-    yield Entry("num_kv_shared_layers", Form(_last, _to_last))
+        yield ConfigEntry(name, _NUMBERS)
+    yield ConfigEntry("linear_attn_config", ConfigForm(_named_numbers, _to_named_numbers))
+    yield ConfigEntry("per_layer_config", ConfigForm(_by_number, _to_by_number))
+    yield ConfigEntry("kv_source_layers", ConfigForm(_sources, _to_sources))
+    yield ConfigEntry("attention_types", ConfigForm(_runs, lambda values, *_: [[values, 1]]))
+    yield ConfigEntry("block_types", ConfigForm(_repeated, _as_was))
+    yield ConfigEntry("num_kv_shared_layers", ConfigForm(_last, _to_last))
     for name in ("first_k_dense_replace", "num_dense_layers", "num_hash_layers"):
-        yield Entry(name, _first(), _SPARSE)
-    yield Entry("max_window_layers", _first(), _TYPES, "use_sliding_window")
-    yield Entry("moe_layer_start_index", _first())
-    yield Entry("moe_layer_end_index", _first(1))
-    yield Entry("sliding_window_pattern", _every(-1), _TYPES)
-    yield Entry("sliding_window_pattern", Form(_repeated, _as_was), _TYPES)
-    yield Entry("full_attention_interval", _every(-1), _TYPES)
-    yield Entry("layer_group_size", _every(-1), _TYPES)
-    yield Entry("global_attn_every_n_layers", _every(None), _TYPES)
-    yield Entry("dense_attention_every_n_layers", _every(-1))
-    yield Entry("no_rope_layer_interval", _every(-1), ("no_rope_layers",))
-    yield Entry("interleave_moe_layer_step", _every(-1), ("moe_layers",))
-    yield Entry("moe_layer_freq", _every(0), _SPARSE)
+        yield ConfigEntry(name, _first(), _SPARSE)
+    yield ConfigEntry("max_window_layers", _first(), _TYPES, "use_sliding_window")
+    yield ConfigEntry("moe_layer_start_index", _first())
+    yield ConfigEntry("moe_layer_end_index", _first(1))
+    yield ConfigEntry("sliding_window_pattern", _every(-1), _TYPES)
+    yield ConfigEntry("sliding_window_pattern", ConfigForm(_repeated, _as_was), _TYPES)
+    yield ConfigEntry("full_attention_interval", _every(-1), _TYPES)
+    yield ConfigEntry("layer_group_size", _every(-1), _TYPES)
+    yield ConfigEntry("global_attn_every_n_layers", _every(None), _TYPES)
+    yield ConfigEntry("dense_attention_every_n_layers", _every(-1))
+    yield ConfigEntry("no_rope_layer_interval", _every(-1), ("no_rope_layers",))
+    yield ConfigEntry("interleave_moe_layer_step", _every(-1), ("moe_layers",))
+    yield ConfigEntry("moe_layer_freq", _every(0), _SPARSE)
     for name in ("moe_layer_interval", "moe_layer_frequency", "decoder_sparse_step"):
-        yield Entry(name, _every(-1))
+        yield ConfigEntry(name, _every(-1))
     for name in ("cross_layer_interval", "n_layers_per_attn_res_block"):
-        yield Entry(name, _every(0))
-    yield Entry("attn_layer_period", _every("attn_layer_offset"), ("layers_block_type",))
-    yield Entry("expert_layer_period", _every("expert_layer_offset"))
-    yield Entry("model_type", Form(_implied), _TYPES)
+        yield ConfigEntry(name, _every(0))
+    yield ConfigEntry("attn_layer_period", _every("attn_layer_offset"), ("layers_block_type",))
+    yield ConfigEntry("expert_layer_period", _every("expert_layer_offset"))
+    yield ConfigEntry("model_type", ConfigForm(_implied), _TYPES)
 
 
 TABLE: Final = tuple(_table())

@@ -94,7 +94,7 @@ class SurveyedTensor(msgspec.Struct, frozen=True):
     operation: Operation
     sources: tuple[str, ...] = ()
     dtype: str | None = None
-    thresholds: tuple[plan.Threshold, ...] = ()
+    thresholds: tuple[plan.TrimThreshold, ...] = ()
 
     @property
     def chunks(self) -> int:

@@ -38,7 +38,7 @@ from mstore.merge.planning.tensors import (
     left_out_names,
     require_types,
 )
-from mstore.merge.recipes.layout import Layout, layers_of
+from mstore.merge.recipes.layers import ModelLayers, layers_of
 from mstore.models.adapters.inputs import Inputs, Names
 from mstore.models.stats.chunk import CHUNK, finite
 from mstore.models.stats.chunks import tensor_chunk
@@ -109,14 +109,14 @@ class Surveyor:
         return self._layouts[model].layer(own)
 
     @cached_property
-    def _layouts(self) -> dict[str, Layout]:
+    def _layouts(self) -> dict[str, ModelLayers]:
         """The layers of each model of the base."""
         catalog, found = self._catalog, {}
         base = catalog.manifest_of(self._request.base.snapshot)
         models = models_in(catalog, base)
         for model in models.named:
             config = config_of(catalog, base, models.config(model))
-            found[model] = Layout.of(models.in_model(model), layers_of(config))
+            found[model] = ModelLayers.of(models.in_model(model), layers_of(config))
         return found
 
     def _models(self, name: str) -> dict[TensorId, str]:

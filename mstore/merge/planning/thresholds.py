@@ -29,7 +29,7 @@ from mstore.models.stats import deltas, histogram
 from mstore.models.stats.chunks import Bytes, chunk_reader
 from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
+from mstore.store.objects.plan import DROPPED, OMITTED, READ, SHARED, TrimThreshold
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import TensorId
 
@@ -49,10 +49,10 @@ class FoundThresholds(msgspec.Struct, frozen=True):
     singles: those of a tensor of one chunk, per expert, by its name, once all are found.
     """
 
-    whole: dict[tuple[TensorId, TensorId, int], Threshold | None] = msgspec.field(
+    whole: dict[tuple[TensorId, TensorId, int], TrimThreshold | None] = msgspec.field(
         default_factory=dict
     )
-    singles: dict[str, tuple[Threshold, ...]] = msgspec.field(default_factory=dict)
+    singles: dict[str, tuple[TrimThreshold, ...]] = msgspec.field(default_factory=dict)
 
 
 class Thresholds:
@@ -81,7 +81,7 @@ class Thresholds:
         self._meter = meter
         self._known = FoundThresholds() if known is None else known
 
-    def of_tensor(self, tensor: SurveyedTensor, states: States) -> tuple[Threshold, ...]:
+    def of_tensor(self, tensor: SurveyedTensor, states: States) -> tuple[TrimThreshold, ...]:
         """Return `of` for each expert and rank, all experts of a rank together.
 
         states: uint8[K, chunks].  Empty if the tensor's operation trims nothing.
@@ -114,13 +114,13 @@ class Thresholds:
             return whole
         # Each chunk is read whole or not at all: what is left out uses up no quota.
         return tuple(
-            Threshold(cut.value, UNLIMITED) if state in _LEFT_OUT else cut
+            TrimThreshold(cut.value, UNLIMITED) if state in _LEFT_OUT else cut
             for state, cut in zip(column, whole, strict=True)
         )
 
     def of(
         self, tensor: SurveyedTensor, expert: ExpertTensor, place: int, rank: int, states: States
-    ) -> Threshold:
+    ) -> TrimThreshold:
         """Return where the engine is to cut this expert's delta, so that `rank` elements remain.
 
         place: of the rank among the operation's. states: uint8[chunks], what is read of it.  A
@@ -134,24 +134,24 @@ class Thresholds:
         if whole is None:
             self._require_one(tensor)
             self.at_edges |= bool(is_read.any())
-            return Threshold(found.value, UNLIMITED)
+            return TrimThreshold(found.value, UNLIMITED)
         if whole.quota == UNLIMITED or not left_out.any():
             return whole
         if not is_read.any():
-            return Threshold(whole.value, UNLIMITED)
+            return TrimThreshold(whole.value, UNLIMITED)
         ties = self._statistics.ties(*expert.pair, rank, tensor.chunk_elements)
         if ties is None or not _fit(ties, whole.quota, tensor.chunks):
             if not self._analyze:
                 self._require_one(tensor)
                 self.at_edges = True
-                return Threshold(whole.value, UNLIMITED)
+                return TrimThreshold(whole.value, UNLIMITED)
             ties = self._count_ties(tensor, expert, whole, bounded=found.exact)
             self._statistics.put_ties(*expert.pair, rank, tensor.chunk_elements, ties)
         if not len(ties):
-            return Threshold(whole.value, UNLIMITED)
+            return TrimThreshold(whole.value, UNLIMITED)
         kept = ties.copy()
         kept[-1] -= int(ties.sum()) - whole.quota
-        return Threshold(whole.value, int(kept[is_read[: len(kept)]].sum()))
+        return TrimThreshold(whole.value, int(kept[is_read[: len(kept)]].sum()))
 
     def _require_one(self, tensor: SurveyedTensor) -> None:
         """Raise BadRequest for a tensor with two thresholds: both must be exact."""
@@ -165,7 +165,7 @@ class Thresholds:
 
     def _of_whole(
         self, tensor: SurveyedTensor, expert: ExpertTensor, place: int, rank: int
-    ) -> Threshold | None:
+    ) -> TrimThreshold | None:
         known, key = self._known.whole, (*expert.pair, rank)
         if key not in known:
             known[key] = self._whole(tensor, expert, expert.thresholds[place], rank)
@@ -173,21 +173,21 @@ class Thresholds:
 
     def _whole(
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold, rank: int
-    ) -> Threshold | None:
+    ) -> TrimThreshold | None:
         """Return the threshold of the whole expert; None if it needs a forbidden read."""
         if not rank:
-            return Threshold(found.value, 0)
+            return TrimThreshold(found.value, 0)
         if found.exact:
             on_edge = found.in_bin - found.inexact
-            return Threshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
+            return TrimThreshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
         known = self._statistics.threshold(*expert.pair, rank)
         if known is not None:
-            return Threshold(*known)
+            return TrimThreshold(*known)
         return self._second_look(tensor, expert, found, rank) if self._analyze else None
 
     def _second_look(
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold, rank: int
-    ) -> Threshold:
+    ) -> TrimThreshold:
         """Return the exact k-th largest magnitude and quota, from the chunks that reach the bin."""
         chunk = tensor.chunk_elements
         read = self._reader(tensor, expert)
@@ -206,10 +206,10 @@ class Thresholds:
         self._statistics.put_threshold(*expert.pair, rank, value, quota)
         if low[int(np.float32(value).view(np.uint32)) % LOW_VALUES] == quota:
             self._statistics.put_ties(*expert.pair, rank, chunk, _ALL_KEPT)
-        return Threshold(value, quota)
+        return TrimThreshold(value, quota)
 
     def _count_ties(
-        self, tensor: SurveyedTensor, expert: ExpertTensor, cut: Threshold, *, bounded: bool
+        self, tensor: SurveyedTensor, expert: ExpertTensor, cut: TrimThreshold, *, bounded: bool
     ) -> Ints:
         """Count ties of each chunk up to the one where the quota ends; none if all are kept.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Final
 
-from mstore.blocks.schema import Source, Sources
+from mstore.blocks.schema import NamedSnapshot, PlanInputs
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.tensors import (
@@ -24,7 +24,7 @@ from mstore.merge.planning.tensors import (
 )
 from mstore.models.adapters.inputs import Inputs, stand_ins
 from mstore.models.adapters.targets import is_adapter
-from mstore.models.compare import Measure, Sums, by_layer, comparable
+from mstore.models.compare import ComparedSums, Measure, by_layer, comparable
 from mstore.models.stats.store import StatsStore
 from mstore.models.vocabulary import tokenizer as tokenizers
 from mstore.models.vocabulary.tokenizer import TokenDifferences, Tokenizer
@@ -97,7 +97,7 @@ class MergeWarning(Report, frozen=True):
     """the warning, as text"""
 
 
-def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+def idle_experts(plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
     """Return a warning for each reason why an expert adds nothing to this plan, in plan order."""
     if plan.layers:
         used = {member for member, _ in plan.layers}
@@ -113,7 +113,7 @@ def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
     )
 
 
-def moved_inputs(sources: Sources, name: str) -> tuple[MergeWarning, ...]:
+def moved_inputs(sources: PlanInputs, name: str) -> tuple[MergeWarning, ...]:
     """Return a warning if a merge moved one of its inputs, by the name that it was given."""
     if name not in {source.name for source in (sources.base, *sources.experts)}:
         return ()
@@ -137,7 +137,7 @@ def stack_warnings(catalog: Catalog, plan: Plan) -> tuple[MergeWarning, ...]:
 
 
 def adapters_of_other_bases(
-    catalog: Catalog, plan: Plan, sources: Sources
+    catalog: Catalog, plan: Plan, sources: PlanInputs
 ) -> tuple[MergeWarning, ...]:
     """Return a warning for each adapter that was added as one of another model than the base."""
     if is_adapter(tensors_of(catalog, catalog.manifest(plan.base_id()))):
@@ -158,7 +158,7 @@ def adapters_of_other_bases(
 
 
 def tokens_in_other_rows(
-    catalog: Catalog, plan: Plan, sources: Sources
+    catalog: Catalog, plan: Plan, sources: PlanInputs
 ) -> tuple[MergeWarning, ...]:
     """Return a warning for each expert whose embeddings have other tokens in the base's rows."""
     if not merges_embeddings(plan):
@@ -185,7 +185,7 @@ def tokens_in_other_rows(
     return tuple(found)
 
 
-def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+def other_tensors(catalog: Catalog, plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
     """Return warnings for experts that lack tensors of the base, or have others, and may."""
     if not plan.allow_missing:
         return ()
@@ -225,7 +225,7 @@ def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Merge
     return tuple(found)
 
 
-def other_models(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+def other_models(catalog: Catalog, plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
     """Return what becomes of models that base or experts have alone."""
     base = models_in(catalog, catalog.manifest(plan.base_id()))
     found = []
@@ -259,7 +259,9 @@ def _told_models(names: Iterable[str]) -> list[str]:
     return [f"the model {name or 'at the top'}" for name in names]
 
 
-def heads_of_their_own(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+def heads_of_their_own(
+    catalog: Catalog, plan: Plan, sources: PlanInputs
+) -> tuple[MergeWarning, ...]:
     """Return a warning if the merge has a head of its own and the base's config ties it."""
     base = catalog.manifest(plan.base_id())
     sizes = sizes_of(catalog, base)
@@ -297,12 +299,12 @@ def _tokenizer(catalog: Catalog, model: Manifest) -> Tokenizer | None:
         return None
 
 
-def _models(plan: Plan, sources: Sources) -> Iterator[tuple[PlanInput, Source]]:
+def _models(plan: Plan, sources: PlanInputs) -> Iterator[tuple[PlanInput, NamedSnapshot]]:
     # Companions come after them.
     return zip(plan.experts, sources.experts, strict=False)
 
 
-def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
+def _of(plan: Plan, sources: PlanInputs, k: int) -> Iterator[tuple[str, str]]:
     own, name = plan.experts[k], sources.experts[k].name
     used = Operations(plan).used(plan)
     idle = {n for n in range(k + 1) if used and all(one.given[n] == 0 for one in used)}
@@ -357,7 +359,7 @@ def _diluting(plan: Plan) -> str:
 
 
 def not_finite_warnings(
-    plan: Plan, sources: Sources, counts: Sequence[NotFiniteTensor] | None
+    plan: Plan, sources: PlanInputs, counts: Sequence[NotFiniteTensor] | None
 ) -> tuple[MergeWarning, ...]:
     """Return warnings of elements that are infinite or NaN, and are finite in the base.
 
@@ -413,14 +415,14 @@ def known_sums(
     skip: Sequence[str] = (),
     *,
     products: bool = False,
-) -> dict[str, Sums]:
+) -> dict[str, ComparedSums]:
     """Return what statistics know of each tensor that may be merged; no block is read."""
     measure = Measure(catalog, statistics, inputs, products=products)
     return dict(measure.tensors(comparable(inputs, only, skip)[0]))
 
 
 def far_experts(
-    sums: Mapping[str, Sums], experts: Sequence[str], counted: Sequence[bool] = ()
+    sums: Mapping[str, ComparedSums], experts: Sequence[str], counted: Sequence[bool] = ()
 ) -> dict[str, str]:
     """Return the experts that moved further than fine-tunes do, and what to say of each.
 
@@ -428,7 +430,7 @@ def far_experts(
     """
     if not sums:
         return {}
-    whole = Sums.total(list(sums.values()))
+    whole = ComparedSums.total(list(sums.values()))
     totals = by_layer(sums)
     moved = [whole.change(k) for k in range(len(experts))]
     found = {}
@@ -473,7 +475,7 @@ def _named(layers: Sequence[str]) -> str:
 
 
 def senseless(
-    catalog: Catalog, statistics: StatsStore, plan: Plan, sources: Sources
+    catalog: Catalog, statistics: StatsStore, plan: Plan, sources: PlanInputs
 ) -> tuple[MergeWarning, ...]:
     """Return warnings about experts that are no fine-tunes of the base, and odd weights."""
     models = len(plan.experts)
@@ -550,12 +552,12 @@ def _large_sums(operations: Sequence[Operation], names: Sequence[str]) -> tuple[
 
 
 def _weighted(
-    sums: Mapping[str, Sums],
+    sums: Mapping[str, ComparedSums],
     factors: Mapping[str, Sequence[float]],
     names: Sequence[str],
 ) -> list[MergeWarning]:
     """Return warnings about experts whose weighted change is larger than the base."""
-    base = Sums.total(list(sums.values())).base if sums else None
+    base = ComparedSums.total(list(sums.values())).base if sums else None
     found = []
     for k, name in enumerate(names):
         parts = [

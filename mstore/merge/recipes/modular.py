@@ -26,7 +26,7 @@ import msgspec
 from msgspec import structs
 
 from mstore.merge.recipes import resolve as single
-from mstore.merge.recipes.layout import AHEAD, BEHIND, Layout
+from mstore.merge.recipes.layers import AHEAD, BEHIND, ModelLayers
 from mstore.merge.recipes.recipe import Module, Recipe, RecipeMethod, Setting, Settings, at, base_of
 from mstore.store.objects.shapes import literal_name, literal_pattern
 from mstore.terms.errors import BadRequest, did_you_mean
@@ -52,11 +52,11 @@ _NUMBERED = re.compile(r"(.+?)\.[0-9]{1,6}\..")
 class Modules(msgspec.Struct, frozen=True):
     """The modules of one model. by_stack: see above."""
 
-    layout: Layout
+    layout: ModelLayers
     by_stack: bool
 
     @classmethod
-    def of(cls, layout: Layout, asked: Collection[str]) -> Modules | None:
+    def of(cls, layout: ModelLayers, asked: Collection[str]) -> Modules | None:
         """Return the modules of a model, by the names that a recipe uses.
 
         None if neither way of naming fits the model.
@@ -137,7 +137,7 @@ def resolve(
     if not recipe.modules:
         return of_one(recipe, tensors, layers)
     _require_experts(recipe, method)
-    modules = _modules(recipe, Layout.of(tensors, layers))
+    modules = _modules(recipe, ModelLayers.of(tensors, layers))
     names: dict[str, list[str]] = {}
     for tensor in tensors:
         names.setdefault(modules.module(tensor), []).append(tensor)
@@ -327,7 +327,7 @@ def _stacked(recipe: Recipe, parts: Sequence[_Part]) -> RecipeRequest:
     return found
 
 
-def _modules(recipe: Recipe, layout: Layout) -> Modules:
+def _modules(recipe: Recipe, layout: ModelLayers) -> Modules:
     asked = [module.name.text for module in recipe.modules]
     found = Modules.of(layout, asked)
     if found is None:

@@ -19,9 +19,9 @@ from mstore.merge.recipes.recipe import (
     Module,
     NotThatKind,
     Recipe,
+    RecipeSlice,
     Setting,
     Settings,
-    Slice,
     Source,
     Text,
     TokenizerSource,
@@ -119,7 +119,7 @@ class _Document:
             raise self._lacking("an item of models names its model", node)
         return Source(self._adapted(fields["model"]), self._settings(fields), None, line=node.line)
 
-    def _slice(self, node: Node) -> Slice:
+    def _slice(self, node: Node) -> RecipeSlice:
         known = ("sources", "parameters", "base_model", "residual_weight")
         fields = self._fields(node, "a slice", known)
         self._ignore_given(fields, "residual_weight", "does nothing")
@@ -127,7 +127,7 @@ class _Document:
         if not sources:
             raise self._lacking("a slice has sources", node)
         base = self._maybe(fields, "base_model", self._adapted)
-        return Slice(sources, self._settings(fields), base, node.line)
+        return RecipeSlice(sources, self._settings(fields), base, node.line)
 
     def _modules(self, node: Node | None) -> tuple[Module, ...]:
         if node is None or _is_null(node):

@@ -25,9 +25,9 @@ from mstore.merge.recipes.recipe import (
     Module,
     Recipe,
     RecipeMethod,
+    RecipeSlice,
     Setting,
     Settings,
-    Slice,
     Source,
     Text,
     at,
@@ -181,13 +181,13 @@ class _Preparation:
             )
         return True
 
-    def _is_plain_stack(self, slices: Sequence[Slice], *more: Settings) -> bool:
+    def _is_plain_stack(self, slices: Sequence[RecipeSlice], *more: Settings) -> bool:
         """Return whether layers are taken as they are: such a recipe needs no other stack."""
         if not self.method.is_alone or any(len(part.sources) != 1 for part in slices):
             return False
         return self._is_unchanged((*self._scopes(slices), *more))
 
-    def _scopes(self, slices: Sequence[Slice]) -> list[Settings]:
+    def _scopes(self, slices: Sequence[RecipeSlice]) -> list[Settings]:
         scopes = [self.recipe.settings, *(one.settings for one in self.recipe.models)]
         for part in slices:
             scopes += [part.settings, *(source.settings for source in part.sources)]
@@ -211,7 +211,9 @@ class _Preparation:
         }
         return asked is not None and bool(stored) and stored != {asked.text.removeprefix(PREFIX)}
 
-    def _keeps_all(self, slices: Sequence[Slice], layers: Callable[[Text], int | None]) -> bool:
+    def _keeps_all(
+        self, slices: Sequence[RecipeSlice], layers: Callable[[Text], int | None]
+    ) -> bool:
         """Return whether the slices are all layers in order, of the same models."""
         first = slices[0]
         names = [source.model.text for source in first.sources]
@@ -252,12 +254,12 @@ class _Preparation:
                 Source(name, source.settings, (start, end), source.line)
                 for name, source in zip(names, sources, strict=True)
             )
-            rewritten.append(Slice(own, part.settings, None, part.line))
+            rewritten.append(RecipeSlice(own, part.settings, None, part.line))
             start = end
         has_base = any(self._base_of(part) is not None for part in slices)
         return replace(self.recipe, slices=tuple(rewritten), base=names[0] if has_base else None)
 
-    def _placed(self, part: Slice, places: Sequence[str]) -> list[Source]:
+    def _placed(self, part: RecipeSlice, places: Sequence[str]) -> list[Source]:
         """Return a slice's sources, each in the place of its stack: the base first.
 
         places: the models of the slice with the most sources. If a slice has none but these, its
@@ -281,7 +283,7 @@ class _Preparation:
         filler = replace(sources[0], settings={WEIGHT: nothing})
         return [filler if source is None else source for source in found]
 
-    def _ordered(self, part: Slice) -> list[Source]:
+    def _ordered(self, part: RecipeSlice) -> list[Source]:
         sources = list(part.sources)
         base = self._base_of(part)
         if base is None:
@@ -321,7 +323,7 @@ class _Preparation:
         files = runs[0][0] if base is None or base.text not in names else base
         return self._made(Stacked(tuple(runs), files), files)
 
-    def _base_of(self, part: Slice) -> str | None:
+    def _base_of(self, part: RecipeSlice) -> str | None:
         base = part.base or self.recipe.base
         return None if base is None else base.text
 
@@ -345,7 +347,7 @@ class _Preparation:
                 for one in sources
             )
 
-        def of_slices(slices: Sequence[Slice], is_stack: bool) -> tuple[Slice, ...]:
+        def of_slices(slices: Sequence[RecipeSlice], is_stack: bool) -> tuple[RecipeSlice, ...]:
             return tuple(
                 replace(
                     part,

@@ -236,7 +236,7 @@ class Source(msgspec.Struct, frozen=True):
     line: int
 
 
-class Slice(msgspec.Struct, frozen=True):
+class RecipeSlice(msgspec.Struct, frozen=True):
     """A run of layers, made of the sources. base: None for the recipe's."""
 
     sources: tuple[Source, ...]
@@ -250,7 +250,7 @@ class Module(msgspec.Struct, frozen=True):
 
     name: Text
     models: tuple[Source, ...]
-    slices: tuple[Slice, ...]
+    slices: tuple[RecipeSlice, ...]
     settings: Settings
 
 
@@ -298,7 +298,7 @@ class Recipe(msgspec.Struct, frozen=True):
     method: Text
     base: Text | None
     models: tuple[Source, ...]
-    slices: tuple[Slice, ...]
+    slices: tuple[RecipeSlice, ...]
     modules: tuple[Module, ...]
     settings: Settings
     dtype: Text | None
@@ -324,7 +324,7 @@ class Recipe(msgspec.Struct, frozen=True):
                     found.setdefault(part.text, part)
         return tuple(found.values())
 
-    def every_slice(self) -> tuple[Slice, ...]:
+    def every_slice(self) -> tuple[RecipeSlice, ...]:
         """Return the slices, of all modules."""
         return self.slices + tuple(part for one in self.modules for part in one.slices)
 

@@ -21,7 +21,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from mstore.merge.recipes.layout import Layout
+from mstore.merge.recipes.layers import ModelLayers
 from mstore.merge.recipes.recipe import (
     Given,
     Ignored,
@@ -29,8 +29,8 @@ from mstore.merge.recipes.recipe import (
     NotThatKind,
     Recipe,
     RecipeMethod,
+    RecipeSlice,
     Settings,
-    Slice,
     Source,
     Text,
     at,
@@ -87,7 +87,7 @@ def resolve(
     types of the base's floating-point tensors; a recipe that asks for the only one asks for
     nothing. Raises BadRequest that names the line.
     """
-    layout = Layout.of(tensors, layers)
+    layout = ModelLayers.of(tensors, layers)
     found = _Resolver(recipe, method, models, layout).resolve(tensors, tied)
     if [DTYPES.get(one) for one in dtypes] != [found.request.dtype]:
         asked = recipe.out_dtype or recipe.dtype
@@ -130,7 +130,7 @@ class _Resolver:
         recipe: Recipe,
         method: RecipeMethod,
         models: Mapping[str, str],
-        layout: Layout | None,
+        layout: ModelLayers | None,
     ) -> None:
         self._recipe = recipe
         self._method = method
@@ -243,7 +243,7 @@ class _Resolver:
 
     # -- models --------------------------------------------------------------------------------
 
-    def _sliced(self) -> tuple[Slice, ...]:
+    def _sliced(self) -> tuple[RecipeSlice, ...]:
         """Return the slices: of models, one of all layers.  Raises BadRequest."""
         recipe = self._recipe
         if recipe.models:
@@ -251,7 +251,7 @@ class _Resolver:
             if recipe.base is not None and all(str(s.model) != str(self._base) for s in sources):
                 sources += (Source(recipe.base, {}, None, recipe.base.line),)
             self._require_different(sources)
-            return (Slice(sources, {}, None, recipe.line),)
+            return (RecipeSlice(sources, {}, None, recipe.line),)
         first = recipe.slices[0]
         self._stacked = self._is_stack(recipe.slices)
         if self._stacked:
@@ -266,7 +266,7 @@ class _Resolver:
         self._require_all_layers(recipe.slices)
         return recipe.slices
 
-    def _is_stack(self, slices: Sequence[Slice]) -> bool:
+    def _is_stack(self, slices: Sequence[RecipeSlice]) -> bool:
         """Return whether the slices take layers of models as they are, in an order of their own."""
         if not self._method.is_alone or any(len(part.sources) != 1 for part in slices):
             return False
@@ -290,7 +290,7 @@ class _Resolver:
                 self._refuse(f"{source.model} is given twice", source.model.line)
             known.add(source.model.text)
 
-    def _require_all_layers(self, slices: Sequence[Slice]) -> None:
+    def _require_all_layers(self, slices: Sequence[RecipeSlice]) -> None:
         """Raise BadRequest unless the slices are the base's layers (`recipes.prepared`)."""
         if self._layout is None:
             return

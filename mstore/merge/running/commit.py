@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from mstore.blocks.codecs import Policy
-from mstore.blocks.schema import Sources
+from mstore.blocks.schema import PlanInputs
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning, not_finite_text
 from mstore.merge.running.engine import MEMORY, Outcome, Resources, run_plan
@@ -168,7 +168,7 @@ def merge_report(
 def run_merge(
     catalog: Catalog,
     plan: Plan,
-    sources: Sources,
+    sources: PlanInputs,
     *,
     name: str,
     message: str,
@@ -253,7 +253,7 @@ def run_merge(
     )
 
 
-def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) -> Incompatible:
+def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: PlanInputs) -> Incompatible:
     names = {one.tensor for one in found}
     takes = {
         k
@@ -273,7 +273,7 @@ def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) 
     )
 
 
-def parents_of(plan: Plan, sources: Sources) -> tuple[Parent, ...]:
+def parents_of(plan: Plan, sources: PlanInputs) -> tuple[Parent, ...]:
     """Return the parents of a merge: its base, experts and companions."""
     roles = [EXPERT] * len(plan.experts) + [COMPANION] * len(plan.companions)
     inputs = zip(roles, sources.experts, strict=True)

@@ -30,7 +30,7 @@ from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.planning.costs import costs_of
-from mstore.merge.running.loading import Bytes, Loaded, Moved, Scratch, load, will_need
+from mstore.merge.running.loading import Bytes, LoadBuffers, Loaded, Moved, load, will_need
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import (
     ALL_FINITE,
@@ -132,7 +132,7 @@ class PlanChunks:
         self.base_meter = Meter("base")
         self.tasks = Tasks(catalog, plan, self.expert_meter)
         self._packs = catalog.packs
-        self._scratch = Scratch()
+        self._scratch = LoadBuffers()
 
     def load(self, task: ChunkTask, ledger: TieLedger) -> tuple[Loaded, tuple[int, ...]]:
         """Return a chunk, and the quotas of ties that it may keep; waits for earlier chunks."""
@@ -229,7 +229,7 @@ class Computer:
         self._base_meter = base_meter
         self._has_blocks = has_blocks
         self._moved = moved
-        self._scratch = Scratch()
+        self._scratch = LoadBuffers()
         self._lock = threading.Lock()
         self._free: list[npt.NDArray[np.uint8]] = []
 

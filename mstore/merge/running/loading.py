@@ -8,7 +8,7 @@ A row that an adapter makes is computed from the base's row, once that is there.
 Every read is charged to a meter before it happens: a block of an expert costs its bytes at rest,
 and what is read only to decode a delta is charged to the base.  Needs packs but no index.
 
-Memory: a `Scratch` holds, for each thread that uses it, one row per side of the chunks that are
+Memory: a `LoadBuffers` holds, for each thread that uses it, one row per side of the chunks that are
 loaded together, and `SPARE_SIDES` more.  Reading, decoding and hashing release the GIL.
 """
 
@@ -48,7 +48,7 @@ Moved = Callable[[StoredBlock], Location]
 """Returns the new location of a moved block; raises MstoreError if the block is gone."""
 
 
-class Scratch(threading.local):
+class LoadBuffers(threading.local):
     """Buffers, per thread, grown to the largest size that the thread has requested."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
 def load(
     tasks: Sequence[ChunkTask],
     packs: Packs,
-    scratch: Scratch,
+    scratch: LoadBuffers,
     expert_meter: Meter,
     base_meter: Meter,
     moved: Moved | None = None,
@@ -235,7 +235,7 @@ def _placed(sources: Iterable[StoredBlock], room: memoryview) -> Targets:
 class _Reader:
     """Reads blocks, adjacent ones in one call, and checks each against its id."""
 
-    def __init__(self, packs: Packs, scratch: Scratch, moved: Moved | None) -> None:
+    def __init__(self, packs: Packs, scratch: LoadBuffers, moved: Moved | None) -> None:
         self._packs = packs
         self._scratch = scratch
         self._moved = moved

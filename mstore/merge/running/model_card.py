@@ -21,7 +21,7 @@ from functools import cached_property, partial
 import msgspec
 import numpy as np
 
-from mstore.blocks.schema import Sources
+from mstore.blocks.schema import PlanInputs
 from mstore.checkpoint.declared import (
     CARD,
     CONFIG,
@@ -85,7 +85,7 @@ In the store where it was made, `mstore log REF` tells this merge's snapshot and
 in its own content; those of its parents' contents can, and `mstore show ID` takes them."""
 
 
-class Parent(msgspec.Struct, frozen=True):
+class CardParent(msgspec.Struct, frozen=True):
     """A parent as its own files describe it.
 
     role: base, expert N from 1 on, or a companion's and N, of that expert: it is no model. name:
@@ -150,7 +150,7 @@ class ModelCard:
             return None
 
     @cached_property
-    def parents(self) -> tuple[Parent, ...]:
+    def parents(self) -> tuple[CardParent, ...]:
         """Base, experts and companions, in the plan's order."""
         plan = self._plan
         found = [self._parent("base", plan.base_id(), None)]
@@ -162,12 +162,12 @@ class ModelCard:
         return tuple(found)
 
     @property
-    def models(self) -> tuple[Parent, ...]:
+    def models(self) -> tuple[CardParent, ...]:
         """The parents without companions: whose licences and names count."""
         return self.parents[: 1 + len(self._plan.experts)]
 
     @cached_property
-    def _named(self) -> tuple[Parent, ...]:
+    def _named(self) -> tuple[CardParent, ...]:
         """The parents; a base whose card has no name gets the one that experts use for it."""
         base, *experts = self.parents
         return (
@@ -318,11 +318,11 @@ class ModelCard:
 
     # -- what parents say ----------------------------------------------------------------------
 
-    def _parent(self, role: str, id: ManifestId, weight: float | None) -> Parent:
+    def _parent(self, role: str, id: ManifestId, weight: float | None) -> CardParent:
         manifest = self._catalog.manifest(id)
         own = said(self._catalog, id)
         texts = tuple(file for file in manifest.files if is_licence(file))
-        return Parent(role, id, weight, own.name, own.licence, texts)
+        return CardParent(role, id, weight, own.name, own.licence, texts)
 
     def _name_of_base(self) -> str | None:
         found: set[str | None] = set()
@@ -344,7 +344,7 @@ class ModelCard:
         ]
 
 
-def licence_warnings(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+def licence_warnings(catalog: Catalog, plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
     """Return warnings about the licences that the inputs' model cards state.
 
     Raises NotFound if the contents of an input were pruned, Corrupt, StorageFailed.

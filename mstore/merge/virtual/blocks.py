@@ -26,7 +26,7 @@ import numpy.typing as npt
 from mstore.blocks.reader import Meter
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, count_new, tie_counts
-from mstore.merge.running.loading import Loaded, Scratch, load, will_need
+from mstore.merge.running.loading import LoadBuffers, Loaded, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.slices import TiePrefix, grant_of
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
@@ -48,7 +48,7 @@ _FLUSH_ROWS = 1024
 _Batch = dict[int, tuple[bytes, ChunkTask]]
 
 
-class _Plan:
+class _VirtualPlan:
     """A plan that virtual tensors name, and what it has cost so far."""
 
     def __init__(self, catalog: Catalog, id: PlanId) -> None:
@@ -64,7 +64,9 @@ class _Plan:
 class _Tensor:
     """A virtual tensor: what its chunks have in common, and what is known of them."""
 
-    def __init__(self, catalog: Catalog, plan: _Plan, id: VirtualId, record: VirtualTensor) -> None:
+    def __init__(
+        self, catalog: Catalog, plan: _VirtualPlan, id: VirtualId, record: VirtualTensor
+    ) -> None:
         where = f"virtual tensor {id}"
         if record.tensor not in plan.names:
             raise Corrupt(f"not in plan {plan.id}", where=where, hint=call("fsck"))
@@ -129,12 +131,12 @@ class VirtualBlocks:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "virtual")
         self._lock = threading.Lock()
-        self._plans: dict[PlanId, _Plan] = {}
+        self._plans: dict[PlanId, _VirtualPlan] = {}
         self._tensors: dict[VirtualId, _Tensor] = {}
         self._batches: OrderedDict[tuple[_Tensor, int], _Batch] = OrderedDict()
         # Separate, because a chunk is already loaded when the ties of a gap are counted.
-        self._scratch = Scratch()
-        self._gap_scratch = Scratch()
+        self._scratch = LoadBuffers()
+        self._gap_scratch = LoadBuffers()
         self._base_meter = Meter("base")
         self._unflushed = 0
 
@@ -184,7 +186,9 @@ class VirtualBlocks:
             with self._lock:
                 plan = self._plans.get(record.plan_id())
                 if plan is None:
-                    plan = self._plans[record.plan_id()] = _Plan(self._catalog, record.plan_id())
+                    plan = self._plans[record.plan_id()] = _VirtualPlan(
+                        self._catalog, record.plan_id()
+                    )
                 found = self._tensors.get(id)
                 if found is None:
                     found = self._tensors[id] = _Tensor(self._catalog, plan, id, record)
@@ -241,7 +245,7 @@ class VirtualBlocks:
                 hint=call("fsck", read_data=True),
             )
 
-    def _load(self, tensor: _Tensor, number: int, scratch: Scratch) -> tuple[bytes, Loaded]:
+    def _load(self, tensor: _Tensor, number: int, scratch: LoadBuffers) -> tuple[bytes, Loaded]:
         """Load a chunk, with its memo key; it is looked up again if its blocks moved meanwhile."""
         moved = tensor.plan.tasks.moved
         for look in range(LOOKS):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from mstore.blocks.schema import Source, Sources
+from mstore.blocks.schema import NamedSnapshot, PlanInputs
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import Merged, Published, is_merge_of, parents_of, run_merge
 from mstore.merge.running.model_card import ModelCard
@@ -65,7 +65,7 @@ class MaterializeReport(Report, frozen=True):
 def commit_virtual(
     catalog: Catalog,
     plan: Plan,
-    sources: Sources,
+    sources: PlanInputs,
     *,
     name: str,
     message: str,
@@ -209,17 +209,17 @@ def _materialized(
     )
 
 
-def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -> Sources:
+def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -> PlanInputs:
     """Return the inputs under their planned names, as the snapshots that the merge records."""
     named = sources_of(catalog, id, plan)
     inputs = made_of(record)
     if [one.role for one in inputs] != [one.role for one in parents_of(plan, named)]:
         return named
     base, *experts = inputs
-    return Sources(
-        Source(base.snapshot, named.base.name),
+    return PlanInputs(
+        NamedSnapshot(base.snapshot, named.base.name),
         tuple(
-            Source(parent.snapshot, source.name)
+            NamedSnapshot(parent.snapshot, source.name)
             for parent, source in zip(experts, named.experts, strict=True)
         ),
         named.change,

@@ -47,7 +47,7 @@ class _Step(NamedTuple):
     repeat: str
 
 
-class _Form(NamedTuple):
+class _PathForm(NamedTuple):
     """Where the paths of a table have no wildcard: runs of places, and how long they are.
 
     whole: they match from the first character of a module's path on.
@@ -80,7 +80,7 @@ class Patterns(Generic[_Value]):
 
     def __init__(self, entries: Mapping[str, _Value], where: str) -> None:
         self._values = tuple(entries.values())
-        self._tables: dict[_Form, dict[tuple[str, ...], int]] = {}
+        self._tables: dict[_PathForm, dict[tuple[str, ...], int]] = {}
         self._expressions: list[tuple[int, bool, tuple[_Step, ...]]] = []
         for number, pattern in enumerate(entries):
             found = _EXPRESSION.fullmatch(pattern)
@@ -147,7 +147,7 @@ def _is_plain(step: _Step) -> bool:
     return not step.repeat and (step.one in (_ANY, _DOT) or len(step.one) == 1)
 
 
-def _form(steps: tuple[_Step, ...], *, whole: bool) -> tuple[_Form, tuple[str, ...]]:
+def _form(steps: tuple[_Step, ...], *, whole: bool) -> tuple[_PathForm, tuple[str, ...]]:
     """Return the form of a path, and its own key."""
     text = "".join("." if step.one == _DOT else step.one for step in steps)
     runs = []
@@ -157,7 +157,7 @@ def _form(steps: tuple[_Step, ...], *, whole: bool) -> tuple[_Form, tuple[str, .
             runs.append((first, place))
             first = place + 1
     runs.append((first, len(steps)))
-    form = _Form(len(steps), tuple(run for run in runs if run[0] < run[1]), whole)
+    form = _PathForm(len(steps), tuple(run for run in runs if run[0] < run[1]), whole)
     return form, tuple(text[first:end] for first, end in form.runs)
 
 
@@ -247,7 +247,7 @@ _UNSUPPORTED: Final = {
 }
 
 
-class _File(msgspec.Struct, frozen=True):
+class _ConfigFields(msgspec.Struct, frozen=True):
     """The keys that are read, with PEFT's defaults."""
 
     peft_type: str = ""
@@ -295,7 +295,7 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
     if len(raw) > MAX_CONFIG:
         raise Incompatible(f"{CONFIG} has more than {MAX_CONFIG} bytes", where=where)
     try:
-        found = msgspec.json.decode(raw, type=_File)
+        found = msgspec.json.decode(raw, type=_ConfigFields)
         every: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Incompatible(f"{CONFIG} is not one of PEFT: {error}", where=where) from error

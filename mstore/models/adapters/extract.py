@@ -153,7 +153,7 @@ def extract(
             hint=work.cast_hint(base[0], expert[0]),
         )
     with Transaction(catalog, f"extract {name}") as transaction:
-        run = _Run(catalog, transaction, rank, dtype, work, progress)
+        run = _Extractor(catalog, transaction, rank, dtype, work, progress)
         # What is not finite is refused by name.
         with np.errstate(over="ignore", invalid="ignore"):
             manifest = run.manifest(base[0])
@@ -287,7 +287,7 @@ class _Work(msgspec.Struct, frozen=True):
         )
 
 
-class _Run:
+class _Extractor:
     """Makes the files of one adapter."""
 
     def __init__(

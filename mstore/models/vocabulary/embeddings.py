@@ -51,7 +51,7 @@ class Wish(msgspec.Struct, frozen=True):
     force: bool
 
 
-class Places(msgspec.Struct, frozen=True):
+class RowOrigins(msgspec.Struct, frozen=True):
     """int64[rows] each. member: whose row it is, or ZERO, MEAN, PADDING. row: which of its rows."""
 
     member: Numbers
@@ -85,9 +85,9 @@ def places_of(
     wishes: Mapping[int, Wish],
     *,
     first: int | None,
-    padding: Places | None,
+    padding: RowOrigins | None,
     rows: int,
-) -> Places:
+) -> RowOrigins:
     """Return the places of a tensor's rows in one member.
 
     given: what `positions` returned for each member, None for one without this tensor. first: the
@@ -110,13 +110,13 @@ def places_of(
     chosen, row = np.where(is_own, member, chosen), np.where(is_own, own, row)
     tail = rows - len(own)
     if tail:
-        rest = padding or Places(np.full(tail, PADDING), np.full(tail, MISSING))
+        rest = padding or RowOrigins(np.full(tail, PADDING), np.full(tail, MISSING))
         chosen, row = np.concatenate([chosen, rest.member]), np.concatenate([row, rest.row])
-    return Places(chosen, row)
+    return RowOrigins(chosen, row)
 
 
 def gathered(
-    places: Places,
+    places: RowOrigins,
     span: slice,
     tensors: Sequence[npt.NDArray[Any] | None],
     given: Sequence[Numbers | None],
@@ -224,9 +224,9 @@ class Embeddings:
                 found[number][name] = self._rewritten(name, number, places, sources, transaction)
         return found
 
-    def _changed(self) -> dict[str, dict[int, Places]]:
+    def _changed(self) -> dict[str, dict[int, RowOrigins]]:
         """Return the places of rows in tensors that change, by member."""
-        wanted: dict[str, dict[int, Places]] = {}
+        wanted: dict[str, dict[int, RowOrigins]] = {}
         for name in dict.fromkeys(name for one in self._members for name in one.embeddings):
             given = self._given(name)
             for number, one in enumerate(self._members):
@@ -245,7 +245,7 @@ class Embeddings:
             for one, rows in zip(self._members, self._positions, strict=True)
         ]
 
-    def _places(self, number: int, given: Sequence[Numbers | None]) -> Places:
+    def _places(self, number: int, given: Sequence[Numbers | None]) -> RowOrigins:
         padding = None
         if self._asked.keep_padding and self._asked.pad_to is None:
             padding = self._padding(number, has_base=given[0] is not None)
@@ -258,7 +258,7 @@ class Embeddings:
             rows=self._target.rows,
         )
 
-    def _padding(self, number: int, *, has_base: bool) -> Places:
+    def _padding(self, number: int, *, has_base: bool) -> RowOrigins:
         """Return the places of rows after the tokens: the member's own padding, else the base's."""
         at = np.arange(self._target.length, self._target.rows)
         own, base = self._members[number], self._members[0]
@@ -266,9 +266,9 @@ class Embeddings:
         is_own = (at > used) & (at < own.rows)
         is_base = ~is_own & (at < base.rows) & has_base
         member = np.where(is_own, number, np.where(is_base, 0, ZERO))
-        return Places(member, np.where(member == ZERO, MISSING, at))
+        return RowOrigins(member, np.where(member == ZERO, MISSING, at))
 
-    def _require_donors(self, name: str, number: int, places: Places) -> None:
+    def _require_donors(self, name: str, number: int, places: RowOrigins) -> None:
         """Raise Incompatible for rows from a member that has no such tensor, or one unlike it."""
         shape = self._members[number].embeddings[name][1].shape[1:]
         for donor in np.unique(places.member[places.member >= 0]):
@@ -307,7 +307,7 @@ class Embeddings:
         self,
         name: str,
         number: int,
-        places: Places,
+        places: RowOrigins,
         sources: Sequence[npt.NDArray[Any] | None],
         transaction: Transaction,
     ) -> Tensor:
@@ -331,7 +331,7 @@ class Embeddings:
 
     def _pieces(
         self,
-        places: Places,
+        places: RowOrigins,
         sources: Sequence[npt.NDArray[Any] | None],
         given: Sequence[Numbers | None],
         dtype: np.dtype[Any],

@@ -67,7 +67,9 @@ _ROLE = re.compile(r"[a-z][a-z0-9-]{0,62}")
 """Any other role is that of a companion: the method says what it is."""
 
 
-class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class TrimThreshold(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
     """Keep |d| > value, and of |d| == value the first `quota` by flat index (-1: all of them)."""
 
     value: float
@@ -145,7 +147,7 @@ class PlanTensor(
     name: str
     chunk_elements: Count
     states: tuple[bytes, ...]
-    thresholds: tuple[Threshold, ...]
+    thresholds: tuple[TrimThreshold, ...]
     omitted: tuple[float, ...]
     operation: Count = 0
     sources: tuple[str, ...] = ()

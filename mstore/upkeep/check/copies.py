@@ -24,7 +24,7 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Key, Location
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs
-from mstore.blocks.packs import NO_BASE, Entry, Kind
+from mstore.blocks.packs import NO_BASE, Kind, PackEntry
 from mstore.blocks.reader import BlockReader, located
 from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
 from mstore.checkpoint.exclusion import Exclusion
@@ -40,7 +40,7 @@ Tick = Callable[[int], None]
 """Called with the number of bytes just read."""
 
 
-class Form(msgspec.Struct, frozen=True):
+class StoredForm(msgspec.Struct, frozen=True):
     """How a block is stored: element width, codec (None if unknown), base of a delta."""
 
     width: int
@@ -48,7 +48,7 @@ class Form(msgspec.Struct, frozen=True):
     base: BlockId | None = None
 
 
-AS_RECORD = Form(1)
+AS_RECORD = StoredForm(1)
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class Copy(msgspec.Struct, frozen=True):
 
     key: Key
     data: Buffer
-    form: Form
+    form: StoredForm
     file: str
     offset: int
 
@@ -101,12 +101,14 @@ class PackCopies:
                         data = self._checked(reader, key, located(pack, entry), bases)
                         tick(entry.stored_length)
                         base = BlockId(entry.base) if entry.base != NO_BASE else None
-                        form = Form(entry.width, Codec(entry.codec), base)
+                        form = StoredForm(entry.width, Codec(entry.codec), base)
                         yield Copy(key, data, form, pack.hex(), entry.offset)
                         break
 
-    def _candidates(self, packs: Packs, wanted: set[Key]) -> dict[Key, list[tuple[PackId, Entry]]]:
-        found: dict[Key, list[tuple[PackId, Entry]]] = defaultdict(list)
+    def _candidates(
+        self, packs: Packs, wanted: set[Key]
+    ) -> dict[Key, list[tuple[PackId, PackEntry]]]:
+        found: dict[Key, list[tuple[PackId, PackEntry]]] = defaultdict(list)
         for pack in packs.listed():
             try:
                 entries = packs.table(pack).entries
@@ -124,7 +126,7 @@ class PackCopies:
         reader: BlockReader,
         key: Key,
         at: Location,
-        bases: dict[Key, list[tuple[PackId, Entry]]],
+        bases: dict[Key, list[tuple[PackId, PackEntry]]],
     ) -> Buffer:
         kind, id = key
         if kind != Kind.BLOCK:
@@ -133,7 +135,7 @@ class PackCopies:
         return reader.block(BlockId(id), at, base)
 
     def _base(
-        self, reader: BlockReader, block: BlockId, bases: dict[Key, list[tuple[PackId, Entry]]]
+        self, reader: BlockReader, block: BlockId, bases: dict[Key, list[tuple[PackId, PackEntry]]]
     ) -> Buffer | None:
         for pack, entry in bases.get((Kind.BLOCK, bytes(block)), ()):
             if entry.base == NO_BASE:
@@ -142,7 +144,7 @@ class PackCopies:
         return None
 
 
-def _place(found: tuple[PackId, Entry]) -> tuple[PackId, int]:
+def _place(found: tuple[PackId, PackEntry]) -> tuple[PackId, int]:
     return found[0], found[1].offset
 
 
@@ -186,7 +188,7 @@ class CheckpointCopies:
     ) -> Iterator[Copy]:
         with open_regular(source.absolute, source.stamp) as (descriptor, _):
             for name, dtype, shape, begin, nbytes in _cut(source):
-                form = Form(codecs.elements_of(dtype).width)
+                form = StoredForm(codecs.elements_of(dtype).width)
                 ids = []
                 for start, length in partition(nbytes, self._block_size):
                     data = read_range(descriptor, begin + start, length)

@@ -27,7 +27,7 @@ from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.upkeep.check import index_file
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Findings, Problem
 from mstore.upkeep.check.graph import Graph
-from mstore.upkeep.check.packs import Footers, Payloads, Totals
+from mstore.upkeep.check.packs import CheckedAmounts, FooterPass, PayloadPass
 
 
 class CheckReport(Report, frozen=True):
@@ -123,8 +123,8 @@ class Checker:
         findings = self.findings
         self._index(catalog)
         if findings.is_index_wrong:
-            return self._report(catalog, Totals(), None, 0, began)
-        totals = Footers(catalog, findings).run()
+            return self._report(catalog, CheckedAmounts(), None, 0, began)
+        totals = FooterPass(catalog, findings).run()
         self._side_tables()
         graph = Graph(catalog, Findings())
         graph.run()
@@ -150,7 +150,7 @@ class Checker:
     def _report(
         self,
         catalog: Catalog,
-        totals: Totals,
+        totals: CheckedAmounts,
         graph: Graph | None,
         bytes_read: int,
         began: float,
@@ -180,7 +180,7 @@ class Checker:
             seconds=time.monotonic() - began,
         )
 
-    def _payloads(self, catalog: Catalog, totals: Totals) -> int:
+    def _payloads(self, catalog: Catalog, totals: CheckedAmounts) -> int:
         if not self._scope.share:
             return 0
         expected = int(totals.stored_bytes * self._scope.share)
@@ -190,7 +190,7 @@ class Checker:
                 # The size of a sample is known only after reading it.
                 self._progress(Progress("fsck", done, max(done, expected)))
 
-        payloads = Payloads(
+        payloads = PayloadPass(
             catalog,
             self.findings,
             tick,

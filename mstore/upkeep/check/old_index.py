@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from mstore.blocks.index import GENERATION
-from mstore.blocks.lmdb_pages import LmdbFile, Tree
+from mstore.blocks.lmdb_pages import BTree, LmdbFile
 from mstore.blocks.schema import (
     CONDEMNED,
     COUNTERS,
@@ -31,7 +31,7 @@ from mstore.blocks.schema import (
     REFLOG,
     REFS,
     SNAPSHOTS,
-    Sources,
+    PlanInputs,
 )
 from mstore.blocks.tables import Table
 from mstore.store import mirror, pack_list, refs
@@ -61,7 +61,7 @@ class OldIndex:
     is_reflog_whole: bool = False
     reflog: dict[tuple[str, int], Move] = field(default_factory=dict)
     moves: dict[str, Move] = field(default_factory=dict)
-    plans: dict[PlanId, Sources] = field(default_factory=dict)
+    plans: dict[PlanId, PlanInputs] = field(default_factory=dict)
     snapshots: set[SnapshotId] | None = None
     pruned: dict[SnapshotId, int] | None = None
     pinned: dict[SnapshotId, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class OldIndex:
         self.pruned = pruned if is_whole else None
 
     def _rows(
-        self, file: LmdbFile, databases: dict[bytes, Tree], table: Table[_K, _V]
+        self, file: LmdbFile, databases: dict[bytes, BTree], table: Table[_K, _V]
     ) -> tuple[dict[_K, _V], bool]:
         """Return the rows of a table that can be read, and whether these are all."""
         name = table.name.encode()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Location, Row, base_of, pack_number, raw_length
-from mstore.blocks.packs import NO_BASE, Entry, Kind, PackGone
+from mstore.blocks.packs import NO_BASE, Kind, PackEntry, PackGone
 from mstore.blocks.reader import BlockReader, located
 from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
@@ -33,7 +33,7 @@ from mstore.upkeep.check.findings import RECORDS, Findings, typed_id
 
 
 @dataclass(slots=True)
-class Totals:
+class CheckedAmounts:
     """How much was checked. sound: the ids of packs whose footers can be trusted."""
 
     packs: int = 0
@@ -43,17 +43,17 @@ class Totals:
     sound: list[PackId] = field(default_factory=list)
 
 
-class Footers:
+class FooterPass:
     """One pass over all packs that the index names."""
 
     def __init__(self, catalog: Catalog, findings: Findings) -> None:
         self._catalog = catalog
         self._index = catalog.index
         self._findings = findings
-        self._totals = Totals()
+        self._totals = CheckedAmounts()
         self._matched: Counter[int] = Counter()
 
-    def run(self) -> Totals:
+    def run(self) -> CheckedAmounts:
         """Check packs and rows; report condemned packs and packs that no row names as garbage."""
         packs = self._numbered()
         self._garbage(packs)
@@ -148,7 +148,7 @@ class Footers:
         for entry, row, location in records:
             self._record(entry, row, location)
 
-    def _entries(self, pack: PackId, size: int) -> tuple[Entry, ...] | None:
+    def _entries(self, pack: PackId, size: int) -> tuple[PackEntry, ...] | None:
         try:
             footer = self._catalog.packs.table(pack)
         except Corrupt as error:
@@ -159,7 +159,7 @@ class Footers:
             return None
         return footer.entries
 
-    def _compare(self, kind: Kind, entry: Entry, row: Row, location: Location) -> None:
+    def _compare(self, kind: Kind, entry: PackEntry, row: Row, location: Location) -> None:
         if located(location.pack, entry) != location:
             what = "index and pack footer do not agree"
             self._findings.tell_row(kind, entry.id, row, what)
@@ -169,7 +169,7 @@ class Footers:
         if kind == Kind.BLOCK and longest > self._catalog.block_size:
             self._findings.tell_row(kind, entry.id, row, "longer than the block size")
 
-    def _deltas(self, transaction: IndexTransaction, deltas: list[tuple[Entry, Row]]) -> None:
+    def _deltas(self, transaction: IndexTransaction, deltas: list[tuple[PackEntry, Row]]) -> None:
         """Check that each delta's base is stored, as long as the block, and not a delta itself."""
         bases = self._index.block_rows(transaction, [entry.base for entry, _ in deltas])
         for (entry, row), base in zip(deltas, bases, strict=True):
@@ -184,7 +184,7 @@ class Footers:
                 continue
             self._findings.tell_row(Kind.BLOCK, entry.id, row, what)
 
-    def _record(self, entry: Entry, row: Row, location: Location) -> None:
+    def _record(self, entry: PackEntry, row: Row, location: Location) -> None:
         try:
             kind = Kind(entry.kind)
         except ValueError:
@@ -248,7 +248,7 @@ _Block = tuple[BlockId, Location, Row]
 _Failure = tuple[BlockId, Row, Corrupt]
 
 
-class Payloads:
+class PayloadPass:
     """One pass over the payloads of sound packs."""
 
     def __init__(

@@ -33,7 +33,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, Source, Sources
+from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, NamedSnapshot, PlanInputs
 from mstore.snapshots import notes
 from mstore.store import leases, listing, memo, mirror, pack_list, refs, unnamed_packs
 from mstore.store.catalog import now_ns
@@ -448,18 +448,18 @@ class _Building:
         # Prefer branch names: those are what people type.
         ordered = sorted(names.items(), key=lambda item: (item[1].kind == refs.BRANCH, item[0]))
         called = {ref.snapshot_id(): name for name, ref in ordered}
-        derived: dict[PlanId, Sources] = {}
+        derived: dict[PlanId, PlanInputs] = {}
 
-        def source(snapshot: bytes) -> Source:
+        def source(snapshot: bytes) -> NamedSnapshot:
             id = SnapshotId(snapshot)
-            return Source(bytes(id), called.get(id, id.short))
+            return NamedSnapshot(bytes(id), called.get(id, id.short))
 
         for record in snapshots.values():
             plan = record.plan_id()
             bases = [p.snapshot for p in record.parents if p.role == BASE]
             experts = [p.snapshot for p in record.parents if p.role in (EXPERT, COMPANION)]
             if plan is not None and len(bases) == 1:
-                derived[plan] = Sources(source(bases[0]), tuple(map(source, experts)))
+                derived[plan] = PlanInputs(source(bases[0]), tuple(map(source, experts)))
         index, told = self._index, self._old.plans
         with index.env.write() as transaction:
             for plan, sources in {**derived, **told}.items():

@@ -37,7 +37,7 @@ from mstore.terms.errors import Corrupt, Incompatible, NotFound, Unreadable
 from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.report import Progress, ProgressCallback, Report
-from mstore.upkeep.check.copies import Copies, Copy, Form, PackCopies, copies_at
+from mstore.upkeep.check.copies import Copies, Copy, PackCopies, StoredForm, copies_at
 from mstore.upkeep.check.findings import Findings, typed_id
 from mstore.upkeep.check.fsck import Checker, CheckReport, Scope
 
@@ -349,7 +349,7 @@ class _Shelf:
         self.packs.writer.append_encoded(id, encoded, copy.file, copy.offset)
         self.keys.add(copy.key)
 
-    def _encoded(self, copy: Copy, form: Form) -> Encoded:
+    def _encoded(self, copy: Copy, form: StoredForm) -> Encoded:
         if form.codec is None:
             elements = Elements(form.width, False)
             return codecs.encode(copy.data, elements, self._catalog.config.codec)
@@ -399,7 +399,7 @@ class _Shelf:
         return set(self.keys)
 
 
-def _form(row: Row | None, length: int) -> Form | None:
+def _form(row: Row | None, length: int) -> StoredForm | None:
     """Parse how a row says that its block is stored; None if it cannot be right."""
     if row is None or location.raw_length(row) != length:
         return None
@@ -407,7 +407,7 @@ def _form(row: Row | None, length: int) -> Form | None:
     base = base_of(row)
     with suppress(Incompatible):
         if width in WIDTHS and Codec(codec).is_delta == (base is not None):
-            return Form(width, Codec(codec), None if base is None else BlockId(base))
+            return StoredForm(width, Codec(codec), None if base is None else BlockId(base))
     return None
 
 

@@ -46,7 +46,7 @@ from mstore.terms.ids import PackId, SnapshotId
 from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.terms.sizes import format_size
 from mstore.upkeep.gc import proof
-from mstore.upkeep.gc.repack import Copies
+from mstore.upkeep.gc.repack import PacksOfCopies
 from mstore.upkeep.gc.survey import DEAD_SHARE, Choice, DeadRows, PackUse, choose, places, uses
 from mstore.upkeep.reachability import Inventory, Reach, Roots, window_start
 
@@ -311,9 +311,9 @@ class Collector:
         tally.left += [*choice.left, *copies.left]
         return False
 
-    def _copy(self, reach: Reach, choice: Choice, directory: Path) -> Copies:
+    def _copy(self, reach: Reach, choice: Choice, directory: Path) -> PacksOfCopies:
         inventory = reach.inventory
-        copies = Copies(self._catalog, inventory, directory, max_pack=self._limits.max_pack)
+        copies = PacksOfCopies(self._catalog, inventory, directory, max_pack=self._limits.max_pack)
         total = sum(use.live_bytes for use in choice.rewrite)
         done = 0
 
@@ -330,7 +330,7 @@ class Collector:
         self,
         reach: Reach,
         choice: Choice,
-        copies: Copies,
+        copies: PacksOfCopies,
         lease: leases.Lease,
     ) -> None:
         catalog, tally = self._catalog, self._tally

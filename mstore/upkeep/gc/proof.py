@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key
 from mstore.blocks.pack_store import Packs
-from mstore.blocks.packs import Entry, Kind, SealedPack
+from mstore.blocks.packs import Kind, PackEntry, SealedPack
 from mstore.blocks.reader import located
 from mstore.store import generation, mirror, unnamed_packs
 from mstore.store.catalog import Catalog
@@ -105,7 +105,7 @@ def _require_none(catalog: Catalog, reach: Reach, packs: Packs, pack: PackId) ->
             )
 
 
-def _is_whole(catalog: Catalog, pack: PackId, entry: Entry) -> bool:
+def _is_whole(catalog: Catalog, pack: PackId, entry: PackEntry) -> bool:
     """Return whether a new index may take this block: its row was lost, not dropped for damage."""
     try:
         catalog.read_block(BlockId(entry.id), located(pack, entry))
@@ -160,7 +160,7 @@ class Footers:
         return self._held[pack]
 
 
-def _places(entries: Iterable[Entry]) -> dict[Key, tuple[int, int, int, int]]:
+def _places(entries: Iterable[PackEntry]) -> dict[Key, tuple[int, int, int, int]]:
     found: dict[Key, tuple[int, int, int, int]] = {}
     for entry in entries:
         # No reader asks for entries of a kind that this version does not know.

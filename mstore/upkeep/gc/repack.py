@@ -19,11 +19,11 @@ from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.terms.errors import Corrupt, StorageFailed
 from mstore.terms.ids import BlockId, Buffer
 from mstore.upkeep.check.findings import typed_id
-from mstore.upkeep.gc.survey import Place
+from mstore.upkeep.gc.survey import PlacedRow
 from mstore.upkeep.reachability import Inventory
 
 
-class Copies:
+class PacksOfCopies:
     """Packs of copies. Belongs to one thread.
 
     rows: each row as it was when its payload was copied, also for a pack that was not sealed.
@@ -45,7 +45,7 @@ class Copies:
         self.left: list[str] = []
         self.ran_out = False
 
-    def copy(self, places: Iterable[Place], tick: Callable[[int], None]) -> None:
+    def copy(self, places: Iterable[PlacedRow], tick: Callable[[int], None]) -> None:
         """Copy the payloads at these places, and seal.
 
         A full disk ends this early, without an error: `ran_out` is then True.
@@ -69,7 +69,7 @@ class Copies:
         """Payload bytes in the sealed packs."""
         return sum(entry.stored_length for pack in self.packs.sealed for entry in pack.entries)
 
-    def _copy(self, place: Place) -> int:
+    def _copy(self, place: PlacedRow) -> int:
         table = self._inventory.tables[place.kind]
         id, row = table.id(place.row), table.row(place.row)
         location = self._inventory.location(table, place.row)

@@ -155,7 +155,9 @@ def choose(found: Sequence[PackUse], room: int, dead_share: float = DEAD_SHARE) 
     )
 
 
-def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[PackUse]) -> list[Place]:
+def places(
+    inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[PackUse]
+) -> list[PlacedRow]:
     """Return the live rows of some packs, in the order in which their payloads lie."""
     numbers = np.array([use.number for use in packs], np.int64)
     found = []
@@ -164,7 +166,7 @@ def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[PackUs
             heads = table.heads[start : start + _STEP]
             inside = live[kind][start : start + _STEP] & np.isin(heads["pack"], numbers)
             found += [
-                Place(pack, offset, kind, start + row)
+                PlacedRow(pack, offset, kind, start + row)
                 for row, (pack, offset) in zip(
                     np.flatnonzero(inside).tolist(),
                     heads[inside][["pack", "offset"]].tolist(),
@@ -174,7 +176,7 @@ def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[PackUs
     return sorted(found, key=lambda place: (place.pack, place.offset))
 
 
-class Place(msgspec.Struct, frozen=True):
+class PlacedRow(msgspec.Struct, frozen=True):
     """A row by kind and number, and where its payload lies."""
 
     pack: int

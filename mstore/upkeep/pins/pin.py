@@ -82,7 +82,7 @@ class _Loaded(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Plan:
+class _PinPlan:
     """What to copy, and sums over the snapshot's different blocks."""
 
     groups: list[Neighbours]
@@ -157,9 +157,9 @@ def _runs_now(catalog: Catalog, files: Sequence[File]) -> FileRuns:
     return FileRuns(runs, unmapped)
 
 
-def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_run: int) -> _Plan:
+def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_run: int) -> _PinPlan:
     others = blocks_of_other_pins(catalog, snapshot)
-    plan = _Plan([])
+    plan = _PinPlan([])
     seen: set[BlockId] = set()
     for file in files:
         positions = list(positions_in(catalog, file))
@@ -179,7 +179,7 @@ def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_ru
 
 
 def _count(
-    plan: _Plan,
+    plan: _PinPlan,
     positions: Sequence[Position],
     places: Sequence[Location],
     seen: set[BlockId],
@@ -197,7 +197,7 @@ def _count(
 def _copy(
     catalog: Catalog,
     rewriting: Rewriting,
-    plan: _Plan,
+    plan: _PinPlan,
     threads: int,
     progress: ProgressCallback | None,
 ) -> None:

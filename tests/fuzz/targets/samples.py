@@ -23,7 +23,7 @@ from mstore.store.objects.plan import (
     PlanTensor,
     Taken,
     TensorCoverage,
-    Threshold,
+    TrimThreshold,
 )
 from mstore.store.objects.snapshot import (
     BASE,
@@ -80,7 +80,9 @@ PLANS = (
         planned_expert_bytes=1,
         error_bound=None,
         error_estimate=0.25,
-        tensors=(PlanTensor("w", 128, (b"\0\4", b"\1\2"), (Threshold(0.5, -1),) * 2, (-1.0, 0.0)),),
+        tensors=(
+            PlanTensor("w", 128, (b"\0\4", b"\1\2"), (TrimThreshold(0.5, -1),) * 2, (-1.0, 0.0)),
+        ),
         copied=(("t", "other dtype"),),
         remarks=("a remark",),
         without=("text", "text@fp16"),
@@ -90,7 +92,7 @@ PLANS += (
     msgspec.structs.replace(
         PLANS[0],
         tensors=(
-            PlanTensor("w", 128, (b"\0\4", b"\1\2"), (Threshold(0.5, 3),) * 4, (-1.0, 0.0), 1),
+            PlanTensor("w", 128, (b"\0\4", b"\1\2"), (TrimThreshold(0.5, 3),) * 4, (-1.0, 0.0), 1),
             PlanTensor("new", 128, (b"\0", b"\0"), (), (0.0, 0.0), 0, ("w", "w", "v"), "F16"),
             PlanTensor(
                 "v", 9, (b"\0", b"\2"), (), (0.0, 0.0), mixture=Mixture(0.5, (1.0, 0.0), True)

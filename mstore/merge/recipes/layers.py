@@ -62,7 +62,7 @@ _DECODER = re.compile(r"decoder\.(weight|bias)")
 """The head of some masked language models."""
 
 
-class Layout(msgspec.Struct, frozen=True):
+class ModelLayers(msgspec.Struct, frozen=True):
     """The stacks of a model.
 
     stacks: how many layers each has. main: the stack that slices are of; None if it has none, or
@@ -75,7 +75,7 @@ class Layout(msgspec.Struct, frozen=True):
     further: int
 
     @classmethod
-    def of(cls, names: Iterable[str], layers: int | None = None) -> Layout:
+    def of(cls, names: Iterable[str], layers: int | None = None) -> ModelLayers:
         """Return the layout of a model with these tensors.
 
         layers: how many its text model has by its config; names may have more (parts that predict
