@@ -26,7 +26,7 @@ from mstore.merge.planning.request import Request
 from mstore.merge.planning.survey import Survey
 from mstore.merge.planning.surveyor import Surveyor
 from mstore.merge.planning.tensors import AT_EDGES
-from mstore.merge.planning.thresholds import FoundThresholds, Thresholds
+from mstore.merge.planning.thresholds import Found, Thresholds
 from mstore.merge.planning.validate import require_effect
 from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
@@ -130,7 +130,7 @@ class Planning:
         self._surveyor = Surveyor(catalog, statistics, request, threads=threads, progress=progress)
         self._survey = self._surveyor.survey()
         self._planner = Planner(self._survey, request)
-        self._thresholds = FoundThresholds()
+        self._thresholds: Found = {}
 
     @property
     def analyzed(self) -> int:
