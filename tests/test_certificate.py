@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from mstore import MergeRequest
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
-from mstore.merge.methods.combinations.mixed import Mixed
+from mstore.merge.methods.combinations import Mixed
 from mstore.merge.methods.lines import Layered
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import operation

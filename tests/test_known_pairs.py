@@ -14,14 +14,12 @@ from families import BLOCK, write_checkpoint
 from mstore import MergeRequest
 from mstore.api import Store
 from mstore.merge.planning import costs
-from mstore.merge.planning.costs import Costs, costs_of
+from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.session import Planning
 from mstore.models.stats.store import StatsStore
-from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.objects.canonical import decode
 from mstore.store.objects.plan import Plan
-from mstore.store.payloads import StoredLengths
 from mstore.store.transaction import Transaction
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -189,39 +187,6 @@ def test_stored_lengths_follow_the_index(tmp_path: Path) -> None:
         (again,) = lengths.of([blocks])
         assert again is not first
         assert again.tolist() == first.tolist()
-
-
-def test_costs_hold_from_a_plan_to_its_merge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Costs of a plan are those that a look-up finds, and are kept until another one commits."""
-    with add_all(tmp_path, 1) as store, Store.open(store.path) as other:
-        lengths = store._catalog.lengths
-        for what, asked in REQUESTS.items():
-            plan = store.plan(MergeRequest(base="base", experts=["e0", "e1"], **asked)).plan
-            kept = lengths.sums(plan)
-            assert kept is not None, what
-            record = store._catalog.record(Plan, plan)
-            with monkeypatch.context() as patch:
-                patch.setattr(StoredLengths, "sums", lambda self, key: None)
-                assert costs_of(store._catalog, record) == Costs(*kept), what
-            assert costs_of(store._catalog, record) == Costs(*kept)
-            other.tag(f"t{len(store.refs())}", "e0")
-            assert lengths.sums(plan) is None
-        request = MergeRequest(base="base", experts=["e0"], **REQUESTS["ties, part"])
-        looked_up: list[int] = []
-        stored_lengths = Catalog.stored_lengths
-
-        def counted(self: Catalog, blocks: Any) -> Any:
-            looked_up.append(len(blocks))
-            return stored_lengths(self, blocks)
-
-        monkeypatch.setattr(Catalog, "stored_lengths", counted)
-        planned_once = store.plan(request)
-        count = len(looked_up)
-        report = store.merge(planned_once, name="m")
-        assert len(looked_up) == count
-        assert report.full_expert_bytes == planned_once.full_expert_bytes
 
 
 def test_lengths_are_looked_up_again_after_a_commit_that_failed(tmp_path: Path) -> None:

@@ -21,12 +21,10 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.api.reports import MergeReport, PlanReport
 from mstore.merge.methods import registry
-from mstore.merge.running import finished
-from mstore.merge.running.finished import KeyedTasks, memo_expert_bytes
+from mstore.merge.running.finished import memo_expert_bytes
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.slices import ALL_FINITE, NotFinite
-from mstore.merge.running.task import Tasks, TensorTask
-from mstore.store.memo import Memo
+from mstore.merge.running.task import Tasks
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId
@@ -76,7 +74,7 @@ class Place:
         promised = memo_expert_bytes(
             self.store._catalog,
             self.store._memo,
-            KeyedTasks(self.store._catalog, self.store._catalog.record(Plan, plan.plan)),
+            self.store._catalog.record(Plan, plan.plan),
             plan.planned_expert_bytes,
         )
         report = self.store.merge(plan, name=name, **options)
@@ -287,63 +285,6 @@ def test_a_row_that_lies_is_found_out(place: Place) -> None:
         place.store.merge(plan, name="two")
     place.store._memo.put_outputs([(key, b"nothing of the kind")])
     assert place.merge(plan, "two").manifest == place.store["one"].manifest
-
-
-def test_a_merge_takes_over_what_its_plan_has_looked_up(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The merge after a plan computes no memo key again; one of another plan makes its own."""
-    place.merge(place.plan("ties", ["e0", "e1"]), "two")
-    made: list[str] = []
-    chunks = MemoKeys.chunks
-
-    def counted(self: MemoKeys, tensor: TensorTask, numbers: Sequence[int]) -> list[bytes]:
-        made.append(tensor.name)
-        return chunks(self, tensor, numbers)
-
-    asked: list[bytes] = []
-    outputs = Memo.outputs
-
-    def seen(self: Memo, keys: Sequence[bytes]) -> list[bytes | None]:
-        found = outputs(self, keys)
-        asked.extend(key for key, value in zip(keys, found, strict=True) if value is not None)
-        return found
-
-    monkeypatch.setattr(MemoKeys, "chunks", counted)
-    monkeypatch.setattr(Memo, "outputs", seen)
-    three = place.plan("ties", ["e0", "e1", "e2"])
-    assert sorted(made) == ["a", "b", "c", "d"]
-    assert asked
-    asked.clear()
-    report = place.store.merge(three, name="three")
-    assert sorted(made) == ["a", "b", "c", "d"]
-    # Rows that the plan has found are not looked up again.
-    assert not asked
-    # It was for one run.
-    again = place.store.merge(three, name="again", memo=False)
-    assert len(made) == 8
-    other = place.plan("ties", ["e0", "e3"])
-    place.plan("ties", ["e1", "e2"])
-    apart = place.store.merge(other, name="other")
-    assert apart.manifest == place.store.merge(other, name="apart", memo=False).manifest
-    assert again.manifest == report.manifest != apart.manifest
-
-
-def test_a_large_plan_keeps_nothing_for_its_merge(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a plan of too many chunks has looked up does not stay in memory."""
-    place.merge(place.plan("ties", ["e0", "e1"]), "two")
-    plan = place.plan("ties", ["e0", "e1", "e2"])
-    assert place.store._keyed is not None
-    states = [one for tensor in place.store._keyed.plan.tensors for one in tensor.states]
-    monkeypatch.setattr(finished, "MOST", sum(map(len, states)))
-    assert place.plan("ties", ["e0", "e1", "e2"]).plan == plan.plan
-    assert place.store._keyed is not None
-    monkeypatch.setattr(finished, "MOST", sum(map(len, states)) - 1)
-    assert place.plan("ties", ["e0", "e1", "e2"]).memo_expert_bytes == plan.memo_expert_bytes
-    assert place.store._keyed is None
-    assert place.merge(plan, "three").memo_expert_bytes == plan.memo_expert_bytes
 
 
 def test_a_failed_merge_teaches_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
-from mstore.merge.running.ties import TieLedger
+from mstore.merge.running.slices import TieLedger
 
 
 def test_quota_goes_to_the_first_chunks() -> None:

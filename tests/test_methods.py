@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mstore import MergeRequest, Store
-from mstore.merge.methods.bounds import coefficients
 from mstore.merge.methods.method import Operation
+from mstore.merge.methods.model import coefficients
 from mstore.merge.methods.parameters import Value, single
 from mstore.merge.methods.registry import METHODS, find, names, operation
 from mstore.terms.errors import BadRequest, Unavailable
@@ -343,10 +343,10 @@ def install(site: Path, name: str, lines: str) -> None:
 
 
 HALVES = """
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import LAMBDA, TRIM_DENSITY, normalize
-from mstore.merge.methods.selections.trimmed import Trimmed
+from mstore.merge.methods.selections import Trimmed
 
 METHOD = Method(
     name="halves",
@@ -487,7 +487,7 @@ def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 PAIRED = """
-from mstore.merge.methods.combinations.mixed import Mixed
+from mstore.merge.methods.combinations import Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Whole
 from mstore.store.objects.plan import Mixture

@@ -23,7 +23,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
-from mstore.merge.methods.combinations.mixed import Mixed
+from mstore.merge.methods.combinations import Mixed
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import METHODS, operation
 from mstore.store.models import tensors_of

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.merge.methods.combinations.elected import Elected, agreement, dilution
+from mstore.merge.methods.combinations import Elected, agreement, dilution
 from mstore.merge.methods.registry import METHODS, operation
-from mstore.merge.methods.selections.trimmed import Trimmed
+from mstore.merge.methods.selections import Trimmed
 from mstore.merge.planning.ranking import Floats, Ranking, Units, lottery, score_of, seed
 from mstore.models.stats.chunk import CHUNK, pack_sketch
 from mstore.store.objects.plan import SCORES

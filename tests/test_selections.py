@@ -99,7 +99,7 @@ def test_nothing_else_names_a_role_of_companions() -> None:
 EVERY_OTHER = '''
 import numpy as np
 
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Selection, alike
 
@@ -177,7 +177,7 @@ TRACED = '''
 import numpy as np
 
 from mstore.merge.measures.grid import Companion
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Delta
 from mstore.store.objects.plan import Mixture
@@ -219,7 +219,7 @@ HEATED = '''
 import numpy as np
 
 from mstore.merge.measures.grid import Companion
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Delta
 from mstore.numeric.casts import singles

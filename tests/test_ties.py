@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.merge.arithmetic.kernels import UNLIMITED
-from mstore.merge.running.ties import Grant, TieLedger, TiePrefix, grant_of
+from mstore.merge.running.slices import Grant, TieLedger, TiePrefix, grant_of
 
 EXPERTS = 3
 TIES = st.lists(

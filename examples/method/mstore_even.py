@@ -2,7 +2,7 @@
 
 import math
 
-from mstore.merge.methods.combinations.mixed import Mixed
+from mstore.merge.methods.combinations import Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Delta
 from mstore.store.objects.plan import Mixture

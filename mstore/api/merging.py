@@ -30,14 +30,13 @@ if TYPE_CHECKING:
     from mstore.merge.analysis.compatibility import CompatibilityReport
     from mstore.merge.analysis.explain import Explanation
     from mstore.merge.analysis.sweep import SweepReport
-    from mstore.merge.methods.report import MethodReport
+    from mstore.merge.methods.registry import MethodReport
     from mstore.merge.planning.costs import Costs
     from mstore.merge.planning.recipes import PreparedModel
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.running.commit import MergeReport, ReplayReport
-    from mstore.merge.running.finished import KeyedTasks
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.models.vocabulary.align import AlignReport
     from mstore.terms.report import ProgressCallback
@@ -174,7 +173,6 @@ class Merging(OpenStore):
                 threads=thread_count(threads),
                 progress=progress,
                 memo=self._memo,
-                keyed=self._taken(plan.plan),
             )
             made.append(
                 one.made(merged.snapshot, is_new=merged.is_new, written=merged.bytes_written)
@@ -301,7 +299,7 @@ class Merging(OpenStore):
 
         Raises BadRequest for an unknown name, Unavailable for a package that cannot be loaded.
         """
-        from mstore.merge.methods import report
+        from mstore.merge.methods import registry as report
 
         return report.methods() if name is None else (report.method(name),)
 
@@ -345,17 +343,12 @@ class Merging(OpenStore):
         return self._plan_warnings[key]
 
     def _memo_expert_bytes(self, plan: Plan, costs: Costs) -> int:
-        """Return how many of a plan's expert bytes the memo table saves right now.
-
-        Keeps what a merge of this plan takes over.
-        """
+        """Return how many of a plan's expert bytes the memo table saves right now."""
         if not self._memo.has_outputs():
             return 0
-        from mstore.merge.running.finished import KeyedTasks, memo_expert_bytes
+        from mstore.merge.running.finished import memo_expert_bytes
 
-        keyed = KeyedTasks(self._catalog, plan, keeps=True)
-        self._keyed = keyed if keyed.keeps else None
-        return memo_expert_bytes(self._catalog, self._memo, keyed, costs.planned)
+        return memo_expert_bytes(self._catalog, self._memo, plan, costs.planned)
 
     def export_plan(self, plan: PlanReport | PlanId | str) -> str:
         """Return a plan as JSON text, also one of this object that is not stored.
@@ -483,7 +476,6 @@ class Merging(OpenStore):
             memory=memory,
             executor=executor,
             policy=policy,
-            keyed=self._taken(id),
         )
         told += moved_inputs(sources, called) if merged.is_new else ()
         outcome = merged.outcome
@@ -501,11 +493,6 @@ class Merging(OpenStore):
             planned = replace(planned, remarks=planned.remarks + coded)
         seconds = time.monotonic() - began
         return merge_report(planned, merged, name=called, analyzed=analyzed, seconds=seconds)
-
-    def _taken(self, plan: PlanId) -> KeyedTasks | None:
-        """Return the tasks that the last report of a plan made, if it is this plan: for one run."""
-        keyed, self._keyed = self._keyed, None
-        return keyed if keyed is not None and keyed.plan.id() == plan else None
 
     def materialize(
         self,

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from mstore.blocks.codecs import Policy
     from mstore.blocks.schema import PlanInputs
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.finished import KeyedTasks
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.models.stats.store import StatsStore
     from mstore.store.block_cache import BlockCache
@@ -83,7 +82,6 @@ class OpenStore:
         # Neither model cards nor statistics of stored models change: a merge need not read again
         # what its plan has read.
         self._plan_warnings: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
-        self._keyed: KeyedTasks | None = None
         self._cache: BlockCache | None = None
         self._cache_bytes = cache_bytes
         self._verify = verify

@@ -21,7 +21,7 @@ from mstore.merge.analysis.explain import (
 )
 from mstore.merge.analysis.sweep import SweepPoint, SweepReport
 from mstore.merge.combination.combine import CombineReport
-from mstore.merge.methods.report import MethodReport, ParameterReport
+from mstore.merge.methods.registry import MethodReport, ParameterReport
 from mstore.merge.planning.recipes import PreparedModel
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning

@@ -7,6 +7,7 @@ it.  Counts of parts are added up, in any order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -31,9 +32,18 @@ def level() -> str:
     return _upper.level()
 
 
-def no_counts() -> Counts:
-    """Return counts of no numbers: int64[65536]."""
-    return np.zeros(_BINS, dtype=np.int64)
+def no_counts(*shape: int) -> Counts:
+    """Return counts of no numbers: int64[..., 65536]."""
+    return np.zeros((*shape, _BINS), dtype=np.int64)
+
+
+def added(counts: Iterable[Counts]) -> Counts:
+    """Return the sum of counts of parts, one at least."""
+    parts = iter(counts)
+    total = next(parts).copy()
+    for one in parts:
+        total += one
+    return total
 
 
 def count_upper(bits: Bits, counts: Counts) -> None:
@@ -55,6 +65,22 @@ def count_upper_squares(
 def count_lower(bits: Bits, half: int, counts: Counts) -> None:
     """Add the lower halves of those of uint32[n] that have this upper half to the counts."""
     _lower(bits.ctypes.data, bits.size, half, counts.ctypes.data)
+
+
+def uppers(parts: Iterable[Bits]) -> Counts:
+    """Return the counts of the upper halves of all parts."""
+    counts = no_counts()
+    for bits in parts:
+        count_upper(bits, counts)
+    return counts
+
+
+def lowers(parts: Iterable[Bits], half: int) -> Counts:
+    """Return the counts of the lower halves of what has this upper half in all parts."""
+    counts = no_counts()
+    for bits in parts:
+        count_lower(bits, half, counts)
+    return counts
 
 
 def place(counts: Counts, rank: int) -> tuple[int, int]:

@@ -116,7 +116,6 @@ class StoredLengths:
         self._state: tuple[int, int] | None = None
         self._known: dict[bytes, Lengths] = {}
         self._count = 0
-        self._sums: dict[bytes, tuple[int, int]] = {}
 
     def of(self, lists: Sequence[bytes]) -> list[Lengths]:
         """Return the lengths of each block list's blocks: int64[blocks], not to be written to."""
@@ -137,25 +136,6 @@ class StoredLengths:
                         self._count += count
         return [known[blocks] for blocks in lists]
 
-    def sums(self, key: bytes) -> tuple[int, int] | None:
-        """Return what `keep_sums` kept, if it still holds."""
-        state = self.state()
-        with self._lock:
-            self._follow(state)
-            return self._sums.get(key)
-
-    def keep_sums(self, key: bytes, sums: tuple[int, int], since: tuple[int, int]) -> None:
-        """Keep two sums of lengths by a key, in place of others.
-
-        since: the state before the first length of them was looked up.  If it has changed, they may
-        be of lengths that never were at one time, and are not kept.
-        """
-        state = self.state()
-        if state == since:
-            with self._lock:
-                self._follow(state)
-                self._sums = {key: sums}
-
     def outlive(self, number: int) -> None:
         """Keep what is known after the caller's own transaction, which changed no length.
 
@@ -167,7 +147,7 @@ class StoredLengths:
 
     def _follow(self, state: tuple[int, int]) -> None:
         if state != self._state:
-            self._state, self._known, self._count, self._sums = state, {}, 0, {}
+            self._state, self._known, self._count = state, {}, 0
 
     def state(self) -> tuple[int, int]:
         """Return what changes with every commit to the index."""

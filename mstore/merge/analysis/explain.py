@@ -296,7 +296,6 @@ class _Explainer:
         return self._planned.get(self._first.get(name, name))
 
     def _from(self, taken: Taken) -> str:
-        """Return what a tensor of a stack is."""
         return f"{taken.source} of {self._sources[taken.member]}"
 
     def names(self) -> list[str]:

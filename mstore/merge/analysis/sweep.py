@@ -22,15 +22,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED
-from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
-from mstore.merge.running.compute import blend, tie_counts
-from mstore.merge.running.loading import LoadBuffers, Loaded, load
+from mstore.merge.running.compute import PlanChunks, blend
+from mstore.merge.running.loading import Loaded
+from mstore.merge.running.slices import TieLedger
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
-from mstore.merge.running.ties import TieLedger
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest
@@ -218,14 +216,12 @@ def distances(
 
 class _SweepPass:
     def __init__(self, catalog: Catalog, full: Plan, plans: Sequence[Plan]) -> None:
-        self._catalog = catalog
-        self.expert_meter = Meter("expert", costs_of(catalog, full).planned)
-        self._full = Tasks(catalog, _as_float32(full), self.expert_meter)
+        self._chunks = PlanChunks(catalog, _as_float32(full))
+        self.expert_meter = self._chunks.expert_meter
+        self._full = self._chunks.tasks
         self._cuts = [Tasks(catalog, _as_float32(cut)) for cut in plans]
         self._plan = full
         self._copies = Counter(self._full.first.values())
-        self._scratch = LoadBuffers()
-        self._base_meter = Meter("base")
 
     def tensor(self, position: int) -> list[list[float]]:
         """Return, per plan, the squares of each chunk of one tensor, once for each of its names."""
@@ -249,18 +245,10 @@ class _SweepPass:
     def _chunk(
         self, task: ChunkTask, cuts: Sequence[tuple[TensorTask, Any]], ledger: TieLedger
     ) -> list[float]:
-        (loaded,) = load(
-            [task],
-            self._catalog.packs,
-            self._scratch,
-            self.expert_meter,
-            self._base_meter,
-            self._full.moved,
-        )
-        grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
-        whole = self._blended(loaded, grant.quotas)
+        loaded, granted = self._chunks.load(task, ledger)
+        whole = self._blended(loaded, granted)
         known: dict[tuple[bytes, tuple[int, ...], tuple[int, ...]], float] = {
-            _key(task.tensor, grant.quotas, task.row_of): 0.0
+            _key(task.tensor, granted, task.row_of): 0.0
         }
         squares = []
         for tensor, present in cuts:
@@ -269,8 +257,8 @@ class _SweepPass:
             )
             # In a chunk that a plan reads, it keeps the same ties as the full plan.
             quotas = tuple(
-                UNLIMITED if own == UNLIMITED else granted
-                for own, granted in zip(tensor.quotas.tolist(), grant.quotas, strict=True)
+                UNLIMITED if own == UNLIMITED else quota
+                for own, quota in zip(tensor.quotas.tolist(), granted, strict=True)
             )
             key = _key(tensor, quotas, row_of)
             if key not in known:

@@ -282,7 +282,6 @@ class _Work(msgspec.Struct, frozen=True):
 
 
 def _most(members: Sequence[AdapterMember], module: str, of: Sequence[int]) -> int:
-    """Return the largest rank that a matrix of a module's shape can have."""
     return min(members[of[0]].products[module].shape)
 
 

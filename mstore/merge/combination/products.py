@@ -162,7 +162,6 @@ def truncated(
 def _product(
     read: Sequence[Read], module: str, setting: CombineSetting, directory: Path
 ) -> Singles:
-    """Return the combined products as a matrix.  Raises Incompatible if they are too large."""
     terms = [Term(partial(_finite, one, module), one.weight, one.position) for one in read]
     size = math.prod(read[0].shape)
     runs = combined(terms, f"{module}.weight", size, setting)
@@ -260,14 +259,8 @@ def _threshold(source: Source, count: int) -> tuple[int, int]:
     """Return the bits of the count-th largest magnitude, and how many equal to it are kept."""
     if count == 0:
         return INFINITIES["F32"], 0
-    counts = halves.no_counts()
-    for values in source():
-        halves.count_upper(_magnitude_bits(values), counts)
-    high, left = halves.place(counts, count)
-    counts = halves.no_counts()
-    for values in source():
-        halves.count_lower(_magnitude_bits(values), high, counts)
-    low, left = halves.place(counts, left)
+    high, left = halves.place(halves.uppers(map(_magnitude_bits, source())), count)
+    low, left = halves.place(halves.lowers(map(_magnitude_bits, source()), high), left)
     return halves.joined(high, low), left
 
 

@@ -27,7 +27,7 @@ from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.tiles import address
 from mstore.merge.measures.deltas import pieces_of_rows, stored
 from mstore.merge.measures.grid import Bools, Floats, Grid
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Cut, CutTogether, Masks, Measured, alike
 from mstore.models.stats.chunks import row_length as length_of
@@ -97,7 +97,6 @@ class Important(CutTogether, frozen=True):
         return Measured(cut=Cut(facts.finite(least, (0, 1), _LACK), -1), band=kept)
 
     def idle(self, grid: Grid) -> Bools:
-        """Return where nothing of the tensor is selected, too."""
         found: Bools = grid.nothing | (grid.band == 0)
         return found
 
@@ -112,7 +111,6 @@ class Important(CutTogether, frozen=True):
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
     ) -> Masks:
-        """Return the elements of the only expert that matter as much as the threshold."""
         assert cut is not None
         found = np.zeros(chunk.n, dtype=np.bool_)
         if chunk.row_dtypes:
@@ -168,10 +166,9 @@ def _select(facts: TensorFacts) -> tuple[float, float]:
         return _Look(divergence, counts, squares)
 
     looks = list(facts.pool.map(look, rows.numbers))
-    counts = halves.no_counts()
+    counts = halves.added(one.counts for one in looks)
     squares = np.zeros(counts.size)
     for one in looks:
-        counts += one.counts
         squares += one.squares
     # Of infinity and of NaN, with either sign.
     if counts[halves.half_of(np.float32(np.inf)) :].any() or not np.isfinite(squares).all():
@@ -183,18 +180,15 @@ def _select(facts: TensorFacts) -> tuple[float, float]:
     ]
     wanted = sorted({top for top, _ in places})
 
-    def lower(number: int) -> list[Counts]:
-        found = [halves.no_counts() for _ in wanted]
+    def lower(number: int) -> Counts:
+        found = halves.no_counts(len(wanted))
         for (mine, theirs), own in zip(rows.read(number), looks[number].divergence, strict=True):
             bits = importances(mine, theirs, own).view(np.uint32)
             for top, counted in zip(wanted, found, strict=True):
                 halves.count_lower(bits, top, counted)
         return found
 
-    below = {top: halves.no_counts() for top in wanted}
-    for some in facts.pool.map(lower, rows.numbers):
-        for top, counted in zip(wanted, some, strict=True):
-            below[top] += counted
+    below = dict(zip(wanted, halves.added(facts.pool.map(lower, rows.numbers)), strict=True))
     first, median, third = (
         np.uint32(halves.joined(top, halves.place(below[top], rank)[0])).view(np.float32)
         for top, rank in places

@@ -17,7 +17,7 @@ import numpy as np
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Bools, Singles
 from mstore.merge.measures.deltas import pieces_of_chunk
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import LAMBDA, MAX_SINGLE, Parameter, Range, Value, single
 from mstore.merge.methods.selection import Cut, Masks, Selection, alike, common, each
@@ -49,7 +49,6 @@ class Agreed(Selection, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameters k and tall_mask_lambda."""
         ratios = tuple([single(ratio) for ratio in each(parameters, RATIO, experts)])
         return cls(experts, ratios, int(common(parameters, LEAST)))
 
@@ -76,13 +75,11 @@ class Agreed(Selection, frozen=True):
             )
 
     def mask_bytes(self, read: int) -> int:
-        """Return a byte for each expert."""
         return self.experts
 
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
     ) -> Masks:
-        """Return what enough of the experts that are read need."""
         found = np.zeros(chunk.n, dtype=np.bool_)
         for start, end, sides in pieces_of_chunk(chunk):
             needed = agreed(sides, weights, self.ratios, self.least)
@@ -91,7 +88,6 @@ class Agreed(Selection, frozen=True):
         return alike(found, len(chunk.row_of))
 
     def chances(self) -> tuple[bytes, ...]:
-        """Return what makes it a need, and of how many."""
         return tuple([struct.pack("<dq", ratio, self.least) for ratio in self.ratios])
 
 

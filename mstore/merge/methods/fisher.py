@@ -128,7 +128,6 @@ FLOOR: Final = Parameter("floor", "float", 0.0, Range(0.0, MAX_SINGLE))
 
 
 def _floor(operation: Operation) -> float:
-    """Return the least that an element of a Fisher counts as, a float32."""
     return single(common(operation.parameters, FLOOR))
 
 
@@ -146,7 +145,6 @@ class InformedModel(CostModel):
         self.roots = self._alone()
 
     def free(self) -> States:
-        """Return uint8[K, C]: READ, unless the state is known without reading."""
         grid, fishers = self._grid, self._fishers
         states = np.full(grid.shape, READ, dtype=np.uint8)
         nothing = ~fishers.is_there
@@ -197,16 +195,13 @@ class InformedModel(CostModel):
         return np.where(self._counts, np.where(known, roots, np.inf), 0.0)
 
     def largest(self, left: Floats) -> Floats:
-        """Return float64[C], what leaving out all of these costs, squared."""
         is_left = left > 0
         return self.likely(is_left, np.zeros_like(is_left))
 
     def ranked(self, score: str) -> Floats:
-        """Return the roots to rank units by."""
         return self.roots
 
     def likely(self, left_out: Bools, taken: Bools) -> Floats:
-        """Return the expected square of the error of leaving these out, per chunk: float64[C]."""
         out, rest = np.where(left_out, self._parts, 0.0), np.where(taken, self._parts, 0.0)
         total, kept = added(out + rest), added(rest)
         squares, concentration = self._finite(), self._concentration
@@ -236,7 +231,6 @@ class Informed(Combination):
     companions = (Companion(ROLE, is_read=True, totals=2, measure=sums_of, refuse=unsound_fisher),)
 
     def check(self, operation: Operation) -> None:
-        """Raise BadRequest for a negative weight."""
         if min(operation.weights) < 0:
             raise BadRequest(
                 f"a weight of {operation.method.name} must not be negative: it divides by sums of "
@@ -245,11 +239,9 @@ class Informed(Combination):
             )
 
     def facts(self, select: type[Selection]) -> str:
-        """Return the sums of Fishers."""
         return "sums of the experts' Fishers, and of their squares, chunk by chunk"
 
     def divided_by(self, operation: Operation) -> str:
-        """Return that the method does."""
         return "the method"
 
     def dilutes(self, operation: Operation) -> bool:
@@ -257,22 +249,18 @@ class Informed(Combination):
         return True
 
     def most(self, operation: Operation) -> tuple[float, ...]:
-        """Return as much as if it were alone."""
         return (operation.farthest,) * len(operation.weights)
 
     def factors(self, operation: Operation) -> tuple[float, float]:
-        """Return scale and floor."""
         return operation.factor, _floor(operation)
 
 
 def _over(part: Floats, whole: Floats) -> Floats:
-    """Return part / whole, 0 where the whole is 0."""
     share: Floats = np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), 0.0)
     return share
 
 
 def _square(mean: Floats, concentration: Floats) -> Floats:
-    """Return the mean square of shares of this mean and concentration."""
     found: Floats = mean * mean + mean * (1.0 - mean) / (1.0 + concentration)
     return found
 

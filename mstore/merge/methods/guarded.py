@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from mstore.merge.methods.combinations.mixed import Gram, Mixed
+from mstore.merge.methods.combinations import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Range, Scalar
 from mstore.merge.methods.selection import Whole

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mstore.merge.methods.combinations.sum import Sum
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range
 from mstore.merge.methods.selection import Delta, Measured, Selection, common
@@ -35,15 +35,12 @@ class Layered(Sum):
     """A sum with factors of each layer: they follow from the tensor's name alone."""
 
     def facts(self, select: type[Selection]) -> str:
-        """Return the depth of tensors, which is read from their names."""
         return "the layers of tensors, which their names tell"
 
     def needs_facts(self, operation: Operation) -> bool:
-        """Return True: where the tensor is."""
         return True
 
     def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
-        """Return the operation with the factors of the tensor's layer."""
         return self.placed(operation, facts.layer)
 
     def placed(self, operation: Operation, layer: tuple[int, int] | None) -> Operation:

@@ -4,7 +4,7 @@ Owns the description of a method (`Method`), and every scalar that follows from 
 parameters and the experts' weights before any element is read (`Operation`).  A method is composed
 of a selection (`selections`: what it takes of each expert) and a combination (`combinations`: how
 it makes one number of that), which own all that is particular to them.  Does not own the arithmetic
-on elements (`merge.arithmetic`), the proofs about its errors (`bounds`), nor the list of methods
+on elements (`merge.arithmetic`), the proofs about its errors (`model`), nor the list of methods
 (`registry`).
 
 For a base element b, expert elements e_k and d_k = e_k - b, in float32, a method selects from each

@@ -15,7 +15,7 @@ import numpy as np
 
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.row_factors import Doubles, RowFactors, at_least, clipped, products
-from mstore.merge.methods.combinations.mixed import Gram, Mixed
+from mstore.merge.methods.combinations import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Scalar, Value
 from mstore.merge.methods.selection import Delta

@@ -12,7 +12,7 @@ import numpy as np
 
 from mstore.merge.arithmetic.tiles import NEAR
 from mstore.merge.measures.grid import Floats, Grid
-from mstore.merge.methods.combinations.sum import Alone
+from mstore.merge.methods.combinations import Alone
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range, Value, single
 from mstore.merge.methods.selection import Selection, Whole, common
@@ -34,18 +34,16 @@ class Near(Whole, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameter t."""
         return cls(experts, single(common(parameters, REACH)))
 
     def weightless(self, weights: Sequence[float]) -> tuple[bool, ...]:
-        """Return True for all if nothing is within reach."""
         return tuple([weight == 0 or self.reach == 0 for weight in weights])
 
     def squares(self, grid: Grid) -> Floats:
         """Return a bound on what of the deltas is within reach.
 
         With q = `_REACHED` reaches, the sum of min(|d|, q)^2 is at most q sum |d| and q^2 times the
-        number of elements that move; see `methods.bounds`.
+        number of elements that move; see `model.Rounding`.
         """
         whole = grid.whole
         with np.errstate(over="ignore", invalid="ignore"):

@@ -132,7 +132,6 @@ class Competing(Selection, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameter ratio."""
         return cls(experts, common(parameters, RATIO))
 
     def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
@@ -165,7 +164,6 @@ class Competing(Selection, frozen=True):
         return grid.whole * min(1.0, 2.0 * math.sqrt(self.ratio))
 
     def kept(self, grid: Grid) -> Floats:
-        """Return the share of what moves."""
         return grid.moved * self.ratio
 
     def thresholds(self, planned: Sequence[TrimThreshold]) -> Cuts | None:
@@ -179,38 +177,33 @@ class Competing(Selection, frozen=True):
 def _limits(
     chunks: Chunks, ratio: float, largest: Sequence[float], pool: ThreadPoolExecutor
 ) -> list[float]:
-    """Return the least score and the largest of each expert, in this order."""
     experts, count = range(chunks.experts), chunks.elements * chunks.experts
     every = Ordered(chunks, lambda deltas: scores(deltas, largest), count)
 
-    def upper(number: int) -> tuple[list[Counts], Bits]:
-        found, most = [halves.no_counts() for _ in experts], np.zeros(len(experts), dtype=np.uint32)
+    def upper(number: int) -> tuple[Counts, Bits]:
+        found, most = halves.no_counts(chunks.experts), np.zeros(chunks.experts, dtype=np.uint32)
         for ordered in every.bits(number):
             for k in experts:
                 halves.count_upper(ordered[k], found[k])
             most = np.maximum(most, ordered.max(axis=1))
         return found, most
 
-    high, most = [halves.no_counts() for _ in experts], np.zeros(len(experts), dtype=np.uint32)
+    high, most = halves.no_counts(chunks.experts), np.zeros(chunks.experts, dtype=np.uint32)
     for counts, own in pool.map(upper, chunks.numbers):
+        high += counts
         most = np.maximum(most, own)
-        for k in experts:
-            high[k] += counts[k]
     # The rank from the largest, 1.
     rank = chunks.elements - int(chunks.elements * (1.0 - ratio))
     places = [halves.place(one, rank) for one in high]
 
-    def lower(number: int) -> list[Counts]:
-        found = [halves.no_counts() for _ in experts]
+    def lower(number: int) -> Counts:
+        found = halves.no_counts(chunks.experts)
         for ordered in every.bits(number):
             for k in experts:
                 halves.count_lower(ordered[k], places[k][0], found[k])
         return found
 
-    low = [halves.no_counts() for _ in experts]
-    for counts in pool.map(lower, chunks.numbers):
-        for k in experts:
-            low[k] += counts[k]
+    low = halves.added(pool.map(lower, chunks.numbers))
     least = [
         halves.joined(top, halves.place(own, left)[0])
         for own, (top, left) in zip(low, places, strict=True)

@@ -32,7 +32,7 @@ from mstore.merge.methods.parameters import (
     single,
 )
 from mstore.merge.methods.selection import Cuts, Measured, Selection, common
-from mstore.merge.methods.selections.trimmed import kept_above, reached_by_nothing, tails
+from mstore.merge.methods.selections import kept_above, reached_by_nothing, tails
 from mstore.store.objects.plan import Mixture, TrimThreshold
 from mstore.terms.ids import TensorId
 
@@ -50,26 +50,21 @@ class Above(Selection, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameter epsilon."""
         return cls(experts, next_single(single(common(parameters, LEAST_MOVE))))
 
     def _threshold(self, grid: Grid) -> Floats:
         return np.full(grid.shape, self.least)
 
     def idle(self, grid: Grid) -> Bools:
-        """Return where nothing is as large."""
         return reached_by_nothing(grid, self._threshold(grid))
 
     def squares(self, grid: Grid) -> Floats:
-        """Return roughly those above it."""
         return tails(grid, self._threshold(grid))
 
     def certain(self, grid: Grid, squares: Floats) -> Floats:
-        """Return those of the whole delta."""
         return grid.whole
 
     def kept(self, grid: Grid) -> Floats:
-        """Return the share above it."""
         return kept_above(grid, self._threshold(grid))
 
     def thresholds(self, planned: Sequence[TrimThreshold]) -> Cuts | None:
@@ -104,17 +99,14 @@ class Averaged(Combination):
         self._lone = lone
 
     def facts(self, select: type[Selection]) -> str | None:
-        """Return what is counted."""
         if self._lone is None:
             return None
         return "counts of elements that experts move alone, and with others"
 
     def needs_facts(self, operation: Operation) -> bool:
-        """Return whether lone elements have factors."""
         return self._lone is not None
 
     def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
-        """Return the operation with the factors of what each expert alone moves."""
         if self._lone is None:
             return operation
         assert isinstance(operation.selection, Above)

@@ -35,7 +35,7 @@ from mstore.merge.arithmetic.tiles import FUSED, TILE, address
 from mstore.merge.measures import BEYOND
 from mstore.merge.measures.deltas import Chunks, Ordered, pieces_of_chunk
 from mstore.merge.measures.grid import Floats, Grid
-from mstore.merge.methods.combinations.elected import Elected, ElectedModel
+from mstore.merge.methods.combinations import Elected, ElectedModel
 from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.parameters import Parameter, Range, Value, single
 from mstore.merge.methods.selection import (
@@ -115,7 +115,6 @@ class Varied(CutTogether, frozen=True):
         return (False,) * len(weights)
 
     def measure(self, facts: TensorFacts, weightless: Sequence[bool]) -> Measured:
-        """Return where the selection ends, and the squares that it leaves of each expert."""
         ids = [id for id, _ in facts.sides[1:]]
         # Sums in another order may round otherwise.
         what = struct.pack("<d", self.share) + b"".join(ids)
@@ -136,7 +135,6 @@ class Varied(CutTogether, frozen=True):
         return grid.whole * min(1.0, 2.0 * math.sqrt(self.share))
 
     def kept(self, grid: Grid) -> Floats:
-        """Return the share of what moves."""
         return grid.moved * self.share
 
     def fits(self, thresholds: Sequence[TrimThreshold], listed: int) -> bool:
@@ -146,7 +144,6 @@ class Varied(CutTogether, frozen=True):
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
     ) -> Masks:
-        """Return the elements that the spread of what is read selects."""
         assert cut is not None
         found = np.empty(chunk.n, dtype=np.bool_)
         for start, end, sides in pieces_of_chunk(chunk):
@@ -178,18 +175,8 @@ def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut
     spread = Ordered(chunks, _bits, chunks.elements)
 
     def upper(number: int) -> Counts:
-        found = halves.no_counts()
-        for bits in spread.bits(number):
-            halves.count_upper(bits, found)
-            # Without a spread.
-            found[0] -= bits.size - np.count_nonzero(bits)
-        return found
-
-    def lower(number: int) -> Counts:
-        found = halves.no_counts()
-        for bits in spread.bits(number):
-            halves.count_lower(bits, top, found)
-        return found
+        # Without those that have no spread.
+        return halves.uppers(bits[bits != 0] for bits in spread.bits(number))
 
     def sums(number: int) -> _Sums:
         number_of_equal, above, at = 0, [], []
@@ -200,13 +187,15 @@ def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut
             at.append(_squares(deltas, equal))
         return _Sums(number_of_equal, _added(above), _added(at))
 
-    high = _total(pool.map(upper, chunks.numbers))
+    high = halves.added(pool.map(upper, chunks.numbers))
     # In float32: mergekit multiplies so.
     count = int(single(single(int(high.sum())) * single(share)))
     if not count:
         return Cut(math.inf, 0), [0.0] * chunks.experts
     top, left = halves.place(high, count)
-    low = _total(pool.map(lower, chunks.numbers))
+    low = halves.added(
+        pool.map(lambda number: halves.lowers(spread.bits(number), top), chunks.numbers)
+    )
     bottom, left = halves.place(low, left)
     last = halves.joined(top, bottom)
     value = float(np.uint32(last).view(np.float32))
@@ -232,15 +221,7 @@ def _select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut
 
 
 def _bits(deltas: Sequence[Singles]) -> Bits:
-    """Return the spreads' bits."""
     return spreads(deltas, len(deltas[0])).view(np.uint32)
-
-
-def _total(counts: Iterable[Counts]) -> Counts:
-    total = halves.no_counts()
-    for one in counts:
-        total += one
-    return total
 
 
 def _squares(deltas: Sequence[Singles], mask: Bools) -> list[float]:
@@ -275,15 +256,12 @@ class Fused(Elected):
         self._weigh = weigh
 
     def normalizes(self, operation: Operation) -> bool:
-        """Return True."""
         return True
 
     def needs_facts(self, operation: Operation) -> bool:
-        """Return True."""
         return True
 
     def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
-        """Return the operation with what `weigh` makes of the squares."""
         lack = BEYOND, "its experts cannot be weighed by squares of deltas"
         if measured.squares is None:
             squares = [facts.apart(side, lack) for side in facts.experts]

@@ -112,7 +112,7 @@ class Selection(msgspec.Struct, frozen=True):
     weighs: ClassVar[bool] = True
     """Whether factors of a mixture take the place of weights; else kept deltas have both."""
     steps: ClassVar[int] = 0
-    """Roundings of an element before it is combined, of whole experts (`bounds.Rounding`)."""
+    """Roundings of an element before it is combined, of whole experts (`model.Rounding`)."""
     code: ClassVar[int | None] = None
     """The kernel's code for what it does (`arithmetic.tiles`), if it is not the combination's."""
 
@@ -291,11 +291,9 @@ class CutTogether(Selection, frozen=True):
     planned = 1
 
     def cut(self, planned: Sequence[TrimThreshold]) -> Cut:
-        """Return the threshold."""
         return Cut(planned[0].value, planned[0].quota)
 
     def mask_bytes(self, read: int) -> int:
-        """Return a byte for each expert."""
         return self.experts
 
     def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
@@ -339,7 +337,6 @@ class Whole(Selection, frozen=True):
     cancels = False
 
     def idle(self, grid: Grid) -> Bools:
-        """Return False throughout."""
         return np.zeros(grid.shape, dtype=bool)
 
 

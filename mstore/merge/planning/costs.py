@@ -163,7 +163,6 @@ class Comparer:
         return twin, self._costs(members, chunk, np.zeros(twin.shape, dtype=bool), twin)
 
     def _compared(self, tensors: Sequence[tuple[Tensor, Sequence[Tensor]]], chunk: int) -> Compared:
-        """Compare tensors of the same types with their experts."""
         size, bases = self._catalog.block_size, [base for base, _ in tensors]
         experts = list(zip(*(own for _, own in tensors), strict=True))
         base, dtypes = chunk_ids(bases, chunk, size), [own[0].dtype for own in experts]
@@ -217,29 +216,16 @@ class Costs(msgspec.Struct, frozen=True):
     planned: int
 
 
-def costs_of(catalog: Catalog, plan: Plan) -> Costs:
-    """Return a plan's costs in this store.  Raises NotFound, Corrupt if an input is missing.
-
-    Blocks that several experts share in a chunk are read, and counted, once.
-    """
-    known = catalog.lengths.sums(plan.id())
-    return Costs(*known) if known is not None else _looked_up(catalog, plan)
-
-
-def costs_to_report(catalog: Catalog, plan: Plan) -> Costs:
-    """Return `costs_of`, or plain bytes if an input is not stored or the method cannot be used."""
-    try:
-        return costs_of(catalog, plan)
-    except (NotFound, Corrupt, Unavailable, BadRequest):
-        return Costs(plan.full_expert_bytes, plan.planned_expert_bytes)
-
-
 _IDLE: Final = bytes((EQUAL, BELOW))
 _Sides = list[tuple[Tensor, bytes]]
 """Of one tensor: the records of the experts that matter to it, and the states of their chunks."""
 
 
-def _looked_up(catalog: Catalog, plan: Plan) -> Costs:
+def costs_of(catalog: Catalog, plan: Plan) -> Costs:
+    """Return a plan's costs in this store.  Raises NotFound, Corrupt if an input is missing.
+
+    Blocks that several experts share in a chunk are read, and counted, once.
+    """
     inputs = Inputs.of(catalog, plan)
     # Look up the records of one expert together.
     records_of = zip(
@@ -290,6 +276,14 @@ def _looked_up(catalog: Catalog, plan: Plan) -> Costs:
         full += int(lengths.sum())
         planned += int(lengths[np.concatenate(are_read)].sum())
     return Costs(full, planned)
+
+
+def costs_to_report(catalog: Catalog, plan: Plan) -> Costs:
+    """Return `costs_of`, or plain bytes if an input is not stored or the method cannot be used."""
+    try:
+        return costs_of(catalog, plan)
+    except (NotFound, Corrupt, Unavailable, BadRequest):
+        return Costs(plan.full_expert_bytes, plan.planned_expert_bytes)
 
 
 def _leads(first: Ints, states: States) -> tuple[Bools, Bools]:

@@ -11,7 +11,7 @@ so
     ||merged - full|| <= sqrt(sum_i (sum_k |c_k| ||d_ki||)^2).
 
 That, over ||base||, is the certified `error_bound`, for any ranking of the units.  It includes what
-float32 arithmetic may add on either side (`bounds.Rounding` has the proof), and does not exist if a
+float32 arithmetic may add on either side (`model.Rounding` has the proof), and does not exist if a
 step of it might overflow, or if the base or a difference from it is infinite or NaN anywhere.
 Methods that elect signs have no such bound; `error_estimate` assumes that the sparsified deltas of
 different experts are orthogonal.
@@ -210,13 +210,11 @@ class Planner:
         return int(budget * self.full_expert_bytes) if isinstance(budget, float) else budget
 
     def _itemsizes(self) -> Floats:
-        """Return the item size of each expert in bytes: float64[K, C]."""
         sizes = [[ITEMSIZES[e.record.dtype] for e in t.experts] for t in self._survey.tensors]
         shape = len(sizes), self._grid.shape[0]
         return np.array(sizes, dtype=np.float64).reshape(shape).T[:, self._grid.tensor]
 
     def _in_applied_tensors(self) -> Bools:
-        """Return bool[K, T]: where an adapter makes the expert's tensor."""
         found = [[e.is_applied for e in t.experts] for t in self._survey.tensors]
         shape = len(found), self._grid.shape[0]
         return np.array(found, dtype=bool).reshape(shape).T

@@ -173,7 +173,6 @@ class Ranking:
         return np.concatenate(taken) if taken else np.zeros(0, dtype=np.int64)
 
     def _ordered(self, units: Ints, given_up: Floats) -> Ints:
-        """Return these units (by position), best first."""
         if self._score is not None:
             return units[np.argsort(-self._score[units], kind="stable")]
         chunk = self._chunk[units]
@@ -187,7 +186,6 @@ class Ranking:
 
 
 def _fitting(cost: Ints, left: int, expert: Ints, own: Ints, *, capped: bool) -> int:
-    """Return how many of the first units fit, one after the other."""
     fits = int(np.searchsorted(np.cumsum(cost), left, side="right"))
     if not capped:
         return fits

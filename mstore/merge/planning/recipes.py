@@ -198,7 +198,6 @@ def _check(recipe: Recipe) -> None:
 
 
 def _models_of(recipe: Recipe, count: int) -> str:
-    """Return what a recipe with so many experts says."""
     names = [str(one.model) for one in recipe.every_source() if str(one.model) != str(recipe.base)]
     names = [*dict.fromkeys(names), "MODEL"]
     told = ", ".join(f"{{model: {name}}}" for name in names[:count])
@@ -240,7 +239,6 @@ def _method(recipe: Recipe) -> RecipeMethod:
 
 @cache
 def _parameters() -> frozenset[str]:
-    """Return the names of all parameters of methods here, and mergekit's."""
     found = {one.name for method in registry.METHODS.values() for one in method.parameters}
     return frozenset(found | registry.PARAMETERS_ELSEWHERE)
 
@@ -251,7 +249,6 @@ def _parameters() -> frozenset[str]:
 def _manifests_of(
     catalog: Catalog, recipe: Recipe, revisions: Mapping[str, str]
 ) -> dict[str, ManifestId]:
-    """Return the content of each model that a recipe names."""
     return {
         one.text: _manifest(catalog, one, revisions[one.text], recipe.where)
         for one in recipe.named()
@@ -322,7 +319,6 @@ def _require_adapters(
 
 
 def _request_for(needed: Needed, revisions: Mapping[str, str]) -> MergeRequest:
-    """Return the merge that makes a model."""
     if isinstance(needed, Applied):
         return MergeRequest(
             base=revisions[needed.model.text],

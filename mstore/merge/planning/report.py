@@ -281,7 +281,6 @@ def _divides_by_only_weight(plan: Plan) -> str | None:
 
 
 def _layers(plan: Plan, sources: PlanInputs) -> tuple[tuple[str, int, int], ...]:
-    """Return the runs of a stack's layers, as a request takes them: model, first, last + 1."""
     names = (sources.base.name, *(expert.name for expert in sources.experts))
     runs: list[tuple[int, int, int]] = []
     for member, layer in plan.layers:

@@ -294,7 +294,6 @@ def _check_companions(
 
 
 def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, int], ...]:
-    """Return the runs of layers by member.  Raises BadRequest."""
     if not asked.layers:
         return ()
     if not operation.method.combine.stacks:

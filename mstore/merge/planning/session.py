@@ -26,7 +26,7 @@ from mstore.merge.planning.request import Request
 from mstore.merge.planning.survey import Survey
 from mstore.merge.planning.surveyor import Surveyor
 from mstore.merge.planning.tensors import AT_EDGES
-from mstore.merge.planning.thresholds import FoundThresholds, Thresholds
+from mstore.merge.planning.thresholds import Found, Thresholds
 from mstore.merge.planning.validate import require_effect
 from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
@@ -130,7 +130,7 @@ class Planning:
         self._surveyor = Surveyor(catalog, statistics, request, threads=threads, progress=progress)
         self._survey = self._surveyor.survey()
         self._planner = Planner(self._survey, request)
-        self._thresholds = FoundThresholds()
+        self._thresholds: Found = {}
 
     @property
     def analyzed(self) -> int:
@@ -355,14 +355,11 @@ def plan_of_request(
         plan, costs = stacked(catalog, request), Costs(0, 0)
         sources = PlanInputs(base, experts)
     else:
-        since = catalog.lengths.state()
         planning = Planning(catalog, statistics, request, threads=threads, progress=progress)
         planned = planning.plan()
         plan, costs = planned.plan, planned.costs
         analyzed, factors = planning.analyzed, planning.factors
         sources = PlanInputs(base, experts, planning.change, planning.risks)
-        # For the merge that mostly follows.
-        catalog.lengths.keep_sums(plan.id(), (costs.full, costs.planned), since)
     if not allow_noop:
         require_effect(catalog, plan, in_bytes=in_bytes)
     if may_write:

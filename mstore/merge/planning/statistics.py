@@ -236,7 +236,6 @@ class DeltaStatistics:
         chunk: int,
         moving: Mapping[int, Pair],
     ) -> dict[int, DeltaSummary]:
-        """Return what is known of experts without their tables."""
         found: dict[int, DeltaSummary] = {}
         if not has_digest(operation):
             return found

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from mstore.blocks.reader import Meter
@@ -36,23 +35,13 @@ from mstore.terms.ids import TensorId
 LOW_VALUES = 1 << 16
 # Few chunks at a time: the quota may end in any of them, and chunks after it are read for nothing.
 _AHEAD = 8
-_LEFT_OUT = frozenset((OMITTED, DROPPED))
 _ALL_KEPT = np.zeros(0, dtype=np.int64)
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class FoundThresholds(msgspec.Struct, frozen=True):
-    """What was found for one survey, to reuse for plans with other budgets.
-
-    whole: thresholds of whole experts by pair of tensors and k, None if finding one was forbidden.
-    singles: those of a tensor of one chunk, per expert, by its name, once all are found.
-    """
-
-    whole: dict[tuple[TensorId, TensorId, int], TrimThreshold | None] = msgspec.field(
-        default_factory=dict
-    )
-    singles: dict[str, tuple[TrimThreshold, ...]] = msgspec.field(default_factory=dict)
+Found = dict[tuple[TensorId, TensorId, int], TrimThreshold | None]
+"""Thresholds of whole experts by pair of tensors and rank, None if finding one was forbidden."""
 
 
 class Thresholds:
@@ -60,7 +49,7 @@ class Thresholds:
 
     analyze: the data may be read; `meter` counts the expert bytes that this reads.  `at_edges`
     becomes true once a bin's edge was used, with all elements on it, because reading was forbidden.
-    known: earlier results; grows.
+    known: what was found for other budgets of the same survey; grows.
     """
 
     def __init__(
@@ -71,7 +60,7 @@ class Thresholds:
         analyze: bool,
         pool: ThreadPoolExecutor,
         meter: Meter,
-        known: FoundThresholds | None = None,
+        known: Found | None = None,
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
@@ -79,7 +68,7 @@ class Thresholds:
         self.at_edges = False
         self._pool = pool
         self._meter = meter
-        self._known = FoundThresholds() if known is None else known
+        self._known: Found = {} if known is None else known
 
     def of_tensor(self, tensor: SurveyedTensor, states: States) -> tuple[TrimThreshold, ...]:
         """Return `of` for each expert and rank, all experts of a rank together.
@@ -90,32 +79,10 @@ class Thresholds:
             return ()
         ranks_of = tensor.operation.selection.ranks
         ranks = [ranks_of(tensor.elements, k) for k in range(len(tensor.experts))]
-        if tensor.cuts > 1 or states.shape[1] > 1:
-            return tuple(
-                self.of(tensor, expert, place, own_ranks[place], own)
-                for place in range(tensor.cuts)
-                for expert, own, own_ranks in zip(tensor.experts, states, ranks, strict=True)
-            )
-        whole = self._known.singles.get(tensor.name)
-        if whole is None:
-            found = [
-                self._of_whole(tensor, expert, 0, rank)
-                for expert, (rank,) in zip(tensor.experts, ranks, strict=True)
-            ]
-            whole = tuple(one for one in found if one is not None)
-            if len(whole) < len(found):
-                return tuple(
-                    self.of(tensor, expert, 0, rank, own)
-                    for expert, own, (rank,) in zip(tensor.experts, states, ranks, strict=True)
-                )
-            self._known.singles[tensor.name] = whole
-        column = states.tobytes()
-        if _LEFT_OUT.isdisjoint(column):
-            return whole
-        # Each chunk is read whole or not at all: what is left out uses up no quota.
         return tuple(
-            TrimThreshold(cut.value, UNLIMITED) if state in _LEFT_OUT else cut
-            for state, cut in zip(column, whole, strict=True)
+            self.of(tensor, expert, place, own_ranks[place], own)
+            for place in range(tensor.cuts)
+            for expert, own, own_ranks in zip(tensor.experts, states, ranks, strict=True)
         )
 
     def of(
@@ -129,13 +96,15 @@ class Thresholds:
         """
         found = expert.thresholds[place]
         whole = self._of_whole(tensor, expert, place, rank)
+        if whole is not None and whole.quota == UNLIMITED:
+            return whole
         is_read = (states == READ) | (states == SHARED)
         left_out = (states == OMITTED) | (states == DROPPED)
         if whole is None:
             self._require_one(tensor)
             self.at_edges |= bool(is_read.any())
             return TrimThreshold(found.value, UNLIMITED)
-        if whole.quota == UNLIMITED or not left_out.any():
+        if not left_out.any():
             return whole
         if not is_read.any():
             return TrimThreshold(whole.value, UNLIMITED)
@@ -166,8 +135,7 @@ class Thresholds:
     def _of_whole(
         self, tensor: SurveyedTensor, expert: ExpertTensor, place: int, rank: int
     ) -> TrimThreshold | None:
-        """Return `_whole`, computed once."""
-        known, key = self._known.whole, (*expert.pair, rank)
+        known, key = self._known, (*expert.pair, rank)
         if key not in known:
             known[key] = self._whole(tensor, expert, expert.thresholds[place], rank)
         return known[key]

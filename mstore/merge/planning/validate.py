@@ -81,7 +81,6 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
 
 
 def _asked(plan: Plan, operations: Operations) -> tuple[Companion, ...]:
-    """Return what the method asks for.  Raises BadRequest unless the plan has that."""
     asked = operations.main.method.companions
     wanted = [(one.role, of) for one in asked for of in one.places(len(plan.experts))]
     if [(one.role, one.of) for one in plan.companions] != wanted:

@@ -300,7 +300,6 @@ def _tokenizer(catalog: Catalog, model: Manifest) -> Tokenizer | None:
 
 
 def _models(plan: Plan, sources: PlanInputs) -> Iterator[tuple[PlanInput, NamedSnapshot]]:
-    """Yield the experts."""
     # Companions come after them.
     return zip(plan.experts, sources.experts, strict=False)
 

@@ -264,7 +264,6 @@ class _Combined:
         return RecipeRequest(request, tuple(warnings), tuple(remarks), self._vocabulary())
 
     def _of(self, part: _Part) -> dict[str, Values]:
-        """Return the values of a module's tensors."""
         if part.found is None:
             nothing = self._values(None, None)
             return dict.fromkeys(part.names, nothing)
@@ -279,7 +278,6 @@ class _Combined:
         return found
 
     def _values(self, request: MergeRequest | None, rule: TensorRule | None) -> Values:
-        """Return the values of a module or of a rule of it, for all experts and parameters."""
         own = () if request is None else request.weighted()
         given = dict(zip((str(e) for e, _ in own), (w for _, w in own), strict=True))
         if rule is not None and rule.weights is not None:
@@ -343,7 +341,6 @@ def _modules(recipe: Recipe, layout: ModelLayers) -> Modules:
 
 
 def _require_modules(recipe: Recipe, known: Collection[str]) -> None:
-    """Raise BadRequest unless the recipe has these modules and no other."""
     for module in recipe.modules:
         if module.name.text not in known:
             raise BadRequest(

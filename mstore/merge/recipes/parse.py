@@ -177,7 +177,6 @@ class _Document:
         return found if _is_whole(found) else None
 
     def _model_name(self, node: Node) -> Text:
-        """Return the name of a model without an adapter."""
         name = self._adapted(node)
         if name.adapter() is not None:
             raise self._refused(
@@ -188,7 +187,6 @@ class _Document:
         return name
 
     def _adapted(self, node: Node) -> Text:
-        """Return the name of a model, or MODEL+ADAPTER."""
         name, lora = self._model_and_lora(node)
         parts = [*name.text.split("+"), *([] if lora is None else [lora.text])]
         if not all(parts):
@@ -322,7 +320,6 @@ class _Document:
         return TokenSource(token, self._model_name(fields["model"]), value, force)
 
     def _kind(self, node: Node) -> str | None:
-        """Return the kind of a token's source, None if it is a model."""
         found = (
             {key.value: value for key, value in node.entries} if isinstance(node, Entries) else {}
         )
@@ -343,7 +340,6 @@ class _Document:
     # -- nodes ---------------------------------------------------------------------------------
 
     def _fields(self, node: Node, what: str, known: Collection[str]) -> dict[str, Node]:
-        """Return the entries of a mapping by its known keys."""
         if not isinstance(node, Entries):
             raise self._refused(f"{what} is a mapping with the keys {', '.join(known)}", node)
         for key, _ in node.entries:
@@ -383,7 +379,6 @@ class _Document:
         self._ignored.append(Ignored(what, line, meant))
 
     def _lacking(self, what: str, node: Node) -> BadRequest:
-        """Return an error for a key that is missing: maybe it is misspelt."""
         meant = next((one for one in self._ignored if one.meant is not None), None)
         hint = None if meant is None else f"line {meant.line}: {meant.what}; {meant.meant}"
         return BadRequest(what, where=at(self._where, node.line), hint=hint)

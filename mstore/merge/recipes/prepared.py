@@ -129,7 +129,6 @@ class _Preparation:
         return replace(recipe, tokenizer=replace(tokenizer, source=name))
 
     def _is_adapted_alone(self) -> bool:
-        """Return whether the recipe is of one model with an adapter, as it is."""
         recipe = self.recipe
         sources = recipe.every_source()
         bases = [one for one in (recipe.base, *(part.base for part in recipe.slices)) if one]
@@ -146,7 +145,6 @@ class _Preparation:
         return not self.method.takes_base or self._is_unchanged(self._scopes(recipe.slices))
 
     def _adapter_merged(self) -> Recipe:
-        """Return the recipe of a model with an adapter as a merge of that adapter."""
         recipe = self.recipe
         model = recipe.every_source()[0].model
         weight = Setting((Condition(_UNCHANGED, None, model.line),), model.line)
@@ -162,7 +160,6 @@ class _Preparation:
     # -- slices --------------------------------------------------------------------------------
 
     def _require_layers(self) -> None:
-        """Raise BadRequest for layers that a model does not have."""
         for source in (one for part in self.recipe.slices for one in part.sources):
             count = self.layers(source.model.model())
             if source.layers is not None and count is not None and source.layers[1] > count:
@@ -191,7 +188,6 @@ class _Preparation:
         return self._is_unchanged((*self._scopes(slices), *more))
 
     def _scopes(self, slices: Sequence[RecipeSlice]) -> list[Settings]:
-        """Return all settings of the recipe and of these slices."""
         scopes = [self.recipe.settings, *(one.settings for one in self.recipe.models)]
         for part in slices:
             scopes += [part.settings, *(source.settings for source in part.sources)]
@@ -236,7 +232,6 @@ class _Preparation:
         return len(bases) == 1 and counts <= {place, None}
 
     def _of_stacks(self) -> Recipe:
-        """Return the recipe with a stack for the sources of each place."""
         slices = self.recipe.slices
         most = max(slices, key=lambda part: len(part.sources))
         places = [source.model.text for source in self._ordered(most)]
@@ -289,7 +284,6 @@ class _Preparation:
         return [filler if source is None else source for source in found]
 
     def _ordered(self, part: RecipeSlice) -> list[Source]:
-        """Return a slice's sources, the base first.  Raises BadRequest."""
         sources = list(part.sources)
         base = self._base_of(part)
         if base is None:
@@ -312,7 +306,6 @@ class _Preparation:
         return sources
 
     def _stack(self, sources: Sequence[Source]) -> Text:
-        """Return the name of the model of these layers: a new one, unless a model is just that."""
         runs: list[tuple[Text, int, int]] = []
         for source in sources:
             assert source.layers is not None
@@ -380,7 +373,6 @@ class _Preparation:
         )
 
     def _applied(self, model: Text) -> Text:
-        """Return the name of a model with its adapter applied; a model without one as it is."""
         adapter = model.adapter()
         if adapter is None:
             return model
@@ -399,7 +391,6 @@ class _Preparation:
 
 
 def _joined(model: Text) -> str:
-    """Return a model's name as a part of a longer one."""
     return f"({model})" if " " in model.text else model.text
 
 

@@ -203,7 +203,6 @@ class _Resolver:
         return self._with_remarks(request)
 
     def _companions(self) -> dict[str, str]:
-        """Return the companions by role and revision of what they belong to."""
         found = {}
         for key, one in self._recipe.companions:
             role, colon, of = key.text.partition(":")
@@ -365,7 +364,6 @@ class _Resolver:
         return tuple(sorted(used.keys() | needed))
 
     def _scopes(self) -> Iterator[tuple[Settings, bool]]:
-        """Yield all settings, and whether they are those of one model."""
         yield self._recipe.settings, False
         for part in self._slices:
             yield part.settings, False
@@ -496,7 +494,6 @@ class _Resolver:
     def _found(
         self, name: str, kind: Kind, tensor: _Tensor, scopes: Sequence[Settings]
     ) -> tuple[Given | None, int]:
-        """Return the value of the first scope that has one, and its line."""
         for settings in scopes:
             setting = settings.get(name)
             if setting is None:
@@ -529,7 +526,6 @@ class _Resolver:
     # -- the rest ------------------------------------------------------------------------------
 
     def _dtype(self) -> str | None:
-        """Return the type of the output: mergekit's `dtype` is also the type it computes in."""
         recipe = self._recipe
         for one in (recipe.dtype, recipe.out_dtype):
             if one is not None and one.text.removeprefix(PREFIX) not in DTYPES.values():
@@ -541,7 +537,6 @@ class _Resolver:
         return None if chosen is None else chosen.text.removeprefix(PREFIX)
 
     def _vocabulary(self) -> Vocabulary | None:
-        """Return what the recipe says of tokens."""
         asked, template = self._recipe.tokenizer, self._recipe.template
         chat_template = None if template is None else template.text
         if asked is None:
@@ -594,5 +589,4 @@ class _Resolver:
 
 
 def _place_in(layer: int, count: int) -> float:
-    """Return the place t of a layer among so many."""
     return layer / (count - 1) if count > 1 else 1.0

@@ -305,7 +305,6 @@ def _of_all(method: RecipeMethod, name: str, operation: PlanOperation) -> Given:
 
 
 def _each(operation: PlanOperation, name: str) -> tuple[Given, ...]:
-    """Return a parameter's value for each expert."""
     value: object = dict(operation.parameters)[name]
     experts = len(operation.weights)
     if isinstance(value, tuple):

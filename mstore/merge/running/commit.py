@@ -14,7 +14,6 @@ from mstore.blocks.schema import PlanInputs
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning, not_finite_text
 from mstore.merge.running.engine import MEMORY, Outcome, Resources, run_plan
-from mstore.merge.running.finished import KeyedTasks
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.models.made import Publication, made_of
 from mstore.store import contents, refs
@@ -184,7 +183,6 @@ def run_merge(
     policy: Policy | None = None,
     materialized: refs.Ref | None = None,
     made: str = MERGE,
-    keyed: KeyedTasks | None = None,
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 
@@ -194,8 +192,7 @@ def run_merge(
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
     engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
-    moved, nothing is published. keyed: as in engine.run_plan. made: one of
-    `snapshot.PLANNED`.
+    moved, nothing is published. made: one of `snapshot.PLANNED`.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
     memory), NotFound (an input was pruned), Incompatible (elements that are not finite),
@@ -218,7 +215,6 @@ def run_merge(
             policy=policy,
             memo=memo,
             progress=progress,
-            keyed=keyed,
         )
         if outcome.made and not allow_nonfinite:
             raise _not_finite(counted(outcome.made, outcome.tensors), plan, sources)
@@ -258,7 +254,6 @@ def run_merge(
 
 
 def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: PlanInputs) -> Incompatible:
-    """Return the error of a merge that makes such elements: which tensors, and of which experts."""
     names = {one.tensor for one in found}
     takes = {
         k
@@ -364,7 +359,6 @@ def replay(
 
 
 def _first_difference(catalog: Catalog, recorded: Manifest, outcome: Outcome) -> str:
-    """Return the first file that differs, with tensor and block as far as known."""
     fresh = {tensor.id(): tensor for tensor in outcome.tensors.values()}
     for ours, theirs in zip(recorded.files, outcome.manifest.files, strict=False):
         for part, other in zip(ours.parts, theirs.parts, strict=False):

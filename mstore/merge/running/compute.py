@@ -29,6 +29,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties
 from mstore.merge.arithmetic.masks import Singles
+from mstore.merge.planning.costs import costs_of
 from mstore.merge.running.loading import Bytes, LoadBuffers, Loaded, Moved, load, will_need
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import (
@@ -39,11 +40,14 @@ from mstore.merge.running.slices import (
     NotFinite,
     Result,
     Slice,
+    TieLedger,
     batches,
 )
-from mstore.merge.running.task import TensorTask
+from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
 from mstore.numeric.codes import INFINITIES, ITEMSIZES
 from mstore.store.ahead import in_order
+from mstore.store.catalog import Catalog
+from mstore.store.objects.plan import Plan
 from mstore.store.objects.tensor import partition
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import BlockId
@@ -115,6 +119,26 @@ def tie_counts(loaded: Loaded, wanted: Sequence[bool]) -> list[int]:
                 float(tensor.thresholds[slot]),
             )
     return ties
+
+
+class PlanChunks:
+    """The chunks of a plan, each loaded alone, to look at and not to store.
+
+    The meter of experts refuses a read beyond the plan.  Safe for any number of threads.
+    """
+
+    def __init__(self, catalog: Catalog, plan: Plan) -> None:
+        self.expert_meter = Meter("expert", costs_of(catalog, plan).planned)
+        self.base_meter = Meter("base")
+        self.tasks = Tasks(catalog, plan, self.expert_meter)
+        self._packs = catalog.packs
+        self._scratch = LoadBuffers()
+
+    def load(self, task: ChunkTask, ledger: TieLedger) -> tuple[Loaded, tuple[int, ...]]:
+        """Return a chunk, and the quotas of ties that it may keep; waits for earlier chunks."""
+        meters = self.expert_meter, self.base_meter
+        (loaded,) = load([task], self._packs, self._scratch, *meters, self.tasks.moved)
+        return loaded, ledger.take(task.number, tie_counts(loaded, ledger.open)).quotas
 
 
 _SIGN: Final = {2: 0x8000, 4: 0x80000000}
@@ -280,7 +304,6 @@ class Computer:
     def _blend(
         self, loaded: Loaded, part: BatchPart, out: npt.NDArray[np.uint8]
     ) -> tuple[int, ...]:
-        """Run the kernel; return the ties that the chunk took, per threshold."""
         tensor = part.run.tensor
         if part.ledger is None:
             # The chunk may use the whole quota.
@@ -343,7 +366,6 @@ def computed(computer: Computer, bounds: Bounds, slices: Iterable[Slice]) -> Gen
 
 
 def _give_up(batches: Sequence[Batch]) -> None:
-    """Wake the chunks that wait for one of these batches."""
     for batch in batches:
         batch.fail(wholly=True)
 

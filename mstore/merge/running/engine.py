@@ -1,8 +1,8 @@
 """The engine: runs a plan into a sink, and reads and writes only what does not exist yet.
 
-Wires the parts of a run: the work list yields slices of what must be computed (`work_list`), a
-runner computes them, on threads of this process or on any executor (`runners`), and the records of
-the output come last (`output`).
+Wires the parts of a run: the work list yields slices of what must be computed and a runner computes
+them, on threads of this process or on any executor (`runners`), and the records of the output come
+last (`output`).
 
 Budget-sound: a task names planned blocks only, and every read of an expert byte is charged before
 the `pread` to a meter whose limit is the size of those blocks in this store.  A slice that runs
@@ -26,14 +26,13 @@ from mstore.blocks.reader import Meter
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import Computer
-from mstore.merge.running.finished import FinishedChunks, KeyedTasks
+from mstore.merge.running.finished import FinishedChunks
 from mstore.merge.running.loading import SPARE_SIDES
 from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.output import OutputFiles, Records
-from mstore.merge.running.runners import LocalRunner, RemoteRunner
+from mstore.merge.running.runners import Cutter, LocalRunner, RemoteRunner, WorkList, coverage
 from mstore.merge.running.slices import BATCH_BYTES, SLICE_BYTES, Bounds, Slice, batch_chunks
 from mstore.merge.running.task import Tasks, item_size
-from mstore.merge.running.work_list import Cutter, WorkList, coverage
 from mstore.models.made import blocks_of
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
@@ -100,13 +99,11 @@ def run_plan(
     policy: Policy | None = None,
     memo: Memo | None = None,
     progress: ProgressCallback | None = None,
-    keyed: KeyedTasks | None = None,
 ) -> Outcome:
     """Compute everything.
 
     sink: None to compute the outcome without storing it. memo: None to use no memo table. policy:
-    how the output is coded, None for the store's own. keyed: its tasks, if they were made
-    before.
+    how the output is coded, None for the store's own.
 
     Raises BadRequest, BudgetExceeded, Corrupt, StorageFailed.
     """
@@ -114,13 +111,11 @@ def run_plan(
     policy = catalog.config.codec if policy is None else policy
     costs = costs_of(catalog, plan)
     expert_meter, base_meter = Meter("expert", costs.planned), Meter("base")
-    keyed = keyed or KeyedTasks(catalog, plan)
-    tasks = keyed.tasks
-    tasks.charge(expert_meter)
+    tasks = Tasks(catalog, plan, expert_meter)
     files = OutputFiles(catalog, tasks)
     limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
     written: set[BlockId] = set()
-    finished = FinishedChunks(catalog, keyed, sink, memo, written)
+    finished = FinishedChunks(catalog, tasks, sink, memo, written)
     first = Slice(
         place=HERE,
         store=catalog.layout.root,

@@ -5,10 +5,6 @@ whose output blocks are all still stored; a chunk whose remembered blocks were c
 again, and must come out the same.  Hits change what a merge reads and writes, but never what it
 selects, or a plan would not be a function of its inputs.
 
-A report of a plan looks at every chunk, to tell what the memo table saves.  The merge that follows
-needs the same tasks and keys, and takes them from `KeyedTasks`: all of it follows from contents, so
-what happens to the store meanwhile changes nothing.
-
 Leftovers are the finished work of an interrupted merge.  Beside each sealed pack in tmp/ lies a
 receipt, NAME.receipt: the chunks that the pack was written for, by memo key, and their rows.
 
@@ -38,60 +34,17 @@ from mstore.blocks.reader import decoded, located, verify
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.slices import Result
-from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
+from mstore.merge.running.task import Members, Tasks, TensorTask, item_size, split_ids
 from mstore.models.adapters.low_rank import stored_bytes
-from mstore.models.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.leases import PACK, RECEIPT
 from mstore.store.memo import Memo
 from mstore.store.objects.plan import Plan
-from mstore.store.objects.tensor import AppliedTensor, block_count
+from mstore.store.objects.tensor import block_count
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, Incompatible
-from mstore.terms.ids import ID_BYTES, BlockId, TensorId
+from mstore.terms.ids import BlockId
 from mstore.terms.phrases import call
-
-MOST: Final = 1 << 20
-"""The most chunks of experts in a plan that is worth keeping: some 100 MB of ids, keys and rows."""
-
-
-class KeyedTasks:
-    """The tasks of a plan that fits this store, and the memo keys of its chunks.
-
-    What follows from the plan and from its inputs alone.  Belongs to one run at a time.
-
-    keeps: keys and rows are kept for another look, if the plan is not too large; otherwise each is
-    computed when it is asked for.
-    """
-
-    def __init__(self, catalog: Catalog, plan: Plan, *, keeps: bool = False) -> None:
-        self.plan = plan
-        self.tasks = Tasks(catalog, plan)
-        self.keeps = keeps and _chunks(plan) <= MOST
-        self._rows: dict[bytes, Remembered] = {}
-        self._makes = MemoKeys(self.tasks)
-        # By tensor: the chunks last asked for, and their keys.
-        self._made: dict[str, tuple[list[int], list[bytes]]] = {}
-
-    @property
-    def rows(self) -> dict[bytes, Remembered]:
-        """Rows of the memo table by key, as far as they were looked up; takes new ones."""
-        return self._rows if self.keeps else {}
-
-    def keys(self, tensor: TensorTask, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Return the memo keys of some chunks of a tensor, by number; numbers ascending."""
-        asked = list(numbers)
-        known = self._made.get(tensor.name)
-        if known is None or known[0] != asked:
-            known = asked, self._makes.chunks(tensor, asked)
-            if self.keeps:
-                self._made[tensor.name] = known
-        return dict(zip(*known, strict=True))
-
-
-def _chunks(plan: Plan) -> int:
-    return sum([len(states) for tensor in plan.tensors for states in tensor.states])
-
 
 TOGETHER: Final = 64
 """Number of tensors whose chunks are looked up together."""
@@ -138,14 +91,10 @@ def find_hits(
     memo: Memo,
     has_blocks: Callable[[Sequence[BlockId]], Sequence[bool]],
     wanted: Sequence[tuple[Shape, Mapping[int, bytes]]],
-    rows: dict[bytes, Remembered],
 ) -> list[Hits]:
-    """Look up chunks of several tensors together: for each its shape, and keys by chunk number.
-
-    rows: those that were found before, by key; gets the new ones.  A row never changes, but its
-    blocks may go: they are looked up each time.
-    """
-    asked = [key for _, keys in wanted for key in keys.values() if key not in rows]
+    """Look up chunks of several tensors together: for each its shape, and keys by chunk number."""
+    rows: dict[bytes, Remembered] = {}
+    asked = [key for _, keys in wanted for key in keys.values()]
     for key, value in zip(asked, memo.outputs(asked), strict=True):
         row = None if value is None else Remembered.decode(value)
         if row is not None:
@@ -168,80 +117,48 @@ def find_hits(
     return hits
 
 
-def memo_expert_bytes(catalog: Catalog, memo: Memo, keyed: KeyedTasks, planned: int) -> int:
+def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) -> int:
     """Return how many of a plan's `planned` expert bytes a merge would not read now."""
     if not memo.file_bytes():
         return 0
-    plan, tasks = keyed.plan, keyed.tasks
-    finished: list[_Chunks] = []
-    others: list[_Chunks] = []
+    tasks = Tasks(catalog, plan)
+    makes = MemoKeys(tasks)
+    is_hit = False
+    left: list[tuple[TensorTask, list[int]]] = []
     for start in range(0, len(plan.tensors), TOGETHER):
         tensors = [tasks.tensor(one.name) for one in plan.tensors[start : start + TOGETHER]]
-        keys = [keyed.keys(one, np.flatnonzero(~tasks.reused(one)).tolist()) for one in tensors]
+        keys = [
+            makes.by_number(one, np.flatnonzero(~tasks.reused(one)).tolist()) for one in tensors
+        ]
         shapes = [Shape(one, tasks.members(one.name), catalog.block_size) for one in tensors]
         wanted = list(zip(shapes, keys, strict=True))
-        hits = find_hits(memo, catalog.has_blocks, wanted, keyed.rows)
+        hits = find_hits(memo, catalog.has_blocks, wanted)
         for tensor, numbers, found in zip(tensors, keys, hits, strict=True):
-            finished.append((tensor, list(found.stored)))
-            others.append((tensor, [number for number in numbers if number not in found.stored]))
-    read = _adapters(catalog, tasks, others)
-    # Looking up what a chunk costs is expensive, so sum over the smaller half.
-    if _count(others) < _count(finished):
-        return planned - sum(read.values()) - _expert_bytes(catalog, tasks, others)
-    used = _adapters(catalog, tasks, finished)
-    saved = sum(length for key, length in used.items() if key not in read)
-    return saved + _expert_bytes(catalog, tasks, finished)
+            is_hit |= bool(found.stored)
+            left.append((tensor, [number for number in numbers if number not in found.stored]))
+    return planned - _expert_bytes(catalog, tasks, left) if is_hit else 0
 
 
-_Chunks = tuple[TensorTask, list[int]]
-"""Some chunks of a tensor, by number."""
-
-
-def _count(parts: Sequence[_Chunks]) -> int:
-    return sum(len(numbers) for _, numbers in parts)
-
-
-def _adapters(
-    catalog: Catalog, tasks: Tasks, parts: Sequence[_Chunks]
-) -> dict[tuple[str, TensorId], int]:
-    """Return what the adapters that these chunks need cost, by tensor and expert's tensor.
+def _expert_bytes(
+    catalog: Catalog, tasks: Tasks, chunks: Sequence[tuple[TensorTask, Sequence[int]]]
+) -> int:
+    """Return the bytes that reading the experts of some chunks of tensors costs.
 
     An adapter's tensors are read whole if one chunk needs them; experts that are one adapter share
     what is read.
     """
-    found = {}
-    for tensor, numbers in parts:
-        members = tasks.members(tensor.name)
-        for k, (id, record) in enumerate(zip(members.expert_ids, members.experts, strict=True)):
-            if isinstance(record, AppliedTensor) and members.present[k, numbers].any():
-                found[tensor.name, id] = stored_bytes(catalog, record)
-    return found
-
-
-def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: Sequence[_Chunks]) -> int:
-    """Return the bytes that reading the experts of some chunks costs (`ChunkTask.expert_bytes`)."""
     total = 0
-    size = catalog.block_size
     blocks: list[bytes] = []
-    for tensor, numbers in parts:
-        if not numbers:
-            continue
-        members = tasks.members(tensor.name)
-        present = members.present.T
-        spans = [
-            ID_BYTES * blocks_per_chunk(expert.dtype, tensor.chunk_elements, size)
-            for expert in members.experts
-        ]
+    for tensor, numbers in chunks:
+        adapters = set()
         for number in numbers:
-            rows = {
-                (members.experts[k].dtype, members.experts[k].blocks[number * w : (number + 1) * w])
-                for k in np.flatnonzero(present[number]).tolist()
-                if not isinstance(members.experts[k], AppliedTensor)
-                for w in (spans[k],)
-            }
-            blocks += (
-                row[at : at + ID_BYTES] for _, row in rows for at in range(0, len(row), ID_BYTES)
-            )
+            (_, *rows), _ = tasks.named(tensor, number)
+            for _, own, record in rows:
+                if record is None:
+                    blocks += split_ids(own)
+                else:
+                    adapters.add(record)
+        total += sum(stored_bytes(catalog, record) for record in adapters)
         if len(blocks) >= _BLOCKS_TOGETHER:
             total += int(catalog.stored_lengths(blocks).sum())
             blocks = []
@@ -365,7 +282,7 @@ class FinishedChunks:
     def __init__(
         self,
         catalog: Catalog,
-        tasks: KeyedTasks,
+        tasks: Tasks,
         sink: Transaction | None,
         memo: Memo | None,
         written: set[BlockId],
@@ -373,7 +290,7 @@ class FinishedChunks:
         self._sink = sink
         self._memo = memo
         self._written = written
-        self._tasks = tasks
+        self._keys = MemoKeys(tasks)
         self._leftovers = None if sink is None else Leftovers(sink.directory, catalog)
         self._adopted: set[Path] = set()
         self._expected: dict[bytes, tuple[BlockId, ...]] = {}
@@ -385,7 +302,7 @@ class FinishedChunks:
         """Return the memo keys of some chunks, by number; empty keys if none is needed."""
         if self._sink is None:
             return dict.fromkeys(numbers, b"")
-        return self._tasks.keys(tensor, numbers)
+        return self._keys.by_number(tensor, numbers)
 
     def find(
         self, shapes: Sequence[Shape], keys: Sequence[Mapping[int, bytes]]
@@ -396,7 +313,7 @@ class FinishedChunks:
         hits = [Hits({}, {}) for _ in shapes]
         if self._memo is not None:
             wanted = list(zip(shapes, keys, strict=True))
-            hits = find_hits(self._memo, self._sink.has_blocks, wanted, self._tasks.rows)
+            hits = find_hits(self._memo, self._sink.has_blocks, wanted)
         return [
             self._of_tensor(self._sink, shape, named, found)
             for shape, named, found in zip(shapes, keys, hits, strict=True)

@@ -148,7 +148,6 @@ def load(
 
 
 def _apply_adapters(loaded: Loaded) -> None:
-    """Compute the rows that adapters make of the base's."""
     task = loaded.task
     for number, row in enumerate(task.rows, start=1):
         if row.factors is not None:
@@ -221,12 +220,10 @@ def _is_odd(source: StoredBlock) -> bool:
 
 
 def _bases(targets: Targets) -> dict[BlockId, StoredBlock]:
-    """Return the blocks that these are differences to."""
     return {source.base.id: source.base for source, _ in targets if source.base is not None}
 
 
 def _placed(sources: Iterable[StoredBlock], room: memoryview) -> Targets:
-    """Place sources one after the other."""
     targets = []
     done = 0
     for source in sources:
@@ -311,7 +308,6 @@ def _base_of(source: StoredBlock, bases: Mapping[BlockId, memoryview]) -> memory
 
 
 def _runs(targets: Targets) -> Iterator[Targets]:
-    """Group blocks that are adjacent at rest."""
     run: Targets = []
     pack, end = None, 0
     for target in targets:

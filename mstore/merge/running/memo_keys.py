@@ -117,9 +117,9 @@ class MemoKeys:
         # Keyed by operation and element types, of which a plan mostly has few.
         self._heads: dict[tuple[Mix, str, str], bytes] = {}
 
-    def of(self, task: ChunkTask) -> bytes:
-        """Return the key of one chunk."""
-        return self.chunks(task.tensor, [task.number])[0]
+    def by_number(self, tensor: TensorTask, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Return the keys of some chunks of a tensor by number, numbers ascending."""
+        return dict(zip(numbers, self.chunks(tensor, numbers), strict=True))
 
     def chunks(self, tensor: TensorTask, numbers: Sequence[int]) -> list[bytes]:
         """Return the keys (32 bytes each) of some chunks of a tensor, numbers ascending."""
@@ -150,7 +150,6 @@ class MemoKeys:
         return keys
 
     def _head_of(self, tensor: TensorTask, operation: Operation) -> bytes:
-        """Return the common prefix of a tensor's keys."""
         mix = tensor.mix
         key = mix, tensor.base_dtype, tensor.out_dtype
         found = self._heads.get(key)
@@ -203,7 +202,6 @@ class MemoKeys:
 
 
 def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:
-    """Return the bytes of a block list that belong to one chunk."""
     return ID_BYTES * blocks_per_chunk(dtype, tensor.chunk_elements, block_size)
 
 

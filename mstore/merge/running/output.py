@@ -154,7 +154,6 @@ class OutputFiles:
         one: Part | Slot,
         record_of: Callable[[str, File, Part | Slot], Tensor | VirtualTensor],
     ) -> Tensor | VirtualTensor | None:
-        """Return the record of a tensor that is new; None if it is the base's own."""
         if isinstance(one, Slot):
             return record_of(one.name, file, one)
         name = self.planned_name(file, one)
@@ -198,7 +197,6 @@ class OutputFiles:
         ]
 
     def _config(self, file: File) -> bytes | None:
-        """Return the config, None if it stays."""
         changed: bytes | None = None
         if self._stack is not None:
             changed = self._stack.config(file)

@@ -1,4 +1,4 @@
-"""Slices: the self-contained pieces of work that a merge is cut into, their batches and results.
+"""Slices: the self-contained pieces of work that a merge is cut into, and how ties pass on.
 
 A slice is a run of chunks whose output makes one pack.  It needs no index: any process that sees
 the store's packs and its tmp directory can compute it (`runners.execute`).  A batch is the chunks
@@ -7,21 +7,43 @@ several, so that neighbours are read in one call.  Values only; slices and resul
 
 A tensor whose chunks pass on ties is never cut: its chunks are in one slice.  Slices are
 idempotent; what they write is garbage until it is published.
+
+**Ties.** Exactly k elements of a tensor are kept, and of those that equal the threshold the ones
+with the lowest flat index.  So a chunk must know how many ties come before it.
+
+A merge walks a tensor from front to back (`TieLedger`): its chunks count their own ties and pass
+the sum on in order; all other work on a chunk runs in parallel.  A chunk that is mixed before the
+ones before it have reported must try, and mix again if a quota turns out to end in it.  In tensors
+of few blocks that is most chunks, so a chunk rather waits if only one other is before it: both are
+then loaded while the other is mixed, and nobody waits for long.  Where many threads work on one
+tensor, waiting would cost more than trying.
+
+Readers of a virtual tensor come in any order, repeatedly (`TiePrefix`).  So the quotas for every
+chunk up to the furthest known one are kept, and a reader of a later chunk counts the ties of the
+gap first.  A chunk that is being computed counts its own ties; others wait for that instead of
+reading it a second time.
+
+Safe for any number of threads.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Condition
 from typing import Final
 
 import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.packs import SealedPack
+from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
 from mstore.merge.running.task import ChunkTask, TensorTask, item_size
-from mstore.merge.running.ties import TieLedger
 from mstore.terms.ids import BlockId
 
 SLICE_BYTES: Final = 128 << 20
@@ -189,3 +211,188 @@ def batch_chunks(tensor: TensorTask) -> int:
     """How many chunks of a tensor make a batch."""
     width = min(item_size(tensor.base_dtype), item_size(tensor.out_dtype))
     return max(1, BATCH_BYTES // (tensor.chunk_elements * width))
+
+
+class Grant(msgspec.Struct, frozen=True, gc=False):
+    """What one chunk may keep, per expert.
+
+    quotas: in the kernel's form (UNLIMITED: all of its ties). taken: how much of the tensor's
+    limited quota that uses up; 0 if the quota has no limit.
+    """
+
+    quotas: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
+def grant_of(left: Sequence[int], ties: Sequence[int]) -> Grant:
+    """Return what a chunk with these ties may keep if `left` remains of the quotas."""
+    quotas, taken = [], []
+    for quota, count in zip(left, ties, strict=True):
+        if quota == UNLIMITED:
+            quotas.append(UNLIMITED)
+            taken.append(0)
+        else:
+            # With no quota left, nobody counted, and there may be ties.
+            quotas.append(UNLIMITED if 0 < quota >= count else quota)
+            taken.append(min(count, quota))
+    return Grant(tuple(quotas), tuple(taken))
+
+
+class TieLedger:
+    """For one tensor and all its experts; the chunks of `numbers` report once each, in any order.
+
+    finished: (chunk, ties taken per expert) of chunks that do not report because their output
+    exists.  Chunks in neither take no ties.
+    """
+
+    def __init__(
+        self,
+        quotas: Iterable[int],
+        numbers: Iterable[int],
+        finished: Iterable[tuple[int, Sequence[int]]] = (),
+    ) -> None:
+        self._left = list(quotas)
+        self._numbers = sorted(numbers, reverse=True)
+        self._finished = sorted(finished, key=lambda item: item[0], reverse=True)
+        self._failed: float = math.inf
+        self._turn = Condition()
+        self._advance()
+
+    @property
+    def open(self) -> list[bool]:
+        """Return which experts' ties must still be counted: those with quota left."""
+        return [quota > 0 for quota in self._left]
+
+    def asked(self, chunk: int) -> tuple[int, ...]:
+        """Return, per expert, the quota that chunk `chunk` should try, before it reports.
+
+        If no other chunk is before it, that is what is left of the quota, and will be granted.
+        Waits while one is.  If more are, it is COUNTED where some quota is left; quotas only fall,
+        so an outdated answer costs only time.
+        """
+        with self._turn:
+            self._turn.wait_for(
+                lambda: chunk > self._failed or self._numbers[-2:-1] != [chunk] or self._spent
+            )
+            if self._numbers[-1:] == [chunk]:
+                return tuple(self._left)
+            return tuple(COUNTED if quota > 0 else quota for quota in self._left)
+
+    @property
+    def _spent(self) -> bool:
+        return not any(self.open)
+
+    def take(self, chunk: int, ties: Sequence[int]) -> Grant:
+        """Return how many of its `ties` per expert chunk `chunk` may keep.
+
+        Waits for earlier chunks.  For an expert that is not `open`, ties need not be counted.
+
+        Raises RuntimeError if one of the earlier chunks failed.
+        """
+        with self._turn:
+            self._turn.wait_for(
+                lambda: chunk > self._failed or (self._numbers and self._numbers[-1] == chunk)
+            )
+            if chunk > self._failed:
+                raise RuntimeError("an earlier chunk of this tensor failed")
+            grant = grant_of(self._left, ties)
+            self._subtract(grant.taken)
+            self._numbers.pop()
+            self._advance()
+            self._turn.notify_all()
+            return grant
+
+    def _advance(self) -> None:
+        """Account for the finished chunks that come before the next one to report."""
+        while self._finished and (not self._numbers or self._finished[-1][0] < self._numbers[-1]):
+            self._subtract(self._finished.pop()[1])
+
+    def _subtract(self, taken: Sequence[int]) -> None:
+        for expert, count in enumerate(taken):
+            if self._left[expert] != UNLIMITED:
+                self._left[expert] -= min(count, self._left[expert])
+
+    def fail(self, chunk: int) -> None:
+        """Report that chunk `chunk` failed, and wake the later ones. -1: no more calls will come.
+
+        Earlier chunks continue, so that the first error in chunk order is the one that caused the
+        others.
+        """
+        with self._turn:
+            self._failed = min(self._failed, chunk)
+            self._turn.notify_all()
+
+
+Left = tuple[int, ...]
+Count = Callable[[int, list[bool]], Sequence[int]]
+
+
+class TiePrefix:
+    """The quotas of one tensor, for all its experts.
+
+    Invariant: row c of `_rows` is what is left of the quotas before chunk c, for every c that
+    exists; it depends only on the plan, so it never changes.
+    """
+
+    def __init__(self, quotas: Sequence[int]) -> None:
+        self._experts = len(quotas)
+        # A tensor may have thousands of chunks and twenty experts: use eight bytes each, no
+        # objects.
+        self._rows = array("q", quotas)
+        self._busy: Counter[int] = Counter()
+        self._turn = Condition()
+
+    @contextmanager
+    def counting(self, chunk: int) -> Iterator[None]:
+        """Announce that chunk `chunk` is being read, so that others wait for its `report`."""
+        with self._turn:
+            self._busy[chunk] += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._busy[chunk] -= 1
+                self._turn.notify_all()
+
+    def before(self, chunk: int, count: Count) -> Left:
+        """Return what is left of each quota (UNLIMITED: no quota) before chunk `chunk`.
+
+        Waits for earlier chunks that other threads count. Calls `count(number, open)` for the rest,
+        one after another; it returns how many ties of each open quota a chunk has.
+        """
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._known(chunk) or not self._busy[self._next])
+                if self._known(chunk):
+                    return self._left(min(chunk, self._next))
+                gap = self._next
+                left = self._left(gap)
+                self._busy[gap] += 1
+            try:
+                self.report(gap, count(gap, [quota > 0 for quota in left]))
+            finally:
+                with self._turn:
+                    self._busy[gap] -= 1
+                    self._turn.notify_all()
+
+    def report(self, chunk: int, ties: Sequence[int]) -> None:
+        """Record the ties of each open quota in chunk `chunk`, whose `before` is known."""
+        with self._turn:
+            if chunk == self._next:
+                self._rows.extend(
+                    quota if quota == UNLIMITED else max(0, quota - count)
+                    for quota, count in zip(self._left(chunk), ties, strict=True)
+                )
+                self._turn.notify_all()
+
+    @property
+    def _next(self) -> int:
+        """The first chunk whose ties are unknown."""
+        return len(self._rows) // self._experts - 1
+
+    def _left(self, chunk: int) -> Left:
+        return tuple(self._rows[chunk * self._experts : (chunk + 1) * self._experts])
+
+    def _known(self, chunk: int) -> bool:
+        # Once every quota is used up, nothing changes any more.
+        return chunk <= self._next or not any(quota > 0 for quota in self._left(self._next))

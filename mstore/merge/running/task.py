@@ -10,7 +10,6 @@ plan.  Values are immutable and picklable; `Tasks` may be used from any number o
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -122,7 +121,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def hands_on(self) -> bool:
-        """Whether chunks pass on ties from one to the next (`mstore.merge.running.ties`)."""
+        """Whether chunks pass on ties from one to the next (`mstore.merge.running.slices`)."""
         return self.limited and self.elements > self.chunk_elements
 
     def chunk_length(self, number: int) -> int:
@@ -195,7 +194,7 @@ class Members(msgspec.Struct, frozen=True, gc=False):
     present: npt.NDArray[np.bool_]
 
 
-_Named = tuple[str, bytes, AppliedTensor | None]
+NamedRow = tuple[str, bytes, AppliedTensor | None]
 """The element type of a side of a chunk, its block list, and what computes it, if it is applied."""
 
 _TOGETHER: Final = 64
@@ -232,10 +231,6 @@ class Tasks:
         self.first = names_of_plan(catalog, plan, self._base, self._experts)
         """Each tensor of the base -> the name it is planned under (`planning.tensors`)."""
 
-    def charge(self, meter: Meter) -> None:
-        """Count the bytes of adapters that are read from now on with this meter."""
-        self._factors = FactorCache(self._catalog, meter)
-
     def planned_name(self, name: str) -> str | None:
         """Return the name under which a tensor of the base is merged, None if it is not."""
         first = self.first.get(name)
@@ -271,7 +266,6 @@ class Tasks:
         return found
 
     def _load(self, first: int) -> None:
-        """Load the members of a planned tensor together with those of the next ones."""
         tensors = self.plan.tensors[first : first + _TOGETHER]
         sides = [self.inputs.members[number] for number in self._read]
         ids = [
@@ -345,19 +339,17 @@ class Tasks:
         self, wanted: Sequence[tuple[TensorTask, Sequence[int]]]
     ) -> list[list[ChunkTask]]:
         """Return the chunks of several tensors, with one index lookup for all of them."""
-        named = [[self._named(tensor, n) for n in numbers] for tensor, numbers in wanted]
-        every = itertools.chain.from_iterable(named)
+        named = [[self.named(tensor, n) for n in numbers] for tensor, numbers in wanted]
+        every = [row for chunks in named for rows, _ in chunks for row in rows]
         sources = self._locate(
-            itertools.chain.from_iterable(
-                _ids(blocks) for rows, _ in every for _, blocks, record in rows if record is None
-            )
+            id for _, blocks, record in every if record is None for id in split_ids(blocks)
         )
         made: list[list[ChunkTask]] = []
         for (tensor, numbers), found in zip(wanted, named, strict=True):
             tasks = []
             for number, (rows, row_of) in zip(numbers, found, strict=True):
                 base, *others = [
-                    Row(dtype, tuple([sources[block] for block in _ids(blocks)]))
+                    Row(dtype, tuple([sources[block] for block in split_ids(blocks)]))
                     if record is None
                     else Row(dtype, (), self._factors.of(record))
                     for dtype, blocks, record in rows
@@ -367,18 +359,18 @@ class Tasks:
             made.append(tasks)
         return made
 
-    def _named(self, tensor: TensorTask, number: int) -> tuple[list[_Named], tuple[int, ...]]:
-        """Return a chunk without block locations: base and rows, and `row_of`."""
+    def named(self, tensor: TensorTask, number: int) -> tuple[list[NamedRow], tuple[int, ...]]:
+        """Return base and rows of a chunk, without where blocks lie, and `row_of`."""
         members = self.members(tensor.name)
         size, length = self._catalog.block_size, tensor.chunk_elements
 
-        def named(record: Tensor) -> _Named:
+        def named(record: Tensor) -> NamedRow:
             span = ID_BYTES * blocks_per_chunk(record.dtype, length, size)
             blocks = record.blocks[number * span : (number + 1) * span]
             return record.dtype, blocks, record if isinstance(record, AppliedTensor) else None
 
         # Only blocks of one dtype are planned as shared: equal bytes of another are two rows.
-        rows: dict[_Named, int] = {}
+        rows: dict[NamedRow, int] = {}
         row_of = [
             rows.setdefault(named(expert), len(rows)) if there else -1
             for expert, there in zip(
@@ -460,8 +452,7 @@ class Tasks:
             )
 
 
-def _ids(blocks: bytes) -> list[bytes]:
-    """Split a block list into ids."""
+def split_ids(blocks: bytes) -> list[bytes]:
     return [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
 
 

@@ -28,8 +28,8 @@ from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, count_new, tie_counts
 from mstore.merge.running.loading import LoadBuffers, Loaded, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.slices import TiePrefix, grant_of
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
-from mstore.merge.running.ties import TiePrefix, grant_of
 from mstore.store.block_cache import VirtualBlock
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
@@ -195,7 +195,6 @@ class VirtualBlocks:
         return found
 
     def _chunk(self, tensor: _Tensor, number: int) -> tuple[bytes, ChunkTask]:
-        """Return one chunk's memo key and task; loads those of its neighbours too."""
         first = number - number % _BATCH
         with self._lock:
             batch = self._batches.get((tensor, first))
@@ -232,7 +231,6 @@ class VirtualBlocks:
         return blocks
 
     def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> None:
-        """Compare ids with the memo table, or add them. Raises Corrupt if they differ."""
         row = self._memo.outputs([key])[0]
         known = None if row is None else Remembered.decode(row)
         if known is None:
@@ -270,7 +268,6 @@ class VirtualBlocks:
     def _quotas(
         self, tensor: _Tensor, loaded: Loaded
     ) -> tuple[npt.NDArray[np.int64], Sequence[int]]:
-        """Return the ties that a chunk may keep of each expert, and the used limited quotas."""
         if tensor.prefix is None:
             return tensor.task.quotas, [0] * len(tensor.task.quotas)
         left = tensor.prefix.before(

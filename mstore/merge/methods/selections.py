@@ -1,10 +1,13 @@
-"""Selections at random.
+"""Selections that several methods share: at random, and by the rank of |d_k| in its tensor.
 
 DRAWN: d_k with probability density, times 1 / density if `rescale`; else 0.  If `rescale` is "l1",
 times the ratio of the L1 norms of d_k and of what is left of it, over the whole tensor.
 
 RANKED: d_k with a probability that rises with the rank of |d_k| in its row from density - epsilon
 to density + epsilon (`arithmetic.masks`); times that ratio of L1 norms if `rescale`; else 0.
+
+TRIMMED: d_k if it is among the max(1, int(density * n)) largest.  BAND: d_k if int(gamma * n) are
+larger, and it is among the int(density * n) largest of the rest.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +26,21 @@ from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import mask_keys
 from mstore.merge.measures import BEYOND
-from mstore.merge.measures.grid import Floats, Grid
-from mstore.merge.methods.parameters import EPSILON, MASK_DENSITY, NORM, SEED, Value, single
-from mstore.merge.methods.selection import EVERY, Cut, Masks, Measured, Selection, each
+from mstore.merge.measures.grid import Bools, Floats, Grid
+from mstore.merge.methods.parameters import (
+    EPSILON,
+    GAMMA,
+    MASK_DENSITY,
+    NORM,
+    SEED,
+    TRIM_DENSITY,
+    Value,
+    single,
+)
+from mstore.merge.methods.selection import EVERY, Cut, Cuts, Masks, Measured, Selection, each
 from mstore.models.stats.chunks import row_length as length_of
-from mstore.store.objects.plan import Mixture
+from mstore.models.stats.histogram import exp_of_minus, tail_squares
+from mstore.store.objects.plan import Mixture, TrimThreshold
 from mstore.terms.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -60,7 +73,6 @@ class Drawn(Selection, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameters density, seed and rescale."""
         rescale, seed = parameters["rescale"], parameters[SEED.name]
         assert isinstance(seed, int)
         densities = each(parameters, MASK_DENSITY, experts)
@@ -128,12 +140,10 @@ class Drawn(Selection, frozen=True):
         return masks.even_norms(*sides, key, first, self.limits[expert])
 
     def kept(self, grid: Grid) -> Floats:
-        """Return what the mask leaves."""
         return grid.moved * self.shares
 
     @property
     def shares(self) -> Floats:
-        """The densities."""
         return np.array(self.densities)[:, None]
 
     @property
@@ -160,11 +170,9 @@ class Drawn(Selection, frozen=True):
         return tuple([single(1.0 / density) for density in self.densities])
 
     def keys(self, name: str) -> npt.NDArray[np.uint32]:
-        """Return those of the seed."""
         return mask_keys(self.seed, self.experts, name)
 
     def words(self, keys: npt.NDArray[np.uint32]) -> bytes:
-        """Return the keys."""
         return keys.astype("<u4", copy=False).tobytes()
 
     def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
@@ -183,14 +191,12 @@ class Ranked(Drawn, frozen=True):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
-        """Return it with the parameters density, epsilon, seed and rescale."""
         rescale, seed = bool(parameters["rescale"]), parameters[SEED.name]
         assert isinstance(seed, int)
         densities, epsilons = (each(parameters, one, experts) for one in (MASK_DENSITY, EPSILON))
         return cls(experts, densities, seed, rescale, rescale, epsilons)
 
     def check(self, weights: Sequence[float], method: str) -> None:
-        """Raise BadRequest for probabilities beyond 0 and 1."""
         for density, epsilon in zip(self.densities, self.epsilons, strict=True):
             if density < 1 and not epsilon < density < 1 - epsilon:
                 raise BadRequest(
@@ -220,13 +226,11 @@ class Ranked(Drawn, frozen=True):
         return (EVERY,) * self.experts
 
     def mask_bytes(self, read: int) -> int:
-        """Return a byte for each that is read."""
         return read
 
     def masks(
         self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
     ) -> Masks:
-        """Return the draws of each expert by the ranks in its rows."""
         found = np.ones((len(chunk.row_of), chunk.n), dtype=np.uint8)
         for k, row in enumerate(chunk.row_of):
             if row >= 0 and self.densities[k] < 1:
@@ -237,5 +241,145 @@ class Ranked(Drawn, frozen=True):
         return found
 
     def chances(self) -> tuple[bytes, ...]:
-        """Return density and epsilon."""
         return tuple([struct.pack("<2d", *self._chances(k)) for k in range(self.experts)])
+
+
+# Not slotted: a survey asks for ranks of every expert and tensor.
+class Trimmed(Selection, frozen=True, dict=True):
+    """The largest elements of each delta; densities: the share that is kept."""
+
+    densities: tuple[float, ...]
+
+    facts = "the magnitude at which density ends"
+    untrimmed = None
+    by_norms = False
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        return cls(experts, each(parameters, TRIM_DENSITY, experts))
+
+    @cached_property
+    def _trims(self) -> bool:
+        return min(self.densities) < 1
+
+    @property
+    def trims(self) -> bool:
+        """Whether an element of an expert is dropped."""
+        return self._trims
+
+    @property
+    def score(self) -> Literal["norm", "trimmed"]:
+        return "trimmed" if self._trims else "norm"
+
+    def ranks(self, elements: int, expert: int = 0) -> tuple[int, ...]:
+        """Return max(1, int(density * n)), at most n."""
+        if not self._trims:
+            return ()
+        return (min(elements, max(1, int(self.densities[expert] * elements))),)
+
+    def idle(self, grid: Grid) -> Bools:
+        return reached_by_nothing(grid, grid.threshold) if self.trims else grid.nothing
+
+    def squares(self, grid: Grid) -> Floats:
+        return tails(grid, grid.threshold) if self.trims else grid.whole
+
+    def certain(self, grid: Grid, squares: Floats) -> Floats:
+        """Return those of the whole delta: what is above a threshold is only an estimate."""
+        return grid.whole if self.trims else squares
+
+    def scored(self, grid: Grid, squares: Floats, score: str) -> Floats:
+        """Return those of the whole delta for the score that asks for no more."""
+        return grid.whole if self.trims and score == "norm" else squares
+
+    def kept(self, grid: Grid) -> Floats:
+        return kept_above(grid, grid.threshold) if self.trims else grid.moved
+
+    @property
+    def planned(self) -> int:
+        return self.cuts
+
+    @property
+    def cuts(self) -> int:
+        return int(self.trims)
+
+    def thresholds(self, planned: Sequence[TrimThreshold]) -> Cuts | None:
+        if not self.trims:
+            return None
+        values = np.array([cut.value for cut in planned], dtype=np.float32)
+        return values, np.array([cut.quota for cut in planned], dtype=np.int64)
+
+
+def reached_by_nothing(grid: Grid, threshold: Floats) -> Bools:
+    """Return bool[K, C]: where no delta is as large as the threshold."""
+    # `<` and not `not >=`: a NaN is larger than everything and must be read.
+    found: Bools = grid.nothing | (grid.known & (grid.column("max_abs") < threshold))
+    return found
+
+
+def tails(grid: Grid, threshold: Floats) -> Floats:
+    """Return roughly the squares of what is above a threshold; infinite if unknown."""
+    found = [
+        tail_squares(rows, np.where(np.isnan(cuts), 0.0, cuts))
+        for rows, cuts in zip(grid.rows, threshold, strict=True)
+    ]
+    return np.where(grid.known, np.array(found).reshape(grid.shape), np.inf)
+
+
+def kept_above(grid: Grid, threshold: Floats, ceiling: Floats | None = None) -> Floats:
+    """Return roughly the share of elements above a threshold, and not above a ceiling.
+
+    Assumes exponentially distributed magnitudes, as in `tail_squares`.
+    """
+    magnitudes = grid.column("sum_abs")
+    usable = (magnitudes > 0) & np.isfinite(magnitudes) & np.isfinite(threshold)
+    mean = np.where(usable, magnitudes, 1.0) / np.maximum(grid.column("nonzeros"), 1.0)
+    cut = np.minimum(np.where(usable, threshold, 0.0) / mean, 2048.0)
+    above = exp_of_minus(cut)
+    if ceiling is not None:
+        finite = np.where(np.isfinite(ceiling), ceiling, np.inf)
+        above = above - exp_of_minus(np.minimum(finite / mean, 2048.0))
+    return np.where(usable, grid.moved * np.maximum(above, 0.0), 0.0)
+
+
+class Band(Trimmed, frozen=True, dict=True):
+    """The largest elements but the very largest; gammas: the share of those."""
+
+    gammas: tuple[float, ...]
+
+    facts = "the magnitudes at which density and gamma end"
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        densities = each(parameters, TRIM_DENSITY, experts)
+        return cls(experts, densities, each(parameters, GAMMA, experts))
+
+    def ranks(self, elements: int, expert: int = 0) -> tuple[int, ...]:
+        """Return two; elements up to the second are dropped.
+
+        If fewer than int(gamma * n) can be dropped, as many as can.
+        """
+        if not self.trims:
+            return ()
+        kept = int(self.densities[expert] * elements)
+        last = min(elements, kept + int(self.gammas[expert] * elements))
+        return last, last - kept
+
+    def squares(self, grid: Grid) -> Floats:
+        """Return roughly those above the threshold, without those above the ceiling."""
+        if not self.trims:
+            return grid.whole
+        found = []
+        for rows, low, high in zip(grid.rows, grid.threshold, grid.ceiling, strict=True):
+            own = tail_squares(rows, np.where(np.isnan(low), 0.0, low))
+            above = tail_squares(rows, np.where(np.isnan(high), np.inf, high))
+            # A NaN (infinity minus infinity) stays unknown.
+            with np.errstate(invalid="ignore"):
+                found.append(np.where(np.isinf(own), own, np.maximum(own - above, 0.0)))
+        return np.where(grid.known, grid.fitted(found), np.inf)
+
+    def kept(self, grid: Grid) -> Floats:
+        return kept_above(grid, grid.threshold, grid.ceiling) if self.trims else grid.moved
+
+    @property
+    def cuts(self) -> int:
+        return 2 * int(self.trims)

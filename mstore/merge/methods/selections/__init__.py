@@ -1,1 +1,0 @@
-"""Selections that several methods share: what of an expert a method takes."""
