@@ -81,7 +81,8 @@ def test_the_library_starts_without_reports() -> None:
     )
     assert {*done.stdout.split()} == {
         *("FileReport", "ParentReport", "RefReport", "ReflogReport", "SnapshotReport"),
-        *("NoteReport", "OriginReport", "RemoveReport", "SignatureReport", "TensorReport"),
+        *("NoteReport", "OriginReport", "RemoveReport", "Report", "SignatureReport"),
+        "TensorReport",
     }
 
 
