@@ -295,6 +295,7 @@ def test_flipped_bits_never_pass_for_the_block(mode: Mode, width: int) -> None:
     assert same < len(payload) // 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mode", "width"), [(m, w) for m in Mode for w in WIDTHS])
 @pytest.mark.parametrize("count", [300, SHORT + 300])
 def test_damage_stays_inside(mode: Mode, width: int, count: int) -> None:
