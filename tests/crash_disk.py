@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 
@@ -82,12 +83,12 @@ class Crash:
 
     def digest(self) -> bytes:
         """Equal for equal trees."""
-        hasher = blake3()
+        parts = []
         for path in sorted(self.tree):
             contents = self.tree[path]
-            kind = b"d" if contents is None else b"f" + blake3(contents).digest()
-            hasher.update(path.encode() + b"\0" + kind + b"\0")
-        return hasher.digest()
+            kind = b"d" if contents is None else b"f" + _digest(contents)
+            parts.append(path.encode() + b"\0" + kind + b"\0")
+        return blake3(b"".join(parts)).digest()
 
     def build(self, root: Path) -> None:
         """Write the tree below `root`, a new directory."""
@@ -99,12 +100,28 @@ class Crash:
                 (root / path).write_bytes(contents)
 
 
+@lru_cache(maxsize=1024)
+def _digest(contents: bytes) -> bytes:
+    """Of thousands of disks almost all files are the same objects, whose hash Python keeps."""
+    return blake3(contents).digest()
+
+
 @dataclass(eq=False, slots=True)
 class _File:
     """`synced` survives; each write in `pending` may or may not."""
 
     synced: bytes = b""
     pending: list[tuple[int, bytes]] = field(default_factory=list)
+    _survivors: list[bytes] | None = None
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Write without a sync."""
+        self.pending.append((offset, data))
+        self._survivors = None
+
+    def sync(self, synced: bytes) -> None:
+        """From now on it is this, whatever happens."""
+        self.synced, self.pending, self._survivors = synced, [], [synced]
 
     def current(self) -> bytes:
         data = bytearray(self.synced)
@@ -115,8 +132,11 @@ class _File:
 
     def survivors(self) -> list[bytes]:
         """What a power loss may leave of it."""
-        if not self.pending:
-            return [self.synced]
+        if self._survivors is None:
+            self._survivors = self._cut() if self.pending else [self.synced]
+        return self._survivors
+
+    def _cut(self) -> list[bytes]:
         full = self.current()
         start = len(self.synced)
         middle = start + (len(full) - start) // 2
@@ -167,10 +187,10 @@ class Disk:
                 if self._find(event.path) is None:
                     self._name(event.path, _File())
             case "write":
-                self._file(event.path).pending.append((event.offset, event.data))
+                self._file(event.path).write(event.offset, event.data)
             case "fsync":
                 file = self._file(event.path)
-                file.synced, file.pending = file.current(), []
+                file.sync(file.current())
             case "rename":
                 self._name(event.target, self._find(event.path))
                 self._name(event.path, None)
@@ -200,8 +220,7 @@ class Disk:
     def _commit(self, path: str, database: bytes) -> None:
         if self._find(path) is None:
             self._name(path, _File())
-        file = self._file(path)
-        file.synced, file.pending = database, []
+        self._file(path).sync(database)
 
     def _remove(self, path: str) -> None:
         directory = self._directory(path)
@@ -276,9 +295,10 @@ def _subsets(changes: list[_Change]) -> Iterator[dict[int, set[int]]]:
 def _trees(root: _Directory, kept: dict[int, set[int]]) -> Iterator[Tree]:
     tree: dict[str, _File | None] = {}
     _walk(root, "", kept, tree)
-    unsynced = [what for what in tree.values() if what is not None and what.pending]
-    for variant in range(max((len(file.survivors()) for file in unsynced), default=1)):
-        yield {path: None if what is None else _pick(what, variant) for path, what in tree.items()}
+    kept_files: Tree = {path: None if what is None else what.synced for path, what in tree.items()}
+    unsynced = {path: what for path, what in tree.items() if what is not None and what.pending}
+    for variant in range(max((len(file.survivors()) for file in unsynced.values()), default=1)):
+        yield kept_files | {path: _pick(what, variant) for path, what in unsynced.items()}
 
 
 def _pick(file: _File, variant: int) -> bytes:

@@ -281,18 +281,22 @@ def names(store: Store) -> dict[str, SnapshotId]:
     return {ref.name: ref.snapshot for ref in store.refs()}
 
 
-def trial(call: Call, sources: Path, scratch: Path, fault: Fault) -> Iterator[str]:
-    """Make one call with one fault; yields what is wrong afterwards."""
-    root = scratch / "copy"
-    shutil.copytree(sources / "store", root)
+def prepared(call: Call, sources: Path, scratch: Path) -> None:
+    """Make the store that each of a call's trials begins with a copy of, and what it adds."""
+    shutil.copytree(sources / "store", scratch / "prepared")
     for name in ("base", "one", "two", "seven", "three", "tuned"):
-        if not (scratch / name).exists():
-            (scratch / name).symlink_to(sources / name)
-    sources = scratch
+        (scratch / name).symlink_to(sources / name)
+    if call.prepare is not None:
+        with Store.open(scratch / "prepared") as store:
+            call.prepare(scratch, store)
+
+
+def trial(call: Call, sources: Path, fault: Fault) -> Iterator[str]:
+    """Make one call with one fault; yields what is wrong afterwards."""
+    root = sources / "copy"
+    shutil.copytree(sources / "prepared", root)
     error: MstoreError | None = None
     with Store.open(root) as store:
-        if call.prepare is not None:
-            call.prepare(sources, store)
         expected = names(store)
     outcome = ""
     with ExitStack() as stack:
@@ -354,8 +358,9 @@ def fail_everywhere(
     every: otherwise at each that decides, and of those of one kind at every second: the one half if
     the fault lasts, the other if not.
     """
+    prepared(call, sources, scratch)
     whole = Fault(sys.maxsize, code)
-    wrong = list(trial(call, sources, scratch, whole))
+    wrong = list(trial(call, scratch, whole))
     shutil.rmtree(scratch / "copy")
     assert {"commit", "map"} & set(whole.kinds) or call is CALLS["config"]
     assert len(whole.kinds) >= 2
@@ -367,7 +372,7 @@ def fail_everywhere(
         # Ids of packs are random, and two that share a directory make an operation less.
         for _ in range(5):
             fault = Fault(at, code, lasting=lasting)
-            problems = list(trial(call, sources, scratch, fault))
+            problems = list(trial(call, scratch, fault))
             shutil.rmtree(scratch / "copy")
             if fault.hit is not None:
                 break

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import pack_lines
@@ -272,7 +273,7 @@ class Meddler:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
             # A writer waits for the lock if gc holds it; then it goes on when gc is done.
-            self._thread.join(0.3)
+            self._thread.join(0.15)
 
     def _run(self) -> None:
         try:
@@ -286,24 +287,32 @@ class Meddler:
         assert not self._thread.is_alive()
 
 
+@lru_cache(maxsize=1)
+def stage(root: Path) -> tuple[dict[str, bytes], SnapshotId]:
+    """The store with which all scenes of a test begin: what is in `a`, and a dead snapshot."""
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        store.configure("reflog_days", 0)
+        store.add(write(root / "in", 1), name="base")
+        store.add(write(root / "in", 2), name="a")
+        held = files(root / "in")
+        store.add(write(root / "in", 3, 1), name="b")
+        dead = store.add(write(root / "in", 4), name="d").snapshot
+        # Of the pack of `b`, a part stays: `c` shares two of its blocks.
+        store.add(write(root / "in", 3, 2), name="c")
+        store.remove("b", "d")
+        # And one that was pruned, whose contents are there until gc comes.
+        store.add(write(root / "in", 6), name="p")
+        store.add(write(root / "in", 7), name="p")
+        store.prune(["p"], keep_last=1)
+    return held, dead
+
+
 def scene(root: Path) -> tuple[Store, dict[str, bytes], SnapshotId]:
-    """A store where gc has packs to rewrite and to remove."""
+    """A store where gc has packs to rewrite and to remove: a copy of what the test made first."""
+    held, dead = stage(root.parent / "stage")
     shutil.rmtree(root, ignore_errors=True)
-    store = Store.init(root / "store", block_size=BLOCK)
-    store.configure("reflog_days", 0)
-    store.add(write(root / "in", 1), name="base")
-    store.add(write(root / "in", 2), name="a")
-    held = files(root / "in")
-    store.add(write(root / "in", 3, 1), name="b")
-    dead = store.add(write(root / "in", 4), name="d").snapshot
-    # Of the pack of `b`, a part stays: `c` shares two of its blocks.
-    store.add(write(root / "in", 3, 2), name="c")
-    store.remove("b", "d")
-    # And one that was pruned, whose contents are there until gc comes.
-    store.add(write(root / "in", 6), name="p")
-    store.add(write(root / "in", 7), name="p")
-    store.prune(["p"], keep_last=1)
-    return store, held, dead
+    shutil.copytree(root.parent / "stage" / "store", root / "store")
+    return Store.open(root / "store"), held, dead
 
 
 def steps(root: Path) -> list[str]:

@@ -96,6 +96,7 @@ def test_every_method_has_a_case() -> None:
     assert [name for name in METHODS if not find(name).is_scaled] == ["passthrough"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", SCALED)
 def test_it_goes_on_from_the_base(method: str, place: Place) -> None:
     """The result is base + scale * (result - base), within the rounding of float32, element by
@@ -152,6 +153,7 @@ def test_zero_is_the_base(method: str, place: Place) -> None:
         assert np.array_equal(families.bits(np.asarray(found)), families.bits(own)), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", SCALED)
 def test_the_error_is_scaled(method: str, place: Place) -> None:
     """What a plan says of its error is that without a scale, times the magnitude of the scale; the
