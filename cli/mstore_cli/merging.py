@@ -18,9 +18,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
+from typer import Option
 
-from mstore_cli.declared import HOW_MUCH, RESULT, WHAT, WHICH, Option
+from mstore_cli import completion
 from mstore_cli.errors import UsageError
+from mstore_cli.options import HOW_MUCH, RESULT, WHAT, WHICH
 from mstore_cli.output import Column, Screen
 from mstore_cli.recipes import (
     RecipeFile,
@@ -115,17 +117,17 @@ _BASE = Option(
     "--base",
     metavar="REF[:MODEL]",
     help="The model to merge into; of a snapshot of several models, all, or the one named.",
-    completes="refs",
-    group=WHAT,
+    autocompletion=completion.refs,
+    rich_help_panel=WHAT,
 )
 _EXPERT = Option(
     "--expert",
     metavar="REF[:MODEL][=WEIGHT]",
-    completes="refs",
+    autocompletion=completion.refs,
     help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
     "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch, and "
     "'runs/*' all refs of this pattern but the base and the result.",
-    group=WHAT,
+    rich_help_panel=WHAT,
 )
 Method = Annotated[
     str | None,
@@ -133,8 +135,8 @@ Method = Annotated[
         "--method",
         metavar="NAME",
         help=f"How experts are combined: {method_names()}.",
-        completes="methods",
-        group=WHAT,
+        autocompletion=completion.methods,
+        rich_help_panel=WHAT,
     ),
 ]
 Companions = Annotated[
@@ -145,7 +147,7 @@ Companions = Annotated[
         help="A further input that the method needs (a companion), of an expert as `--expert` "
         "names it. `--method fisher` needs `fisher:EXPERT=REF` for each expert: its diagonal "
         "Fisher, as a checkpoint in the store. Repeatable.",
-        group=WHAT,
+        rich_help_panel=WHAT,
     ),
 ]
 Base = Annotated[str, _BASE]
@@ -156,7 +158,7 @@ Parameters = Annotated[
         "--param",
         metavar="KEY=VALUE",
         help="A parameter of the method; with commas, a value for each expert. Repeatable.",
-        group=WHAT,
+        rich_help_panel=WHAT,
     ),
 ]
 Budget = Annotated[
@@ -165,7 +167,7 @@ Budget = Annotated[
         "--budget",
         metavar="SIZE|SHARE",
         help="The most bytes to read from experts: 2GiB, 512MB, or 30% of the full cost.",
-        group=HOW_MUCH,
+        rich_help_panel=HOW_MUCH,
     ),
 ]
 MaxError = Annotated[
@@ -176,7 +178,7 @@ MaxError = Annotated[
         parser=_parse_error,
         help="Find the cheapest plan whose error (relative to the base's norm) is at most E: the "
         "bound, or the estimate for methods that have none.",
-        group=HOW_MUCH,
+        rich_help_panel=HOW_MUCH,
     ),
 ]
 Dtype = Annotated[
@@ -185,7 +187,7 @@ Dtype = Annotated[
         "--dtype",
         metavar="DTYPE",
         help="The dtype of the output [default: the base's].",
-        group=RESULT,
+        rich_help_panel=RESULT,
     ),
 ]
 NoAnalyze = Annotated[
@@ -193,7 +195,7 @@ NoAnalyze = Annotated[
     Option(
         "--no-analyze",
         help="Do not read experts to compute missing statistics; choose whole tensors instead.",
-        group=HOW_MUCH,
+        rich_help_panel=HOW_MUCH,
     ),
 ]
 
@@ -204,8 +206,8 @@ Score = Annotated[
         "--score",
         metavar="NAME",
         help="Rank blocks by norm, trimmed, conflict or random [default: the method's own].",
-        completes="scores",
-        group=HOW_MUCH,
+        autocompletion=completion.scores,
+        rich_help_panel=HOW_MUCH,
     ),
 ]
 Only = Annotated[
@@ -214,7 +216,7 @@ Only = Annotated[
         "--only",
         metavar="PATTERN",
         help="Merge only tensors whose names match; take the rest from the base. Repeatable.",
-        group=WHICH,
+        rich_help_panel=WHICH,
     ),
 ]
 Skip = Annotated[
@@ -223,7 +225,7 @@ Skip = Annotated[
         "--skip",
         metavar="PATTERN",
         help="Take tensors whose names match from the base. Repeatable.",
-        group=WHICH,
+        rich_help_panel=WHICH,
     ),
 ]
 AllowMissing = Annotated[
@@ -232,7 +234,7 @@ AllowMissing = Annotated[
         "--allow-missing",
         help="Let experts lack tensors of the base (the base's count for them), or have others "
         "(they are left out).",
-        group=WHICH,
+        rich_help_panel=WHICH,
     ),
 ]
 PerExpertBudget = Annotated[
@@ -241,7 +243,7 @@ PerExpertBudget = Annotated[
         "--per-expert-budget",
         metavar="SIZE|SHARE",
         help="The most bytes to read from any one expert: a size, or a share of the full cost.",
-        group=HOW_MUCH,
+        rich_help_panel=HOW_MUCH,
     ),
 ]
 TopP = Annotated[
@@ -250,7 +252,7 @@ TopP = Annotated[
         "--top-p",
         metavar="SHARE",
         help="Write only this share of the blocks that would change, the largest changes first.",
-        group=HOW_MUCH,
+        rich_help_panel=HOW_MUCH,
     ),
 ]
 AllowNoop = Annotated[
@@ -258,7 +260,7 @@ AllowNoop = Annotated[
     Option(
         "--allow-noop",
         help="Accept a plan that reads nothing, or whose result is the base itself.",
-        group=RESULT,
+        rich_help_panel=RESULT,
     ),
 ]
 

@@ -2,21 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
-from mstore_cli import values
-from mstore_cli.declared import Argument, Option
+from typer import Argument, BadParameter, Option
 
-drawing = partial(Option, "--svg", metavar="FILE", show_default=False, parser=values.file_of("svg"))
+from mstore_cli import completion
+from mstore_cli.errors import UsageError
+
+WHAT, WHICH, HOW_MUCH, RESULT, OPTIONS = GROUPS = (
+    *("What to merge", "Which tensors", "How much to read", "The result"),
+    "Options",
+)
+"""The headings of options in help, in their order; OPTIONS is that of options without another."""
+_FORMATS = frozenset(
+    {
+        *("bmp", "eps", "gif", "jpeg", "jpg", "pdf", "png", "ps", "svg", "svgz", "tif", "tiff"),
+        *("csv", "htm", "html", "json", "md", "safetensors", "toml", "webp", "yaml", "yml"),
+    }
+)
+"""Suffixes of file names that promise a format."""
+
+
+def parse_path(word: str) -> Path:
+    """Refuse an empty path, as of `--store=$UNSET`, which typer takes for the working directory."""
+    if not word:
+        raise BadParameter("a path cannot be empty")
+    return Path(word)
+
+
+def parse_text(word: str) -> str:
+    """Refuse bytes that are no text in this locale."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise BadParameter(f"text, not bytes that are not UTF-8: {word!r}") from None
+    return word
+
+
+def file_of(form: str) -> Callable[[str], Path]:
+    """Return the parser of a file that is written in this format: its suffix in small letters.
+
+    It raises UsageError for a name that promises another format.
+    """
+
+    def parse(word: str) -> Path:
+        path = parse_path(word)
+        promised = path.suffix[1:].lower()
+        if promised in _FORMATS - {form}:
+            raise UsageError(
+                f"{word} would hold {form.upper()}, not {promised.upper()}",
+                hint=f"name it {path.with_suffix(f'.{form}')}",
+            )
+        return path
+
+    return parse
+
+
+drawing = partial(Option, "--svg", metavar="FILE", show_default=False, parser=file_of("svg"))
 """Declares `--svg FILE`; the help says what is drawn."""
-png = partial(Option, "--png", metavar="FILE", show_default=False, parser=values.file_of("png"))
+png = partial(Option, "--png", metavar="FILE", show_default=False, parser=file_of("png"))
 """Declares `--png FILE`."""
 _REVISION = Argument(
     metavar="REF",
     help="A branch, tag, snapshot id or its beginning (4 digits or more), REF~N, or REF@{N}.",
     show_default=False,
-    completes="refs",
+    autocompletion=completion.refs,
 )
 Revision = Annotated[str, _REVISION]
 OneModel = Annotated[
@@ -25,7 +78,7 @@ OneModel = Annotated[
         metavar="REF[:MODEL]",
         help="A snapshot, or one model of it with what lies beside it.",
         show_default=False,
-        completes="refs",
+        autocompletion=completion.refs,
     ),
 ]
 MaybeRevision = Annotated[str | None, _REVISION]
@@ -35,7 +88,7 @@ RefNames = Annotated[
         metavar="REF",
         help="Refs, or patterns [default: all].",
         show_default=False,
-        completes="refs",
+        autocompletion=completion.refs,
     ),
 ]
 Message = Annotated[
@@ -47,7 +100,7 @@ Threads = Annotated[
     Option(
         "--threads",
         metavar="N",
-        least=1,
+        min=1,
         help="Worker threads [default: one per processor].",
         show_default=False,
     ),
@@ -59,7 +112,7 @@ Codec = Annotated[
         metavar="auto|raw|dense",
         help="How new blocks are stored [default: as `mstore config codec` says].",
         show_default=False,
-        completes="codecs",
+        autocompletion=completion.codecs,
     ),
 ]
 OnlyCompared = Annotated[

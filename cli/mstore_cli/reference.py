@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter
 from mstore.merge.methods.registry import METHODS
 from mstore_cli import api_reference
+from mstore_cli.command import find
 from mstore_cli.keys import DOCUMENTS, OBJECTS, SERVED, Key, keys_of
 from mstore_cli.tree import PROGRAM, build
 from mstore_cli.verbs import VERBS
@@ -79,9 +80,7 @@ def _help(group: TyperGroup, path: Sequence[str]) -> str:
     context = group.make_context(PROGRAM, ["--version"], resilient_parsing=True)
     context.terminal_width = WIDTH - 2
     for name in path:
-        command = group.commands[name]
-        assert isinstance(command, TyperCommand)
-        context = command.make_context(name, [], parent=context, resilient_parsing=True)
+        context = find(name).make_context(name, [], parent=context, resilient_parsing=True)
     return context.get_help()
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli.declared import Option
+from typer import Option
+
 from mstore_cli.errors import UsageError
 
 if TYPE_CHECKING:

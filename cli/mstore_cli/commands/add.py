@@ -8,9 +8,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Argument, Option
+
 from mstore.terms.phrases import few
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import Interrupted, UsageError, remarks
 from mstore_cli.options import (
     Codec,
@@ -90,7 +92,7 @@ def add(
             "It may be one that this command adds: that one is stored first. "
             f"[default: the nearest stored model, if one is near; {NO_BASE!r}: no base]",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ] = None,
     kind: Annotated[

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from typer import Argument, Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.options import OnlyCompared, SkipCompared, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -24,12 +26,17 @@ def analyze(
             metavar="EXPERT",
             help="The fine-tuned snapshot.",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ],
     base: Annotated[
         str,
-        Option("--base", metavar="REF", help="The snapshot to compare it with.", completes="refs"),
+        Option(
+            "--base",
+            metavar="REF",
+            help="The snapshot to compare it with.",
+            autocompletion=completion.refs,
+        ),
     ],
     only: OnlyCompared = None,
     skip: SkipCompared = None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from typer import Option
+
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.merging import AllowNonfinite
 from mstore_cli.options import Message, Revision, Threads
 from mstore_cli.output import Screen, short

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from typer import Argument, Option
+
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.options import OneModel, Threads
 from mstore_cli.output import Screen, near, short
 from mstore_cli.session import Session
@@ -17,7 +18,6 @@ from mstore_cli.sizes import counted, format_seconds, format_size
     decodes=True,
     example="mstore checkout llama/merged ./llama-merged",
     failure="an error; no directory was made",
-    bare={"--reflink": "always"},
 )
 def checkout(
     session: Session,
@@ -47,7 +47,7 @@ def checkout(
             "--reflink",
             metavar="WHEN",
             help="Share space on the disk with the store, on XFS and btrfs, where blocks lie raw: "
-            "auto, always or never. Without =WHEN: always.",
+            "auto, always or never.",
         ),
     ] = "auto",
     threads: Threads = None,

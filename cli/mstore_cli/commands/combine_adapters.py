@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from mstore_cli.command import command
+from typer import Option
+
+from mstore_cli import completion
+from mstore_cli.command import Mistakes, command
 from mstore_cli.commands.extract_lora import show_worst
-from mstore_cli.declared import Option
 from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters, with_patterns
 from mstore_cli.options import Message
 from mstore_cli.output import Screen, short
@@ -28,7 +30,7 @@ PEFT_WORDS = {
     example="mstore combine-adapters --expert math/lora --expert code/lora=0.5 --method svd "
     "--name both/lora",
     failure="an error; nothing was published",
-    mistaken={**MISTAKEN, **PEFT_WORDS},
+    mistakes=Mistakes({**MISTAKEN, **PEFT_WORDS}),
 )
 def combine_adapters(
     session: Session,
@@ -39,7 +41,7 @@ def combine_adapters(
             metavar="REF[=WEIGHT]",
             help="A LoRA adapter [default weight: 1]. Repeatable; 'loras/*' are all refs of this "
             "pattern but the result.",
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ],
     method: Annotated[
@@ -50,7 +52,7 @@ def combine_adapters(
             help="How they are combined: cat, linear, ties, dare_linear, dare_ties or "
             "magnitude_prune combine factors; svd, ties_svd, dare_linear_svd, dare_ties_svd or "
             "magnitude_prune_svd combine products and truncate the result.",
-            completes="combinations",
+            autocompletion=completion.combinations,
         ),
     ],
     name: Annotated[

@@ -6,9 +6,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli import plots
+from typer import Argument, Option
+
+from mstore_cli import completion, plots
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import Group, draw_groups
 from mstore_cli.merging import with_patterns
 from mstore_cli.options import OnlyCompared, SkipCompared, Threads, drawing, png
@@ -37,7 +38,7 @@ def compare(
             metavar="REF[:MODEL]",
             help="The models; 'runs/*' means all refs that match.",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ],
     base: Annotated[
@@ -48,7 +49,7 @@ def compare(
             help="The model that they were made from [default: the nearest one that the lineage of "
             "all of them names].",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ] = None,
     by: Annotated[

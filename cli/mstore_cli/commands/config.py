@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
+from typer import Argument, Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen
 from mstore_cli.session import Session, author_and_why
@@ -24,7 +26,7 @@ def config(
             metavar="KEY",
             help="The setting [default: show all].",
             show_default=False,
-            completes="settings",
+            autocompletion=completion.settings,
         ),
     ] = None,
     values: Annotated[
@@ -33,7 +35,7 @@ def config(
             metavar="VALUE",
             help="The new value; of a list, values to add.",
             show_default=False,
-            completes="setting_values",
+            autocompletion=completion.setting_values,
         ),
     ] = None,
     user: Annotated[bool, Option("--user", help="Your own settings, whatever the store.")] = False,

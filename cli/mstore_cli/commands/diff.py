@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Argument, Option
+
 from mstore.terms.phrases import few
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError, remarks
 from mstore_cli.options import Exclude, NoDefaultExcludes, Threads
 from mstore_cli.output import Column, Screen, short
@@ -49,7 +51,7 @@ def diff(
             metavar="A",
             help="From this snapshot, or from one model of it (REF:MODEL).",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ],
     b: Annotated[
@@ -59,7 +61,7 @@ def diff(
             help="To this snapshot or model; or to this directory or file, where no snapshot has "
             "the name or it begins with / or ./.",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ],
     blocks: Annotated[

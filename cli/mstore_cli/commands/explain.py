@@ -9,9 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Argument, Option
+
 from mstore_cli import plots
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import WIDTH, By, Group, draw_groups
 from mstore_cli.merging import draw_plan
 from mstore_cli.options import Revision, drawing

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.options import Message, Revision
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
@@ -39,7 +41,7 @@ def extract_lora(
             "--base",
             metavar="REF",
             help="The model that it was tuned from.",
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ],
     name: Annotated[

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Option
+
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.errors import FAILURE, Ended, UsageError
 from mstore_cli.merging import parse_share
 from mstore_cli.options import Threads
@@ -57,7 +58,7 @@ def fsck(
         Option(
             "--seed",
             metavar="N",
-            least=0,
+            min=0,
             help="Seed of the sample, to read the same blocks again.",
             show_default=False,
         ),

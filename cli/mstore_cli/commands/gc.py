@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Option
+
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_size
@@ -27,7 +28,7 @@ def gc(
         Option(
             "--wait",
             metavar="SECONDS",
-            least=0,
+            min=0,
             help="Wait up to this long for running operations that may still read it.",
         ),
     ] = 5.0,
@@ -50,7 +51,7 @@ def gc(
         Option(
             "--reflog-days",
             metavar="DAYS",
-            least=0,
+            min=0,
             help="Keep what refs pointed at in the last DAYS days [default: reflog_days].",
             show_default=False,
         ),

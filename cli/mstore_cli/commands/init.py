@@ -7,8 +7,10 @@ import stat
 from pathlib import Path
 from typing import Annotated
 
+from typer import Argument, Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.found import STORE_NAME
 from mstore_cli.output import Screen
@@ -19,7 +21,6 @@ from mstore_cli.sizes import format_size, parse_size
 @command(
     example="mstore init --block-size 1MiB",
     failure="the store exists already, or another error",
-    bare={"--shared": "group"},
 )
 def init(
     session: Session,
@@ -47,16 +48,16 @@ def init(
             metavar="POLICY",
             help="auto, raw or dense; see mstore config.",
             show_default=False,
-            completes="codecs",
+            autocompletion=completion.codecs,
         ),
     ] = None,
     shared: Annotated[
         str | None,
         Option(
             "--shared",
-            metavar="[=WHO]",
+            metavar="WHO",
             help="Who may use the store: group (its group reads and writes), all (others also "
-            "read), umask [default without =WHO: group].",
+            "read), umask [default: umask].",
             show_default=False,
         ),
     ] = None,
@@ -75,10 +76,10 @@ def init(
     The block size is fixed for the life of the store. Smaller blocks find more equal parts and
     make the index larger.
 
-    --shared lets the group of the store's directory read and write everything in it, whatever the
-    umask of its members. A new directory gets the group of its parent directory if that has the
-    setgid bit (set it first: chgrp GROUP DIR; chmod g+s DIR), else your own group. The command
-    prints which. To change the group later: chgrp -R GROUP STORE.
+    --shared group lets the group of the store's directory read and write everything in it,
+    whatever the umask of its members. A new directory gets the group of its parent directory if
+    that has the setgid bit (set it first: chgrp GROUP DIR; chmod g+s DIR), else your own group. The
+    command prints which. To change the group later: chgrp -R GROUP STORE.
     """
     if directory and session.named_store and directory.absolute() != session.named_store.absolute():
         raise UsageError(

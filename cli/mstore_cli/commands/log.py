@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Argument, Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
 from mstore_cli.output import Column, Screen, noted, short, when
@@ -39,14 +41,14 @@ def log(
             metavar="REF",
             help="Start here [default: all branches and tags].",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ] = None,
     graph: Annotated[
         bool, Option("--graph", help="Draw parents and their roles: base, expert, previous.")
     ] = False,
     limit: Annotated[
-        int | None, Option("--limit", "-n", metavar="N", least=1, help="At most N snapshots.")
+        int | None, Option("--limit", "-n", metavar="N", min=1, help="At most N snapshots.")
     ] = None,
     every: Annotated[
         bool, Option("--all", help="Every stored snapshot, also those that no ref reaches.")

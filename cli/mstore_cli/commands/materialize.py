@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from typer import Argument
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
 from mstore_cli.merging import AllowNonfinite
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
@@ -25,7 +27,7 @@ def materialize(
             metavar="REF",
             help="A branch that holds a virtual merge.",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ],
     allow_nonfinite: AllowNonfinite = False,

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import replace
+from typer import Option
 
-from mstore_cli.command import command
-from mstore_cli.declared import RESULT, WHAT, Option
+from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import Interrupted, UsageError, remarks
 from mstore_cli.merging import (
     MISTAKEN,
@@ -23,7 +23,7 @@ from mstore_cli.merging import (
     error_fields,
     format_bound,
 )
-from mstore_cli.options import Codec, Message, Threads
+from mstore_cli.options import RESULT, WHAT, Codec, Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
@@ -40,14 +40,16 @@ PLAN_HINT = "mstore plan --help"
 @command(
     example="mstore merge --plan plan.json --name llama/merged",
     failure="an error; nothing was published",
-    misplaced=as_options,
-    foreign=RECIPES,
-    foreign_hint=f"mstore merge {RECIPE_HINT}",
-    mistaken={
-        **MISTAKEN,
-        "--abort": "nothing to abort: a merge publishes all or nothing, and Ctrl-C stops it",
-        "--continue": "the same command continues an interrupted merge",
-    },
+    mistakes=Mistakes(
+        {
+            **MISTAKEN,
+            "--abort": "nothing to abort: a merge publishes all or nothing, and Ctrl-C stops it",
+            "--continue": "the same command continues an interrupted merge",
+        },
+        RECIPES,
+        f"mstore merge {RECIPE_HINT}",
+        as_options,
+    ),
 )
 def merge(
     session: Session,
@@ -58,7 +60,7 @@ def merge(
             "--name",
             metavar="REF",
             help="The branch that will point at the result.",
-            group=RESULT,
+            rich_help_panel=RESULT,
         ),
     ],
     candidate: Annotated[
@@ -67,7 +69,7 @@ def merge(
             "--candidate",
             metavar="RUN",
             help="Leave the branch; name the result candidates/RUN/REF, to test it first.",
-            group=RESULT,
+            rich_help_panel=RESULT,
         ),
     ] = None,
     plan: Annotated[
@@ -77,7 +79,7 @@ def merge(
             metavar="ID|FILE|REF",
             help="Run this plan: its id, the beginning of the id, a file made by `plan -o`, or "
             "the plan of this merged snapshot.",
-            group=WHAT,
+            rich_help_panel=WHAT,
         ),
     ] = None,
     wanted: Wanted,
@@ -88,7 +90,7 @@ def merge(
         Option(
             "--virtual",
             help="Commit only the plan: read and write no blocks now, compute them when read.",
-            group=RESULT,
+            rich_help_panel=RESULT,
         ),
     ] = False,
     no_memo: Annotated[

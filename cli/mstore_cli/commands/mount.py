@@ -9,8 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
+from typer import Argument, Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen, near
 from mstore_cli.session import Session
@@ -36,7 +38,7 @@ def mount(
             help="The snapshot, or one model of it, and an empty directory; with --all only the "
             "directory.",
             show_default=False,
-            completes="mounted",
+            autocompletion=completion.mounted,
         ),
     ],
     everything: Annotated[

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Option
+
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+from typer import Argument, Option
+
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.options import Revision
 from mstore_cli.output import Column, Screen, noted, short, when

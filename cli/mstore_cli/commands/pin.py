@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from typer import Option
+
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.options import Revision, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -28,7 +29,7 @@ def pin(
 ) -> None:
     """Store the blocks of a snapshot raw, for fast reading.
 
-    The blocks lie in file order then: mounts and Python map them, and checkout --reflink shares
+    The blocks lie in file order then: mounts and Python map them, and checkout shares
     them. Contents and ids stay the same; the store grows. `mstore unpin` undoes it. A pin does not
     protect the snapshot from gc.
     """

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Option
+
 from mstore_cli import plots
-from mstore_cli.command import command
-from mstore_cli.declared import RESULT, Option
+from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
     MISTAKEN,
@@ -21,11 +22,10 @@ from mstore_cli.merging import (
     draw_sweep,
     plan_document,
 )
-from mstore_cli.options import Threads, drawing
+from mstore_cli.options import RESULT, Threads, drawing, file_of
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
-from mstore_cli.values import file_of
 
 if TYPE_CHECKING:
     from mstore import MergeRequest
@@ -37,10 +37,7 @@ HELP = "mstore plan --help"
     example="mstore plan --base llama/base --expert llama/math --expert llama/code=0.5 "
     "--method ties --param density=0.2 --budget 30%",
     failure="an error; no plan was kept",
-    misplaced=as_options,
-    foreign=RECIPES,
-    foreign_hint=f"mstore plan {RECIPE_HINT}",
-    mistaken=MISTAKEN,
+    mistakes=Mistakes(MISTAKEN, RECIPES, f"mstore plan {RECIPE_HINT}", as_options),
 )
 def plan(
     session: Session,
@@ -55,7 +52,7 @@ def plan(
             metavar="FILE",
             help="Also write the plan to FILE, as JSON.",
             parser=file_of("json"),
-            group=RESULT,
+            rich_help_panel=RESULT,
         ),
     ] = None,
     sweep: Annotated[

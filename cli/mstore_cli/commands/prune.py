@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Argument, Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -24,18 +26,18 @@ def prune(
             metavar="REF",
             help="Branches [default: all of them].",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ] = None,
     keep_last: Annotated[
-        int, Option("--keep-last", metavar="N", least=0, help="Keep the newest N snapshots.")
+        int, Option("--keep-last", metavar="N", min=0, help="Keep the newest N snapshots.")
     ] = 0,
     keep_daily: Annotated[
         int,
         Option(
             "--keep-daily",
             metavar="N",
-            least=0,
+            min=0,
             help="Keep the newest of each of the last N days that have one.",
         ),
     ] = 0,
@@ -44,7 +46,7 @@ def prune(
         Option(
             "--keep-weekly",
             metavar="N",
-            least=0,
+            min=0,
             help="Keep the newest of each of the last N weeks that have one.",
         ),
     ] = 0,
@@ -53,7 +55,7 @@ def prune(
         Option(
             "--keep-monthly",
             metavar="N",
-            least=0,
+            min=0,
             help="Keep the newest of each of the last N months that have one.",
         ),
     ] = 0,
@@ -62,7 +64,7 @@ def prune(
         Option(
             "--keep-yearly",
             metavar="N",
-            least=0,
+            min=0,
             help="Keep the newest of each of the last N years that have one.",
         ),
     ] = 0,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from typer import Argument
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 
@@ -21,7 +23,7 @@ def rename(
             metavar="OLD",
             help="A branch or tag.",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ],
     new: Annotated[str, Argument(metavar="NEW", help="Its new name.", show_default=False)],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from typer import Argument, Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -16,7 +18,9 @@ def reset(
     session: Session,
     name: Annotated[
         str,
-        Argument(metavar="NAME", help="The branch.", show_default=False, completes="ever"),
+        Argument(
+            metavar="NAME", help="The branch.", show_default=False, autocompletion=completion.ever
+        ),
     ],
     revision: Revision,
     expect: Annotated[

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Argument, Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
@@ -23,7 +25,7 @@ def rm(
             metavar="REF",
             help="Refs, or patterns such as 'old/*' or 'candidates/RUN/*'.",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ],
     dry_run: Annotated[

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Option
+
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.errors import warn
 from mstore_cli.output import Mode, Screen
 from mstore_cli.session import Session

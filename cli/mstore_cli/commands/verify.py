@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Argument, Option
+
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import FAILURE, Ended
 from mstore_cli.output import Column, Screen, noted, short
 from mstore_cli.session import Session
@@ -38,7 +40,7 @@ def verify(
             metavar="REF",
             help="What to check [default: all branches and tags].",
             show_default=False,
-            completes="refs",
+            autocompletion=completion.refs,
         ),
     ] = None,
     signers: SignersOption = None,
