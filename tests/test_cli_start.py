@@ -35,7 +35,7 @@ MODULES = {
         "objects pack_list ref_store refs revisions sealed_text"
     ),
     "mstore_cli": (
-        "command commands completion errors found graph main options output session signers sizes "
+        "command commands completion errors graph main options output session signers sizes "
         "spelling tables tree verbs"
     ),
 }

@@ -40,7 +40,6 @@ def _global_options(
         typer.Option(
             "--store",
             metavar="DIR",
-            show_default=False,
             help=f"The store [else ${STORE_VARIABLE}, the nearest .mstore upward, the user's own].",
         ),
     ] = None,

@@ -61,14 +61,13 @@ def file_of(form: str) -> Callable[[str], Path]:
     return parse
 
 
-drawing = partial(Option, "--svg", metavar="FILE", show_default=False, parser=file_of("svg"))
+drawing = partial(Option, "--svg", metavar="FILE", parser=file_of("svg"))
 """Declares `--svg FILE`; the help says what is drawn."""
-png = partial(Option, "--png", metavar="FILE", show_default=False, parser=file_of("png"))
+png = partial(Option, "--png", metavar="FILE", parser=file_of("png"))
 """Declares `--png FILE`."""
 _REVISION = Argument(
     metavar="REF",
     help="A branch, tag, snapshot id or its beginning (4 digits or more), REF~N, or REF@{N}.",
-    show_default=False,
     autocompletion=completion.refs,
 )
 Revision = Annotated[str, _REVISION]
@@ -77,7 +76,6 @@ OneModel = Annotated[
     Argument(
         metavar="REF[:MODEL]",
         help="A snapshot, or one model of it with what lies beside it.",
-        show_default=False,
         autocompletion=completion.refs,
     ),
 ]
@@ -87,23 +85,16 @@ RefNames = Annotated[
     Argument(
         metavar="REF",
         help="Refs, or patterns [default: all].",
-        show_default=False,
         autocompletion=completion.refs,
     ),
 ]
 Message = Annotated[
     str,
-    Option("--message", "-m", metavar="MSG", help="A message that says why.", show_default=False),
+    Option("--message", "-m", metavar="MSG", help="A message that says why."),
 ]
 Threads = Annotated[
     int | None,
-    Option(
-        "--threads",
-        metavar="N",
-        min=1,
-        help="Worker threads [default: one per processor].",
-        show_default=False,
-    ),
+    Option("--threads", metavar="N", min=1, help="Worker threads [default: one per processor]."),
 ]
 Codec = Annotated[
     str | None,
@@ -111,7 +102,6 @@ Codec = Annotated[
         "--codec",
         metavar="auto|raw|dense",
         help="How new blocks are stored [default: as `mstore config codec` says].",
-        show_default=False,
         autocompletion=completion.codecs,
     ),
 ]
@@ -134,7 +124,6 @@ Exclude = Annotated[
         "--exclude",
         metavar="PATTERN",
         help="Leave out files or directories whose names match, as in a .gitignore. Repeatable.",
-        show_default=False,
     ),
 ]
 NoDefaultExcludes = Annotated[

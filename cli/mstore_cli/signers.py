@@ -27,7 +27,6 @@ SignersOption = Annotated[
         "--signers",
         metavar="FILE",
         help=f"Trusted keys [default: {SIGNERS_NAME} in the user's own mstore configuration].",
-        show_default=False,
     ),
 ]
 
@@ -71,7 +70,7 @@ def signatures_of(report: SnapshotReport | VerifyReport) -> Iterator[SignatureRe
         yield from note.signatures
 
 
-def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:
+def lines_on_unknown_keys(signatures: Iterable[SignatureReport]) -> Iterator[str]:
     """Yield lines that name untrusted keys and explain how to trust them; none if all are."""
     from mstore.snapshots.notes import UNKNOWN_KEY
 

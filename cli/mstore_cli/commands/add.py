@@ -62,7 +62,6 @@ def add(
             metavar="PATH",
             help="Checkpoint directories, .safetensors files, or models of the Hugging Face cache: "
             "their directories, or ORG/NAME[@REVISION].",
-            show_default=False,
         ),
     ],
     name: Annotated[
@@ -71,16 +70,12 @@ def add(
             "--name",
             metavar="REF",
             help="The branch that will point at it; one per PATH, in the same order.",
-            show_default=False,
         ),
     ] = None,
     name_prefix: Annotated[
         str | None,
         Option(
-            "--name-prefix",
-            metavar="TEXT",
-            help="Name each branch TEXT plus the name of its PATH.",
-            show_default=False,
+            "--name-prefix", metavar="TEXT", help="Name each branch TEXT plus the name of its PATH."
         ),
     ] = None,
     base: Annotated[
@@ -91,7 +86,6 @@ def add(
             help="The model that it was fine-tuned from: compare block by block, keep statistics. "
             "It may be one that this command adds: that one is stored first. "
             f"[default: the nearest stored model, if one is near; {NO_BASE!r}: no base]",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ] = None,
@@ -122,7 +116,6 @@ def add(
             metavar="SIZE",
             help="The most bytes of files that are mostly holes, all together "
             "[default: the free space of the store's disk].",
-            show_default=False,
         ),
     ] = None,
     message: Message = "",

@@ -25,7 +25,6 @@ def analyze(
         Argument(
             metavar="EXPERT",
             help="The fine-tuned snapshot.",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ],

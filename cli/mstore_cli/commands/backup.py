@@ -31,7 +31,6 @@ def backup(
         Argument(
             metavar="DEST",
             help="A new directory, or an earlier backup of this store; a local disk.",
-            show_default=False,
         ),
     ],
     threads: Threads = None,

@@ -30,7 +30,7 @@ def blame(
     revision: Revision,
     tensor: Annotated[
         str | None,
-        Argument(metavar="TENSOR", help="Only this tensor.", show_default=False),
+        Argument(metavar="TENSOR", help="Only this tensor."),
     ] = None,
     by: Annotated[
         By, Option("--by", help="Shares of each tensor, of each layer, or of the whole.")

@@ -30,7 +30,7 @@ def cat(
     session: Session,
     target: Annotated[
         str,
-        Argument(metavar="REF:PATH", help="A snapshot and a file in it.", show_default=False),
+        Argument(metavar="REF:PATH", help="A snapshot and a file in it."),
     ],
 ) -> None:
     """Write one file of a snapshot to standard output.

@@ -24,15 +24,11 @@ def checkout(
     revision: OneModel,
     directory: Annotated[
         Path,
-        Argument(metavar="DIR", help="A directory that is new or empty.", show_default=False),
+        Argument(metavar="DIR", help="A directory that is new or empty."),
     ],
     patterns: Annotated[
         list[str] | None,
-        Argument(
-            metavar="PATTERN",
-            help="Only files that match, as '*.json' [else all].",
-            show_default=False,
-        ),
+        Argument(metavar="PATTERN", help="Only files that match, as '*.json' [else all]."),
     ] = None,
     shared: Annotated[
         bool,

@@ -22,12 +22,10 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 )
 def clone(
     session: Session,
-    source: Annotated[
-        Path, Argument(metavar="SRC", help="A store or a backup.", show_default=False)
-    ],
+    source: Annotated[Path, Argument(metavar="SRC", help="A store or a backup.")],
     destination: Annotated[
         Path,
-        Argument(metavar="DST", help="A new or empty directory.", show_default=False),
+        Argument(metavar="DST", help="A new or empty directory."),
     ],
     threads: Threads = None,
 ) -> None:

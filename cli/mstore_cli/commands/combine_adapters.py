@@ -75,7 +75,6 @@ def combine_adapters(
             metavar="R",
             help="The rank of each product, for methods that truncate "
             "[default: the largest of the adapters'].",
-            show_default=False,
         ),
     ] = None,
     dtype: Annotated[
@@ -84,7 +83,6 @@ def combine_adapters(
             "--dtype",
             metavar="DTYPE",
             help="The dtype of the factors [default: the adapters' own].",
-            show_default=False,
         ),
     ] = None,
     message: Message = "",

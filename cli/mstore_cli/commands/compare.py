@@ -37,7 +37,6 @@ def compare(
         Argument(
             metavar="REF[:MODEL]",
             help="The models; 'runs/*' means all refs that match.",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ],
@@ -48,7 +47,6 @@ def compare(
             metavar="REF[:MODEL]",
             help="The model that they were made from [default: the nearest one that the lineage of "
             "all of them names].",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ] = None,

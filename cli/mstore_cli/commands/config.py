@@ -25,7 +25,6 @@ def config(
         Argument(
             metavar="KEY",
             help="The setting [default: show all].",
-            show_default=False,
             autocompletion=completion.settings,
         ),
     ] = None,
@@ -34,7 +33,6 @@ def config(
         Argument(
             metavar="VALUE",
             help="The new value; of a list, values to add.",
-            show_default=False,
             autocompletion=completion.setting_values,
         ),
     ] = None,

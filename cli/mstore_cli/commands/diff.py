@@ -50,7 +50,6 @@ def diff(
         Argument(
             metavar="A",
             help="From this snapshot, or from one model of it (REF:MODEL).",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ],
@@ -60,7 +59,6 @@ def diff(
             metavar="B",
             help="To this snapshot or model; or to this directory or file, where no snapshot has "
             "the name or it begins with / or ./.",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ],

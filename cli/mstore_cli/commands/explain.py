@@ -14,9 +14,9 @@ from typer import Argument, Option
 from mstore_cli import plots
 from mstore_cli.command import command
 from mstore_cli.groups import WIDTH, By, Group, draw_groups
-from mstore_cli.merging import draw_plan
 from mstore_cli.options import Revision, drawing
 from mstore_cli.output import Column, Screen, distinct, printable, short
+from mstore_cli.plan_output import draw_plan
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def explain(
     revision: Revision,
     tensor: Annotated[
         str | None,
-        Argument(metavar="TENSOR", help="Only this tensor, with every block.", show_default=False),
+        Argument(metavar="TENSOR", help="Only this tensor, with every block."),
     ] = None,
     by: Annotated[
         By, Option("--by", help="Sums over each tensor, each layer, or each expert.")

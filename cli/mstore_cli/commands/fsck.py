@@ -50,17 +50,12 @@ def fsck(
             "--sample",
             metavar="SHARE",
             help="Read and verify a random share of the blocks, such as 5%.",
-            show_default=False,
         ),
     ] = None,
     seed: Annotated[
         int | None,
         Option(
-            "--seed",
-            metavar="N",
-            min=0,
-            help="Seed of the sample, to read the same blocks again.",
-            show_default=False,
+            "--seed", metavar="N", min=0, help="Seed of the sample, to read the same blocks again."
         ),
     ] = None,
     repair: Annotated[
@@ -73,7 +68,6 @@ def fsck(
             "--from",
             metavar="PLACE",
             help="Another store or a checkpoint that may have good copies. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     threads: Threads = None,

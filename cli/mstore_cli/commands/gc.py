@@ -53,7 +53,6 @@ def gc(
             metavar="DAYS",
             min=0,
             help="Keep what refs pointed at in the last DAYS days [default: reflog_days].",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -12,9 +12,8 @@ from typer import Argument, Option
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
-from mstore_cli.found import STORE_NAME
 from mstore_cli.output import Screen
-from mstore_cli.session import Session
+from mstore_cli.session import STORE_NAME, Session
 from mstore_cli.sizes import format_size, parse_size
 
 
@@ -27,19 +26,12 @@ def init(
     directory: Annotated[
         Path | None,
         Argument(
-            metavar="DIR",
-            help=f"The store itself [default: --store, else {STORE_NAME} here].",
-            show_default=False,
+            metavar="DIR", help=f"The store itself [default: --store, else {STORE_NAME} here]."
         ),
     ] = None,
     block_size: Annotated[
         str,
-        Option(
-            "--block-size",
-            metavar="SIZE",
-            help="A power of two, 64KiB to 16MiB.",
-            show_default=True,
-        ),
+        Option("--block-size", metavar="SIZE", help="A power of two, 64KiB to 16MiB."),
     ] = "1MiB",
     codec: Annotated[
         str | None,
@@ -47,7 +39,6 @@ def init(
             "--codec",
             metavar="POLICY",
             help="auto, raw or dense; see mstore config.",
-            show_default=False,
             autocompletion=completion.codecs,
         ),
     ] = None,
@@ -58,7 +49,6 @@ def init(
             metavar="WHO",
             help="Who may use the store: group (its group reads and writes), all (others also "
             "read), umask [default: umask].",
-            show_default=False,
         ),
     ] = None,
     filesystem: Annotated[
@@ -67,7 +57,6 @@ def init(
             "--filesystem",
             metavar="NAME",
             help="Use this type of filesystem, too; see mstore config.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -13,7 +13,7 @@ from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
 from mstore_cli.output import Column, Screen, noted, short, when
 from mstore_cli.session import Session
-from mstore_cli.signers import signatures_of, states_of, told_unknown, trusted_signers
+from mstore_cli.signers import lines_on_unknown_keys, signatures_of, states_of, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def log(
         Argument(
             metavar="REF",
             help="Start here [default: all branches and tags].",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ] = None,
@@ -81,7 +80,7 @@ def log(
             columns = (*COLUMNS[:-1], *((BY,) if by else ()), COLUMNS[-1], *more)
             rows = (_row(snapshot, by=by, notes=notes) for snapshot in snapshots)
             screen.table(columns, rows)
-            for line in told_unknown(one for each in snapshots for one in each.signatures):
+            for line in lines_on_unknown_keys(one for each in snapshots for one in each.signatures):
                 screen.line(line)
 
     session.output.emit(

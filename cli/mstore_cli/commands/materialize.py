@@ -26,7 +26,6 @@ def materialize(
         Argument(
             metavar="REF",
             help="A branch that holds a virtual merge.",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ],

@@ -18,13 +18,11 @@ from mstore_cli.merging import (
     AllowNoop,
     Wanted,
     as_options,
-    directories_told,
-    draw_remarks,
-    error_fields,
-    format_bound,
+    hinting_at_directories,
 )
 from mstore_cli.options import RESULT, WHAT, Codec, Message, Threads
 from mstore_cli.output import Screen, short
+from mstore_cli.plan_output import draw_remarks, error_fields, format_bound
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
 
@@ -103,10 +101,7 @@ def merge(
     memory: Annotated[
         str | None,
         Option(
-            "--memory",
-            metavar="SIZE",
-            help="The most anonymous memory to use [default: 512MiB].",
-            show_default=False,
+            "--memory", metavar="SIZE", help="The most anonymous memory to use [default: 512MiB]."
         ),
     ] = None,
     codec: Codec = None,
@@ -169,7 +164,7 @@ def merge(
         planned = None
         with session.progress() as tick:
             if request is not None:
-                with directories_told(request):
+                with hinting_at_directories(request):
                     planned = store.plan(
                         request, allow_noop=allow_noop, keep=True, threads=threads, progress=tick
                     )

@@ -37,7 +37,6 @@ def mount(
             metavar="[REF[:MODEL]] DIR",
             help="The snapshot, or one model of it, and an empty directory; with --all only the "
             "directory.",
-            show_default=False,
             autocompletion=completion.mounted,
         ),
     ],
@@ -67,16 +66,11 @@ def mount(
     ] = False,
     log: Annotated[
         Path | None,
-        Option(
-            "--log",
-            metavar="FILE",
-            help="Append to FILE what goes wrong [default: syslog].",
-            show_default=False,
-        ),
+        Option("--log", metavar="FILE", help="Append to FILE what goes wrong [default: syslog]."),
     ] = None,
     cache: Annotated[
         str,
-        Option("--cache", metavar="SIZE", help="Decoded blocks kept in memory.", show_default=True),
+        Option("--cache", metavar="SIZE", help="Decoded blocks kept in memory."),
     ] = "64MiB",
     verify: Annotated[
         Verify,

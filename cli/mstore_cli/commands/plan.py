@@ -17,13 +17,11 @@ from mstore_cli.merging import (
     AllowNoop,
     Wanted,
     as_options,
-    directories_told,
-    draw_plan,
-    draw_sweep,
-    plan_document,
+    hinting_at_directories,
 )
 from mstore_cli.options import RESULT, Threads, drawing, file_of
 from mstore_cli.output import Screen, short
+from mstore_cli.plan_output import draw_plan, draw_sweep, plan_document
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
 
@@ -100,7 +98,7 @@ def plan(
         return
     with session.open() as store:
         request = wanted.request(session, store, request)
-        with session.progress() as tick, directories_told(request):
+        with session.progress() as tick, hinting_at_directories(request):
             report = store.plan(request, allow_noop=allow_noop, threads=threads, progress=tick)
         if output is not None:
             from mstore.fs import replace_file
@@ -132,7 +130,7 @@ def _sweep(
 ) -> None:
     with session.open() as store:
         request = wanted.request(session, store, request)
-        with session.progress() as tick, directories_told(request):
+        with session.progress() as tick, hinting_at_directories(request):
             report = store.sweep(request, measure=measure, threads=threads, progress=tick)
     if svg is not None:
         points = [

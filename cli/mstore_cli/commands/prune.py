@@ -25,7 +25,6 @@ def prune(
         Argument(
             metavar="REF",
             help="Branches [default: all of them].",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ] = None,

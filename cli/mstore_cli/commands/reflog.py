@@ -31,7 +31,6 @@ def reflog(
         Argument(
             metavar="NAME",
             help="A branch or tag, also a removed one [default: all that ever were].",
-            show_default=False,
             autocompletion=completion.ever,
         ),
     ] = None,

@@ -22,11 +22,10 @@ def rename(
         Argument(
             metavar="OLD",
             help="A branch or tag.",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ],
-    new: Annotated[str, Argument(metavar="NEW", help="Its new name.", show_default=False)],
+    new: Annotated[str, Argument(metavar="NEW", help="Its new name.")],
 ) -> None:
     """Rename a branch or tag.
 

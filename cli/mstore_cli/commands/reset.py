@@ -18,9 +18,7 @@ def reset(
     session: Session,
     name: Annotated[
         str,
-        Argument(
-            metavar="NAME", help="The branch.", show_default=False, autocompletion=completion.ever
-        ),
+        Argument(metavar="NAME", help="The branch.", autocompletion=completion.ever),
     ],
     revision: Revision,
     expect: Annotated[

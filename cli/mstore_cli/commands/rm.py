@@ -24,7 +24,6 @@ def rm(
         Argument(
             metavar="REF",
             help="Refs, or patterns such as 'old/*' or 'candidates/RUN/*'.",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ],

@@ -38,7 +38,6 @@ def serve(
             "--allow-name",
             metavar="NAME",
             help="Another host name that requests at a loopback address may use (repeatable).",
-            show_default=False,
         ),
     ] = None,
     connections: Annotated[
@@ -56,12 +55,7 @@ def serve(
     ] = TIMEOUT,
     log: Annotated[
         Path | None,
-        Option(
-            "--log",
-            metavar="FILE",
-            help="Append the log to a file, not to standard error.",
-            show_default=False,
-        ),
+        Option("--log", metavar="FILE", help="Append the log to a file, not to standard error."),
     ] = None,
 ) -> None:
     """Serve refs, snapshots and their files over HTTP.

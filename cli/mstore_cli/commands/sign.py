@@ -28,7 +28,6 @@ def sign(
             "--key",
             metavar="FILE",
             help="The private key that signs, ed25519, of ssh-keygen or openssl.  [required]",
-            show_default=False,
         ),
     ] = None,
     note: Annotated[
@@ -37,17 +36,11 @@ def sign(
             "--note",
             metavar="NOTE",
             help="Sign this note of the snapshot instead: its id, or the beginning of it.",
-            show_default=False,
         ),
     ] = None,
     signer: Annotated[
         str | None,
-        Option(
-            "--as",
-            metavar="NAME",
-            help="Who signs, for people to read [default: the author].",
-            show_default=False,
-        ),
+        Option("--as", metavar="NAME", help="Who signs, for people to read [default: the author]."),
     ] = None,
     passphrase_file: Annotated[
         Path | None,
@@ -55,7 +48,6 @@ def sign(
             "--passphrase-file",
             metavar="FILE",
             help="The key's passphrase [default: asked for on the terminal].",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -20,7 +20,7 @@ def tag(
     session: Session,
     name: Annotated[
         str | None,
-        Argument(metavar="NAME", help="The new tag; alone, a pattern of tags.", show_default=False),
+        Argument(metavar="NAME", help="The new tag; alone, a pattern of tags."),
     ] = None,
     revision: MaybeRevision = None,
 ) -> None:

@@ -19,9 +19,7 @@ from mstore_cli.session import Session
 )
 def unmount(
     session: Session,
-    directory: Annotated[
-        Path | None, Argument(metavar="DIR", help="The mount point.", show_default=False)
-    ] = None,
+    directory: Annotated[Path | None, Argument(metavar="DIR", help="The mount point.")] = None,
     everything: Annotated[
         bool, Option("--all", help="Every mount of this user, of all stores.")
     ] = False,

@@ -39,7 +39,6 @@ def verify(
         Argument(
             metavar="REF",
             help="What to check [default: all branches and tags].",
-            show_default=False,
             autocompletion=completion.refs,
         ),
     ] = None,
