@@ -113,9 +113,9 @@ def test_an_option_is_given_once(line: str, option: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("log -n x", "valid integer"),
-        ("log -n 0", "greater than or equal to 1"),
-        ("fsck --sample 1 --threads 1.5", "valid integer"),
+        ("log -n x", "a whole number"),
+        ("log -n 0", "at least 1"),
+        ("fsck --sample 1 --threads 1.5", "a whole number"),
         ("explain m --by word", "word"),
     ],
 )

@@ -21,17 +21,16 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from mstore_cli.errors import UsageError, remarks
-from mstore_cli.options import GROUPS, OPTIONS, parse_path, parse_text
+from mstore_cli.options import GROUPS, OPTIONS, parse_number, parse_path, parse_text
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
 
 WRONG_USAGE = "2  wrong usage of the command line, or a value or request that is wrong"
 CONTEXT = MappingProxyType({"help_option_names": ["--help", "-h"], "max_content_width": 100})
 _NO_BREAK = "\u2011"
 """A hyphen at which no line ends."""
-_PATHS = (Path, Path | None, list[Path], list[Path] | None)
-_TEXTS = (str, str | None, list[str], list[str] | None)
 
 
 def _global_options(
@@ -293,14 +292,27 @@ def with_parameters(
 
 
 def _checked(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Refuse empty paths, which typer takes for the working directory, and text that is none."""
+    """Let values be refused in plain words, also empty paths, which typer takes for `.`."""
     kind, info = get_args(parameter.annotation)
-    parser = parse_path if kind in _PATHS else parse_text if kind in _TEXTS else None
-    if parser is None or info.parser is not None:
+    parser: Callable[[str], Any]
+    if kind in (Path, Path | None, list[Path], list[Path] | None):
+        parser = parse_path
+    elif kind in (str, str | None, list[str], list[str] | None) and _is_text(info):
+        parser = parse_text
+    elif kind in (int, int | None, float, float | None):
+        parser = parse_number(int if kind in (int, int | None) else float, info.min)
+    else:
+        return parameter
+    if info.parser is not None:
         return parameter
     info = copy(info)
     info.parser = parser
     return parameter.replace(annotation=Annotated[kind, info])
+
+
+def _is_text(info: Any) -> bool:
+    """Return whether an option takes text, and not the name of a file, which may be any bytes."""
+    return isinstance(info, OptionInfo) and "FILE" not in (info.metavar or "")
 
 
 def _hidden(parameter: inspect.Parameter) -> inspect.Parameter:

@@ -42,6 +42,24 @@ def parse_text(word: str) -> str:
     return word
 
 
+def parse_number(
+    kind: type[int | float], least: float | None
+) -> Callable[[str | float], int | float]:
+    """Return the parser of numbers of this kind."""
+
+    def parse(word: str | float) -> int | float:
+        try:
+            number = kind(word)
+        except ValueError:
+            whole = "whole " if kind is int else ""
+            raise BadParameter(f"a {whole}number, not {word!r}") from None
+        if least is not None and not number >= least:
+            raise BadParameter(f"at least {least}, not {word}")
+        return number
+
+    return parse
+
+
 def file_of(form: str) -> Callable[[str], Path]:
     """Return the parser of a file that is written in this format: its suffix in small letters.
 
@@ -88,10 +106,7 @@ RefNames = Annotated[
         autocompletion=completion.refs,
     ),
 ]
-Message = Annotated[
-    str,
-    Option("--message", "-m", metavar="MSG", help="A message that says why."),
-]
+Message = Annotated[str, Option("--message", "-m", metavar="MSG", help="A message that says why.")]
 Threads = Annotated[
     int | None,
     Option("--threads", metavar="N", min=1, help="Worker threads [default: one per processor]."),

@@ -66,7 +66,8 @@ def parse(words: Sequence[str]) -> Line | None:
         # Only some errors know their command.
         context = getattr(error, "ctx", None)
         hint = f"{PROGRAM if context is None else context.command_path} --help"
-        raise _for_store(UsageError(error.format_message(), hint=hint), root) from error
+        message = error.format_message().replace(": Value error, ", ": ")
+        raise _for_store(UsageError(message, hint=hint), root) from error
     except UsageError as error:
         raise _for_store(error, root) from None
     assert isinstance(line, Line)

@@ -51,8 +51,7 @@ def align(
         ),
     ] = None,
     drop_padding: Annotated[
-        bool,
-        Option("--drop-padding", help="Keep no rows after those of tokens."),
+        bool, Option("--drop-padding", help="Keep no rows after those of tokens.")
     ] = False,
 ) -> None:
     """Give models with different tokens one vocabulary.

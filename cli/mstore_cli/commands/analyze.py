@@ -22,11 +22,7 @@ def analyze(
     session: Session,
     expert: Annotated[
         str,
-        Argument(
-            metavar="EXPERT",
-            help="The fine-tuned snapshot.",
-            autocompletion=completion.refs,
-        ),
+        Argument(metavar="EXPERT", help="The fine-tuned snapshot.", autocompletion=completion.refs),
     ],
     base: Annotated[
         str,

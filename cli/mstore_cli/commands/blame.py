@@ -28,16 +28,12 @@ COLUMNS = ("SHARE", "NORM", "MOVED")
 def blame(
     session: Session,
     revision: Revision,
-    tensor: Annotated[
-        str | None,
-        Argument(metavar="TENSOR", help="Only this tensor."),
-    ] = None,
+    tensor: Annotated[str | None, Argument(metavar="TENSOR", help="Only this tensor.")] = None,
     by: Annotated[
         By, Option("--by", help="Shares of each tensor, of each layer, or of the whole.")
     ] = By.TENSOR,
     svg: Annotated[
-        Path | None,
-        drawing(help="Also draw the norms by layer and expert as a heat map, as SVG."),
+        Path | None, drawing(help="Also draw the norms by layer and expert as a heat map, as SVG.")
     ] = None,
     threads: Threads = None,
 ) -> None:

@@ -28,10 +28,7 @@ def _joined(values: Mapping[str, Any], loose: list[str]) -> str | None:
 )
 def cat(
     session: Session,
-    target: Annotated[
-        str,
-        Argument(metavar="REF:PATH", help="A snapshot and a file in it."),
-    ],
+    target: Annotated[str, Argument(metavar="REF:PATH", help="A snapshot and a file in it.")],
 ) -> None:
     """Write one file of a snapshot to standard output.
 

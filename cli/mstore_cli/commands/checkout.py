@@ -22,10 +22,7 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 def checkout(
     session: Session,
     revision: OneModel,
-    directory: Annotated[
-        Path,
-        Argument(metavar="DIR", help="A directory that is new or empty."),
-    ],
+    directory: Annotated[Path, Argument(metavar="DIR", help="A directory that is new or empty.")],
     patterns: Annotated[
         list[str] | None,
         Argument(metavar="PATTERN", help="Only files that match, as '*.json' [else all]."),

@@ -23,10 +23,7 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 def clone(
     session: Session,
     source: Annotated[Path, Argument(metavar="SRC", help="A store or a backup.")],
-    destination: Annotated[
-        Path,
-        Argument(metavar="DST", help="A new or empty directory."),
-    ],
+    destination: Annotated[Path, Argument(metavar="DST", help="A new or empty directory.")],
     threads: Threads = None,
 ) -> None:
     """Make an independent copy of a store.

@@ -56,8 +56,7 @@ def combine_adapters(
         ),
     ],
     name: Annotated[
-        str,
-        Option("--name", metavar="REF", help="The branch that will point at the result."),
+        str, Option("--name", metavar="REF", help="The branch that will point at the result.")
     ],
     param: Annotated[
         list[str] | None,

@@ -56,8 +56,7 @@ def compare(
     only: OnlyCompared = None,
     skip: SkipCompared = None,
     exact: Annotated[
-        bool,
-        Option("--exact", help="Read blocks where statistics only estimate a cosine."),
+        bool, Option("--exact", help="Read blocks where statistics only estimate a cosine.")
     ] = False,
     svg: Annotated[
         Path | None, drawing(help="Also draw the cosines of whole models as a matrix, as SVG.")

@@ -66,8 +66,7 @@ def diff(
         bool, Option("--blocks", help="Name the changed blocks of every tensor.")
     ] = False,
     exact: Annotated[
-        bool,
-        Option("--exact", help="Read the blocks of both for exact distances."),
+        bool, Option("--exact", help="Read the blocks of both for exact distances.")
     ] = False,
     exclude: Exclude = None,
     no_default_excludes: NoDefaultExcludes = False,

@@ -50,8 +50,7 @@ def du(
     session: Session,
     names: RefNames = None,
     svg: Annotated[
-        Path | None,
-        drawing(help="Also draw a treemap, as SVG (needs the extra `plot`)."),
+        Path | None, drawing(help="Also draw a treemap, as SVG (needs the extra `plot`).")
     ] = None,
 ) -> None:
     """Print the space that refs use, share, and would free.

@@ -51,15 +51,13 @@ def explain(
     session: Session,
     revision: Revision,
     tensor: Annotated[
-        str | None,
-        Argument(metavar="TENSOR", help="Only this tensor, with every block."),
+        str | None, Argument(metavar="TENSOR", help="Only this tensor, with every block.")
     ] = None,
     by: Annotated[
         By, Option("--by", help="Sums over each tensor, each layer, or each expert.")
     ] = By.LAYER,
     svg: Annotated[
-        Path | None,
-        drawing(help="Also draw layers and experts as a heat map, as SVG."),
+        Path | None, drawing(help="Also draw layers and experts as a heat map, as SVG.")
     ] = None,
 ) -> None:
     """Print what a merge read of each expert, and left out.

@@ -45,8 +45,7 @@ def extract_lora(
         ),
     ],
     name: Annotated[
-        str,
-        Option("--name", metavar="REF", help="The branch that will point at the adapter."),
+        str, Option("--name", metavar="REF", help="The branch that will point at the adapter.")
     ],
     rank: Annotated[int, Option("--rank", metavar="R", help="The rank of each product.")] = 32,
     dtype: Annotated[

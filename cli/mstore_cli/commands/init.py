@@ -30,8 +30,7 @@ def init(
         ),
     ] = None,
     block_size: Annotated[
-        str,
-        Option("--block-size", metavar="SIZE", help="A power of two, 64KiB to 16MiB."),
+        str, Option("--block-size", metavar="SIZE", help="A power of two, 64KiB to 16MiB.")
     ] = "1MiB",
     codec: Annotated[
         str | None,

@@ -61,16 +61,14 @@ def mount(
         bool, Option("--allow-other", help="Let other users read, too.")
     ] = False,
     show_meta: Annotated[
-        bool,
-        Option("--show-meta", help="List .mstore, with manifest.json and lineage.json."),
+        bool, Option("--show-meta", help="List .mstore, with manifest.json and lineage.json.")
     ] = False,
     log: Annotated[
         Path | None,
         Option("--log", metavar="FILE", help="Append to FILE what goes wrong [default: syslog]."),
     ] = None,
     cache: Annotated[
-        str,
-        Option("--cache", metavar="SIZE", help="Decoded blocks kept in memory."),
+        str, Option("--cache", metavar="SIZE", help="Decoded blocks kept in memory.")
     ] = "64MiB",
     verify: Annotated[
         Verify,

@@ -22,8 +22,7 @@ def pin(
     session: Session,
     revision: Revision,
     raw: Annotated[
-        bool,
-        Option("--raw", help="Raw and in file order: required, as the only form there is."),
+        bool, Option("--raw", help="Raw and in file order: required, as the only form there is.")
     ] = False,
     threads: Threads = None,
 ) -> None:

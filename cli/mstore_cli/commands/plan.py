@@ -65,10 +65,7 @@ def plan(
             "--measure", help="With --sweep: also measure the real error; reads all experts once."
         ),
     ] = False,
-    svg: Annotated[
-        Path | None,
-        drawing(help="With --sweep: also draw it to FILE, as SVG."),
-    ] = None,
+    svg: Annotated[Path | None, drawing(help="With --sweep: also draw it to FILE, as SVG.")] = None,
 ) -> None:
     """Choose what a merge reads, and print its cost and error.
 

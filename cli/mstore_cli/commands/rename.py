@@ -18,12 +18,7 @@ from mstore_cli.session import Session
 def rename(
     session: Session,
     old: Annotated[
-        str,
-        Argument(
-            metavar="OLD",
-            help="A branch or tag.",
-            autocompletion=completion.refs,
-        ),
+        str, Argument(metavar="OLD", help="A branch or tag.", autocompletion=completion.refs)
     ],
     new: Annotated[str, Argument(metavar="NEW", help="Its new name.")],
 ) -> None:

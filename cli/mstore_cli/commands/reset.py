@@ -17,8 +17,7 @@ from mstore_cli.session import Session
 def reset(
     session: Session,
     name: Annotated[
-        str,
-        Argument(metavar="NAME", help="The branch.", autocompletion=completion.ever),
+        str, Argument(metavar="NAME", help="The branch.", autocompletion=completion.ever)
     ],
     revision: Revision,
     expect: Annotated[

@@ -41,8 +41,7 @@ def serve(
         ),
     ] = None,
     connections: Annotated[
-        int,
-        Option("--connections", metavar="N", help="Requests at once; more get status 503."),
+        int, Option("--connections", metavar="N", help="Requests at once; more get status 503.")
     ] = CONNECTIONS,
     timeout: Annotated[
         float,

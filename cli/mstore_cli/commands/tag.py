@@ -19,8 +19,7 @@ COLUMNS = (Column("TAG", style="green"), Column("SNAPSHOT", style="yellow"), Col
 def tag(
     session: Session,
     name: Annotated[
-        str | None,
-        Argument(metavar="NAME", help="The new tag; alone, a pattern of tags."),
+        str | None, Argument(metavar="NAME", help="The new tag; alone, a pattern of tags.")
     ] = None,
     revision: MaybeRevision = None,
 ) -> None:

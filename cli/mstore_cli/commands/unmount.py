@@ -24,8 +24,7 @@ def unmount(
         bool, Option("--all", help="Every mount of this user, of all stores.")
     ] = False,
     lazy: Annotated[
-        bool,
-        Option("--lazy", help="At once; files that are open stay readable until closed."),
+        bool, Option("--lazy", help="At once; files that are open stay readable until closed.")
     ] = False,
 ) -> None:
     """End a mount, or remove one whose process died."""
