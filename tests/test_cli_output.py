@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.terms.ids import SnapshotId
-from mstore.terms.report import plain
+from mstore.terms.report import Report, plain
 from mstore_cli.output import Column, Mode, Output, Screen, near, printable, short
 
 ONE = SnapshotId(b"\xab" * 32)
@@ -25,8 +24,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(Report, frozen=True):
     """A report like those of the library."""
 
     snapshot: SnapshotId

@@ -120,7 +120,7 @@ def test_contradiction_across_the_verb(line: list[str], capsys: pytest.CaptureFi
         (["add", "", "--name", "m"], "'PATH': a path cannot be empty", "mstore add --help"),
         (["add", "a", "", "--name", "m"], "'PATH': a path cannot be empty", "mstore add --help"),
         (["checkout", "m", ""], "'DIR': a path cannot be empty", "mstore checkout --help"),
-        (["mount", "m", ""], "'DIR': a path cannot be empty", "mstore mount --help"),
+        (["mount", "m", ""], "empty value for DIR", "mstore mount --help"),
         (
             ["mount", "m", "d", "--driver", "x"],
             "'--driver': 'x' is not one of 'fuse', 'erofs', 'auto'",
