@@ -57,9 +57,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def make(path: Path, experts: int) -> None:
     """A store whose index, records and statistics are those of such a family."""
     from mstore.blocks.packs import Entry, Kind, SealedPack
-    from mstore.models.stats.digests import digest
     from mstore.models.stats.store import StatsStore
-    from mstore.models.stats.table import MeasuredPair
+    from mstore.models.stats.table import MeasuredPair, digest
     from mstore.store import refs
     from mstore.store.catalog import Catalog
     from mstore.store.objects.manifest import SAFETENSORS, File, Manifest, Part

@@ -30,7 +30,8 @@ from measure import drop_cache, keep, machine, options, run, spread
 from mstore.blocks import location, segments
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, Entry, Kind
-from mstore.blocks.segments import FIELDS, ROW, Rows, Segment, Segments
+from mstore.blocks.segment import FIELDS, ROW, Rows, Segment, write
+from mstore.blocks.segments import Segments
 from mstore.terms.ids import ID_BYTES, PackId
 
 BLOCKS = 10_000_000
@@ -83,7 +84,7 @@ def make_segments(path: Path, parts: int, count: int) -> Figures:
     began = time.perf_counter()
     for part in range(parts):
         rows = rows_of(part, count)
-        id = segments.write(path, packs_of(part, count), iter([rows]), count)
+        id = write(path, packs_of(part, count), iter([rows]), count)
         assert id is not None
         written.append(Segment(path, id))
     seconds_to_write = time.perf_counter() - began

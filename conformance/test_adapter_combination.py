@@ -38,7 +38,7 @@ from torch import Tensor
 from mstore import MergeRequest
 from mstore.api.reports import CombineReport
 from mstore.merge.arithmetic import masks
-from mstore.merge.arithmetic.random import mask_key
+from mstore.merge.arithmetic.masks import mask_key
 from mstore.terms.errors import Incompatible
 
 SEED = 11

@@ -15,7 +15,7 @@ from subject import replay
 from test_elementwise import minus_zeros, outputs
 
 from mstore.merge.arithmetic import masks
-from mstore.merge.arithmetic.random import mask_key
+from mstore.merge.arithmetic.masks import mask_key
 
 CASES = [
     Case(method, *others)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mstore.api import Snapshot, Store
+    from mstore.terms import __version__
     from mstore.terms.errors import (
         BadCheckpoint,
         BadName,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from mstore.terms.ids import BlockId, ManifestId, NoteId, PlanId, SnapshotId, TensorId
     from mstore.terms.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
     from mstore.terms.sizes import Budget
-    from mstore.terms.version import __version__
 
 __all__ = [
     "BadCheckpoint",
@@ -80,7 +80,7 @@ _MODULES = {
         *("TokenRow", "Vocabulary"),
     ),
     "mstore.terms.sizes": ("Budget",),
-    "mstore.terms.version": ("__version__",),
+    "mstore.terms": ("__version__",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

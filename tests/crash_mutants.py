@@ -188,7 +188,7 @@ def list_directory_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 def condemned_for_ever(patch: pytest.MonkeyPatch) -> None:
     """What is condemned is never removed."""
-    patch.setattr("mstore.store.unnamed.sweep", lambda layout, index, packs: [])
+    patch.setattr("mstore.store.unnamed_packs.sweep", lambda layout, index, packs: [])
 
 
 def removals_not_synced(patch: pytest.MonkeyPatch) -> None:

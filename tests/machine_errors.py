@@ -20,9 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Now: numpy's import, if it fails half way without descriptors, cannot be repeated in a process.
-import numpy as np  # noqa: F401
-
 from mstore import Store
 from mstore.terms.errors import MstoreError, Unavailable
 
@@ -116,6 +113,11 @@ def tried(doing: str, path: Path, other: Path, more: int | None) -> dict[str, An
 def main(doing: str, path: Path, other: Path, machine: str = "") -> None:
     if machine == "kernels":
         without_kernels()
+    elif machine == "files":
+        # What decodes is imported now: that is not what is tried, and an import that fails half way
+        # for want of descriptors, in one thread of two, is another error or cannot be repeated.
+        with Store.open(path) as store:
+            read(store)
     answers = []
     for more in range(MOST_FILES) if machine == "files" else (None,):
         answers.append(tried(doing, path, other, more))

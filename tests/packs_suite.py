@@ -190,7 +190,7 @@ class PacksSuite(ABC):
 
     def test_there_is_room(self, packs: Packs) -> None:
         """A place tells how many bytes it takes."""
-        assert packs.room() > 0
+        assert packs.free_bytes() > 0
 
     # -- abilities ---------------------------------------------------------------------------
 

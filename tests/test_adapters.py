@@ -12,7 +12,6 @@ from typing import Any
 
 import adapters
 import families
-import msgspec
 import numpy as np
 import pytest
 import reference
@@ -433,7 +432,7 @@ def test_settings_that_cannot_be_applied(
 
 def _without(name: str) -> Adapter:
     one = _adapter(1, 4, [Q0])
-    return msgspec.structs.replace(one, whole={name: np.zeros(3, dtype=np.float32)})
+    return dataclasses.replace(one, whole={name: np.zeros(3, dtype=np.float32)})
 
 
 MISFITS: list[tuple[Adapter, str]] = [

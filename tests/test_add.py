@@ -28,7 +28,7 @@ from mstore.terms.errors import (
     NotFound,
     StorageFailed,
 )
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 FAMILY = families.layered(rows=100)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.terms.ahead import in_groups, in_order
+from mstore.store.ahead import in_groups, in_order
 
 
 @pytest.fixture(scope="module")

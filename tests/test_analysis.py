@@ -17,7 +17,7 @@ from mstore.models.stats.table import DeltaTable
 from mstore.store.models import tensors_of
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 from mstore.terms.ids import TensorId
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 FAMILY = families.layered(rows=70)
 WITHOUT = {"model.empty", "model.inv_freq", "model.steps"}

@@ -488,7 +488,7 @@ def test_a_snapshot_is_a_revision(store: Store, tmp_path: Path) -> None:
     one: Any = expert
     with pytest.raises(BadRequest, match="experts are a list"):
         store.plan(MergeRequest(base=base, experts=one, method="linear"))
-    with pytest.raises(BadRequest, match="names must be a list"):
+    with pytest.raises(BadRequest, match="names of tensors are a list"):
         base.load(one)
 
 
@@ -663,10 +663,8 @@ def test_other_types_are_refused(store: Store) -> None:
         with pytest.raises(BadRequest, match="an expert is a revision, or a pair"):
             store.plan(MergeRequest(base="llama/base", experts=[pair], method="linear"))
     number: Any = 7
-    with pytest.raises(BadRequest, match="must be text"):
+    with pytest.raises(BadName, match="it is no text"):
         store.tag(number, "llama/base")
-    with pytest.raises(BadRequest, match="must be a path"):
-        made.read(7)
     assert made.read(Path("config.json")) == made.read("config.json")
 
 

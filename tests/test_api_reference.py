@@ -59,7 +59,7 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_every_error_and_report_is_there() -> None:
     """Each class of errors and of reports has a section."""
     own = {
-        name
+        f"mstore.{name}"
         for name, kind in vars(errors).items()
         if inspect.isclass(kind) and kind.__module__ == errors.__name__
     }

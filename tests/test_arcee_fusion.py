@@ -15,7 +15,7 @@ from families import Family
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store
-from mstore.merge.arithmetic.importance import divergences, importances
+from mstore.merge.methods.arcee_fusion import divergences, importances
 from mstore.merge.methods.registry import operation
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest

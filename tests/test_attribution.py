@@ -18,7 +18,7 @@ from mstore.merge.analysis import blame as blame_module
 from mstore.store.objects.plan import READ, SHARED, Plan
 from mstore.store.objects.shapes import layers_of
 from mstore.terms.errors import BadRequest, NotFound
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Double = np.ndarray[Any, np.dtype[np.float64]]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mstore.blocks.packs import Kind
 from mstore.store.objects.canonical import DEFAULT_LIMITS, Record, RecordLimits, decode
-from mstore.store.objects.coverage import Coverage, TensorCoverage, bit, bitmap
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.note import KINDS, LINK, REMOVAL, SIGNATURE, VALUE, Note, packed
 from mstore.store.objects.plan import (
+    Coverage,
     Criteria,
     Mixture,
     Plan,
@@ -25,7 +25,10 @@ from mstore.store.objects.plan import (
     PlanOperation,
     PlanTensor,
     Taken,
+    TensorCoverage,
     Threshold,
+    bit,
+    bitmap,
 )
 from mstore.store.objects.snapshot import BASE, MADE, PREVIOUS, Origin, Parent, SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor

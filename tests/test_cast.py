@@ -25,9 +25,9 @@ from safetensors import safe_open
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.merge.planning.sense import FAR
-from mstore.models.casting import streaming
-from mstore.models.casting.scales import Scale, apply
+from mstore.merge.planning.warnings import FAR
+from mstore.models import cast as casting
+from mstore.models.scales import Scale, apply
 from mstore.numeric.casts import narrowed, widened
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
@@ -262,7 +262,7 @@ def test_a_scaled_weight_becomes_what_it_stands_for(
     store: Store, tmp_path: Path, form: str, kind: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each element is its product with its scale in float32, rounded; scales are gone."""
-    monkeypatch.setattr(streaming, "_GROUP_BYTES", BLOCK)
+    monkeypatch.setattr(casting, "_GROUP_BYTES", BLOCK)
     suffix, shape, grid, stated = FORMS[form]
     weight = normal(*shape).astype(KINDS[kind])
     scale = np.abs(normal(*grid, seed=1)).astype(np.float32)
@@ -293,7 +293,7 @@ def test_a_long_weight_is_cast_in_pieces(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of blocks end within rows and within blocks of scales, and never hold the tensor."""
-    monkeypatch.setattr(streaming, "_GROUP_BYTES", BLOCK)
+    monkeypatch.setattr(casting, "_GROUP_BYTES", BLOCK)
     weight = normal(1000, 333).astype(KINDS["F8_E4M3"])
     scale = np.abs(normal(8, 3, seed=1))
     tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "b": normal(900, 300)}

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 from mstore import MergeRequest
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
-from mstore.merge.methods.combinations.layered import Layered
 from mstore.merge.methods.combinations.mixed import Mixed
+from mstore.merge.methods.lines import Layered
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import operation
-from mstore.merge.planning.pairs import _without_nan
 from mstore.merge.planning.planner import Planner
 from mstore.merge.planning.request import resolve
-from mstore.merge.planning.surveyed import KEEPS_NONE, ExpertTensor, Survey, SurveyedTensor
+from mstore.merge.planning.statistics import _without_nan
+from mstore.merge.planning.survey import KEEPS_NONE, ExpertTensor, Survey, SurveyedTensor
 from mstore.models.stats import deltas
 from mstore.models.stats.histogram import Histogram, select
 from mstore.store.models import Input

@@ -26,12 +26,11 @@ from mstore.blocks.schema import CONDEMNED, PRUNED
 from mstore.store import mirror, refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import Manifest
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import BRANCH, Ref
+from mstore.store.refs import BRANCH, Ref, refs_in
 from mstore.terms.errors import BadRequest, Corrupt, Incompatible
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import as_phrase, call
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 
 @pytest.fixture(scope="module")

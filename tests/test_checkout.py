@@ -36,7 +36,7 @@ from mstore.terms.errors import (
     StorageFailed,
 )
 from mstore.terms.ids import SnapshotId
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 FAMILY = families.layered(rows=60)
 

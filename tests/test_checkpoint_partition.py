@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.checkpoint.partition import block_count, partition
+from mstore.store.objects.tensor import block_count, partition
 
 
 @given(st.integers(0, 5000), st.integers(1, 700))

@@ -14,8 +14,8 @@ from cli_runs import Program
 
 from mstore.numeric.levels import runnable
 from mstore.numeric.passes import Pass
+from mstore.terms import __version__
 from mstore.terms.errors import Unavailable
-from mstore.terms.version import __version__
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_a_command_imports_no_other(store: Program) -> None:
 def test_version() -> None:
     """--version, -V and `version` print the version of the library; --version also among options
     and before a command."""
-    from mstore.terms.version import __version__
+    from mstore.terms import __version__
 
     for words in (
         *(["--version"], ["-V"], ["version"]),

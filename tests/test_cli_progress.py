@@ -12,7 +12,7 @@ from checkpoints import write_safetensors
 from cli_runs import Program, Terminal
 from test_cli_process import command, on_terminal
 
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 from mstore_cli.progress import WINDOW_SECONDS, Rate, bar
 
 MIB = 1 << 20

@@ -16,8 +16,8 @@ import pytest
 
 from mstore import MergeRequest, Store, TensorRule
 from mstore.merge.measures import NEEDS_ANALYSIS
-from mstore.merge.planning import noop, stored_texts
-from mstore.store.objects.shapes import told_difference
+from mstore.merge.planning import tensors, validate
+from mstore.store.objects.shapes import difference_hint
 from mstore.terms.phrases import Call, Option, Phrase, Text, as_phrase, call, phrase
 from mstore.terms.report import plain
 from mstore_cli.command import find
@@ -55,12 +55,12 @@ FLAGS = {name: {option for one in find(name).params for option in one.opts} for 
         (call("tensors", "REF"), "store.tensors(REF)", "mstore ls --tensors REF"),
         (call("plan", "..."), "store.plan(...)", "mstore plan ..."),
         (
-            told_difference("base", "a b"),
+            difference_hint("base", "a b"),
             "store.diff('base', 'a b'); skip=[PATTERN] leaves tensors out",
             "mstore diff base 'a b'; --skip PATTERN leaves tensors out",
         ),
         (
-            noop._ALLOW,
+            validate._ALLOW,
             "allow_noop=True merges it all the same",
             "--allow-noop merges it all the same",
         ),
@@ -80,15 +80,15 @@ def test_options_of_merges(text: Text, python: str, typed: str) -> None:
 @pytest.mark.parametrize(
     ("stored", "python"),
     [
-        (stored_texts.NOT_AMONG_ONLY, "not among only"),
-        (stored_texts.skipped("lm_head.weight"), "skip=['lm_head.weight']"),
-        (stored_texts.AT_EDGES, stored_texts.AT_EDGES.replace("--no-analyze", "analyze=False")),
+        (tensors.NOT_AMONG_ONLY, "not among only"),
+        (tensors.skipped("lm_head.weight"), "skip=['lm_head.weight']"),
+        (tensors.AT_EDGES, tensors.AT_EDGES.replace("--no-analyze", "analyze=False")),
         ("dtype I64 is not merged", "dtype I64 is not merged"),
     ],
 )
 def test_texts_of_stored_plans(stored: str, python: str) -> None:
     """What plans keep at rest is told to people as it is stored, and to callers in their words."""
-    told = stored_texts.phrased(stored)
+    told = tensors.phrased(stored)
     assert (told, as_phrase(told).spelled(Typed())) == (python, stored)
 
 

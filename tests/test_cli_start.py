@@ -22,17 +22,17 @@ MODULES = {
     "mstore": "fs snapshots store terms",
     "mstore.snapshots": "lineage notes",
     "mstore.terms": "errors ids phrases report sizes",
-    "mstore.api": "adding arguments keeping merging naming open_store reading snapshot",
+    "mstore.api": "adding keeping merging naming open_store reading snapshot",
     "mstore.blocks": (
-        "address_space codecs index lmdb_check lmdb_copy lmdb_env lmdb_pages lmdb_table "
+        "codecs index lmdb_check lmdb_copy lmdb_env lmdb_files lmdb_pages lmdb_table "
         "lmdb_types location meter pack_files pack_store packs reader schema tables"
     ),
     "mstore.checkpoint": "dtypes models paths",
     "mstore.fs": "disks files locks rights roots trees",
-    "mstore.store.objects": "canonical coverage manifest note plan snapshot tensor",
+    "mstore.store.objects": "canonical manifest note plan snapshot tensor",
     "mstore.store": (
         "caches catalog config contents generation layout leases listing mirror models not_finite "
-        "objects pack_list ref_store refs revisions sealed_text"
+        "objects pack_list payloads refs revisions sealed_text"
     ),
     "mstore_cli": (
         "command commands completion errors graph main options output session signers sizes "
@@ -101,9 +101,9 @@ def test_json_imports_no_more(command: str, store: Program) -> None:
 
 # What merges by options do not need: each is milliseconds.
 NOT_FOR_A_MERGE = {
-    *("mstore.snapshots.add", "mstore.models.casting.scales", "mstore.models.stats.analysis"),
+    *("mstore.snapshots.add", "mstore.models.scales", "mstore.models.stats.analysis"),
     *("mstore.checkpoint.directory", "mstore.checkpoint.header", "mstore.checkpoint.tree"),
-    *("mstore.merge.methods.dare_ties", "mstore.merge.measures.facts"),
+    *("mstore.merge.methods.sums", "mstore.merge.measures.facts"),
     *("mstore.merge.planning.recipes", "mstore.merge.planning.stack", "mstore.merge.recipes.parse"),
     "tomllib",
 }
@@ -118,5 +118,5 @@ def test_a_merge_imports_only_what_it_uses(store: Program, tmp_path: Path) -> No
     store.succeed("config", "codec", "raw")
     words = ("--base", "base", "--expert", "tuned", "--method", "ties", "--name", "n")
     found = imported("--store", store.store, "merge", *words)
-    assert "mstore.merge.methods.ties" in found
+    assert "mstore.merge.methods.elections" in found
     assert found & NOT_FOR_A_MERGE == set()

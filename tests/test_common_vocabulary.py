@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store, Vocabulary
-from mstore.models.vocabulary.common import kept_tokens, reduced
+from mstore.models.vocabulary.target import kept_tokens, reduced
 from mstore.models.vocabulary.tokenizer import parse
 from mstore.terms.errors import Incompatible
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_budget import Place, make
 
 from mstore import MergeRequest
-from mstore.merge.arithmetic.agreement import agreed
+from mstore.merge.methods.consensus import agreed
 from mstore.merge.methods.registry import operation
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest

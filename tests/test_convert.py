@@ -22,8 +22,8 @@ import pytest
 from later import Later
 
 import mstore
-from mstore.checkpoint.convert import conversion
-from mstore.checkpoint.convert.conversion import (
+from mstore.checkpoint import conversion
+from mstore.checkpoint.conversion import (
     Conversion,
     ConversionLimits,
     convert,
@@ -485,7 +485,7 @@ program.main()
 """
 PARENT = """
 import pathlib, sys, mstore
-from mstore.checkpoint.convert import conversion
+from mstore.checkpoint import conversion
 conversion.PROGRAM = pathlib.Path(sys.argv[3])
 with mstore.Store.open(sys.argv[1]) as store:
     store.add(sys.argv[2], name="m", convert=conversion.ConversionLimits())
@@ -520,9 +520,9 @@ def test_nothing_imports_the_child(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
     program = (
         "import sys; from pathlib import Path\n"
-        "from mstore.checkpoint.convert.conversion import ConversionLimits, convert\n"
+        "from mstore.checkpoint.conversion import ConversionLimits, convert\n"
         "convert(Path(sys.argv[1]), Path(sys.argv[2]), limits=ConversionLimits())\n"
-        "assert not {'torch', 'mstore.checkpoint.convert.program'} & sys.modules.keys()\n"
+        "assert not {'torch', 'mstore.checkpoint.conversion_program'} & sys.modules.keys()\n"
     )
     (tmp_path / "scratch").mkdir()
     command = [sys.executable, "-c", program, str(tmp_path / "x.pt"), str(tmp_path / "scratch")]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
 from mstore.merge.arithmetic import masks
-from mstore.merge.arithmetic.random import mask_key
+from mstore.merge.arithmetic.masks import mask_key
 from mstore.models.stats.chunks import whole_rows
 from mstore.terms.errors import BadRequest
 

@@ -17,7 +17,7 @@ from families import BLOCK, Arrays
 from mstore import Store
 from mstore.api.reports import DiffReport, TensorDiff
 from mstore.store.catalog import Catalog
-from mstore.store.objects.tensor import Tensor as TensorRecord
+from mstore.terms.ids import TensorId
 
 FAMILY = families.layered(rows=60)
 
@@ -54,14 +54,14 @@ def test_records_are_read_together(store: Store, monkeypatch: pytest.MonkeyPatch
     """Records of tensors are not looked up one by one; the index of a sharded model is read."""
     wanted = store.diff("base", "e0")
     alone: list[object] = []
-    decoded = Catalog._decoded
+    read = Catalog.record_bytes
 
-    def counted(self: Catalog, kind: Any, id: Any, location: Any) -> Any:
-        if kind is TensorRecord:
+    def counted(self: Catalog, id: Any, location: Any) -> Any:
+        if isinstance(id, TensorId):
             alone.append(id)
-        return decoded(self, kind, id, location)
+        return read(self, id, location)
 
-    monkeypatch.setattr(Catalog, "_decoded", counted)
+    monkeypatch.setattr(Catalog, "record_bytes", counted)
     with Store.open(store.path) as again:
         assert again.diff("base", "e0") == wanted
     assert len(alone) == 1

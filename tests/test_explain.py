@@ -17,8 +17,8 @@ from families import BLOCK
 from mstore import MergeRequest, Store
 from mstore.api.reports import ExpertShare, MergeReport, PlanReport
 from mstore.merge.arithmetic import kernels
-from mstore.merge.methods.method import Combination
-from mstore.store.objects.coverage import Coverage, bit, bitmap
+from mstore.merge.methods.combination import Combination
+from mstore.store.objects.plan import Coverage, bit, bitmap
 from mstore.terms.errors import BadRequest, NotFound
 
 FAMILY = families.layered(rows=100)

@@ -18,8 +18,7 @@ from msgspec import structs
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store, TensorRule, Vocabulary
-from mstore.merge.arithmetic.informed import sums_of
-from mstore.merge.methods.combinations.informed import FISHER
+from mstore.merge.methods.fisher import ROLE, sums_of
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.validate import check_fits
 from mstore.store.models import tensors_of
@@ -481,7 +480,7 @@ def test_a_plan_that_reads_one_without_the_other_is_refused(place: Place) -> Non
     lacking = {name: one for name, one in place.family.fishers[0].items() if name != "b"}
     families.write_checkpoint(place.root / "lacks-b", lacking)
     place.store.add(place.root / "lacks-b", name="lacks-b")
-    other = PlanInput(FISHER, 1, place.store["lacks-b"].manifest)
+    other = PlanInput(ROLE, 1, place.store["lacks-b"].manifest)
     inputs = (*plan.inputs[:4], other, *plan.inputs[5:])
     with pytest.raises(BadRequest, match="does not fit this tensor"):
         check_fits(place.store._catalog, structs.replace(plan, inputs=inputs))
@@ -493,7 +492,7 @@ def test_a_plan_of_other_companions_is_refused(place: Place) -> None:
     plan = place.store._catalog.record(Plan, made.plan)
     base, *experts = plan.inputs[:4]
     fishers = plan.inputs[4:]
-    assert [(one.role, one.of) for one in fishers] == [(FISHER, 1), (FISHER, 2), (FISHER, 3)]
+    assert [(one.role, one.of) for one in fishers] == [(ROLE, 1), (ROLE, 2), (ROLE, 3)]
     merge, of_base = (structs.replace(fishers[0], of=of) for of in (None, 0))
     for companions in ((), fishers[:2], fishers[1:], (merge, *fishers), (of_base, *fishers)):
         changed = structs.replace(plan, inputs=(base, *experts, *companions))

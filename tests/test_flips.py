@@ -42,6 +42,8 @@ TOGETHER = 40
 """Flips, none of which fsck finds, that are looked at together first."""
 DATA = "index/data.mdb"
 MIRROR = "refs/mirror"
+PACK_HEADER = 48
+"""Bytes of a pack's header; padding follows."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 UNCHECKED = {
@@ -230,26 +232,26 @@ def ask(store: Path, way: str, tasks: Sequence[Sequence[Flip]], workers: int = 2
     processes = []
     for share in shares:
         code = "import sys, test_flips; test_flips.nursery(sys.argv[1])"
+        # Not a pipe: the others would wait until the first one's answers are read.
+        answered = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed below
         with tempfile.TemporaryFile("w+") as lines:
             for flips in share:
                 told = [[flip.file, flip.offset, flip.bits] for flip in flips]
                 print(json.dumps([way, told]), file=lines)
             lines.seek(0)
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", code, str(store)],
-                    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                    stdin=lines,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(store)],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=lines,
+                stdout=answered,
             )
+            processes.append((process, answered))
     answers: list[Any] = [None] * len(tasks)
-    for number, process in enumerate(processes):
-        assert process.stdout is not None
-        with process:
-            found = [json.loads(line) for line in process.stdout]
-        assert process.returncode == 0
+    for number, (process, answered) in enumerate(processes):
+        assert process.wait() == 0
+        answered.seek(0)
+        with answered:
+            found = [json.loads(line) for line in answered]
         assert len(found) == len(shares[number])
         answers[number::workers] = found
     return answers
@@ -344,7 +346,7 @@ def _means_nothing(store: Path, flip: Flip) -> bool:
     pack = path.read_bytes()
     entries = read_footer(path).entries
     tail = pack[-64:]
-    used = [(0, 64), (len(pack) - 64, 64)]
+    used = [(0, PACK_HEADER), (len(pack) - 64, 64)]
     used.append((int.from_bytes(tail[:8], "little"), int.from_bytes(tail[8:16], "little")))
     for entry in entries:
         at = flip.offset - entry.offset
@@ -443,12 +445,12 @@ def is_heavy(flip: Flip) -> bool:
     """Bytes on which much depends: small files whole, both ends of packs, LMDB's meta pages."""
     if flip.file == DATA:
         return flip.offset % 4096 < 160 and flip.offset < 8192
-    return not flip.file.startswith("packs/") or flip.offset < 48
+    return not flip.file.startswith("packs/") or flip.offset < PACK_HEADER
 
 
 def is_plain_zero(store: Path, flip: Flip) -> bool:
     """Whether the byte is one of those between a pack's header and its first payload."""
-    return flip.file.startswith("packs/") and 48 <= flip.offset < 4096
+    return flip.file.startswith("packs/") and PACK_HEADER <= flip.offset < 4096
 
 
 def sample(store: Path, every: int, heavy: int, seed: int) -> list[Flip]:

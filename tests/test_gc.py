@@ -21,7 +21,7 @@ from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.api.reports import GcReport
 from mstore.snapshots.checkout import checkout
-from mstore.store import leases, unnamed
+from mstore.store import leases, unnamed_packs
 from mstore.store.models import Input
 from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.store.transaction import Transaction
@@ -220,7 +220,7 @@ def test_condemned_packs_wait_for_who_may_read_them(store: Store, tmp_path: Path
     later = leases.Lease(catalog.layout, catalog.index, "a later one")
     store.add(write(tmp_path / "in", 2), name="b")
     assert not pack.exists()
-    assert unnamed.listed(catalog.index) == []
+    assert unnamed_packs.listed(catalog.index) == []
     later.release()
     sound(store)
 
@@ -371,6 +371,10 @@ def meddle_at(root: Path, what: str, at: int) -> None:
     with store, other:
         with fs.observed(meddler):
             store.gc()
+        if meddler.count <= at:
+            # Ids of packs are random: two in one directory make gc a step or two shorter.
+            assert meddler.count >= at - 3
+            return
         meddler.join()
         refused = isinstance(meddler.error, Conflict | NotFound)
         assert meddler.error is None or (refused and what != "read"), meddler.error

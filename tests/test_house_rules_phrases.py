@@ -27,26 +27,26 @@ EXEMPT = {
         "mstore backup ([0-9]+) ([0-9a-f-]{36})\\n",
     ): "the pattern of that line",
     (
-        "mstore/blocks/lmdb_env.py",
+        "mstore/blocks/lmdb_files.py",
         (
             "run the two one after the other, or with one PID namespace "
             "(docker run --pid=host, or --pid=container:NAME)"
         ),
     ): "flags of docker",
-    ("mstore/checkpoint/hub.py", " --revision {}"): "a flag of the Hub's own program",
+    ("mstore/checkpoint/tree.py", " --revision {}"): "a flag of the Hub's own program",
     ("mstore/store/layout.py", "mstore {} {} {}\n"): "the line of the file format",
     ("mstore/store/mirror.py", "mstore refs 2"): "the first line of the mirror of the refs",
     ("mstore/merge/analysis/exchange.py", "mstore plan 1"): "the first line of a plan as text",
-    ("mstore/terms/version.py", "mstore {}"): "the program that wrote a snapshot, and its version",
+    ("mstore/terms/__init__.py", "mstore {}"): "the program that wrote a snapshot, and its version",
 }
 """Texts that look like commands and are none, with the reason for each."""
 
 DOCUMENTS = {
     # A model card tells people which commands made the model.
-    "mstore/merge/running/papers.py",
+    "mstore/merge/running/model_card.py",
     "mstore/merge/combination/combine.py",
     # A plan's id covers the bytes that versions without phrases wrote.
-    "mstore/merge/planning/stored_texts.py",
+    "mstore/merge/planning/tensors.py",
 }
 """Modules whose texts are kept, in documents and in plans."""
 

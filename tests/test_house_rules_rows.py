@@ -17,7 +17,7 @@ from mstore.blocks import location
 
 WHOLE = {
     "mstore/blocks/index.py": "the index itself",
-    "mstore/blocks/lmdb_env.py": "LMDB",
+    "mstore/blocks/lmdb_files.py": "LMDB",
     "mstore/blocks/lmdb_types.py": "the types of LMDB",
     "mstore/blocks/tables.py": "makes and checks the bytes of any row",
     "mstore/upkeep/backup/source.py": "copies rows as they are",

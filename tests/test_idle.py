@@ -17,7 +17,7 @@ from test_budget import Place, make
 from mstore import MergeRequest, Store
 from mstore.merge.methods.registry import METHODS
 from mstore.merge.planning import warnings
-from mstore.merge.planning.sense import FAR
+from mstore.merge.planning.warnings import FAR
 from mstore.terms.errors import BadRequest
 
 

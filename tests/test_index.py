@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstore.blocks import lmdb_env
+from mstore.blocks import lmdb_table
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_env import Environment
@@ -295,10 +295,10 @@ def test_a_killed_reader_is_forgotten(tmp_path: Path, index: Index) -> None:
     reading = "with env.read():\n    print('inside', flush=True)\n    time.sleep(600)\n"
     with program(reading, tmp_path / "index") as reader:
         assert answer(reader) == "inside"
-        assert str(reader.pid) in index.env._env.readers()
+        assert str(reader.pid) in index.env._files.env.readers()
         reader.send_signal(signal.SIGKILL)
     put(index.env, b"a")
-    assert str(reader.pid) not in index.env._env.readers()
+    assert str(reader.pid) not in index.env._files.env.readers()
 
 
 def test_a_forked_child_opens_its_own(tmp_path: Path, index: Index) -> None:
@@ -324,7 +324,7 @@ def test_a_forked_child_opens_its_own(tmp_path: Path, index: Index) -> None:
         "        own.release()\n"
         "        os._exit(0)\n"
         "    os.wait()\n"
-        "    print(str(os.getpid()) in env._env.readers(), flush=True)\n"
+        "    print(str(os.getpid()) in env._files.env.readers(), flush=True)\n"
         "    print(rows.get(b'a', db=env.databases['refs']), flush=True)\n"
         "print(get(env, b'a'), flush=True)\n"
     )
@@ -445,5 +445,5 @@ def test_an_index_that_was_replaced_is_noticed(tmp_path: Path, index: Index) -> 
 def test_the_lock_file_has_no_holes(tmp_path: Path, index: Index) -> None:
     """LMDB maps its lock file; every page of it is really there, so a full disk cannot bite."""
     status = (tmp_path / "index" / "lock.mdb").stat()
-    assert status.st_size >= lmdb_env.MAX_READERS * 64
+    assert status.st_size >= lmdb_table.MAX_READERS * 64
     assert status.st_blocks * 512 >= status.st_size

@@ -15,7 +15,7 @@ from later import Later
 
 from mstore import Store
 from mstore.api.integrations.transformers import from_pretrained
-from mstore.api.safe_open import TensorSlice
+from mstore.api.load import TensorSlice
 from mstore.store import leases
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, Unavailable
 

@@ -140,4 +140,4 @@ def test_numba_works_once_for_all_levels() -> None:
     assert [[one.name for one in job] for job in found] == [["a", "b"], ["a"], ["b"]]
     for job in found:
         assert all([level for level, _, _ in one.files] == every for one in job)
-        assert {one.source for one in job} <= {None, rans._SOURCES[0]}
+        assert {one.source for one in job} <= {None, in_c[0].sources[0]}

@@ -17,7 +17,7 @@ from msgspec import structs
 from reference import DTYPES, WORDS, Array, Mask, name_of
 
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties, mix_chunk
-from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.arithmetic.masks import mask_keys
 from mstore.merge.methods.registry import find, operation
 from mstore.store.objects.plan import Mixture
 from mstore.terms.errors import BadRequest

@@ -13,7 +13,7 @@ from families import BLOCK, write_checkpoint
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.merge.planning import compared
+from mstore.merge.planning import costs
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.session import Planning
 from mstore.models.stats.store import StatsStore
@@ -263,7 +263,7 @@ def test_tensors_compared_together_are_as_those_compared_alone(
     with add_all(tmp_path, seed) as store:
         store.add(tmp_path / "e1", name="again", base="base", threads=1)
         together = everything()
-        monkeypatch.setattr(compared, "TOGETHER", 3)
+        monkeypatch.setattr(costs, "TOGETHER", 3)
         assert everything() == together
-        monkeypatch.setattr(compared.Comparer, "compare", lambda self, candidates: None)
+        monkeypatch.setattr(costs.Comparer, "compare", lambda self, candidates: None)
         assert everything() == together

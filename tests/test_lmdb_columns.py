@@ -15,12 +15,10 @@ from mstore.blocks import location_arrays
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_arrays import LOST_BASE, NO_BASE, Columns, Unexpected
+from mstore.blocks.location_arrays import LOST_BASE, NO_BASE, Pages, Unexpected
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import BLOCKS, RECORDS
 from mstore.terms.errors import Corrupt
-
-FORM = (BLOCKS.name, 32, (22, 54))
 
 
 def fill(index: Index, draw: random.Random, rounds: int = 6) -> dict[bytes, bytes]:
@@ -41,15 +39,15 @@ def fill(index: Index, draw: random.Random, rounds: int = 6) -> dict[bytes, byte
 
 
 def gathered(index: Index, transaction: IndexTransaction) -> dict[bytes, bytes]:
-    """All rows of blocks, by `Columns`."""
-    found = {}
-    for nodes in Columns(index.env, transaction, *FORM).batches():
-        keys = [one.tobytes() for one in nodes.names()]
-        named = nodes.lengths == 54
-        bases = iter(nodes.values(22, 32, named))
-        for key, head, is_named in zip(keys, nodes.values(0, 22), named.tolist(), strict=True):
-            found[key] = head.tobytes() + (next(bases).tobytes() if is_named else b"")
-    return found
+    """All rows of blocks, by `Pages`."""
+    pages = Pages(index, transaction)
+    keys = [one.tobytes() for some in pages.ids() for one in some]
+    rows = []
+    for heads, named, joined in pages.rows():
+        bases = iter([joined[at : at + 32] for at in range(0, len(joined), 32)])
+        for head, is_named in zip(heads, named.tolist(), strict=True):
+            rows.append(head.tobytes() + (next(bases) if is_named else b""))
+    return dict(zip(keys, rows, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -63,9 +61,8 @@ def test_pages_have_the_rows_that_a_cursor_reads(
     with index.env.read() as transaction:
         found = gathered(index, transaction)
         assert list(found.items()) == sorted(rows.items())
-        assert len(Columns(index.env, transaction, *FORM)) == len(rows)
         # Without the other way.
-        monkeypatch.setattr(location_arrays, "_Cursor", None)
+        monkeypatch.setattr(location_arrays, "Cursor", None)
         table = location_arrays.read(index, transaction)[Kind.BLOCK]
     ids = sorted(rows)
     places = {id: number for number, id in enumerate(ids)}
@@ -80,12 +77,12 @@ def test_a_reader_sees_its_own_commit(index: Index) -> None:
     """Rows that another thread commits meanwhile change nothing in an open read transaction."""
     rows = fill(index, random.Random(1))
     with index.env.read() as transaction:
-        columns = Columns(index.env, transaction, *FORM)
-        before = [nodes.names().tobytes() for nodes in columns.batches()]
+        pages = Pages(index, transaction)
+        before = [ids.tobytes() for ids in pages.ids()]
         writer = Thread(target=fill, args=(index, random.Random(2), 8))
         writer.start()
         writer.join()
-        assert [nodes.names().tobytes() for nodes in columns.batches()] == before
+        assert [ids.tobytes() for ids in pages.ids()] == before
         assert gathered(index, transaction) == rows
     with index.env.read() as transaction:
         assert gathered(index, transaction) != rows
@@ -144,7 +141,7 @@ def test_what_is_unexpected_is_read_with_a_cursor(
         held = mmap.mmap(-1, len(whole))
         held[:] = whole[:]
         with index.env.read() as transaction:
-            first = next(Columns(index.env, transaction, *FORM).batches()).names()
+            first = next(Pages(index, transaction).ids())
         at = held.find(first[1].tobytes())
         while at >= 0:
             held[at : at + 32] = bytes(32)

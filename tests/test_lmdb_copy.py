@@ -14,7 +14,7 @@ import pytest
 from small_models import BLOCK, small_model
 
 from mstore import Store, fs
-from mstore.blocks import lmdb_env
+from mstore.blocks import lmdb_files
 from mstore.blocks.lmdb_copy import PrivateCopy
 from mstore.blocks.lmdb_env import Environment
 from mstore.fs import rights
@@ -150,7 +150,7 @@ def test_two_commits_end_an_attempt(
     finally:
         env.release()
     keep_out(monkeypatch)
-    monkeypatch.setattr(lmdb_env, "PrivateCopy", lambda data: copy)
+    monkeypatch.setattr(lmdb_files, "PrivateCopy", lambda data: copy)
     old = Environment(path, ("rows",), create=False)
     monkeypatch.setattr(copy, "is_old", lambda: False)
     old._users = 1
@@ -178,7 +178,7 @@ def test_a_reader_that_falls_behind_reads_what_it_had(
     """Where no newer copy can be had in a moment, the state that was read before is read again."""
     commit(path, 2)
     monkeypatch.setattr(PrivateCopy, "_attempt", lambda self: None)
-    monkeypatch.setattr(lmdb_env, "RENEWAL_PATIENCE", 0.0)
+    monkeypatch.setattr(lmdb_files, "RENEWAL_PATIENCE", 0.0)
     assert seen(foreign) == {1}
     monkeypatch.undo()
     keep_out(monkeypatch)
@@ -189,7 +189,7 @@ def test_a_large_copy_is_not_taken_all_the_time(
     path: Path, foreign: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Taking copies takes at most about a tenth of a reader's time: a dear one is kept a while."""
-    copy = foreign._copy
+    copy = foreign._files.copy
     assert copy is not None
     copy.seconds = 1000.0
     commit(path, 2)
@@ -198,11 +198,11 @@ def test_a_large_copy_is_not_taken_all_the_time(
     assert foreign.follow()
     assert seen(foreign) == {2}
     assert not foreign.follow()
-    copy = foreign._copy
+    copy = foreign._files.copy
     assert copy is not None
     copy.seconds = 1000.0
     commit(path, 3)
-    copy.taken -= lmdb_env._COPY_SHARE * copy.seconds
+    copy.taken -= lmdb_files._COPY_SHARE * copy.seconds
     assert seen(foreign) == {3}
 
 
@@ -260,8 +260,8 @@ def test_a_reader_that_lags_doubts_nothing(tmp_path: Path, monkeypatch: pytest.M
     keep_out(monkeypatch)
     with Store.open(tmp_path / "store") as store:
         env = store._catalog.index.env
-        assert env._copy is not None
-        env._copy.seconds = 1000.0
+        assert env._files.copy is not None
+        env._files.copy.seconds = 1000.0
         program = (
             "import sys; from mstore import Store\n"
             "with Store.open(sys.argv[1]) as store:\n"
@@ -273,7 +273,7 @@ def test_a_reader_that_lags_doubts_nothing(tmp_path: Path, monkeypatch: pytest.M
         assert store.refs() == []
         assert store.doubt() is None
         assert [ref.name for ref in store.refs()] == ["m0", "m1"]
-        env._copy.seconds = 1000.0
+        env._files.copy.seconds = 1000.0
         commands = "store.remove('m0'); store.tag('t', 'm1'); store.gc(reflog_days=0, dead_share=0)"
         program = (
             f"import sys; from mstore import Store\nstore = Store.open(sys.argv[1]); {commands}"

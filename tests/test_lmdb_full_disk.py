@@ -180,7 +180,7 @@ INSIDE = """
 import os, sys
 from pathlib import Path
 from loop_disks import fill, make_room, sync
-from mstore.blocks import lmdb_env
+from mstore.blocks import lmdb_files
 from mstore.blocks.lmdb_env import Environment
 from mstore.terms.errors import StorageFailed
 disk = Path(sys.argv[1])
@@ -195,7 +195,7 @@ def get():
         return int(transaction.get(b"key", db=env.databases["rows"]))
 
 put(1)
-lmdb_env._FULL_PATIENCE = 0.0
+lmdb_files._FULL_PATIENCE = 0.0
 """
 
 
@@ -233,7 +233,7 @@ with env.read() as outer:
 assert get() == 1
 make_room(disk)
 put(2)
-assert get() == 2 and env._copy is None and not lmdb_env._abandoned
+assert get() == 2 and env._files.copy is None and not lmdb_files.abandoned
 try:
     with env.write() as transaction:
         transaction.put(b"key", b"3", db=env.databases["rows"])

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from mstore import fs
-from mstore.blocks import lmdb_env, lmdb_table
+from mstore.blocks import lmdb_files, lmdb_table
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_table import LockTable
 from mstore.fs import disks
@@ -28,7 +28,7 @@ def env(tmp_path: Path) -> Iterator[Environment]:
     put(env, b"1")
     yield env
     env.release()
-    assert not lmdb_env._abandoned
+    assert not lmdb_files.abandoned
 
 
 def put(env: Environment, value: bytes) -> None:
@@ -44,7 +44,7 @@ def get(env: Environment) -> bytes | None:
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """A function that fills and empties the disk, as far as the table can tell."""
-    monkeypatch.setattr(lmdb_env, "_FULL_PATIENCE", 0.0)
+    monkeypatch.setattr(lmdb_files, "_FULL_PATIENCE", 0.0)
     real = fs.is_mappable
 
     def fill(is_full: bool) -> None:
@@ -55,16 +55,16 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 def test_it_finds_the_map_of_lmdb(env: Environment, tmp_path: Path) -> None:
     """The advice is given to the pages that LMDB has mapped, whatever the path is called."""
-    assert env._table is not None
-    assert env._table._advice is not None
+    assert env._files.table is not None
+    assert env._files.table._advice is not None
     odd = tmp_path / "two\nlines and ü"
     (odd / "x").mkdir(parents=True)
     (tmp_path / "link").symlink_to(odd)
     other = Environment.acquire(tmp_path / "link" / "x", ())
-    assert other._table is not None
-    assert other._table._advice is not None
-    assert other._table._advice[0].value != env._table._advice[0].value
-    begin, size = (part.value for part in other._table._advice[:2])
+    assert other._files.table is not None
+    assert other._files.table._advice is not None
+    assert other._files.table._advice[0].value != env._files.table._advice[0].value
+    begin, size = (part.value for part in other._files.table._advice[:2])
     maps = Path("/proc/self/maps").read_text()
     assert f"{begin:x}-{begin + size:x} rw-s" in maps
     other.release()
@@ -76,19 +76,19 @@ def test_readers_go_on_and_writers_are_told(env: Environment, full: Callable[[bo
     with env.read() as outer:
         full(True)
         assert get(env) == b"1"
-        assert env._copy is None
+        assert env._files.copy is None
         assert outer.get(b"key", db=env.databases["rows"]) == b"1"
     with pytest.raises(StorageFailed) as refused:
         put(env, b"2")
     assert refused.value.errno == errno.ENOSPC
     assert get(env) == b"1"
-    assert env._copy is not None
+    assert env._files.copy is not None
     with env.read(), env.read() as inner:
         assert inner.get(b"key", db=env.databases["rows"]) == b"1"
-    assert len(lmdb_env._abandoned) == 1
+    assert len(lmdb_files.abandoned) == 1
     full(False)
     assert get(env) == b"1"
-    assert env._copy is None
+    assert env._files.copy is None
     put(env, b"2")
     assert get(env) == b"2"
 
@@ -151,7 +151,7 @@ def test_a_closed_store_can_be_opened_again(tmp_path: Path, full: Callable[[bool
     full(False)
     again = Environment.acquire(path, ("rows",))
     put(again, b"2")
-    assert again._copy is None
+    assert again._files.copy is None
     again.release()
 
 
@@ -180,7 +180,7 @@ def test_an_older_kernel_is_not_asked(env: Environment, monkeypatch: pytest.Monk
     assert table._populate() == errno.EINVAL
     lost = LockTable(env.path / "nowhere", copies=False)
     assert lost._populate() == errno.EINVAL
-    for free, answer in ((fs.ROOM - 1, False), (fs.ROOM, True)):
+    for free, answer in ((fs.SPARE_BYTES - 1, False), (fs.SPARE_BYTES, True)):
         monkeypatch.setattr(disks, "free_bytes", lambda path, free=free: free)
         assert table.is_writable() == lost.is_writable() == answer
         (env.path / "other").write_bytes(b"")
@@ -202,7 +202,7 @@ def test_where_writing_copies_little_room_is_none(
             asked.append(copies)
             return 0
 
-        monkeypatch.setattr(disks, "free_bytes", lambda path, free=free: fs.ROOM + free)
+        monkeypatch.setattr(disks, "free_bytes", lambda path, free=free: fs.SPARE_BYTES + free)
         assert fs.is_mappable(tmp_path, populate, copies=copies) == answer
     assert asked == [True, False]
 

@@ -96,7 +96,7 @@ def test_raw_tensors_are_not_copied(root: Path) -> None:
 def test_one_thread_is_that_of_the_caller(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever allows one thread gets no other; nor does a tensor that one thread reads at once."""
     monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(thread.name))
-    monkeypatch.setattr("mstore.api.safe_open._LEAST_LOADED", 0)
+    monkeypatch.setattr("mstore.api.load._LEAST_LOADED", 0)
     family = layered()
     same(store["tuned"].load(threads=1), dict(family.experts[0]))
     wanted = family.experts[0]["model.embed.weight"]
@@ -105,7 +105,7 @@ def test_one_thread_is_that_of_the_caller(store: Store, monkeypatch: pytest.Monk
 
 def test_one_tensor_is_read_without_a_hold(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading one tensor makes no file in the store, as a hold would; a whole model is held."""
-    monkeypatch.setattr("mstore.api.safe_open._LEAST_LOADED", 0)
+    monkeypatch.setattr("mstore.api.load._LEAST_LOADED", 0)
     made = []
     hold = leases.Hold
 

@@ -19,7 +19,7 @@ from test_vocabulary import tokenizer_json
 
 from mstore import MergeRequest, Store, Vocabulary
 from mstore.blocks.packs import PackId
-from mstore.models.made.files import kept_metadata
+from mstore.models.made import kept_metadata
 from mstore.store.transaction import Transaction
 from mstore.terms.ids import BlockId, SnapshotId
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.merge.arithmetic import masks
-from mstore.merge.arithmetic.random import mask_key
-from mstore.merge.arithmetic.spread import spreads
+from mstore.merge.arithmetic.masks import mask_key
 from mstore.merge.arithmetic.tiles import LANES
+from mstore.merge.methods.sce import spreads
 
 DTYPES = ("BF16", "F16", "F32")
 

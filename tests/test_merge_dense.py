@@ -33,12 +33,11 @@ from mstore.blocks.packs import NO_BASE, PackWriter
 from mstore.blocks.reader import Meter
 from mstore.merge.planning.request import resolve
 from mstore.merge.planning.session import request_key
-from mstore.merge.running.engine import Resources, run_plan
+from mstore.merge.running.engine import RESERVE, Resources, bounds, run_plan
+from mstore.merge.running.finished import Leftovers
 from mstore.merge.running.loading import SPARE_SIDES, Scratch, load, will_need
-from mstore.merge.running.memory import RESERVE, bounds
-from mstore.merge.running.resume import Leftovers
 from mstore.merge.running.slices import batch_chunks
-from mstore.merge.running.task import ChunkTask, Row, Source, Tasks
+from mstore.merge.running.task import ChunkTask, Row, StoredBlock, Tasks
 from mstore.store import leases
 from mstore.store.models import Input
 from mstore.store.objects.manifest import Manifest
@@ -651,7 +650,7 @@ def _one(places: Callable[[str], Place], way: str = "delta") -> tuple[Store, Tas
     return store, tasks, tasks.chunk(tasks.tensor("model.embed.weight"), 1)
 
 
-def _with_row(task: ChunkTask, source: Source) -> ChunkTask:
+def _with_row(task: ChunkTask, source: StoredBlock) -> ChunkTask:
     """The task with another source for its first expert."""
     rows = (Row(task.rows[0].dtype, (source,)), *task.rows[1:])
     return structs.replace(task, rows=rows)
@@ -742,13 +741,15 @@ def test_what_does_not_decode_names_its_block(places: Callable[[str], Place]) ->
     assert base is not None
     other = task.rows[1].sources[0].base or task.base.sources[0]
     assert other.id == base.id
-    wrong = Source(source.id, source.at, _other_base(store, base))
-    elsewhere = Source(source.id, structs.replace(source.at, offset=source.at.offset + 1), base)
-    alone = Source(source.id, source.at, None)
-    short = Source(
+    wrong = StoredBlock(source.id, source.at, _other_base(store, base))
+    elsewhere = StoredBlock(
+        source.id, structs.replace(source.at, offset=source.at.offset + 1), base
+    )
+    alone = StoredBlock(source.id, source.at, None)
+    short = StoredBlock(
         source.id,
         source.at,
-        Source(base.id, structs.replace(base.at, raw_length=base.at.raw_length - 8), None),
+        StoredBlock(base.id, structs.replace(base.at, raw_length=base.at.raw_length - 8), None),
     )
     for bad in (wrong, elsewhere, alone, short):
         with pytest.raises(Corrupt) as found:
@@ -756,11 +757,11 @@ def test_what_does_not_decode_names_its_block(places: Callable[[str], Place]) ->
         assert str(source.id) in (found.value.where or "") or bad is short
 
 
-def _other_base(store: Store, base: Source) -> Source:
+def _other_base(store: Store, base: StoredBlock) -> StoredBlock:
     """Another stored block of the same length that is no delta."""
     for id, at in at_rest(store, "base").items():
         if id != base.id and at.raw_length == base.at.raw_length and at.base == NO_BASE:
-            return Source(id, at)
+            return StoredBlock(id, at)
     raise AssertionError
 
 
@@ -940,7 +941,7 @@ def test_a_virtual_merge_is_read_while_gc_moves_its_inputs(
     family, root = places("bf16").family, places("bf16").root
     junk = np.random.default_rng(1).standard_normal(1 << 20).astype(np.float32)
     families.write_checkpoint(tmp_path / "junk", family.experts[0] | {"junk": junk})
-    moved: list[Source] = []
+    moved: list[StoredBlock] = []
     honest = Tasks.moved
     monkeypatch.setattr(Tasks, "moved", lambda self, one: (moved.append(one), honest(self, one))[1])
     with Store.init(tmp_path / "store", block_size=BLOCK, codec="dense") as store:

@@ -21,10 +21,10 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.api.reports import MergeReport, PlanReport
 from mstore.merge.methods import registry
-from mstore.merge.running import known
-from mstore.merge.running.compute import ALL_FINITE, NotFinite
-from mstore.merge.running.known import Ready, memo_expert_bytes
+from mstore.merge.running import finished
+from mstore.merge.running.finished import KeyedTasks, memo_expert_bytes
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.slices import ALL_FINITE, NotFinite
 from mstore.merge.running.task import Tasks, TensorTask
 from mstore.store.memo import Memo
 from mstore.store.objects.plan import Plan
@@ -76,7 +76,7 @@ class Place:
         promised = memo_expert_bytes(
             self.store._catalog,
             self.store._memo,
-            Ready(self.store._catalog, self.store._catalog.record(Plan, plan.plan)),
+            KeyedTasks(self.store._catalog, self.store._catalog.record(Plan, plan.plan)),
             plan.planned_expert_bytes,
         )
         report = self.store.merge(plan, name=name, **options)
@@ -335,14 +335,14 @@ def test_a_large_plan_keeps_nothing_for_its_merge(
     """What a plan of too many chunks has looked up does not stay in memory."""
     place.merge(place.plan("ties", ["e0", "e1"]), "two")
     plan = place.plan("ties", ["e0", "e1", "e2"])
-    assert place.store._ready is not None
-    states = [one for tensor in place.store._ready.plan.tensors for one in tensor.states]
-    monkeypatch.setattr(known, "MOST", sum(map(len, states)))
+    assert place.store._keyed is not None
+    states = [one for tensor in place.store._keyed.plan.tensors for one in tensor.states]
+    monkeypatch.setattr(finished, "MOST", sum(map(len, states)))
     assert place.plan("ties", ["e0", "e1", "e2"]).plan == plan.plan
-    assert place.store._ready is not None
-    monkeypatch.setattr(known, "MOST", sum(map(len, states)) - 1)
+    assert place.store._keyed is not None
+    monkeypatch.setattr(finished, "MOST", sum(map(len, states)) - 1)
     assert place.plan("ties", ["e0", "e1", "e2"]).memo_expert_bytes == plan.memo_expert_bytes
-    assert place.store._ready is None
+    assert place.store._keyed is None
     assert place.merge(plan, "three").memo_expert_bytes == plan.memo_expert_bytes
 
 

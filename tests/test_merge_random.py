@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import reference
 
+from mstore.merge.arithmetic.masks import mask_key, mask_keys
 from mstore.merge.arithmetic.philox import fill_draws, philox
-from mstore.merge.arithmetic.random import mask_key, mask_keys
 
 # Counter, key and output words of philox 4x32 10 in Random123's file of known answers.
 KNOWN_ANSWERS = [

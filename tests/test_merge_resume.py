@@ -17,7 +17,7 @@ from families import BLOCK, Family
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.merge.running import resume
+from mstore.merge.running import finished
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.store.objects.plan import Plan
 from mstore.store.plans import sources_of
@@ -108,7 +108,7 @@ def interrupt(store: Store, plan: Plan, how: str) -> list[Path]:
         path
         for path in (store.path / "tmp").rglob("*.pack")
         # The last may have been cut short.
-        if resume._rows(path.with_suffix(".receipt"))
+        if finished._rows(path.with_suffix(".receipt"))
     )
 
 

@@ -28,12 +28,11 @@ from mstore.blocks.packs import PAGE
 from mstore.blocks.reader import Meter
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.compute import blend, tie_counts
-from mstore.merge.running.engine import Resources, run_plan
+from mstore.merge.running.engine import RESERVE, Resources, bounds, run_plan
 from mstore.merge.running.loading import Scratch, load
-from mstore.merge.running.memory import RESERVE, bounds
+from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Slice
 from mstore.merge.running.task import Tasks
-from mstore.merge.running.worker import execute
 from mstore.models.stats.chunks import chunk_blocks
 from mstore.store.models import tensors_of
 from mstore.store.objects.plan import READ, SHARED, Plan
@@ -232,7 +231,7 @@ class Unlucky(Executor):
 KILLED = """
 import os, pickle, signal, sys
 from mstore.blocks.packs import PackWriter
-from mstore.merge.running.worker import execute
+from mstore.merge.running.runners import execute
 
 append = PackWriter.append_encoded
 

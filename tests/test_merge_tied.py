@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mstore import MergeRequest, Store
-from mstore.merge.planning.tied import first_names
+from mstore.merge.planning.tensors import first_names
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import TensorId
 

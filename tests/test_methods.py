@@ -489,7 +489,7 @@ def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
 PAIRED = """
 from mstore.merge.methods.combinations.mixed import Mixed
 from mstore.merge.methods.method import Method
-from mstore.merge.methods.selections.whole import Whole
+from mstore.merge.methods.selection import Whole
 from mstore.store.objects.plan import Mixture
 
 

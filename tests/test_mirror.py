@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from mstore.blocks.schema import REFS
 from mstore.store import mirror, refs, sealed_text
 from mstore.store.catalog import Catalog
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import BRANCH, TAG, Ref
+from mstore.store.refs import BRANCH, TAG, Ref, refs_in
 from mstore.terms.errors import Conflict, Corrupt, MstoreError
 from mstore.terms.ids import SnapshotId
 

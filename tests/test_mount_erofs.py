@@ -521,7 +521,7 @@ def test_each_place_of_a_block_is_checked(store: Path) -> None:
         survey = mapping.Survey.of(view, "team/m")
     one = next(p for pieces in survey.files.values() for p in pieces if p.at.codec == Codec.RAW)
     elsewhere = structs.replace(one.at, offset=one.at.offset + 4096)
-    survey.files["again"] = [one._replace(at=elsewhere)]
+    survey.files["again"] = [structs.replace(one, at=elsewhere)]
     assert {place for block, place in survey.raw_blocks() if block == one.block} >= {
         one.at,
         elsewhere,

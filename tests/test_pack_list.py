@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from small_models import BLOCK, small_model
 
 from mstore import Store
-from mstore.store import pack_list, unnamed
+from mstore.store import pack_list, unnamed_packs
 from mstore.store.layout import Layout
 from mstore.terms.errors import Corrupt, MstoreError
 from mstore.terms.ids import PackId
@@ -212,4 +212,4 @@ def test_a_pack_of_another_block_size_is_left_out(root: Path, tmp_path: Path) ->
         assert pack.stem not in packs(root)
     assert any(root.glob(f"lost+found/*/{pack.name}"))
     with Store.open(root) as store:
-        unnamed.empty_aside(store._catalog.layout)
+        unnamed_packs.empty_aside(store._catalog.layout)

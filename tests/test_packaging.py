@@ -17,7 +17,7 @@ from proof_models import model_files, write_files
 
 from mstore.numeric.levels import LEVELS, Level, runnable
 from mstore.numeric.passes import KERNELS
-from mstore.terms.version import __version__
+from mstore.terms import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"mstore", "mstore_fuse", "mstore_serve", "mstore_cli"}

@@ -102,7 +102,7 @@ def test_mode_and_owner_of_a_file_do_not_matter(mode: int, installed: Path) -> N
 
 def test_code_of_other_sources_is_refused(installed: Path, tmp_path: Path) -> None:
     """After any of its sources changed, code is not used, and the error says what to do."""
-    own = halves._SOURCES[0]
+    own = _upper().sources[0]
     sources = (tmp_path / "step.py", tmp_path / "own.py")
     for source in sources:
         shutil.copyfile(own, source)

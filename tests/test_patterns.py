@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.merge.planning.request import Rule, Rules
-from mstore.merge.planning.tied import left_out_names
+from mstore.merge.planning.tensors import left_out_names
 from mstore.merge.recipes.recipe import Condition, Setting
-from mstore.models.adapters.patterns import MAX_PATH, Patterns
+from mstore.models.adapters.config import MAX_PATH, Patterns
 from mstore.store.objects.shapes import chosen, matching, require_matches
 from mstore.terms.errors import Incompatible
 

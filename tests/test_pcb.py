@@ -17,8 +17,8 @@ from families import Arrays, Family
 
 from mstore import MergeRequest, Store
 from mstore.api.reports import PlanReport
-from mstore.merge.arithmetic import competition
 from mstore.merge.measures import deltas
+from mstore.merge.methods import pcb
 from mstore.store.objects.plan import READ, SHARED, Plan
 from mstore.terms.errors import BadRequest
 
@@ -179,7 +179,7 @@ def test_scores_are_rounded_once(count: int) -> None:
     sizes[0, 128] = 64.0
     deltas = [one.astype(np.float32) for one in sizes]
     largest = [float(np.abs(one).max()) for one in deltas]
-    found = competition.singles_of(competition.scores(deltas, largest))
+    found = pcb.singles_of(pcb.scores(deltas, largest))
     wide = [one.astype(np.longdouble) for one in deltas]
     total = np.sum([one.astype(np.float64) for one in deltas], axis=0).astype(np.longdouble)
     for own, d, most in zip(found, wide, largest, strict=True):
@@ -193,8 +193,8 @@ def test_scores_order_as_their_numbers() -> None:
     """Numbers that stand for scores order as these do."""
     rng = np.random.default_rng(4)
     deltas = list(rng.standard_normal((3, 3000)).astype(np.float32))
-    ordered = competition.scores(deltas, [float(np.abs(one).max()) for one in deltas])
-    for numbers, own in zip(ordered, competition.singles_of(ordered), strict=True):
+    ordered = pcb.scores(deltas, [float(np.abs(one).max()) for one in deltas])
+    for numbers, own in zip(ordered, pcb.singles_of(ordered), strict=True):
         assert (np.diff(own[np.argsort(numbers)]) >= 0).all()
         assert len(set(own.tolist())) == len(set(numbers.tolist()))
 

@@ -25,10 +25,9 @@ from mstore.blocks.schema import PINNED
 from mstore.store.catalog import Catalog
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
 from mstore.terms.ids import BlockId, PackId, SnapshotId
-from mstore.terms.progress import Progress
-from mstore.upkeep.pins.pin import pin
-from mstore.upkeep.pins.spots import Spot, is_mappable, layout, of_file, to_copy
-from mstore.upkeep.pins.unpin import unpin
+from mstore.terms.report import Progress
+from mstore.upkeep.pins.pin import pin, unpin
+from mstore.upkeep.pins.positions import Position, is_mappable, positions_in, runs_in, to_copy
 
 NAMES = ("base", "t1", "t2")
 
@@ -62,18 +61,18 @@ def codecs(store: Store) -> dict[BlockId, int]:
     return {block: place.codec for block, place in places(store).items()}
 
 
-def spots(store: Store, name: str) -> dict[str, list[Spot]]:
+def positions(store: Store, name: str) -> dict[str, list[Position]]:
     """The blocks of every file of a snapshot."""
     catalog = store._catalog
     manifest = catalog.manifest(catalog.snapshot(store[name].id).manifest_id())
-    return {file.path: list(of_file(catalog, file)) for file in manifest.files}
+    return {file.path: list(positions_in(catalog, file)) for file in manifest.files}
 
 
 def runs_of(store: Store, name: str) -> dict[str, int]:
     """The runs of each file; fails if a byte of it cannot be mapped."""
     found = {}
-    for file, blocks in spots(store, name).items():
-        lies = layout(blocks, store._catalog.locate([spot.block for spot in blocks]))
+    for file, blocks in positions(store, name).items():
+        lies = runs_in(blocks, store._catalog.locate([position.block for position in blocks]))
         assert lies.unmapped_bytes == 0, file
         found[file] = lies.runs
     return found
@@ -99,7 +98,7 @@ def test_files_are_pieces_of_packs(store: Store) -> None:
     differences, planes or constants."""
     before = codecs(store)
     report = store.pin("t1", raw=True)
-    own = {spot.block for blocks in spots(store, "t1").values() for spot in blocks}
+    own = {position.block for blocks in positions(store, "t1").values() for position in blocks}
     assert {Codec.CONSTANT, Codec.FLOATS, Codec.DELTA} <= {before[block] for block in own}
     assert runs_of(store, "t1") == {"model.safetensors": 1, "config.json": 1}
     for file, data in model_files(7, 1).items():
@@ -118,7 +117,7 @@ def test_nothing_else_changes(store: Store) -> None:
     """Ids, lineage, refs and the places of all other blocks stay; others' differences decode."""
     logged, refs, before = store.log(), store.refs(), places(store)
     store.pin("base", raw=True)
-    own = {spot.block for blocks in spots(store, "base").values() for spot in blocks}
+    own = {position.block for blocks in positions(store, "base").values() for position in blocks}
     assert {one for one, place in places(store).items() if place != before[one]} <= own
     assert [one.snapshot for one in store.log()] == [one.snapshot for one in logged]
     assert [(one.name, one.snapshot) for one in store.refs()] == [
@@ -181,7 +180,7 @@ def test_pinned_neighbours_keep_what_they_share(store: Store) -> None:
     before = places(store)
     report = store.pin("t2", raw=True)
     assert runs_of(store, "t1") == {"model.safetensors": 1, "config.json": 1}
-    shared = {s.block for b in spots(store, "t1").values() for s in b}
+    shared = {s.block for b in positions(store, "t1").values() for s in b}
     assert all(places(store)[block] == before[block] for block in shared)
     assert 0 < report.blocks_copied < report.blocks
     require_whole(store)
@@ -235,7 +234,11 @@ def test_a_full_disk_is_told_first(store: Store, monkeypatch: pytest.MonkeyPatch
 def test_a_damaged_block_stops_it(store: Store) -> None:
     """Every block is checked when it is read: a flipped bit is an error that names the block."""
     before = places(store)
-    block = next(spot for spot in spots(store, "t1")["model.safetensors"] if spot.length > 1000)
+    block = next(
+        position
+        for position in positions(store, "t1")["model.safetensors"]
+        if position.length > 1000
+    )
     place = before[block.block]
     path = Path(store._catalog.packs.where(place.pack))
     path.chmod(0o644)
@@ -294,7 +297,7 @@ def test_damage_found_too_late_says_that_it_is_pinned(
     def fails(*_: object) -> object:
         raise Corrupt("no", where="block x")
 
-    monkeypatch.setattr(pinning, "layout", fails)
+    monkeypatch.setattr(pinning, "runs_in", fails)
     with pytest.raises(Corrupt, match="it is pinned now"):
         store.pin("t1", raw=True)
     assert store.show("t1").pinned
@@ -305,20 +308,20 @@ def test_damage_found_too_late_says_that_it_is_pinned(
 
 def test_a_lost_row_names_its_block(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block whose row goes while unpin runs is named, and nothing is changed."""
-    from mstore.upkeep.pins import unpin as unpinning
+    from mstore.upkeep.pins import pin as pinning
 
     store.pin("t1", raw=True)
     lost: list[BlockId] = []
 
     def loses(catalog: Catalog, candidates: set[BlockId]) -> set[bytes]:
         # The last of its group: an earlier one would be found by its neighbour's bytes.
-        model = spots(store, "t1")["model.safetensors"]
-        lost.append([spot.block for spot in model if spot.block in candidates][-1])
+        model = positions(store, "t1")["model.safetensors"]
+        lost.append([position.block for position in model if position.block in candidates][-1])
         with catalog.index.env.write() as transaction:
             catalog.index.delete_row(transaction, (Kind.BLOCK, lost[0]))
         return set()
 
-    monkeypatch.setattr(unpinning, "_referred", loses)
+    monkeypatch.setattr(pinning, "_referred", loses)
     with pytest.raises(Corrupt) as failed:
         store.unpin("t1")
     assert failed.value.block == lost[0]
@@ -343,12 +346,12 @@ def test_unpin_undoes_pin(store: Store, collected: bool) -> None:
 
 
 def test_unpin_keeps_to_the_setting(store: Store) -> None:
-    """In a store whose setting is raw, unpinning only forgets; constants become constants."""
+    """In a store whose setting is raw, pinning only forgets; constants become constants."""
     store.pin("t1", raw=True)
     store.configure("codec", "raw")
     report = store.unpin("t1")
     assert report.blocks_coded == 1
-    own = {spot.block for blocks in spots(store, "t1").values() for spot in blocks}
+    own = {position.block for blocks in positions(store, "t1").values() for position in blocks}
     assert {codecs(store)[block] for block in own} == {Codec.RAW, Codec.CONSTANT}
 
 
@@ -384,7 +387,7 @@ def test_a_base_is_never_made_a_difference(store: Store, tmp_path: Path) -> None
     """A block that became the base of a difference while it was pinned is coded without a base."""
     store.pin("t1", raw=True)
     tuned(store, tmp_path, "finer")
-    own = {spot.block for blocks in spots(store, "t1").values() for spot in blocks}
+    own = {position.block for blocks in positions(store, "t1").values() for position in blocks}
     assert bases(store) & own
     store.unpin("t1")
     assert all(not Codec(codecs(store)[BlockId(base)]).is_delta for base in bases(store))
@@ -426,7 +429,7 @@ def test_an_add_meanwhile_keeps_its_bases(store: Store, tmp_path: Path) -> None:
     assert report.blocks_coded > 0
     after = codecs(store)
     assert report.blocks_coded == sum(after[block] != before[block] for block in before)
-    own = {spot.block for blocks in spots(store, "t1").values() for spot in blocks}
+    own = {position.block for blocks in positions(store, "t1").values() for position in blocks}
     assert bases(store) & own
     assert all(not Codec(codecs(store)[BlockId(base)]).is_delta for base in bases(store))
     assert store.fsck(read_data=True).problems == ()
@@ -435,9 +438,9 @@ def test_an_add_meanwhile_keeps_its_bases(store: Store, tmp_path: Path) -> None:
 def test_an_outdated_place_is_looked_up_again(store: Store) -> None:
     """A reader that found a difference before its block became raw, and its base a difference,
     reads the block where it lies now."""
-    own = spots(store, "t1")["model.safetensors"]
-    found = store._catalog.locate([spot.block for spot in own])
-    spot, place = next((s, p) for s, p in zip(own, found, strict=True) if any(p.base))
+    own = positions(store, "t1")["model.safetensors"]
+    found = store._catalog.locate([position.block for position in own])
+    position, place = next((s, p) for s, p in zip(own, found, strict=True) if any(p.base))
     store.pin("t1", raw=True)
     catalog = store._catalog
     with catalog.index.env.write() as transaction:
@@ -445,7 +448,7 @@ def test_an_outdated_place_is_looked_up_again(store: Store) -> None:
         row = catalog.index.row(transaction, base)
         assert row is not None
         catalog.index.delete_row(transaction, base)
-    assert BlockId.of(catalog.read_block(spot.block, place)) == spot.block
+    assert BlockId.of(catalog.read_block(position.block, place)) == position.block
     with catalog.index.env.write() as transaction:
         catalog.index.put_row(transaction, base, row)
 
@@ -461,7 +464,7 @@ def test_gc_keeps_runs_and_frees_what_was_replaced(store: Store) -> None:
     store.remove("t1")
     before = runs_of(store, "t2"), codecs(store)
     assert store.gc(dead_share=0.0).packs_rewritten
-    own = {spot.block for blocks in spots(store, "t2").values() for spot in blocks}
+    own = {position.block for blocks in positions(store, "t2").values() for position in blocks}
     assert runs_of(store, "t2") == before[0]
     assert {codecs(store)[block] for block in own} == {Codec.RAW}
     assert contents(store, "t2") == model_files(7, 2)
@@ -544,8 +547,8 @@ def test_repair_makes_a_pinned_store_whole(path: Path, tmp_path: Path) -> None:
     with Store.open(path) as store:
         store.pin("t1", raw=True)
         store.gc(dead_share=0.0)
-        spot = spots(store, "t1")["model.safetensors"][1]
-        place = places(store)[spot.block]
+        position = positions(store, "t1")["model.safetensors"][1]
+        place = places(store)[position.block]
         damaged = Path(store._catalog.packs.where(place.pack))
     damaged.chmod(0o644)
     with damaged.open("r+b") as file:
@@ -635,15 +638,15 @@ def test_others_work_meanwhile(path: Path, tmp_path: Path) -> None:
 def test_memory_is_bounded_by_groups(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """pin and unpin read groups of a few blocks, never a whole file, however large it is."""
     from mstore.upkeep.pins import pin as pinning
-    from mstore.upkeep.pins import spots
+    from mstore.upkeep.pins import positions as positioning
 
     monkeypatch.setattr(pinning, "GROUP_BYTES", BLOCK)
-    monkeypatch.setattr(spots, "GROUP_BYTES", BLOCK)
+    monkeypatch.setattr(positioning, "GROUP_BYTES", BLOCK)
     largest: list[int] = []
     read = pinning._read
 
-    def measured(catalog: Catalog, some: list[Spot], room: memoryview) -> object:
-        largest.append(sum(spot.length for spot in some))
+    def measured(catalog: Catalog, some: list[Position], room: memoryview) -> object:
+        largest.append(sum(position.length for position in some))
         return read(catalog, some, room)
 
     monkeypatch.setattr(pinning, "_read", measured)
@@ -660,7 +663,7 @@ PACKS = [PackId(bytes([number]) * 32) for number in range(3)]
 
 
 @st.composite
-def files(draw: st.DrawFn) -> tuple[list[Spot], list[Location]]:
+def files(draw: st.DrawFn) -> tuple[list[Position], list[Location]]:
     """A file of some blocks, and where they lie: at random, or one after the other."""
     found, where = [], []
     offset = draw(st.integers(0, 2)) * 100
@@ -677,7 +680,7 @@ def files(draw: st.DrawFn) -> tuple[list[Spot], list[Location]]:
             codec = draw(st.sampled_from([Codec.RAW, Codec.RAW, Codec.FLOATS]))
             start = draw(st.integers(1, 60)) * PAGE + draw(st.sampled_from([0, 0, 7])) + offset
             place = Location(draw(st.sampled_from(PACKS)), start, length, length, codec, 1)
-        found.append(Spot(block, offset, length, None, number, PLAIN_BYTES))
+        found.append(Position(block, offset, length, None, number, PLAIN_BYTES))
         where.append(place)
         last, offset = place, offset + length
     return found, where
@@ -686,7 +689,7 @@ def files(draw: st.DrawFn) -> tuple[list[Spot], list[Location]]:
 @given(files(), st.sets(st.integers(0, 9), max_size=3), st.sampled_from([1, 6, 100]))
 @settings(max_examples=300)
 def test_copying_once_is_enough(
-    file: tuple[list[Spot], list[Location]], taken: set[int], long_pages: int
+    file: tuple[list[Position], list[Location]], taken: set[int], long_pages: int
 ) -> None:
     """What is copied is never taken and never copied twice; afterwards each block that is not
     taken lies raw and congruent at its first position, in a run with its neighbours that moved, and
@@ -695,22 +698,22 @@ def test_copying_once_is_enough(
     fixed = {BlockId(bytes([number]) * 32) for number in taken}
     long_run = long_pages * 3 * PAGE
     chosen = to_copy(found, where, fixed, long_run=long_run)
-    moved = [spot.block for spot in chosen]
+    moved = [position.block for position in chosen]
     assert len(moved) == len(set(moved))
     assert not fixed & set(moved)
     places: dict[BlockId, Location] = {
-        spot.block: place for spot, place in zip(found, where, strict=True)
+        position.block: place for position, place in zip(found, where, strict=True)
     }
     end, pack = 2 * PAGE, PackId(bytes([9]) * 32)
-    before: Spot | None = None
-    for spot in chosen:
-        if before is None or before.offset + before.length != spot.offset:
-            end += (spot.offset - end) % PAGE
-        places[spot.block] = Location(pack, end, spot.length, spot.length, Codec.RAW, 1)
-        end += spot.length
-        before = spot
-    after = [places[spot.block] for spot in found]
-    own = {spot.block: number for number, spot in reversed(list(enumerate(found)))}
+    before: Position | None = None
+    for position in chosen:
+        if before is None or before.offset + before.length != position.offset:
+            end += (position.offset - end) % PAGE
+        places[position.block] = Location(pack, end, position.length, position.length, Codec.RAW, 1)
+        end += position.length
+        before = position
+    after = [places[position.block] for position in found]
+    own = {position.block: number for number, position in reversed(list(enumerate(found)))}
     for block, number in own.items():
         if block not in fixed:
             assert is_mappable(found[number], after[number])
@@ -725,7 +728,8 @@ def test_long_runs_stay() -> None:
     """A run that is long enough is not copied, whatever lies beside it."""
     length = 3 * PAGE
     found = [
-        Spot(BlockId(bytes([n]) * 32), n * length, length, None, n, PLAIN_BYTES) for n in range(6)
+        Position(BlockId(bytes([n]) * 32), n * length, length, None, n, PLAIN_BYTES)
+        for n in range(6)
     ]
     where = [Location(PACKS[0], PAGE + n * length, length, length, Codec.RAW, 1) for n in range(6)]
     where[4] = Location(PACKS[0], 0, 10, length, Codec.FLOATS, 2)

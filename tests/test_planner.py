@@ -15,10 +15,10 @@ from msgspec import structs
 
 from mstore import MergeRequest
 from mstore.merge.methods.registry import operation
-from mstore.merge.planning.planner import Planner, Selection
+from mstore.merge.planning.planner import ChosenChunks, Planner
 from mstore.merge.planning.ranking import Ranking, Units
 from mstore.merge.planning.request import Request, resolve
-from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
+from mstore.merge.planning.survey import ExpertTensor, Survey, SurveyedTensor
 from mstore.models.stats.chunk import CHUNK
 from mstore.models.stats.histogram import Threshold
 from mstore.store.models import Input
@@ -96,11 +96,11 @@ def ready(tensors: Survey, request: Request) -> Planner:
     return Planner(structs.replace(tensors, tensors=tuple(own)), request)
 
 
-def select(tensors: Survey, **options: Any) -> Selection:
+def select(tensors: Survey, **options: Any) -> ChosenChunks:
     return ready(tensors, ask(len(tensors.experts), **options)).select()
 
 
-def states(selection: Selection, number: int = 0) -> list[list[int]]:
+def states(selection: ChosenChunks, number: int = 0) -> list[list[int]]:
     return [list(map(int, row)) for row in selection.states[number]]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mstore.models.adapters.low_rank import Factors
 from mstore.models.stats.chunk import CHUNK, Rows, finite
 from mstore.models.stats.deltas import base_squares, measure
-from mstore.models.stats.products import product_rows
+from mstore.models.stats.pairs import product_rows
 from mstore.numeric.codes import ITEMSIZES
 
 Bytes = npt.NDArray[np.uint8]

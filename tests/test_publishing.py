@@ -50,15 +50,14 @@ def publish(catalog: Catalog, packs: NewPacks) -> None:
 
 def test_a_full_pack_is_followed_by_another(catalog: Catalog, tmp_path: Path) -> None:
     """A pack takes what comes until it has reached its size; all that was appended is published,
-    each pack under its own name, and each is told of when it is sealed."""
-    told = []
-    packs = NewPacks(catalog, tmp_path, prefix="r", max_pack=30_000, sealing=told.append)
+    each pack under its own name."""
+    packs = NewPacks(catalog, tmp_path, prefix="r", max_pack=30_000)
     ids = fill(packs, 7)
     publish(catalog, packs)
-    assert packs.sealed == told
-    assert len(told) == 3
+    assert len(packs.sealed) == 3
+    assert packs.bytes_written == sum(pack.size for pack in packs.sealed)
     found = []
-    for pack in told:
+    for pack in packs.sealed:
         footer = read_footer(Path(catalog.packs.where(pack.id)))
         assert footer.id == pack.id
         found += [entry.id for entry in footer.entries]

@@ -19,11 +19,10 @@ from test_budget import Place, make
 from test_kernels import KINDS, _family
 
 from mstore import MergeRequest, Store, TensorRule
-from mstore.merge.arithmetic.agreement import shared_counts
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.measures.estimates import averaged
-from mstore.merge.methods.combinations.averaged import Averaged
 from mstore.merge.methods.method import Operation
+from mstore.merge.methods.ram import Averaged, shared_counts
 from mstore.merge.methods.registry import operation
 from mstore.store.objects.plan import BELOW, Plan
 from mstore.terms.errors import BadRequest

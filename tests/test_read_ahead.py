@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
-from mstore.merge.running.computer import Computer
-from mstore.merge.running.stream import read_ahead
+from mstore.merge.running.compute import Computer, read_ahead
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from mstore.merge.recipes.documents import read_documents
+from mstore.merge.recipes.documents import Entries, Items, Node, read_documents
 from mstore.merge.recipes.parse import parse
-from mstore.merge.recipes.recipe import Entries, Items, Node, YamlLimits
+from mstore.merge.recipes.recipe import YamlLimits
 from mstore.terms.errors import BadRequest
 
 SLERP = """\

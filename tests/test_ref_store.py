@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from mstore.blocks.schema import PRUNED, REFLOG, REFS
 from mstore.store.catalog import Catalog
-from mstore.store.ref_store import RefStore, refs_in
-from mstore.store.refs import BRANCH, REMOTE, TAG, Move, Ref
+from mstore.store.refs import BRANCH, REMOTE, TAG, Move, Ref, RefStore, refs_in
 from mstore.terms.errors import Conflict, Corrupt, NotFound
 from mstore.terms.ids import SnapshotId
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from mstore.store import listing
 from mstore.store.catalog import Catalog
 from mstore.store.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import BRANCH, TAG, Ref, check_name
+from mstore.store.refs import BRANCH, TAG, Ref, check_name, refs_in
 from mstore.store.revisions import Revision, parse
 from mstore.store.transaction import RefMove, Transaction, choose_moves
 from mstore.terms.errors import BadName, MstoreError, NotFound

@@ -20,8 +20,7 @@ from families import Family
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store, TensorRule
-from mstore.merge.arithmetic.angles import arc_cosine, sine
-from mstore.merge.arithmetic.turns import Turn
+from mstore.merge.arithmetic.row_factors import RowFactors, arc_cosine, sine
 from mstore.merge.methods.registry import operation
 from mstore.store.objects.plan import OMITTED, Plan
 from mstore.terms.errors import BadRequest
@@ -380,10 +379,10 @@ def test_angles_are_near_those_of_the_c_library() -> None:
     assert arc_cosine(np.array([1.0])) == 0
 
 
-def turn(method: str, parameters: dict[str, Any]) -> Turn:
+def row_factors(method: str, parameters: dict[str, Any]) -> RowFactors:
     """How a method's factors of rows follow from them."""
-    found = operation(method, parameters, [1.0, 1.0]).turn
-    assert found.code
+    found = operation(method, parameters, [1.0, 1.0]).row_factors
+    assert found is not None
     return found
 
 
@@ -392,7 +391,7 @@ def test_factors_do_not_depend_on_the_processor() -> None:
     rng = np.random.Generator(np.random.PCG64(9))
     parts = np.stack([(rng.integers(-999, 1000, (5, 333)) / 512).astype(np.float32) for _ in "abc"])
     parts[1] += parts[0]
-    slerp = turn("nuslerp", {"nuslerp_flatten": False})
+    slerp = row_factors("nuslerp", {"nuslerp_flatten": False})
     turned = slerp.of_rows(parts[:2], [0.3, 0.4]).view(np.uint32)
     assert turned.tolist() == [
         [1055714271, 1058790990],
@@ -401,6 +400,7 @@ def test_factors_do_not_depend_on_the_processor() -> None:
         [1055897828, 1058891102],
         [1055814838, 1058845853],
     ]
-    shares = turn("model_stock", {"filter_wise": True}).of_rows(parts, [1.0] * 3).view(np.uint32)
+    stock = row_factors("model_stock", {"filter_wise": True})
+    shares = stock.of_rows(parts, [1.0] * 3).view(np.uint32)
     assert shares[:, 0].tolist() == [1043016302, 1042841867, 1041069401, 1043010947, 1044639461]
     assert (shares == shares[:, :1]).all()

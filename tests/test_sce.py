@@ -20,8 +20,8 @@ from test_kernels import KINDS, _family
 from mstore import MergeRequest, Store
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.measures import deltas
-from mstore.merge.methods.combinations.fused import Fused
 from mstore.merge.methods.registry import operation
+from mstore.merge.methods.sce import Fused
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest
 

@@ -51,8 +51,7 @@ from mstore.blocks.tables import Table
 from mstore.models.stats import store as stats
 from mstore.store import listing, memo
 from mstore.store.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import BRANCH, Move, Ref
+from mstore.store.refs import BRANCH, Move, Ref, refs_in
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import ID_BYTES, BlockId, ManifestId, NoteId, PackId, PlanId, SnapshotId
 

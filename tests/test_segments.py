@@ -25,10 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore import fs
-from mstore.blocks import segments
+from mstore.blocks import segment, segments
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, Entry, Kind
-from mstore.blocks.segments import PAGE, Segments
+from mstore.blocks.segment import PAGE
+from mstore.blocks.segments import Segments
 from mstore.terms.errors import Corrupt, Incompatible, MstoreError, StorageFailed, Unreadable
 from mstore.terms.ids import ID_BYTES, PackId, SegmentId
 
@@ -112,7 +113,7 @@ def few_rows_in_memory() -> Iterator[None]:
         patch.setattr(segments, "_GATHERED", 20)
         patch.setattr(segments, "_MERGED", 60)
         patch.setattr(segments, "_MOST_RUNS", 3)
-        patch.setattr(segments, "_MOST_STARTS", 5)
+        patch.setattr(segment, "_MOST_STARTS", 5)
         yield
 
 

@@ -26,8 +26,11 @@ from mstore.store.objects.plan import Plan
 from mstore.terms.errors import MstoreError
 
 LIBRARY = Path(mstore.__file__).parent
-FOLDERS = ("mstore.merge.methods.selections.", "mstore.merge.methods.combinations.")
-BASES = ("selection",)
+METHODS_FOLDER = "mstore.merge.methods."
+CONTRACTS = (
+    *("bounds", "combination", "method", "model", "parameters", "registry", "report"),
+    "selection",
+)
 
 
 def applied(name: str) -> Operation:
@@ -40,14 +43,14 @@ def applied(name: str) -> Operation:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_selection_travels(name: str) -> None:
     """The selection of an operation is a value, which a worker gets as it is; so is what computes
-    a chunk, and what turns rows."""
+    a chunk, and what makes factors of rows."""
     operation = applied(name)
     selection = operation.selection
     assert pickle.loads(pickle.dumps(selection)) == selection
     assert selection == applied(name).selection
     kernel = operation.method.combine.kernel
     assert pickle.loads(pickle.dumps(kernel)) is kernel
-    assert type(pickle.loads(pickle.dumps(operation.turn))) is type(operation.turn)
+    assert type(pickle.loads(pickle.dumps(operation.row_factors))) is type(operation.row_factors)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -61,15 +64,16 @@ def test_what_is_declared_is_what_holds(name: str) -> None:
 
 
 def test_nothing_else_names_a_selection_or_a_combination() -> None:
-    """Outside of merge/methods the library imports their contracts and none of their kinds."""
+    """Outside of merge/methods the library imports what all methods share: no method, no kind of
+    selection or combination."""
     named = []
     for path in sorted(LIBRARY.rglob("*.py")):
         if (LIBRARY / "merge" / "methods") in path.parents:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
-                place = next((one for one in FOLDERS if f"{node.module}.".startswith(one)), None)
-                if place is not None and node.module[len(place) :] not in BASES:
+                own = node.module.removeprefix(METHODS_FOLDER)
+                if own != node.module and own not in CONTRACTS:
                     named.append(f"{path.relative_to(LIBRARY)}: {node.module}")
     assert named == []
 
@@ -97,7 +101,7 @@ import numpy as np
 
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
-from mstore.merge.methods.selections.selection import Selection, alike
+from mstore.merge.methods.selection import Selection, alike
 
 
 class EveryOther(Selection, frozen=True):
@@ -172,10 +176,10 @@ def test_a_package_brings_a_selection_and_a_combination(
 TRACED = '''
 import numpy as np
 
-from mstore.merge.measures.companions import Companion
+from mstore.merge.measures.grid import Companion
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
-from mstore.merge.methods.selections.delta import Delta
+from mstore.merge.methods.selection import Delta
 from mstore.store.objects.plan import Mixture
 
 
@@ -214,10 +218,10 @@ METHOD = Method(
 HEATED = '''
 import numpy as np
 
-from mstore.merge.measures.companions import Companion
+from mstore.merge.measures.grid import Companion
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Method
-from mstore.merge.methods.selections.delta import Delta
+from mstore.merge.methods.selection import Delta
 from mstore.numeric.casts import singles
 
 

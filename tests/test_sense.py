@@ -15,11 +15,11 @@ from families import BLOCK, Arrays, fishers_for
 from mstore import MergeRequest, Store
 from mstore.api.reports import MergeWarning
 from mstore.merge.methods.registry import METHODS
-from mstore.merge.planning import sense
+from mstore.merge.planning import warnings
 
 LAYERS = 16
 FINE = ["e0", "e1", "e2", "e3"]
-ODD = {sense.FAR, sense.SWAPPED, sense.OUT_OF_SCALE}
+ODD = {warnings.FAR, warnings.SWAPPED, warnings.OUT_OF_SCALE}
 
 
 def moved(base: Arrays, seed: int, by: float, layers: tuple[int, ...] = ()) -> Arrays:
@@ -80,7 +80,7 @@ def test_noise_is_named(method: str, store: Store) -> None:
     experts: list[Any] = ["noise"] if method == "slerp" else [*FINE, "noise"]
     needs = {"ties": {"density": 0.5}, "dare_linear": {"density": 0.5}, "slerp": {"t": 0.5}}
     found = plan(store, experts, method=method, parameters=needs.get(method, {}))
-    assert [(one.kind, one.expert) for one in found] == [(sense.FAR, "noise")]
+    assert [(one.kind, one.expert) for one in found] == [(warnings.FAR, "noise")]
     assert "100 % of the base's norm" in found[0].text
     assert "compare('noise', base='base')" in found[0].text
 
@@ -96,7 +96,7 @@ def test_layers_are_named_together(store: Store) -> None:
 def test_further_than_all_others(store: Store) -> None:
     """An expert that moved over ten times as far as the others is named."""
     [warning] = plan(store, [*FINE, "further"])
-    assert (warning.kind, warning.expert) == (sense.FAR, "further")
+    assert (warning.kind, warning.expert) == (warnings.FAR, "further")
     assert "15 times as far as the other experts" in warning.text
     assert plan(store, [*[(name, 0.0) for name in FINE], "further"]) == []
 
@@ -125,14 +125,16 @@ def test_weights_out_of_scale(
 ) -> None:
     """A weight by which an expert changes more than the base's norm is named, after lambda and what
     a method divides by; so are experts that do so together."""
-    found = [one for one in plan(store, experts, **options) if one.kind != sense.FAR]
-    assert [(one.kind, one.expert) for one in found] == [(sense.OUT_OF_SCALE, one) for one in named]
+    found = [one for one in plan(store, experts, **options) if one.kind != warnings.FAR]
+    assert [(one.kind, one.expert) for one in found] == [
+        (warnings.OUT_OF_SCALE, one) for one in named
+    ]
 
 
 def test_base_and_expert_swapped(store: Store) -> None:
     """The base of the base, given as an expert, is named; models mixed as vectors have no order."""
     [warning] = plan(store, ["base", "e1"], base="e0")
-    assert (warning.kind, warning.expert) == (sense.SWAPPED, "base")
+    assert (warning.kind, warning.expert) == (warnings.SWAPPED, "base")
     assert plan(store, ["base"], base="e0", method="slerp", parameters={"t": 0.3}) == []
     report = store.check_merge(MergeRequest(base="e0", experts=["base"], method="linear"))
     assert [(one.expert, one.aspect) for one in report.findings] == [("base", "order")]
@@ -166,7 +168,7 @@ def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:
         assert report.findings == ()
         assert report.changes is not None
         assert report.changes.models[0].change is None
-        assert [one.kind for one in plan(store, ["noise"])] == [sense.FAR]
+        assert [one.kind for one in plan(store, ["noise"])] == [warnings.FAR]
 
 
 def test_an_adapter_out_of_scale(tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_an_adapter_out_of_scale(tmp_path: Path) -> None:
             adapters.write(tmp_path / name, factors, files, "adapter_model")
             store.add(tmp_path / name, name=name, base="base")
         found = plan(store, ["small", "large"])
-    assert [(one.kind, one.expert) for one in found] == [(sense.FAR, "large")]
+    assert [(one.kind, one.expert) for one in found] == [(warnings.FAR, "large")]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -17,11 +17,11 @@ from small_models import BLOCK
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.location import Location
-from mstore.merge.planning.pairs import KnownPairs
-from mstore.merge.running import computer, slices
+from mstore.merge.planning.statistics import KnownDigests
+from mstore.merge.running import compute, slices
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
-from mstore.models.stats.known import SingleTables
+from mstore.models.stats.pairs import SingleTables
 from mstore.store.models import tensors_of
 from mstore.store.objects.canonical import Record
 from mstore.store.objects.plan import Plan
@@ -29,7 +29,7 @@ from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, StorageFailed
 from mstore.terms.ids import BlockId, Id, ManifestId
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "breadcrumbs", "model_stock")
 TENSORS = 60
@@ -107,7 +107,7 @@ def test_together_as_alone(
     """Plan and output are the same whether small tensors are taken together or one at a time."""
     with filled(tmp_path / "together", written) as store:
         together = merged(store, method, budget)
-    monkeypatch.setattr(KnownPairs, "_open", lambda self, singles: None)
+    monkeypatch.setattr(KnownDigests, "_open", lambda self, singles: None)
     monkeypatch.setattr(slices, "BATCH_BYTES", 1)
     with filled(tmp_path / "alone", written) as store:
         alone = merged(store, method, budget)
@@ -120,18 +120,18 @@ def test_small_tensors_are_taken_together(
     """Planning and merging take many tensors at once: the test above compares the results."""
     surveyed_together: list[int] = []
     sizes: list[int] = []
-    decode, compute = SingleTables.decode, computer.Computer._compute
+    decode, original = SingleTables.decode, compute.Computer._compute
 
     def surveyed(values: Sequence[bytes | None], keep: Sequence[int] | None = None) -> SingleTables:
         surveyed_together.append(len(values))
         return decode(values, keep)
 
-    def computed(self: computer.Computer, batch: slices.Batch) -> computer.Computed:
+    def computed(self: compute.Computer, batch: slices.Batch) -> compute.Computed:
         sizes.append(len({part.run.tensor.name for part in batch.parts}))
-        return compute(self, batch)
+        return original(self, batch)
 
     monkeypatch.setattr(SingleTables, "decode", surveyed)
-    monkeypatch.setattr(computer.Computer, "_compute", computed)
+    monkeypatch.setattr(compute.Computer, "_compute", computed)
     with filled(tmp_path / "store", written) as store:
         merged(store, "ties", None)
     assert max(surveyed_together) > 8
@@ -144,14 +144,14 @@ def test_a_tensor_of_one_chunk_is_mixed_once(
     """A tie quota that ends within a tensor of one chunk costs no second pass: the chunk has it to
     itself."""
     mixed: list[tuple[str, int]] = []
-    blend = computer.blend
+    blend = compute.blend
 
     def counted(loaded: Loaded, *rest: Any) -> tuple[int, ...]:
         if loaded.task.tensor.limited and loaded.task.tensor.chunks == 1:
             mixed.append((loaded.task.tensor.name, loaded.task.number))
         return blend(loaded, *rest)
 
-    monkeypatch.setattr(computer, "blend", counted)
+    monkeypatch.setattr(compute, "blend", counted)
     with filled(tmp_path / "store", written) as store:
         ask = {"method": "ties", "parameters": {"density": 0.2}}
         plan = store.plan(MergeRequest(base="base", experts=["e0", "e1", "e2"], **ask)).plan

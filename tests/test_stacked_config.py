@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mstore.merge.planning.stacked_config import TABLE, stacked_config, unstackable
+from mstore.merge.planning.stack import TABLE, stacked_config, unstackable
 
 LAYERS = 4
 STACK = [(0, 0), (0, 1), (0, 2), (0, 1), (0, 2), (0, 3)]

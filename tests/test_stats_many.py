@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mstore.models.stats import deltas, streaming
+from mstore.models.stats import analysis, deltas
+from mstore.models.stats.analysis import PairMeasure
 from mstore.models.stats.chunk import finite
 from mstore.models.stats.histogram import BINS, INFINITY_BIN, Histogram, select
-from mstore.models.stats.known import SingleTables
-from mstore.models.stats.streaming import PairMeasure
+from mstore.models.stats.pairs import SingleTables
 from mstore.models.stats.table import DeltaTable
 from mstore.terms.ids import TensorId
 
@@ -151,7 +151,7 @@ def test_histograms_of_threads_are_added_up() -> None:
     with ThreadPoolExecutor(5) as pool:
         list(pool.map(take, range(5)))
     assert measure.finish(*IDS).table == measured(base, expert)
-    assert not any(spare.any() for spare in streaming._spare)
+    assert not any(spare.any() for spare in analysis._spare)
 
 
 def test_a_measure_holds_histograms_only_while_chunks_come() -> None:

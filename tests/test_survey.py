@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.merge.planning.compared import twins
-from mstore.merge.planning.tied import left_out_names
+from mstore.merge.planning.costs import twins
+from mstore.merge.planning.tensors import left_out_names
 from mstore.terms.errors import BadRequest
 
 NAMES = {name: name for name in ("model.a.w", "model.b.w", "head", "lm[1]")} | {"tied": "head"}

@@ -314,7 +314,7 @@ def test_the_text_of_a_plan_holds_all_of_it(family: Family) -> None:
         ({"outputs": {"new": "nothing"}}, "has no tensor nothing"),
         ({"outputs": {"__metadata__": "a"}}, "a tensor's name"),
         ({"outputs": {"": "a"}}, "a tensor's name"),
-        ({"outputs": {"a\ud800": "a"}}, "not UTF-8"),
+        ({"outputs": {"a\ud800": "a"}}, "a tensor's name"),
         ({"rules": [TensorRule(tensors=[])]}, "at least one pattern"),
         ({"outputs": {"x" * 5000: "a"}}, "a tensor's name"),
         ({"outputs": {"new": ["a", "b"]}}, "one source in the base"),

@@ -11,8 +11,8 @@ import numpy as np
 from mstore import Store
 from mstore.blocks.reader import Meter
 from mstore.merge.methods.registry import operation
-from mstore.merge.planning.surveyed import ExpertTensor, SurveyedTensor
-from mstore.merge.planning.thresholds import Known, Thresholds
+from mstore.merge.planning.survey import ExpertTensor, SurveyedTensor
+from mstore.merge.planning.thresholds import FoundThresholds, Thresholds
 from mstore.models.stats.histogram import Threshold
 from mstore.store.objects.plan import DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.store.objects.tensor import Tensor
@@ -46,11 +46,11 @@ def tensor(name: str, *cuts: Threshold) -> SurveyedTensor:
 
 def test_together_as_alone(tmp_path: Path) -> None:
     """For any states, the first time and later, a tensor's thresholds are those of each expert."""
-    known = Known()
+    known = FoundThresholds()
     tensors = (tensor("all", LIMITED, ALL_OF_ITS_BIN, LIMITED), tensor("some", LIMITED, UNKNOWN))
     with Store.init(tmp_path / "store") as store, ThreadPoolExecutor(1) as pool:
 
-        def thresholds(known: Known | None) -> Thresholds:
+        def thresholds(known: FoundThresholds | None) -> Thresholds:
             args = store._catalog, store._statistics
             return Thresholds(*args, analyze=False, pool=pool, meter=Meter("test"), known=known)
 

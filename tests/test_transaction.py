@@ -20,8 +20,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import BYTES, Tensor
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import BRANCH, Ref
+from mstore.store.refs import BRANCH, Ref, refs_in
 from mstore.store.transaction import RefMove, Transaction, choose_moves
 from mstore.terms.errors import BadRequest, Conflict, NotFound
 from mstore.terms.ids import BlockId, SnapshotId, TensorId

@@ -23,7 +23,8 @@ from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import NotFound
 from mstore.terms.ids import BlockId, SnapshotId
-from mstore.upkeep.disk_usage import Sharings, Sums, flags, usage
+from mstore.upkeep.disk_usage import usage
+from mstore.upkeep.sharings import Sharings, Sums, flags
 
 BLOCK = 1 << 16
 NAMES = ("a", "b", "c")

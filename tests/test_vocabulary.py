@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store, TokenRow, Vocabulary
-from mstore.merge.planning import sense
+from mstore.merge.planning import warnings
 from mstore.models.vocabulary import tokenizer as tokenizers
-from mstore.models.vocabulary.rows import MEAN, MISSING, Places, gathered
+from mstore.models.vocabulary.embeddings import MEAN, MISSING, Places, gathered
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 
 WIDTH = 24
@@ -346,13 +346,13 @@ def test_tokens_in_other_rows_are_a_warning(place: Place) -> None:
     request = MergeRequest(base="base", experts=["one", "two"], method="linear")
     report = place.store.plan(request)
     # These models are random: that they are far from the base is no matter here.
-    [told] = [one for one in report.warnings if one.kind != sense.FAR]
+    [told] = [one for one in report.warnings if one.kind != warnings.FAR]
     assert (told.kind, told.expert) == ("tokens in other rows", "one")
     assert "2 tokens are in other rows than the base's, such as 'b'" in told.text
     aligned = place.store.align(request, Vocabulary()).applied(request)
-    assert {one.kind for one in place.store.plan(aligned).warnings} <= {sense.FAR}
+    assert {one.kind for one in place.store.plan(aligned).warnings} <= {warnings.FAR}
     layers = dataclasses.replace(request, only=["model.layers.*"])
-    assert {one.kind for one in place.store.plan(layers).warnings} <= {sense.FAR}
+    assert {one.kind for one in place.store.plan(layers).warnings} <= {warnings.FAR}
 
 
 def test_nothing_is_stored_for_a_request_that_cannot_be(place: Place) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mstore.blocks.packs import PackWriter
+from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Receipt, Slice
-from mstore.merge.running.worker import execute
 
 
 def killed_once(mark: Path, slice: Slice) -> Receipt:

@@ -17,12 +17,12 @@ from mstore.api import reports
 from mstore.api.adding import Adding
 from mstore.api.integrations.transformers import from_pretrained
 from mstore.api.keeping import Keeping
+from mstore.api.load import SafeOpen, TensorSlice
 from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.open_store import OpenStore
 from mstore.api.reading import Reading
-from mstore.api.safe_open import SafeOpen, TensorSlice
-from mstore.checkpoint.convert.conversion import ConversionLimits
+from mstore.checkpoint.conversion import ConversionLimits
 from mstore.checkpoint.directory import CheckpointLimits
 from mstore.snapshots import signing
 from mstore.store import view

@@ -12,13 +12,13 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from typer import Option
 
+from mstore.merge.methods import MODULES
 from mstore_cli import completion
 from mstore_cli.errors import UsageError
 from mstore_cli.options import HOW_MUCH, RESULT, WHAT, WHICH
@@ -41,16 +41,9 @@ if TYPE_CHECKING:
     from mstore.terms.ids import Revision
 
 
-_OTHERS = {"__init__", "bounds", "method", "model", "parameters", "registry", "report"}
-
-
 def method_names() -> str:
-    """Return the names as a list for a sentence; each method is a file of merge/methods."""
-    found = find_spec("mstore")
-    assert found is not None
-    assert found.submodule_search_locations
-    folder = Path(found.submodule_search_locations[0]) / "merge" / "methods"
-    *most, last = sorted({path.stem for path in folder.glob("*.py")} - _OTHERS)
+    """Return the names as a list for a sentence."""
+    *most, last = MODULES
     return f"{', '.join(most)} or {last}"
 
 

@@ -20,7 +20,7 @@ from mstore_cli.output import is_terminal, printable
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from mstore.terms.progress import Progress, ProgressCallback
+    from mstore.terms.report import Progress, ProgressCallback
 
 
 WINDOW_SECONDS = 5.0

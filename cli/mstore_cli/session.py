@@ -22,7 +22,7 @@ from mstore_cli.output import Mode, Output
 if TYPE_CHECKING:
     from mstore import SnapshotId, Store
     from mstore.terms.phrases import Text
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
 
 STORE_VARIABLE = "MSTORE_STORE"
 AUTHOR_VARIABLE = "MSTORE_AUTHOR"

@@ -4,7 +4,7 @@ import math
 
 from mstore.merge.methods.combinations.mixed import Mixed
 from mstore.merge.methods.method import Method
-from mstore.merge.methods.selections.delta import Delta
+from mstore.merge.methods.selection import Delta
 from mstore.store.objects.plan import Mixture
 
 

@@ -114,6 +114,10 @@ class Daemon:
 
     def _start(self) -> Tree:
         try:
+            # Reads need it.  Where an import fails half way, for want of descriptors, no other can
+            # follow in this process: then there is no mount.
+            from mstore.blocks import rans  # noqa: F401
+
             self._source = self.open_source()
             tree = self._tree(self._source, self.about(self._source))
             if self._stop:
@@ -122,9 +126,6 @@ class Daemon:
             self._failure = error
             raise
         self.ready(None)
-        # Reads need it.  Its import cannot be repeated if it fails half way, without descriptors.
-        import numpy as np  # noqa: F401
-
         log.info("serving %s of %s at %s", self.revision or "all", self.store, self.mountpoint)
         return tree
 

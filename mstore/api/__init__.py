@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import cast
 
 from mstore.api.adding import Adding
-from mstore.api.arguments import checked
 from mstore.api.keeping import Keeping
 from mstore.api.merging import Merging
 from mstore.api.naming import Naming
@@ -27,7 +26,6 @@ from mstore.terms.report import html
 __all__ = ["Snapshot", "Store"]
 
 
-@checked("Store")
 class Store(Reading, Adding, Merging, Naming, Keeping):
     """An open store.  Use it as a context manager, or call `close`.
 

@@ -15,29 +15,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
-from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, thread_count
-from mstore.store import leases
+from mstore.api.open_store import OpenStore, local_path, thread_count
+from mstore.store import config, contents, leases
 from mstore.store.catalog import Catalog
-from mstore.store.ref_store import refs_in
+from mstore.store.contents import placing_damage
+from mstore.store.leases import Lease
+from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict
 from mstore.terms.ids import Revision
 from mstore.terms.phrases import Option, phrase
 
 if TYPE_CHECKING:
-    from mstore.checkpoint.convert.conversion import ConversionLimits
+    from mstore.checkpoint.conversion import ConversionLimits
     from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
     from mstore.checkpoint.exclusion import Exclusion
     from mstore.merge.combination.combine import CombineReport
     from mstore.models.adapters.extract import ExtractReport
-    from mstore.models.casting.cast import CastReport
+    from mstore.models.cast import CastReport
     from mstore.models.stats.analysis import AnalyzeReport
     from mstore.snapshots.add import AddReport, Base
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
     from mstore.terms.requests import Experts
 
 
-@checked("Store")
 class Adding(OpenStore):
     """Calls that fill a store: settings, checkpoints, statistics."""
 
@@ -57,9 +57,8 @@ class Adding(OpenStore):
         Raises BadRequest (an unknown key or a bad value), StorageFailed (another user must share
         something first).
         """
-        from mstore.store.config import typed
-
-        self._catalog.configure({key: typed(key, value) if isinstance(value, str) else value})
+        parsed = config.typed(key, value) if isinstance(value, str) else value
+        self._catalog.configure({key: parsed})
 
     @staticmethod
     def vouch(path: str | Path, filesystem: str) -> Mapping[str, str | int]:
@@ -73,9 +72,7 @@ class Adding(OpenStore):
         Returns all settings of the store.  Raises NotFound, Incompatible (another format), Corrupt,
         BadRequest, StorageFailed.
         """
-        from mstore.store.config import vouch
-
-        return vouch(Path(path), filesystem).values()
+        return config.vouch(local_path(path), filesystem).values()
 
     def add(
         self,
@@ -99,7 +96,7 @@ class Adding(OpenStore):
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
         path: the directory, the file, or a model of a Hugging Face cache
-        (`mstore.checkpoint.hub.cached_model` finds it by its id).
+        (`mstore.checkpoint.tree.cached_model` finds it by its id).
         base: the revision that the checkpoint was tuned from.  The call also stores statistics of
         the differences; merges are planned from them.
         detect_base: if no base is named, find the nearest of the stored snapshots; the report says
@@ -131,7 +128,6 @@ class Adding(OpenStore):
         began = time.monotonic()
         from mstore.checkpoint.exclusion import Exclusion
         from mstore.snapshots.add import add
-        from mstore.store import contents
         from mstore.store.objects.shapes import require_patterns
         from mstore.store.transaction import branch_to_move
 
@@ -146,9 +142,11 @@ class Adding(OpenStore):
         for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
             require_patterns(patterns, option)
         exclusion = Exclusion.chosen(exclude, defaults=default_excludes)
-        with self._scanned(Path(path), convert, limits, exclusion) as (checkpoint, remarks):
-            chosen = self._base(checkpoint, base, detect=detect_base)._replace(
-                only=tuple(only), skip=tuple(skip)
+        with self._scanned(local_path(path), convert, limits, exclusion) as (checkpoint, remarks):
+            chosen = replace(
+                self._base(checkpoint, base, detect=detect_base),
+                only=tuple(only),
+                skip=tuple(skip),
             )
             if kind == "delta" and base is not None:
                 self._real(base)
@@ -201,8 +199,7 @@ class Adding(OpenStore):
         if convert is None:
             yield scan(path, limits=allowed, exclusion=exclusion), ()
             return
-        from mstore.checkpoint.convert import conversion
-        from mstore.store.leases import Lease
+        from mstore.checkpoint import conversion
 
         lease = Lease(self._catalog.layout, self._catalog.index, f"convert {path.name}")
         try:
@@ -265,7 +262,7 @@ class Adding(OpenStore):
         """
         from mstore.models.adapters.extract import extract
         from mstore.numeric.codes import output_dtype
-        from mstore.store import contents
+        from mstore.terms.requests import dtype_name
 
         sides = [(str(one), self._input(one).snapshot) for one in (expert, base)]
         with contents.held(self._catalog, [id for _, id in sides]):
@@ -274,7 +271,7 @@ class Adding(OpenStore):
                 *sides,
                 name=name,
                 rank=rank,
-                dtype=output_dtype(dtype),
+                dtype=output_dtype(str(dtype_name(dtype))),
                 only=tuple(only),
                 skip=tuple(skip),
                 message=message,
@@ -320,11 +317,11 @@ class Adding(OpenStore):
         infinite), BadName, Conflict,
         Corrupt, StorageFailed; then nothing is published.
         """
-        from mstore.models.casting.cast import cast
+        from mstore.models.cast import cast
         from mstore.numeric.codes import cast_dtype
-        from mstore.store import contents
+        from mstore.terms.requests import dtype_name
 
-        wanted = cast_dtype(dtype)
+        wanted = cast_dtype(str(dtype_name(dtype)))
         model = self._input(revision)
         with contents.held(self._catalog, [model.snapshot]):
             return cast(
@@ -377,8 +374,7 @@ class Adding(OpenStore):
         from mstore.merge.combination.methods import setting_of
         from mstore.merge.methods.parameters import finite_single
         from mstore.numeric.codes import output_dtype
-        from mstore.store import contents
-        from mstore.terms.requests import weighted
+        from mstore.terms.requests import dtype_name, weighted
 
         setting = setting_of(method, parameters or {})
         adapters = []
@@ -392,7 +388,7 @@ class Adding(OpenStore):
                 setting,
                 name=name,
                 rank=rank,
-                dtype=None if dtype is None else output_dtype(dtype),
+                dtype=None if dtype is None else output_dtype(str(dtype_name(dtype))),
                 message=message,
                 progress=progress,
             )
@@ -419,7 +415,6 @@ class Adding(OpenStore):
         read the store).
         """
         from mstore.models.stats.analysis import analyze
-        from mstore.store.contents import placing_damage
 
         sides = [self._input(one) for one in (expert, base)]
         with placing_damage(self._catalog, (side.snapshot for side in sides)):

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, thread_count
+from mstore.api.open_store import OpenStore, local_path, thread_count
 from mstore.blocks import lmdb_check
 from mstore.store.layout import for_a_full_disk
 from mstore.terms.errors import BadRequest
@@ -19,21 +18,18 @@ from mstore.terms.phrases import call
 if TYPE_CHECKING:
     from mstore.store.migrations import MigrateReport
     from mstore.terms.ids import Revision
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
     from mstore.upkeep.backup.backup import BackupReport
     from mstore.upkeep.backup.clone import CloneReport
     from mstore.upkeep.check.fsck import CheckReport
     from mstore.upkeep.check.reindex import ReindexReport
     from mstore.upkeep.check.repair import RepairReport
-    from mstore.upkeep.disk_usage import UsageReport
+    from mstore.upkeep.disk_usage import StoreReport, UsageReport
     from mstore.upkeep.gc.collect import GcReport
     from mstore.upkeep.gc.prune import PruneReport
-    from mstore.upkeep.pins.pin import PinReport
-    from mstore.upkeep.pins.unpin import UnpinReport
-    from mstore.upkeep.store_size import StoreReport
+    from mstore.upkeep.pins.pin import PinReport, UnpinReport
 
 
-@checked("Store")
 class Keeping(OpenStore):
     """Calls about space and integrity: gc, prune, check, repair, backup, sizes."""
 
@@ -108,9 +104,9 @@ class Keeping(OpenStore):
 
         Raises BadRequest, NotFound.
         """
-        from mstore.upkeep.gc.prune import Wish, prune
+        from mstore.upkeep.gc.prune import PruneRules, prune
 
-        wish = Wish(
+        wish = PruneRules(
             keep_last,
             tuple(branches),
             keep_daily=keep_daily,
@@ -170,7 +166,7 @@ class Keeping(OpenStore):
         Raises BadRequest (not pinned), NotFound, Corrupt, Conflict, StorageFailed; then nothing is
         changed.
         """
-        from mstore.upkeep.pins.unpin import unpin
+        from mstore.upkeep.pins.pin import unpin
 
         return unpin(
             self._catalog,
@@ -224,7 +220,7 @@ class Keeping(OpenStore):
         from mstore.upkeep.check.repair import Repair
 
         scope = Scope.chosen(read_data=read_data, sample=None, seed=0)
-        paths = [Path(source) for source in sources]
+        paths = [local_path(source) for source in sources]
         threads = thread_count(threads)
         # Opening these files sets them aside.
         if lmdb_check.faults(self._catalog.layout.stats):
@@ -246,7 +242,7 @@ class Keeping(OpenStore):
         """
         from mstore.upkeep.check.reindex import reindex
 
-        return reindex(Path(path), use_old_index=use_old_index, progress=progress)
+        return reindex(local_path(path), use_old_index=use_old_index, progress=progress)
 
     @staticmethod
     def migrate(path: str | Path, *, dry_run: bool = False) -> MigrateReport:
@@ -258,7 +254,7 @@ class Keeping(OpenStore):
         """
         from mstore.store.migrations import migrate
 
-        return migrate(Path(path), dry_run=dry_run)
+        return migrate(local_path(path), dry_run=dry_run)
 
     def backup(
         self,
@@ -279,7 +275,10 @@ class Keeping(OpenStore):
         from mstore.upkeep.backup.backup import backup
 
         return backup(
-            self._catalog, Path(destination), threads=thread_count(threads), progress=progress
+            self._catalog,
+            local_path(destination),
+            threads=thread_count(threads),
+            progress=progress,
         )
 
     @staticmethod
@@ -300,12 +299,15 @@ class Keeping(OpenStore):
         from mstore.upkeep.backup.clone import clone
 
         return clone(
-            Path(source), Path(destination), threads=thread_count(threads), progress=progress
+            local_path(source),
+            local_path(destination),
+            threads=thread_count(threads),
+            progress=progress,
         )
 
     def stats(self) -> StoreReport:
         """Return sizes in bytes and counts for the whole store."""
-        from mstore.upkeep.store_size import store_report
+        from mstore.upkeep.disk_usage import store_report
 
         return store_report(
             self._catalog,

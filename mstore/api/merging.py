@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
+from mstore.store import contents, refs
 from mstore.store import layout as layouts
-from mstore.store import refs
 from mstore.store.contents import placing_damage
-from mstore.store.models import Input, tensors_of, with_model
-from mstore.terms.errors import BadName, BadRequest, NotFound
+from mstore.store.models import tensors_of, with_model
+from mstore.store.objects.plan import Plan
+from mstore.store.objects.snapshot import PREPARE
+from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PlanId, Revision, SnapshotId
 from mstore.terms.phrases import Option, call, phrase
 
@@ -35,17 +36,14 @@ if TYPE_CHECKING:
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.commit import MergeReport
-    from mstore.merge.running.known import Ready
-    from mstore.merge.running.replay import ReplayReport
+    from mstore.merge.running.commit import MergeReport, ReplayReport
+    from mstore.merge.running.finished import KeyedTasks
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.models.vocabulary.align import AlignReport
-    from mstore.store.objects.plan import Plan
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
     from mstore.terms.requests import MergeRequest, RecipeRequest, Vocabulary
 
 
-@checked("Store")
 class Merging(OpenStore):
     """Calls about merging: plan, merge, and report on both."""
 
@@ -155,8 +153,6 @@ class Merging(OpenStore):
         """
         from mstore.merge.planning.recipes import preparations
         from mstore.merge.running.commit import run_merge
-        from mstore.store.objects.plan import Plan
-        from mstore.store.objects.snapshot import PREPARE
         from mstore.store.plans import sources_of
 
         found = preparations(
@@ -178,7 +174,7 @@ class Merging(OpenStore):
                 threads=thread_count(threads),
                 progress=progress,
                 memo=self._memo,
-                ready=self._taken(plan.plan),
+                keyed=self._taken(plan.plan),
             )
             made.append(
                 one.made(merged.snapshot, is_new=merged.is_new, written=merged.bytes_written)
@@ -209,8 +205,6 @@ class Merging(OpenStore):
         Conflict, Corrupt, StorageFailed; then nothing is published.
         """
         from mstore.models.vocabulary.align import align
-        from mstore.store import contents
-        from mstore.terms.requests import BASE, COMMON, UNION
 
         # Nothing is stored for a merge that cannot be planned.
         resolved = self._resolved(request)
@@ -222,34 +216,9 @@ class Merging(OpenStore):
                     "{align} first, then companions of the aligned models", align=call("align")
                 ),
             )
-        check_fields("Vocabulary", vocabulary)
         models = [resolved.base, *resolved.experts]
-        wishes = {}
-        for token, row in vocabulary.tokens.items():
-            check_fields("TokenRow", row)
-            model = None if row.model is None else self._input(row.model)
-            wishes[token] = (model, row.token, row.force)
-        source: Input | None = resolved.base
-        if vocabulary.source == UNION:
-            source = None
-        elif vocabulary.source not in (BASE, COMMON):
-            try:
-                source = self._input(vocabulary.source)
-            except (NotFound, BadName) as error:
-                raise BadRequest(
-                    f"{vocabulary.source} is neither the base nor an expert",
-                    where=Option("vocabulary"),
-                    hint=phrase(
-                        "{all}, {base}, {common}, or one of the models",
-                        all=Option("vocabulary", UNION),
-                        base=Option("vocabulary", BASE),
-                        common=Option("vocabulary", COMMON),
-                    ),
-                ) from error
         with contents.held(self._catalog, _inputs(resolved)):
-            return align(
-                self._catalog, vocabulary, models, wishes, source=source, progress=progress
-            )
+            return align(self._catalog, vocabulary, models, self._input, progress=progress)
 
     def check_merge(self, request: MergeRequest) -> CompatibilityReport:
         """Report whether base and experts of a request can be merged, and what is risky about it.
@@ -278,7 +247,6 @@ class Merging(OpenStore):
         Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
         """
         from mstore.merge.planning.recipe_text import printed_recipe
-        from mstore.store.objects.plan import Plan
         from mstore.store.plans import plan_of
 
         id = self._catalog.resolve(revision)
@@ -345,10 +313,9 @@ class Merging(OpenStore):
 
     def _resolved(self, request: MergeRequest) -> Request:
         from mstore.merge.planning.request import resolve
+        from mstore.terms.requests import require_types
 
-        check_fields("MergeRequest", request)
-        for rule in request.rules:
-            check_fields("TensorRule", rule)
+        require_types(request)
         experts = [self._input(revision) for revision, _ in request.weighted()]
         return resolve(
             request,
@@ -359,40 +326,23 @@ class Merging(OpenStore):
 
     def _warnings(self, id: PlanId, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         """Return what a plan alone does not show."""
-        from mstore.merge.planning.sense import senseless
+        from mstore.merge.planning import warnings
+        from mstore.merge.running.model_card import licence_warnings
 
-        names = [source.name for source in (sources.base, *sources.experts)]
-        key = (id, *names)
-        if key not in self._about_sizes:
-            self._about_sizes[key] = senseless(self._catalog, self._statistics, plan, sources)
-        return (*self._about_sizes[key], *self._parents_warnings(plan, sources))
-
-    def _parents_warnings(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
-        from mstore.merge.planning.warnings import (
-            adapters_of_other_bases,
-            heads_of_their_own,
-            merges_embeddings,
-            other_models,
-            other_tensors,
-            stack_warnings,
-            tokens_in_other_rows,
-        )
-        from mstore.merge.running.papers import licence_warnings
-
-        names = [source.name for source in (sources.base, *sources.experts)]
-        of_plan = (merges_embeddings(plan), plan.criteria, plan.allow_missing, plan.layers)
-        key = (*plan.inputs, *names, *plan.taken, *of_plan)
-        if key not in self._about_parents:
-            self._about_parents[key] = (
-                *adapters_of_other_bases(self._catalog, plan, sources),
-                *tokens_in_other_rows(self._catalog, plan, sources),
-                *other_tensors(self._catalog, plan, sources),
-                *other_models(self._catalog, plan, sources),
-                *heads_of_their_own(self._catalog, plan, sources),
-                *stack_warnings(self._catalog, plan),
-                *licence_warnings(self._catalog, plan, sources),
+        key = (id, *(source.name for source in (sources.base, *sources.experts)))
+        if key not in self._plan_warnings:
+            about = self._catalog, plan, sources
+            self._plan_warnings[key] = (
+                *warnings.senseless(self._catalog, self._statistics, plan, sources),
+                *warnings.adapters_of_other_bases(*about),
+                *warnings.tokens_in_other_rows(*about),
+                *warnings.other_tensors(*about),
+                *warnings.other_models(*about),
+                *warnings.heads_of_their_own(*about),
+                *warnings.stack_warnings(self._catalog, plan),
+                *licence_warnings(*about),
             )
-        return self._about_parents[key]
+        return self._plan_warnings[key]
 
     def _memo_expert_bytes(self, plan: Plan, costs: Costs) -> int:
         """Return how many of a plan's expert bytes the memo table saves right now.
@@ -401,11 +351,11 @@ class Merging(OpenStore):
         """
         if not self._memo.has_outputs():
             return 0
-        from mstore.merge.running.known import Ready, memo_expert_bytes
+        from mstore.merge.running.finished import KeyedTasks, memo_expert_bytes
 
-        ready = Ready(self._catalog, plan, keeps=True)
-        self._ready = ready if ready.keeps else None
-        return memo_expert_bytes(self._catalog, self._memo, ready, costs.planned)
+        keyed = KeyedTasks(self._catalog, plan, keeps=True)
+        self._keyed = keyed if keyed.keeps else None
+        return memo_expert_bytes(self._catalog, self._memo, keyed, costs.planned)
 
     def export_plan(self, plan: PlanReport | PlanId | str) -> str:
         """Return a plan as JSON text, also one of this object that is not stored.
@@ -476,12 +426,11 @@ class Merging(OpenStore):
         Conflict (the ref moved meanwhile), Corrupt, BudgetExceeded (a read outside the plan),
         Interrupted (the executor lost a slice), StorageFailed.
         """
-        from mstore.merge.planning.costs import Costs, told_costs
-        from mstore.merge.planning.noop import require_effect
+        from mstore.merge.planning.costs import Costs, costs_to_report
         from mstore.merge.planning.report import PlanReport, plan_report
+        from mstore.merge.planning.validate import require_effect
         from mstore.merge.planning.warnings import moved_inputs
         from mstore.merge.running.commit import merge_report, run_merge
-        from mstore.store.objects.plan import Plan
         from mstore.store.plans import find, sources_of
 
         began = time.monotonic()
@@ -513,7 +462,7 @@ class Merging(OpenStore):
             )
             told += moved_inputs(sources, called) if deferred.is_new else ()
             costs = (
-                told_costs(self._catalog, record)
+                costs_to_report(self._catalog, record)
                 if planned is None
                 else Costs(planned.full_expert_bytes, planned.planned_expert_bytes)
             )
@@ -534,29 +483,29 @@ class Merging(OpenStore):
             memory=memory,
             executor=executor,
             policy=policy,
-            ready=self._taken(id),
+            keyed=self._taken(id),
         )
         told += moved_inputs(sources, called) if merged.is_new else ()
         outcome = merged.outcome
         base, made = (self._catalog.manifest(one) for one in (record.base_id(), merged.manifest))
-        equal = ("every tensor of the result equals the base's",)
         planned = plan_report(
             *(record, id, sources, outcome.costs),
             not_finite=merged.not_finite,
             warnings=told,
         )
         if tensors_of(self._catalog, made) == tensors_of(self._catalog, base):
-            planned = replace(planned, remarks=planned.remarks + equal)
+            equal = "every tensor of the result equals the base's"
+            planned = replace(planned, remarks=(*planned.remarks, equal))
         if codec == "raw":
             coded = self._still_coded(made.files, outcome.blocks_total, called)
             planned = replace(planned, remarks=planned.remarks + coded)
         seconds = time.monotonic() - began
         return merge_report(planned, merged, name=called, analyzed=analyzed, seconds=seconds)
 
-    def _taken(self, plan: PlanId) -> Ready | None:
-        """Return what the last report of a plan made ready, if it is this plan: for one run."""
-        ready, self._ready = self._ready, None
-        return ready if ready is not None and ready.plan.id() == plan else None
+    def _taken(self, plan: PlanId) -> KeyedTasks | None:
+        """Return the tasks that the last report of a plan made, if it is this plan: for one run."""
+        keyed, self._keyed = self._keyed, None
+        return keyed if keyed is not None and keyed.plan.id() == plan else None
 
     def materialize(
         self,
@@ -638,7 +587,7 @@ class Merging(OpenStore):
         Raises BadRequest (not a merge, or a virtual one, which has no bytes to compare with),
         NotFound, Corrupt.
         """
-        from mstore.merge.running.replay import replay
+        from mstore.merge.running.commit import replay
 
         id = self._real(revision)
         return replay(self._catalog, id, threads=thread_count(threads), progress=progress)

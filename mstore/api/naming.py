@@ -9,14 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.snapshots import lineage
+from mstore.snapshots import lineage, notes
 from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import Ref
+from mstore.store.refs import Ref, refs_in
 from mstore.terms.errors import BadName, Conflict
 from mstore.terms.ids import NoteId, Revision, SnapshotId
 from mstore.terms.phrases import call, joined
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from mstore.snapshots.notes import NoteReport, SignatureReport
     from mstore.snapshots.signing import SigningKey, VerifyReport
     from mstore.store.transaction import RefMove
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
 
 
 class RemoveReport(Report, frozen=True):
@@ -47,7 +45,6 @@ class RemoveReport(Report, frozen=True):
     """whether this only reports what would be removed"""
 
 
-@checked("Store")
 class Naming(OpenStore):
     """Calls about refs, their reflogs, notes and signatures."""
 
@@ -258,7 +255,6 @@ class Naming(OpenStore):
 
         Raises NotFound, BadRequest, Conflict, StorageFailed.
         """
-        from mstore.snapshots import notes
 
         snapshot = self._catalog.resolve(revision)
         written = notes.write(self._catalog, snapshot, values, kind)
@@ -277,13 +273,11 @@ class Naming(OpenStore):
 
         Raises NotFound, BadName, BadRequest (a signature), Conflict, StorageFailed.
         """
-        from mstore.snapshots import notes
 
         snapshot = self._catalog.resolve(revision)
         return self._noted_now(snapshot, notes.remove(self._catalog, snapshot, [*map(str, ids)]))
 
     def _noted_now(self, snapshot: SnapshotId, ids: Collection[NoteId]) -> tuple[NoteReport, ...]:
-        from mstore.snapshots import notes
 
         found = notes.reports(notes.found(self._catalog, snapshot), {}, every=True)
         return tuple(one for one in found if one.note in ids)

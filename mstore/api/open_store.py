@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from numbers import Integral
 from pathlib import Path
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Self
 
-from mstore.api.arguments import checked
 from mstore.blocks.lmdb_env import closed
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
@@ -17,7 +17,7 @@ from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
 from mstore.store.models import Input, models_in, resolved
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import Revision, SnapshotId
-from mstore.terms.phrases import Option, Phrase, call, phrase
+from mstore.terms.phrases import Option, Phrase, call, is_text, phrase
 
 ONCE = "once"
 ALWAYS = "always"
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mstore.blocks.codecs import Policy
     from mstore.blocks.schema import Sources
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.known import Ready
+    from mstore.merge.running.finished import KeyedTasks
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.models.stats.store import StatsStore
     from mstore.store.block_cache import BlockCache
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from mstore.terms.ids import PlanId
 
 
-@checked("Store")
 class OpenStore:
     """Opening, closing, and the identity of a store.
 
@@ -63,6 +62,10 @@ class OpenStore:
         author: str | Callable[[], str] = "",
     ) -> None:
         """Set the fields.  catalog: None opens it when it is first used."""
+        if not is_text(author) and not callable(author):
+            raise BadRequest(
+                "an author is text, or something to call for it", where=Option("author")
+            )
         self._author = author
         if catalog is not None:
             catalog.author = lambda: self.author
@@ -79,11 +82,10 @@ class OpenStore:
         self._remembered: Memo | None = None
         # Plans that could not be stored because the store is read-only for this user.
         self._unkept: dict[PlanId, tuple[Plan, Sources]] = {}
-        # Model cards never change: a merge need not read again what its plan has read.
-        self._about_parents: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
-        # Nor does what statistics say of its experts.
-        self._about_sizes: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
-        self._ready: Ready | None = None
+        # Neither model cards nor statistics of stored models change: a merge need not read again
+        # what its plan has read.
+        self._plan_warnings: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
+        self._keyed: KeyedTasks | None = None
         self._cache: BlockCache | None = None
         self._cache_bytes = cache_bytes
         self._verify = verify
@@ -127,7 +129,7 @@ class OpenStore:
         """
         settings = {"codec": codec, "shared": shared, "filesystem": filesystem}
         given = {key: value for key, value in settings.items() if value is not None}
-        store = cls(Catalog.create(Path(path), block_size, Config().changed(given)))
+        store = cls(Catalog.create(local_path(path), block_size, Config().changed(given)))
         store._author = author
         return store
 
@@ -159,7 +161,7 @@ class OpenStore:
         if cache_bytes is not None and cache_bytes < 0:
             raise BadRequest("a cache has at least 0 bytes", where=Option("cache_bytes"))
         store = cls.__new__(cls)
-        catalog = Catalog.open(Path(path))
+        catalog = Catalog.open(local_path(path))
         store._begin(catalog.layout.root, catalog, cache_bytes, verify, author)
         return store
 
@@ -173,9 +175,9 @@ class OpenStore:
 
     def _still_coded(self, files: Iterable[File], total: int, name: str) -> tuple[Phrase, ...]:
         """Return a remark if a result is not raw because the store had some of its blocks."""
-        from mstore.upkeep.pins.spots import coded
+        from mstore.upkeep.pins.positions import coded_blocks
 
-        count = len(coded(self._catalog, files))
+        count = len(coded_blocks(self._catalog, files))
         told = (
             "{count} of {total} blocks were stored before and stay coded; to store all raw: {pin}"
         )
@@ -192,7 +194,7 @@ class OpenStore:
         """
         from mstore.upkeep.check.index_file import require_sound
 
-        require_sound(locate(Path(path)))
+        require_sound(locate(local_path(path)))
         return cls.open(path, author=author)
 
     def close(self) -> None:
@@ -351,7 +353,7 @@ class OpenStore:
     def _reflog_days(self, days: int | None) -> int:
         if days is None:
             return self._catalog.config.reflog_days
-        return self._catalog.config.changed({"reflog_days": days}).reflog_days
+        return self._catalog.config.changed({"reflog_days": whole_number(days)}).reflog_days
 
 
 def _store_later(kind: type[OpenStore], settings: tuple[Any, ...]) -> OpenStore:
@@ -365,6 +367,31 @@ def thread_count(threads: int | None) -> int:
     """Return the given number, or as many threads as this process may use.  Raises BadRequest."""
     if threads is None:
         return len(os.sched_getaffinity(0))
-    if not 1 <= threads <= 256:
+    number = whole_number(threads)
+    if number is None or not 1 <= number <= 256:
         raise BadRequest(f"threads must be between 1 and 256, not {threads}")
-    return threads
+    return number
+
+
+def whole_number(given: Any) -> int | None:
+    """Return a whole number, also of numpy, as Python's own; None for anything else."""
+    is_whole = isinstance(given, Integral) and not isinstance(given, bool)
+    return int(given) if is_whole else None
+
+
+def local_path(path: str | Path) -> Path:
+    """Return a path whose ~ stands for the home directory of this user's account.
+
+    Raises BadRequest for what is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise BadRequest(f"a path is text or os.PathLike, not {type(path).__name__}")
+    text = os.fspath(path)
+    if text != "~" and not text.startswith("~/"):
+        return Path(text)
+    import pwd  # late: few paths begin so
+
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir, text[2:])
+    except KeyError as error:
+        raise BadRequest("this user has no home directory", where=text) from error

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from mstore.api.arguments import checked
-from mstore.api.open_store import ALWAYS, OpenStore, thread_count
+from mstore.api.open_store import ALWAYS, OpenStore, local_path, thread_count, whole_number
 from mstore.snapshots import lineage, notes
 from mstore.store import contents, leases
 from mstore.store.contents import placing_damage
@@ -31,13 +30,12 @@ if TYPE_CHECKING:
     from mstore.snapshots.lineage import FileReport, SnapshotReport, TensorReport
     from mstore.snapshots.notes import NoteReport, SignatureReport
     from mstore.store.view import SnapshotView
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
 
 
 VIEWS_KEPT = 8
 
 
-@checked("Store")
 class Reading(OpenStore):
     """Calls that read: views, logs, files, differences, checkouts."""
 
@@ -93,7 +91,7 @@ class Reading(OpenStore):
 
         Raises NotFound, BadName.
         """
-        if limit is not None and limit < 0:
+        if limit is not None and ((number := whole_number(limit)) is None or number < 0):
             raise BadRequest("the limit is at least 0", where=Option("limit"))
         starts = None if revision is None else [self._catalog.resolve(revision)]
         if every:
@@ -296,7 +294,7 @@ class Reading(OpenStore):
             return diff_directory(
                 self._catalog,
                 asked,
-                Path(directory),
+                local_path(directory),
                 exclusion=Exclusion.chosen(exclude, defaults=default_excludes),
                 blocks=blocks,
                 threads=thread_count(threads),
@@ -335,7 +333,7 @@ class Reading(OpenStore):
         return checkout(
             self._catalog,
             self._whole(revision),
-            Path(directory),
+            local_path(directory),
             threads=thread_count(threads),
             shared=shared,
             only=only,

@@ -25,12 +25,11 @@ from mstore.merge.methods.report import MethodReport, ParameterReport
 from mstore.merge.planning.recipes import PreparedModel
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
-from mstore.merge.running.commit import MergeReport
-from mstore.merge.running.replay import ReplayReport
+from mstore.merge.running.commit import MergeReport, ReplayReport
 from mstore.merge.virtual.deferred import MaterializeReport
 from mstore.models.adapters.extract import ExtractReport
 from mstore.models.adapters.truncation import TruncatedTensor
-from mstore.models.casting.cast import CastReport
+from mstore.models.cast import CastReport
 from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
 from mstore.models.stats.analysis import AnalyzeReport
 from mstore.models.vocabulary.align import AlignedModel, AlignReport
@@ -58,19 +57,18 @@ from mstore.snapshots.notes import (
 from mstore.snapshots.signing import VerifyReport
 from mstore.store.migrations import MigrateReport
 from mstore.store.not_finite import NotFiniteTensor
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 from mstore.upkeep.backup.backup import BackupReport
 from mstore.upkeep.backup.clone import CloneReport
 from mstore.upkeep.check.findings import Affected, Problem
 from mstore.upkeep.check.fsck import CheckReport
 from mstore.upkeep.check.reindex import ReindexReport
 from mstore.upkeep.check.repair import RepairReport
-from mstore.upkeep.disk_usage import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
+from mstore.upkeep.disk_usage import HeldBytes, RefUsage, SharedBytes, StoreReport, UsageReport
 from mstore.upkeep.gc.collect import GcReport
 from mstore.upkeep.gc.prune import PruneReport
-from mstore.upkeep.pins.pin import PinReport
-from mstore.upkeep.pins.unpin import UnpinReport
-from mstore.upkeep.store_size import StoreReport
+from mstore.upkeep.pins.pin import PinReport, UnpinReport
+from mstore.upkeep.sharings import CodecUsage
 
 __all__ = [
     "BAD_SIGNATURE",

@@ -6,24 +6,23 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mstore.api.arguments import checked
 from mstore.api.open_store import thread_count
 from mstore.api.reading import Reading
 from mstore.snapshots import lineage
 from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.terms.errors import BadRequest
 from mstore.terms.ids import ManifestId, SnapshotId
 from mstore.terms.report import html
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from mstore.api.safe_open import SafeOpen
+    from mstore.api.load import SafeOpen
     from mstore.snapshots.lineage import FileReport, OriginReport, ParentReport, SnapshotReport
     from mstore.store.view import SnapshotView
-    from mstore.terms.progress import ProgressCallback
+    from mstore.terms.report import ProgressCallback
 
 
-@checked("Snapshot")
 class Snapshot:
     """One immutable snapshot of an open store; `id` is its SnapshotId.
 
@@ -181,7 +180,7 @@ class Snapshot:
         Raises Unavailable (torch is not installed), BadRequest or Incompatible (an element type
         that torch lacks; the other tensors can be loaded by their names), and as `load`.
         """
-        from mstore.api.safe_open import to_torch, torch_module
+        from mstore.api.load import to_torch, torch_module
 
         torch_module()
         view = self._view()
@@ -205,6 +204,8 @@ class Snapshot:
     ) -> dict[str, np.ndarray[Any, Any]]:
         from mstore.api.load import load
 
+        if isinstance(names, str | Snapshot):
+            raise BadRequest("names of tensors are a list of texts", hint="names=[NAME]")
         return load(
             self._store._catalog,
             view,
@@ -235,7 +236,7 @@ class Snapshot:
 
         Raises NotFound (no such file, or it is not a safetensors file), BadRequest.
         """
-        from mstore.api.safe_open import SafeOpen
+        from mstore.api.load import SafeOpen
 
         opened = SafeOpen(self, framework, device, file)
         # Whatever is wrong with the file is told here.

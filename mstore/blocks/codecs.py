@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import threading
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.terms.errors import Corrupt, Incompatible
@@ -86,7 +88,7 @@ class Policy(StrEnum):
     DENSE = "dense"
 
 
-class Elements(NamedTuple):
+class Elements(msgspec.Struct, frozen=True):
     """How to view a block's bytes: elements of 1, 2, 4 or 8 bytes, floats or not."""
 
     width: int
@@ -96,7 +98,7 @@ class Elements(NamedTuple):
 PLAIN_BYTES: Final = Elements(1, False)
 
 
-class Encoded(NamedTuple):
+class Encoded(msgspec.Struct, frozen=True):
     """A block as it will be stored. base: for a delta, the block that it is a difference to."""
 
     codec: Codec
@@ -220,7 +222,7 @@ def _packed(
         coded = rans.encode(mode, width, data, other, limit)
         if coded is None:
             return None
-        is_right = rans.check(mode, width, coded, other, data, _own.room(length))
+        is_right = rans.check(mode, width, coded, other, data, _own.scratch(length))
         payload = coded.tobytes()
     if not is_right:
         raise Corrupt("a block that was just encoded does not decode: is the memory faulty?")
@@ -239,7 +241,7 @@ class _Own(threading.local):
     """One thread's compressors and scratch memory, reused because fresh memory costs time."""
 
     def __init__(self) -> None:
-        self._room: Any = None
+        self._scratch: Any = None
         self._compressor: zstandard.ZstdCompressor | None = None
         self._decompressor: zstandard.ZstdDecompressor | None = None
 
@@ -262,13 +264,13 @@ class _Own(threading.local):
             self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
         return self._decompressor
 
-    def room(self, length: int) -> npt.NDArray[np.uint8]:
+    def scratch(self, length: int) -> npt.NDArray[np.uint8]:
         """Return memory for a block; valid until the next call."""
         import numpy as np
 
-        if self._room is None or self._room.size < length:
-            self._room = np.empty(length, dtype=np.uint8)
-        found: npt.NDArray[np.uint8] = self._room[:length]
+        if self._scratch is None or self._scratch.size < length:
+            self._scratch = np.empty(length, dtype=np.uint8)
+        found: npt.NDArray[np.uint8] = self._scratch[:length]
         return found
 
 
@@ -321,18 +323,18 @@ def _repeated(payload: Buffer, width: int, raw_length: int) -> bytes:
 
 def _check(codec: int, payload: Buffer, width: int, raw_length: int, base: Buffer | None) -> None:
     """Raise Corrupt or Incompatible for a payload that is not safe to decode."""
-    known = Codec(codec)
+    kind = Codec(codec)
     if width not in _UNSIGNED or raw_length % width:
         raise Corrupt(f"a block of {raw_length} bytes of element width {width}")
-    if known.is_delta != (base is not None):
+    if kind.is_delta != (base is not None):
         raise Corrupt(
             "a delta without its base"
-            if known.is_delta
+            if kind.is_delta
             else "a base for a block that is not a delta"
         )
     if base is not None and len(base) != raw_length:
         raise Corrupt(f"a delta of {raw_length} bytes to a base of {len(base)}")
-    if known is not Codec.ZSTD:
+    if kind is not Codec.ZSTD:
         if width not in _CODED or not 0 < len(payload) < raw_length:
             raise Corrupt(f"{len(payload)} coded bytes for {raw_length} of width {width}")
         return

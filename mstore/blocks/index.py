@@ -237,7 +237,7 @@ class Index:
 
     def block(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
         """Return the location of a block, or None."""
-        return self._located(transaction, transaction.get(block, db=self.db(BLOCKS.name)))
+        return self._located(transaction, (Kind.BLOCK, block))
 
     def has_blocks(self, transaction: IndexTransaction, blocks: Sequence[bytes]) -> list[bool]:
         """Return whether each block is stored, with one call into LMDB."""
@@ -245,8 +245,7 @@ class Index:
 
     def record(self, transaction: IndexTransaction, kind: Kind, id: bytes) -> Location | None:
         """Return the location of a record, or None."""
-        database, key = _place(kind, id)
-        return self._located(transaction, transaction.get(key, db=self.db(database)))
+        return self._located(transaction, (kind, id))
 
     def has_record(self, transaction: IndexTransaction, kind: Kind, id: bytes) -> bool:
         """Return whether the record is stored.  Raises Corrupt if its row names an unknown pack."""
@@ -269,10 +268,9 @@ class Index:
         with transaction.cursor(db=self.db(RECORDS.name)) as cursor:
             rows: Any = cursor.getmulti(names)
         spans = []
-        packs = _Packs(self, transaction)
         for name, row in rows:
             number, offset, stored, _, codec, _, _ = location.fields(row)
-            spans.append((packs[number], offset, stored, codec, name[1:]))
+            spans.append((self._pack_id(transaction, number), offset, stored, codec, name[1:]))
         return spans
 
     def blocks(self, transaction: IndexTransaction) -> Iterator[tuple[BlockId, Location]]:
@@ -321,13 +319,8 @@ class Index:
         return Location(pack, offset, stored, raw, codec, width, base)
 
     def locations(self, transaction: IndexTransaction, rows: Iterable[Row]) -> list[Location]:
-        """Return the locations of many rows: a fast `location`."""
-        packs = _Packs(self, transaction)
-        found = []
-        for row in rows:
-            number, offset, stored, raw, codec, width, base = location.fields(row)
-            found.append(Location(packs[number], offset, stored, raw, codec, width, base))
-        return found
+        """Return where the rows of blocks or records say that their payloads lie."""
+        return [self.location(transaction, row) for row in rows]
 
     def put_row(self, transaction: IndexTransaction, key: Key, row: Row) -> None:
         """Write the row of a block or record."""
@@ -347,7 +340,8 @@ class Index:
         self.delete_row(transaction, key)
         return True
 
-    def _located(self, transaction: IndexTransaction, row: Any) -> Location | None:
+    def _located(self, transaction: IndexTransaction, key: Key) -> Location | None:
+        row = self.row(transaction, key)
         return None if row is None else self.location(transaction, row)
 
     def _pack_id(self, transaction: IndexTransaction, number: int) -> PackId:
@@ -501,18 +495,6 @@ class Index:
         """Remove the rows of condemned packs whose files are deleted."""
         for pack in packs:
             self.delete(transaction, CONDEMNED, pack.number)
-
-
-class _Packs(dict[int, PackId]):
-    """Packs by number, each looked up when it is first needed."""
-
-    def __init__(self, index: Index, transaction: IndexTransaction) -> None:
-        self._index = index
-        self._transaction = transaction
-
-    def __missing__(self, number: int) -> PackId:
-        pack = self[number] = self._index._pack_id(self._transaction, number)
-        return pack
 
 
 def _place(kind: int, id: bytes) -> tuple[str, bytes]:

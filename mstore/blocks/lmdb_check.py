@@ -46,23 +46,24 @@ def require_sound(directory: Path, hint: Text) -> bytes:
     Returns the state in which it was found sound, for `Trust`. Raises StorageFailed.
     """
     found, state = _looked_at(directory, always=False)
-    if found:
-        what = found[0].removeprefix("damaged index: ")
-        raise Corrupt(f"damaged index: {what}", where=str(directory), hint=hint)
+    _require_none(found, directory, hint)
     return state
 
 
 def require_sound_copy(directory: Path, copy: PrivateCopy, hint: Text) -> None:
     """Like `require_sound`, for a private copy of the environment's file. Writes nothing."""
-    if copy.status.st_size > SMALL_BYTES and _stamp(directory) == _state(
-        copy.status, copy.transaction
-    ):
+    state = _state(copy.status, copy.transaction)
+    if copy.status.st_size > SMALL_BYTES and _stamp(directory) == state:
         return
     try:
         with LmdbFile(copy.path, copy.opened()) as file:
             found = _walked(file)
     except Corrupt as error:
         found = [error.what]
+    _require_none(found, directory, hint)
+
+
+def _require_none(found: list[str], directory: Path, hint: Text) -> None:
     if found:
         what = found[0].removeprefix("damaged index: ")
         raise Corrupt(f"damaged index: {what}", where=str(directory), hint=hint)
@@ -155,7 +156,7 @@ def _looked_at(directory: Path, *, always: bool) -> tuple[list[str], bytes]:
 
 def _walked(file: LmdbFile) -> list[str]:
     found: list[str] = []
-    file.check_pages(at_most(found))
+    file.check(at_most(found))
     return found
 
 
@@ -170,15 +171,8 @@ def at_most(found: list[str]) -> Callable[[str], None]:
 
 
 def _state(status: os.stat_result, transaction: int) -> bytes:
-    return _STATE.pack(
-        _MAGIC,
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-        transaction,
-    )
+    file = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return _STATE.pack(_MAGIC, *file, transaction)
 
 
 def _stamp(directory: Path) -> bytes:

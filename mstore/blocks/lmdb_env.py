@@ -1,21 +1,16 @@
 """LMDB environments: one per path and process, closed by the last user.
 
-Owns opening, map size and transactions; `index` and `stats` own what the rows mean. Always full
-sync, never `writemap`: data that the disk has no room for is then an error and not a SIGBUS.
+Owns which threads are inside a transaction, and when files may be opened or closed; `lmdb_files`
+owns the files, `index` and `stats` what the rows mean. Always full sync, never `writemap`: data
+that the disk has no room for is then an error and not a SIGBUS.
 
 An existing environment is opened for reading first, and again for writing when a write transaction
 is requested. LMDB opens named databases of a writable environment in a write transaction, and a
 reader would have to wait there for the current writer.
 
-LMDB trusts its file: some damage ends the process. So `lmdb_check` checks the file before LMDB maps
-it. A commit that fails leaves the previous state; the environment is then reopened before the next
-commit.
-
-A user who may not write the lock file cannot register as a reader, and nobody can if the disk has
-no room for what LMDB writes there (`lmdb_table`). Such a reader reads a private copy of the file
-(`lmdb_copy`), which is renewed at the next read after a commit. An environment that was open when
-the disk became full is abandoned, and closed when there is room again; reading then goes on as
-before. Writers get an error.
+A commit that fails leaves the previous state; the environment is then reopened before the next
+commit. Who reads a private copy (`lmdb_files`) gets a new one at the next read after a commit; on a
+full disk writers get an error.
 
 A forked child may not use what it inherits: transactions and readers are the parent's. It opens
 environments of its own beside those.
@@ -26,47 +21,29 @@ The last user's `release` waits until no thread is inside a transaction. Later r
 from __future__ import annotations
 
 import atexit
-import errno
 import mmap
 import os
-import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Condition, Lock, get_ident
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import lmdb
 
 from mstore import fs
-from mstore.blocks import address_space, lmdb_check, lmdb_table
-from mstore.blocks.lmdb_check import Trust
-from mstore.blocks.lmdb_copy import PATIENCE, PrivateCopy
-from mstore.blocks.lmdb_table import MAX_READERS, Abandoned, LockTable
+from mstore.blocks import lmdb_files, lmdb_table
+from mstore.blocks.lmdb_check import DATA
+from mstore.blocks.lmdb_copy import PATIENCE
+from mstore.blocks.lmdb_files import LmdbFiles
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.terms.errors import Corrupt, MstoreError, StorageFailed, Unavailable
 from mstore.terms.phrases import Text, call
 
 _REINDEX: Final = call("reindex")
-RENEWAL_PATIENCE = 0.1
-"""Seconds to try for a newer copy, if there is an older one."""
-_COPY_SHARE = 10
-_CHEAP_COPY = 0.02
-PID_PATIENCE = 5.0
-"""Seconds to wait for a process with the same pid in another PID namespace."""
-_PID_PAUSE = 0.02
-_FULL_PATIENCE = 1.0
-"""Seconds until a reader of a full disk looks again whether there is room."""
-_MOST_REWRITTEN = 1 << 26
-_FEW_PAGES = 1 << 20
 _environments: dict[str, Environment] = {}
 _environments_lock = Lock()
-_abandoned: dict[tuple[int, int] | None, Abandoned] = {}
-"""By device and inode of the lock file. LMDB cannot open one again that this process has open."""
-T = TypeVar("T")
 
 
 class Environment:
@@ -80,9 +57,6 @@ class Environment:
         self, path: Path, databases: tuple[str, ...], *, create: bool, hint: Text = _REINDEX
     ) -> None:
         self.path = path
-        self._hint = hint
-        self.databases: dict[str, Any] = {}
-        self._names = databases
         self._pid = os.getpid()
         self._users = 0
         # Guards the change from reading to writing: which threads are inside a transaction.
@@ -90,286 +64,21 @@ class Environment:
         self._readers: dict[int, list[IndexTransaction | None]] = {}
         self._writers: set[int] = set()
         self._changing = False
-        self._is_open = False
-        self._file_id: _FileId = (None, None)
-        self.epoch = 0
-        """Changes when data that was read before may be invalid.
-
-        That is after a write transaction was dropped, or other files were opened.
-        """
-        self.files = 0
-        """Changes when other files were opened: numbers of commits are comparable while it stays.
-
-        A transaction that was dropped was never read from outside of it.
-        """
         self._is_closed = False
-        self._mapped = 0
-        self._trust: Trust | None = None
-        self._sound: tuple[int, int] | None = None
-        self._copy: PrivateCopy | None = None
-        self._newer: PrivateCopy | None = None
-        self._full_since: float | None = None
-        self._table: LockTable | None = None
-        self._copies = False
-        if not lmdb_check.is_born(path / "data.mdb"):
-            if not create:
-                raise self._damaged("the index is missing or empty")
-            self._create()
-            return
-        try:
-            self._open(writable=False)
-        except lmdb.NotFoundError as error:
-            if not create or self._is_foreign():
-                raise self._damaged("a database of the index is missing") from error
-            self._create()
+        self._files = LmdbFiles(path, databases, hint)
+        self._files.open_or_create(create=create)
+        self.databases: Final = self._files.databases
+        """LMDB's handles by name."""
 
-    def _open(self, *, writable: bool) -> None:
-        """Open data and lock file of one environment; `reindex` may exchange them in between."""
-        while True:
-            before = _file_id(self.path)
-            self._open_once(writable=writable)
-            now = _file_id(self.path)
-            # LMDB creates a missing lock file.
-            if now == before or (before[0] == now[0] and before[1] is None):
-                if now != self._file_id:
-                    self.epoch += 1
-                    self.files += 1
-                self._file_id = now
-                return
-            self._close_files()
+    @property
+    def epoch(self) -> int:
+        """Changes when data that was read before may be invalid, as `LmdbFiles` has it."""
+        return self._files.epoch
 
-    def _open_once(self, *, writable: bool) -> None:
-        try:
-            self._copy = None
-            if writable:
-                self._require_files()
-            else:
-                self._copy = self._private_copy()
-            if self._copy is None:
-                self._require_sound()
-            try:
-                self._env = self._lmdb(writable=writable)
-                self._table = None if self._copy else LockTable(self.path, copies=self._copies)
-            except BaseException:
-                self._drop_copy()
-                raise
-            try:
-                # Outside any transaction of ours: handles opened in a read transaction end with it.
-                self.databases = {name: self._handle(name) for name in self._names}
-            except BaseException:
-                self._close_files()
-                raise
-        except lmdb.InvalidError as error:
-            raise self._damaged("not an LMDB index") from error
-        except lmdb.NotFoundError:
-            raise
-        except lmdb.Error as error:
-            raise _translated(error, self.path, self._hint) from error
-        self._writable = writable
-        self._is_open = True
-
-    def _require_sound(self) -> None:
-        """Raise Corrupt if the data file is not safe to map; one is checked when it is new here."""
-        data = _identity(self.path / "data.mdb")
-        if data != self._sound:
-            self._trust = Trust(self.path, lmdb_check.require_sound(self.path, self._hint))
-            self._sound = data
-
-    def _close_files(self) -> None:
-        self._is_open = False
-        table, self._table = self._table, None
-        # Closing writes the table.
-        if table is None or (table.is_writable() and table.end_kept()):
-            self._env.close()
-        else:
-            _abandoned[table.file] = Abandoned(self._env, table)
-        self._drop_copy()
-
-    def _drop_copy(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.close()
-
-    def require_writable(self) -> None:
-        """Raise StorageFailed if this user may not write it."""
-        if not self.may_write():
-            fs.require_writable(self.path, [self.path / "lock.mdb", self.path / "data.mdb"])
-
-    def _is_foreign(self) -> bool:
-        """Return whether this user cannot register as a reader in the lock file."""
-        return not fs.may_write(self.path / "lock.mdb")
-
-    def _require_files(self) -> None:
-        """Raise StorageFailed if LMDB cannot map its files as others will write them.
-
-        Call while it has not opened them.
-        """
-        self._copies = fs.copies_on_write(self.path)
-        lock = self.path / lmdb_table.NAME
-        left = _abandoned.get(fs.identity(lock))
-        if left is not None:
-            if not left.close():
-                raise fs.full(lock)
-            _abandoned.pop(fs.identity(lock), None)
-        if not lock.exists():
-            # LMDB would create a sparse file.
-            try:
-                fs.create_whole(lock, bytes(lmdb_table.BYTES))
-            except StorageFailed as error:
-                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
-                    raise
-                return
-        fs.require_mappable(lock, lmdb_table.BYTES, copies=self._copies)
-        data = self.path / "data.mdb"
-        if data.exists() and fs.may_write(data):
-            fs.copy_up(data)
-
-    def _may_register(self) -> bool:
-        """Return whether LMDB can register this process as a reader."""
-        self._full_since = None
-        if self._is_foreign():
-            return False
-        try:
-            self._require_files()
-        except StorageFailed:
-            self._full_since = time.monotonic()
-            return False
-        return True
-
-    def _private_copy(self) -> PrivateCopy | None:
-        """Return a copy to read if LMDB cannot register this process as a reader; else None."""
-        copy, self._newer = self._newer, None
-        if copy is None and not self._may_register():
-            copy = PrivateCopy(self.path / "data.mdb")
-            try:
-                lmdb_check.require_sound_copy(self.path, copy, self._hint)
-            except BaseException:
-                copy.close()
-                raise
-        return copy
-
-    def _renew(self, copy: PrivateCopy, patience: float) -> None:
-        """Renew the copy if something was committed since. Call with no thread inside.
-
-        If no new copy can be taken within `patience` seconds, or the files are gone, readers keep
-        the earlier state.
-        """
-        with suppress(MstoreError):
-            if copy.is_old():
-                self._newer = PrivateCopy(self.path / "data.mdb", patience=patience)
-                self._close_files()
-                self._open(writable=False)
-
-    def _handle(self, name: str) -> Any:
-        return self._patiently(lambda: self._env.open_db(name.encode(), create=False))
-
-    def _patiently(self, call: Callable[[], T]) -> T:
-        """Make a call that needs this process's reader registration, and retry for a while.
-
-        LMDB holds the registration by a lock on the byte whose offset is the pid.
-        """
-        until = time.monotonic() + PID_PATIENCE
-        while True:
-            try:
-                return call()
-            except lmdb.Error as error:
-                if getattr(error, "code", 0) != errno.EAGAIN:
-                    raise
-                if time.monotonic() > until:
-                    raise self._equal_pids() from error
-            time.sleep(_PID_PAUSE)
-
-    def _equal_pids(self) -> Unavailable:
-        return Unavailable(
-            f"another process numbered {self._pid} has this store open, in another container or "
-            "PID namespace; LMDB cannot tell the two apart",
-            where=str(self.path),
-            hint="run the two one after the other, or with one PID namespace "
-            "(docker run --pid=host, or --pid=container:NAME)",
-        )
-
-    def _lmdb(self, *, writable: bool) -> Any:
-        fs.about_to_map(self.path, copied=self._copy is not None)
-        sizes = address_space.map_sizes(self._data_bytes())
-        for size in sizes:
-            try:
-                env = self._patiently(partial(self._mapping, size, writable=writable))
-            except lmdb.Error as error:
-                if size == sizes[-1] or getattr(error, "code", 0) != errno.ENOMEM:
-                    raise
-            else:
-                self._mapped = size
-                return env
-        raise AssertionError
-
-    def _data_bytes(self) -> int:
-        copy = self._copy
-        try:
-            return (self.path / "data.mdb" if copy is None else copy.path).stat().st_size
-        except FileNotFoundError:
-            return 0
-
-    def _mapping(self, size: int, *, writable: bool) -> Any:
-        copy = self._copy
-        if copy is not None:
-            return self._map(str(copy.path), size, is_copy=True, writable=writable)
-        with fs.directory(self.path) as directory:
-            # Whoever renames the directory now leads LMDB nowhere else.
-            place = f"/proc/self/fd/{directory}"
-            return self._map(place, size, is_copy=False, writable=writable)
-
-    def _map(self, place: str, size: int, *, is_copy: bool, writable: bool) -> Any:
-        return lmdb.open(
-            place,
-            subdir=not is_copy,
-            lock=not is_copy,
-            map_size=size,
-            max_dbs=len(self._names) + 8,
-            max_readers=MAX_READERS,
-            metasync=True,
-            sync=True,
-            writemap=False,
-            readahead=False,
-            readonly=not writable,
-            create=False,
-            mode=0o666,
-        )
-
-    def _create(self) -> None:
-        """Create what is missing; the files' names are durable on return."""
-        data = self.path / "data.mdb"
-        # Keep an empty file: another process may be about to fill it, and LMDB accepts it.
-        if data.exists() and data.stat().st_size > 0 and not lmdb_check.is_born(data):
-            fs.unlink(data)
-        self._require_files()
-        try:
-            self._env = self._lmdb(writable=True)
-            self._table = LockTable(self.path, copies=self._copies)
-            self._file_id = _file_id(self.path)
-            self._sound = self._file_id[0]
-            try:
-                self._make_databases()
-            except BaseException:
-                self._close_files()
-                raise
-        except lmdb.Error as error:
-            raise _translated(error, self.path, self._hint) from error
-        self._writable = self._is_open = True
-
-    def _make_databases(self) -> None:
-        transaction = self._env.begin(write=True)
-        try:
-            for name in self._names:
-                self.databases[name] = self._env.open_db(name.encode(), txn=transaction)
-            with fs.index_commit(self.path):
-                transaction.commit()
-        except BaseException:
-            self._drop(transaction, is_write=True)
-            raise
-        fs.sync_directory(self.path)
-
-    def _damaged(self, what: str) -> Corrupt:
-        return Corrupt(what, where=str(self.path), hint=self._hint)
+    @property
+    def times_replaced(self) -> int:
+        """Changes when other files were opened, as `LmdbFiles` has it."""
+        return self._files.times_replaced
 
     @classmethod
     def acquire(
@@ -404,11 +113,11 @@ class Environment:
     ) -> Environment:
         """Open it; once more if `reindex` put other files in place meanwhile."""
         while True:
-            before, _ = _named(path)
+            before = fs.identity(path / DATA)
             try:
                 return cls(path, databases, create=create, hint=hint)
             except (StorageFailed, Corrupt):
-                now, _ = _named(path)
+                now = fs.identity(path / DATA)
                 if before is None or now in (before, None):
                     raise
 
@@ -444,8 +153,8 @@ class Environment:
                 return True
             if self._is_busy():
                 return False
-            if self._is_open:
-                self._close_files()
+            if self._files.is_open:
+                self._files.close()
             self._is_closed = True
             for key in [key for key, one in _environments.items() if one is self]:
                 del _environments[key]
@@ -469,7 +178,7 @@ class Environment:
         Commits to them would be lost silently, and their content may be outdated: `reindex`
         replaces an environment.
         """
-        if _named(self.path) != self._file_id:
+        if not self._files.is_in_place():
             raise Unavailable(
                 "this store was removed or replaced while this process has it open",
                 where=str(self.path),
@@ -478,8 +187,7 @@ class Environment:
 
     def is_replaced(self) -> bool:
         """Return whether there are other files now than those that are open."""
-        now = _named(self.path)
-        return now[0] is not None and now != self._file_id
+        return self._files.is_replaced()
 
     def follow(self) -> bool:
         """Open the current files if they were replaced; return whether anything changed.
@@ -491,8 +199,8 @@ class Environment:
         self._guard()
         if not self.is_replaced():
             return self.refresh()
-        if self._copy is None:
-            self._require_sound()
+        if self._files.copy is None:
+            self._files.require_sound()
         self._reopen()
         return True
 
@@ -503,35 +211,24 @@ class Environment:
         nothing inside a transaction of this thread; waits for those of others.
         """
         self._guard()
-        copy = self._copy
+        copy = self._files.copy
         if copy is None or get_ident() in self._readers or not copy.is_old():
             return False
         with self._exclusively():
-            if self._copy is copy:
-                self._renew(copy, PATIENCE)
-            return self._copy is not copy
+            if self._files.copy is copy:
+                self._files.renew(PATIENCE)
+            return self._files.copy is not copy
 
     def opened(self) -> int:
-        """Open the file that is read once more: LMDB's own, or a private copy.
-
-        Returns the descriptor, which is the caller's to close. Raises OSError, Conflict.
-        """
-        copy = self._copy
-        return fs.open_file(self.path / "data.mdb") if copy is None else copy.opened()
+        """Open the file that is read once more, for the caller to close. Raises OSError."""
+        return self._files.opened()
 
     def mapped(self) -> mmap.mmap:
         """Map the file that is read once more, read-only; call inside a transaction.
 
         Raises OSError or ValueError if it cannot be mapped, or was replaced since it was opened.
         """
-        fd = self.opened()
-        try:
-            status = os.fstat(fd)
-            if self._copy is None and self._file_id[0] != (status.st_dev, status.st_ino):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-            return mmap.mmap(fd, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-        finally:
-            os.close(fd)
+        return self._files.mapped()
 
     @contextmanager
     def read(self) -> Iterator[IndexTransaction]:
@@ -542,7 +239,7 @@ class Environment:
         self._guard()
         self._enter()
         try:
-            with self._errors_translated():
+            with self._files.errors_translated():
                 transaction = self._begin_reading()
                 mine = self._readers[get_ident()]
                 is_outer = transaction not in mine
@@ -551,7 +248,7 @@ class Environment:
                     yield transaction
                 finally:
                     if is_outer:
-                        self._drop(transaction)
+                        self._files.end(transaction)
         finally:
             self._leave()
 
@@ -565,22 +262,11 @@ class Environment:
                 self._gate.wait()
             if not inside:
                 self._require_users()
-            if not self._is_open:
-                self._open(writable=False)
-            elif self._copy is None or inside or self._is_busy():
-                pass
-            elif self._full_since is not None and self._has_room_again():
-                self._close_files()
-                self._open(writable=False)
-            else:
-                is_dear = self._copy.seconds > _CHEAP_COPY
-                if not is_dear or self._copy.age() > _COPY_SHARE * self._copy.seconds:
-                    self._renew(self._copy, RENEWAL_PATIENCE)
+            if not self._files.is_open:
+                self._files.open(writable=False)
+            elif not inside and not self._is_busy():
+                self._files.renew_if_due()
             self._readers.setdefault(thread, []).append(None)
-
-    def _has_room_again(self) -> bool:
-        since = self._full_since or 0.0
-        return time.monotonic() - since > _FULL_PATIENCE and self._may_register()
 
     def _leave(self) -> None:
         thread = get_ident()
@@ -599,7 +285,7 @@ class Environment:
 
     def _begin_reading(self) -> IndexTransaction:
         while True:
-            if not self._can_write_table():
+            if not self._files.can_write_table():
                 outer = self._readers[get_ident()][0]
                 if outer is not None:
                     # It keeps what it sees from being reused.
@@ -613,8 +299,7 @@ class Environment:
                     self._enter()
                 continue
             try:
-                transaction: IndexTransaction = self._patiently(self._env.begin)
-                return transaction
+                return self._files.begin()
             except lmdb.MapResizedError:
                 # Another process, which has more address space, let the file grow.
                 if len(self._readers[get_ident()]) > 1 or get_ident() in self._writers:
@@ -625,24 +310,18 @@ class Environment:
                 finally:
                     self._enter()
 
-    def _can_write_table(self) -> bool:
-        """Return whether LMDB may begin or end a transaction now."""
-        table = self._table
-        return table is None or table.is_writable()
-
     def _abandon(self) -> None:
         """Leave an environment whose table cannot be written, and read a copy."""
         with self._exclusively():
-            if not self._can_write_table():
-                self._close_files()
-                self._open(writable=False)
+            if not self._files.can_write_table():
+                self._files.close()
+                self._files.open(writable=False)
 
     def _reopen(self) -> None:
         """Map the file again, with no thread inside."""
         with self._exclusively():
-            writable = self._writable
-            self._close_files()
-            self._open(writable=writable)
+            self._files.close()
+            self._files.open(writable=self._files.is_writable)
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -664,124 +343,64 @@ class Environment:
     def write(self) -> Iterator[IndexTransaction]:
         """The only write transaction: committed and synced on leaving, dropped on an exception."""
         self._guard()
-        self.require_writable()
+        self._files.require_writable()
         self._make_writable()
         try:
-            with self._errors_translated():
-                self._require_writable_table()
-                # Registrations of killed readers would keep old pages for ever.
-                self._env.reader_check()
-                transaction = self._env.begin(write=True)
+            with self._files.errors_translated():
+                transaction = self._files.begin_writing()
                 try:
                     # Writes to files that a rebuilt index has replaced would be lost.
                     self.require_in_place()
-                    self._trusting.before(transaction.id())
-                    before = self._tree_bytes(transaction)
-                    yield transaction
-                    self._require_room(before, self._tree_bytes(transaction))
-                    self._require_writable_table()
-                    self._commit(transaction)
+                    with self._files.changing(transaction):
+                        yield transaction
                 except BaseException:
-                    self.epoch += 1
+                    self._files.epoch += 1
                     # A no-op after a commit.
-                    self._drop(transaction, is_write=True)
+                    self._files.end(transaction, is_write=True)
                     raise
         finally:
             with self._gate:
                 self._writers.discard(get_ident())
                 self._gate.notify_all()
 
-    def _require_writable_table(self) -> None:
-        """Raise StorageFailed if LMDB cannot lock, commit or unlock now."""
-        table = self._table
-        if table is None or not table.is_writable() or not table.end_kept():
-            raise fs.full(self.path / lmdb_table.NAME)
-
-    def _tree_bytes(self, transaction: IndexTransaction) -> int:
-        stats = [transaction.stat(database) for database in self.databases.values()]
-        pages = ("branch_pages", "leaf_pages", "overflow_pages")
-        return sum(one["psize"] * sum(one[kind] for kind in pages) for one in stats)
-
-    def _require_room(self, before: int, now: int) -> None:
-        """Raise StorageFailed if the disk may get full inside of the commit.
-
-        LMDB then fails and unlocks in one call, which needs room where writing copies.
-        """
-        most = max(0, now - before) + min(before, _MOST_REWRITTEN) + _FEW_PAGES
-        if self._copies and not fs.has_room(self.path, most + fs.ROOM):
-            raise fs.full(self.path)
-
-    @property
-    def _trusting(self) -> Trust:
-        if self._trust is None:
-            # Newly created; it has not been checked yet.
-            self._trust = Trust(self.path, b"")
-        return self._trust
-
-    def _commit(self, transaction: IndexTransaction) -> None:
-        number = transaction.id()
-        try:
-            with fs.index_commit(self.path):
-                transaction.commit()
-            self._trusting.after(number)
-        except lmdb.Error:
-            # LMDB makes an environment unusable if it could not write its meta page: the next
-            # writer reopens it.
-            self._writable = False
-            raise
-
-    def _drop(self, transaction: IndexTransaction, *, is_write: bool = False) -> None:
-        # Not in a forked child: the transaction belongs to the parent.
-        if self._pid != os.getpid():
-            return
-        if self._table is None:
-            transaction.abort()
-        else:
-            self._table.end(transaction, is_write=is_write)
-
     def _make_writable(self) -> None:
         """Open for writing with enough room, if needed, and count this thread as a writer."""
+        files = self._files
         with self._gate:
             inside = get_ident() in self._readers
             if not inside:
                 self._require_users()
-            if self._writable and (inside or not self._is_narrow()):
+            if files.is_writable and (inside or not files.is_narrow()):
                 self._writers.add(get_ident())
                 return
             if inside:
                 raise RuntimeError("a write transaction asked for inside a read transaction")
         with self._exclusively():
-            if not self._writable or self._is_narrow():
+            if not files.is_writable or files.is_narrow():
                 # What else is there now was not asked for, and may be another store's.
                 self.require_in_place()
-                self._close_files()
+                files.close()
                 try:
-                    self._open(writable=True)
+                    files.open(writable=True)
                 except BaseException:
                     # A user who cannot write may still read, now or after the problem is solved.
                     with suppress(MstoreError):
-                        self._open(writable=False)
+                        files.open(writable=False)
                     raise
             self._writers.add(get_ident())
 
-    def _is_narrow(self) -> bool:
-        return address_space.is_narrow(self._mapped, self._data_bytes())
-
-    @contextmanager
-    def _errors_translated(self) -> Iterator[None]:
-        try:
-            yield
-        except lmdb.Error as error:
-            raise _translated(error, self.path, self._hint) from error
+    def require_writable(self) -> None:
+        """Raise StorageFailed if this user may not write it."""
+        self._files.require_writable()
 
     def may_write(self) -> bool:
         """Return whether this user may write here, judged by what it reads: a copy, or the file."""
-        return self._copy is None or not self._is_foreign()
+        return self._files.may_write()
 
     def file_bytes(self) -> int:
         """Return the size of the data file on disk, in bytes."""
         with fs.translated(self.path):
-            return (self.path / "data.mdb").stat().st_size
+            return (self.path / DATA).stat().st_size
 
 
 def is_open(path: Path) -> bool:
@@ -795,42 +414,12 @@ def closed(path: Path) -> Unavailable:
     return Unavailable("this store was closed", where=str(path), hint="open it again")
 
 
-_FileId = tuple[tuple[int, int] | None, tuple[int, int] | None]
-
-
-def _named(path: Path) -> _FileId:
-    """Return device and inode of what has the names of the two files by now."""
-    return fs.identity(path / "data.mdb"), fs.identity(path / lmdb_table.NAME)
-
-
-def _file_id(path: Path) -> _FileId:
-    """Return device and inode of the data file and of the lock file.
-
-    Two lock files for one data file would admit two writers that do not exclude each other.
-    """
-    return _identity(path / "data.mdb"), _identity(path / lmdb_table.NAME)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of a file that LMDB opens; raises Conflict for a link and the like.
-
-    LMDB follows links, so this is asked before and after.
-    """
-    with fs.translated(path):
-        try:
-            status = fs.status_of(path)
-        except FileNotFoundError:
-            return None
-    if not stat.S_ISREG(status.st_mode):
-        raise fs.unexpected(path, status.st_mode)
-    return status.st_dev, status.st_ino
-
-
 def _keep_if_full() -> None:
     """Keep environments that nobody has closed when Python ends: freeing them writes the table."""
     for env in list(_environments.values()):
-        if env._pid == os.getpid() and env._is_open and not env._can_write_table():
-            lmdb_table.keep_for_ever(env._env)
+        files = env._files
+        if env._pid == os.getpid() and files.is_open and not files.can_write_table():
+            lmdb_table.keep_for_ever(files.env)
 
 
 atexit.register(_keep_if_full)
@@ -847,10 +436,10 @@ def _begin_anew() -> None:
     keys = guard.env_keys
     guard.env_keys = lambda path, subdir: tuple((os.getpid(), key) for key in keys(path, subdir))
     for env in _environments.values():
-        if env._is_open:
-            lmdb_table.keep_for_ever(env._env)
+        if env._files.is_open:
+            lmdb_table.keep_for_ever(env._files.env)
     _environments.clear()
-    _abandoned.clear()
+    lmdb_files.abandoned.clear()
     _environments_lock.release()
 
 
@@ -860,45 +449,3 @@ os.register_at_fork(
     after_in_parent=_environments_lock.release,
     after_in_child=_begin_anew,
 )
-
-
-def _translated(error: Any, path: Path, hint: Text) -> StorageFailed | Corrupt:
-    if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.VersionMismatchError):
-        return Corrupt(f"damaged index: {error}", where=str(path), hint=hint)
-    if isinstance(error, lmdb.MapFullError | lmdb.MapResizedError):
-        if address_space.limit() is None:
-            size = address_space.MAP_SIZE >> 30
-            what = f"the index has grown to the {size} GiB that it may have"
-            hint = call("gc")
-        else:
-            what = "the index outgrew its share of the address space, which ulimit -v bounds"
-            hint = "ulimit -v unlimited"
-        return StorageFailed(what, where=str(path), hint=hint, errno=errno.ENOSPC)
-    if isinstance(error, lmdb.ReadersFullError):
-        return StorageFailed(
-            f"{MAX_READERS} readers have the index open",
-            where=str(path),
-            hint="let some of them end and run the command again",
-            errno=errno.EAGAIN,
-        )
-    # Positive codes are the system's, negative ones LMDB's own.
-    code = max(0, int(getattr(error, "code", 0)))
-    if code == errno.EIO and _is_full(path):
-        # LMDB reports a short write as an I/O error.
-        code = errno.ENOSPC
-    if code == errno.ENOMEM:
-        return StorageFailed(
-            "the index could not be mapped: not enough address space",
-            where=str(path),
-            hint="ulimit -v unlimited",
-            errno=code,
-        )
-    return fs.refusal(code, path, f"the index could not be used: {error}")
-
-
-def _is_full(path: Path) -> bool:
-    try:
-        room = os.statvfs(path)
-    except OSError:
-        return False
-    return room.f_bavail * room.f_frsize < 1 << 20

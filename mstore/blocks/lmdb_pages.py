@@ -28,7 +28,9 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
+
+import msgspec
 
 from mstore import fs
 from mstore.terms.errors import Corrupt
@@ -59,7 +61,7 @@ TREE_BYTES = _TREE.size
 _TREES = PAGE_HEAD + _META_HEAD.size
 
 
-class Tree(NamedTuple):
+class Tree(msgspec.Struct, frozen=True):
     """A B-tree as its record describes it."""
 
     pad: int
@@ -77,7 +79,7 @@ class Tree(NamedTuple):
         return cls(*_TREE.unpack(data))
 
 
-class _Meta(NamedTuple):
+class _Meta(msgspec.Struct, frozen=True):
     map_size: int
     free: Tree
     main: Tree
@@ -216,30 +218,26 @@ class LmdbFile:
             yield key, data
 
     def check(
-        self, tell: Callable[[str], None], look: Callable[[bytes, bytes, bytes], None]
+        self,
+        tell: Callable[[str], None],
+        look: Callable[[bytes, bytes, bytes], None] | None = None,
     ) -> set[bytes]:
         """Walk everything: each page in its place and only there, keys in order, counts right.
 
-        Calls `look` with database, key and value of every row. Returns the databases' names.
+        look: called with database, key and value of every row. Without it values are not read, so
+        this tells whether LMDB can safely map the file. Returns the databases' names.
         """
-        walk = _Walk(self, tell, counting=True)
+        walk = _Walk(self, tell, counting=True, values=look is not None)
         named = self._named(walk, tell)
         for name, tree in named.items():
-            for key, data, _ in walk.nodes(name.decode(errors="replace"), tree):
-                look(name, key, data)
-        for key, data, _ in walk.nodes("the list of free pages", self._meta.free, integers=True):
-            walk.claim_free(key, data)
-        return set(named)
-
-    def check_pages(self, tell: Callable[[str], None]) -> None:
-        """Like `check`, without the rows' values: whether LMDB can safely map this file."""
-        walk = _Walk(self, tell, counting=True, values=False)
-        for name, tree in self._named(walk, tell).items():
-            for _ in walk.leaves(name.decode(errors="replace"), tree):
-                pass
+            for rows in walk.leaves(name.decode(errors="replace"), tree):
+                if look is not None:
+                    for key, data, _ in rows:
+                        look(name, key, data)
         walk.values = True
         for key, data, _ in walk.nodes("the list of free pages", self._meta.free, integers=True):
             walk.claim_free(key, data)
+        return set(named)
 
 
 class _Walk:
@@ -292,8 +290,8 @@ class _Walk:
             entries += len(rows)
             yield rows
         if self._counting:
-            told = (tree.branches, tree.leaves, tree.overflows, tree.entries)
-            if told != (*self._counts, entries):
+            counts = (tree.branches, tree.leaves, tree.overflows, tree.entries)
+            if counts != (*self._counts, entries):
                 self._tell(f"{what}: {entries} rows were found where {tree.entries} should be")
 
     def _claim(self, what: str, number: int, count: int = 1) -> bool:

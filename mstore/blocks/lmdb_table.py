@@ -10,7 +10,7 @@ no byte and that it fails. So the table is asked right before LMDB writes it (`f
 
 The answer holds for microseconds: whoever fills the disk then, while the kernel writes the table
 back, can still end the process. So a filesystem that copies on write counts as full a few MiB
-before it is (`fs.disks.ROOM`). mstore asks btrfs to write its lock files in place, which in newer
+before it is (`fs.SPARE_BYTES`). mstore asks btrfs to write its lock files in place, which in newer
 kernels needs no room; a copy of the file has lost that.
 
 What LMDB could not end is kept for ever, also when Python ends: closing it, or losing it, writes.

@@ -4,7 +4,8 @@ About 67 bytes per block. `HEAD` is the form of a location without its base
 (`mstore.blocks.location`); the bases are row numbers.
 
 LMDB's binding hands over rows one by one, which takes longer than anything done with ten million of
-them.  So `Columns` maps the same file and gathers fields of many rows at a time.
+them (docs/design/036-bulk-reads.md).  So `Pages` maps the same file and gathers fields of many rows
+at a time.
 
 When the pages are safe to read: inside the read transaction that the caller holds.  LMDB writes no
 page that a registered reader can reach, and a private copy (`lmdb_copy`) is never written.  The
@@ -12,19 +13,18 @@ root comes from LMDB: in that transaction it is the value of the table's name.
 
 Nothing in a page is believed: its number, kind and bounds, the place, key length and value length
 of each row, and the counts of pages and rows must be as the tree's record and the form of the table
-have them; the caller checks that keys ascend.  Whatever is different raises `Unexpected`, and the
-rows are read with a cursor.  Requires a little-endian machine, like `lmdb_pages`, which has the
-layout.
+have them, and the ids must ascend.  If anything is different, the rows are read with a cursor.
+Requires a little-endian machine, like `lmdb_pages`, which has the layout.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import compress, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +61,6 @@ from mstore.terms.errors import Corrupt, MstoreError
 from mstore.terms.ids import ID_BYTES
 from mstore.terms.phrases import call
 
-_Numbers = npt.NDArray[np.int64]
 _Fields = npt.NDArray[np.void]
 _PAGES = 1 << 12
 """Leaf pages in a batch: some 10^5 rows, whose places fit into a processor's cache."""
@@ -71,145 +70,6 @@ _KIND, _LOWER, _UPPER = 5, 6, 7
 """Words of a page's head."""
 _NODE_HEAD = NODE.size
 _CHILD = np.uint64((1 << 48) - 1)
-
-
-class Unexpected(Exception):
-    """The file cannot be mapped, or something in it is not as this module knows it."""
-
-
-class Nodes:
-    """Some rows of a table, in key order."""
-
-    def __init__(self, file: _File, places: _Numbers, key_length: int) -> None:
-        self._file = file
-        self._places = places
-        self._key_length = key_length
-        heads = file.fields(places, _NODE_HEAD).view(np.uint64)
-        # Of 64 bits, from low to high: length of the value, flags, length of the key.
-        _require_known((heads >> np.uint64(32) == np.uint64(key_length << 16)).all())
-        self.lengths: npt.NDArray[np.uint32] = heads.astype(np.uint32)
-        """The length of each value, in bytes."""
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def names(self) -> _Fields:
-        """Return the keys: void[rows], of the key's length."""
-        return self._file.fields(self._places + _NODE_HEAD // _WORD, self._key_length)
-
-    def values(self, start: int, length: int, of: npt.NDArray[np.bool_] | None = None) -> _Fields:
-        """Return `length` bytes of each value from `start`, which is even: void[rows].
-
-        of: a flag per row, to read only some.  The caller knows that these values are that long.
-        """
-        places = self._places if of is None else self._places[of]
-        return self._file.fields(places + (_NODE_HEAD + self._key_length + start) // _WORD, length)
-
-
-class Columns:
-    """The rows of one table as they are in a read transaction; used only inside it."""
-
-    def __init__(
-        self,
-        environment: Environment,
-        transaction: IndexTransaction,
-        name: str,
-        key_length: int,
-        value_lengths: Collection[int],
-    ) -> None:
-        """Find the pages.  Raises Unexpected."""
-        record = transaction.get(name.encode())
-        _require_known(record is not None and len(record) == TREE_BYTES)
-        tree = Tree.parse(record or b"")
-        self._entries = tree.entries
-        self._key_length = key_length
-        self._value_lengths = np.array(sorted(value_lengths), np.uint32)
-        _require_known(tree.flags == 0 and tree.overflows == 0 and key_length % _WORD == 0)
-        if not tree.entries:
-            self._leaves = np.empty(0, np.int64)
-            return
-        _require_known(0 < tree.depth <= MAX_DEPTH and tree.root <= _CHILD)
-        self._file = _File(environment)
-        self._leaves = self._below(tree)
-
-    def __len__(self) -> int:
-        return self._entries
-
-    def _below(self, tree: Tree) -> _Numbers:
-        """Return the leaf pages in key order."""
-        file = self._file
-        pages, branches = np.array([tree.root]), 0
-        for _ in range(tree.depth - 1):
-            branches += len(pages)
-            _require_known(branches <= tree.branches)
-            children = file.fields(file.rows(pages, BRANCH), _NODE_HEAD).view(np.uint64) & _CHILD
-            pages = children.astype(np.int64)
-        _require_known((branches, len(pages)) == (tree.branches, tree.leaves))
-        return pages
-
-    def batches(self) -> Iterator[Nodes]:
-        """Yield all rows.  Raises Unexpected, also after the last one."""
-        done = 0
-        for start in range(0, len(self._leaves), _PAGES):
-            pages = self._leaves[start : start + _PAGES]
-            places = self._file.rows(pages, LEAF)
-            nodes = Nodes(self._file, places, self._key_length)
-            _require_known(np.isin(nodes.lengths, self._value_lengths).all())
-            size = self._file.page
-            ends = places * _WORD % size + _NODE_HEAD + self._key_length + nodes.lengths
-            _require_known((ends <= size).all())
-            done += len(nodes)
-            _require_known(done <= self._entries)
-            yield nodes
-        _require_known(done == self._entries)
-
-
-class _File:
-    """The mapped file.  It is unmapped when the last array that looks into it is gone."""
-
-    def __init__(self, environment: Environment) -> None:
-        try:
-            self._map = environment.mapped()
-            self.page = page_size(self._map[:HEAD_BYTES], environment.path)
-        except (OSError, ValueError, MstoreError) as error:
-            raise Unexpected from error
-        self._pages = len(self._map) // self.page
-        self._words = np.frombuffer(self._map, np.uint16, self._pages * self.page // _WORD)
-
-    def fields(self, places: _Numbers, length: int) -> _Fields:
-        """Return so many bytes at each of these words: void[places]."""
-        size = len(self._words) * _WORD
-        _require_known(not len(places) or bool((places <= (size - length) // _WORD).all()))
-        kind: Any = np.dtype((np.void, length))
-        # Overlapping fields, one at each word: indexing copies only those that are asked for.
-        shape = ((size - length) // _WORD + 1,)
-        return np.ndarray(shape, kind, self._map, strides=(_WORD,))[places]
-
-    def rows(self, pages: _Numbers, kind: int) -> _Numbers:
-        """Return the word at which each row of these pages begins, in order."""
-        _require_known(((pages > 1) & (pages < self._pages)).all())
-        size = self.page
-        starts = pages * (size // _WORD)
-        _require_known((self.fields(starts, 8).view(np.int64) == pages).all())
-        _require_known((self._words[starts + _KIND] == kind).all())
-        lower = self._words[starts + _LOWER].astype(np.int64)
-        upper = self._words[starts + _UPPER].astype(np.int64)
-        # An even number of bytes, and at least one row.
-        sound = (lower >= PAGE_HEAD + _WORD) & (lower <= upper) & (upper <= size) & (lower % 2 == 0)
-        _require_known(sound.all())
-        counts = (lower - PAGE_HEAD) // _WORD
-        firsts = starts + PAGE_HEAD // _WORD - (np.cumsum(counts) - counts)
-        at = self._words[np.repeat(firsts, counts) + np.arange(counts.sum())].astype(np.int64)
-        inside = (at >= np.repeat(upper, counts)) & (at <= size - _NODE_HEAD) & (at % _WORD == 0)
-        _require_known(inside.all())
-        places: _Numbers = np.repeat(starts, counts) + at // _WORD
-        return places
-
-
-def _require_known(is_known: Any) -> None:
-    if not is_known:
-        raise Unexpected
-
 
 HEAD = np.dtype(
     [
@@ -230,6 +90,10 @@ _ALL_EQUAL = np.uint32(0x01010101)
 _ID = np.dtype((np.void, ID_BYTES))
 _HEAD_BYTES = np.dtype((np.void, HEAD.itemsize))
 _DELTA = np.dtype([("head", _HEAD_BYTES), ("base", np.void, ID_BYTES)])
+
+
+class Unexpected(Exception):
+    """The file cannot be mapped, or something in it is not as this module knows it."""
 
 
 class Table:
@@ -329,15 +193,15 @@ def read(index: Index, transaction: IndexTransaction) -> dict[Kind, Table]:
 
 
 def _block_table(index: Index, transaction: IndexTransaction) -> Table:
-    count = index.count(transaction, BLOCKS.name)
-    try:
-        return _table(count, _Pages(index, transaction))
-    except Unexpected:
-        # One row after the other takes several times as long, and needs only LMDB.
-        return _table(count, _Cursor(index, transaction))
+    with suppress(Unexpected):
+        table = _table(index.count(transaction, BLOCKS.name), Pages(index, transaction))
+        if table.is_ascending():
+            return table
+    # One row after the other takes several times as long, and needs only LMDB.
+    return _table(index.count(transaction, BLOCKS.name), Cursor(index, transaction))
 
 
-def _table(count: int, source: _Source) -> Table:
+def _table(count: int, source: Pages | Cursor) -> Table:
     # Of their final size: arrays that grow take up to twice the memory meanwhile.
     keys, heads = bytearray(count * ID_BYTES), bytearray(count * HEAD.itemsize)
     ids = np.frombuffer(keys, _ID)
@@ -348,81 +212,151 @@ def _table(count: int, source: _Source) -> Table:
         done += len(some)
     _require(done == count)
     table = Table(keys, heads)
-    source.require_order(table)
     table.base = np.full(count, NO_BASE, np.int32)
     places = np.frombuffer(heads, _HEAD_BYTES)
     # The search runs beside the reading: numpy lets other threads run meanwhile.
     with ThreadPoolExecutor(1) as pool:
         searches: deque[Future[None]] = deque()
         done = 0
-        for some_heads, chosen, bases in source.rows():
-            _require(done + len(chosen) <= count)
-            inside = slice(done, done + len(chosen))
+        for some_heads, named, bases in source.rows():
+            _require(done + len(named) <= count)
+            inside = slice(done, done + len(named))
             places[inside] = some_heads
-            searches.append(pool.submit(table.resolve, inside, chosen, bases))
+            searches.append(pool.submit(table.resolve, inside, named, bases))
             if len(searches) > 1:
                 searches.popleft().result()
-            done += len(chosen)
+            done += len(named)
         for search in searches:
             search.result()
     _require(done == count)
     return table
 
 
-class _Source(Protocol):
-    """The rows of blocks, in batches that need not be the same for ids and rows."""
+class Pages:
+    """The rows of `blocks`, gathered from LMDB's pages in a read transaction.
 
-    def ids(self) -> Iterator[npt.NDArray[np.void]]:
-        """Yield all ids, ascending."""
-        ...
-
-    def require_order(self, table: Table) -> None:
-        """Check the order of the ids, unless LMDB keeps it."""
-        ...
-
-    def rows(self) -> Iterator[tuple[npt.NDArray[np.void], Flags, bytes]]:
-        """Yield heads, which rows name a base, and these bases one after the other."""
-        ...
-
-
-class _Pages:
-    """Gathered from LMDB's pages.  Methods raise Unexpected."""
+    Every method raises Unexpected; `rows` and `ids` also at their end.
+    """
 
     def __init__(self, index: Index, transaction: IndexTransaction) -> None:
-        lengths = HEAD.itemsize, _DELTA.itemsize
-        self._columns = Columns(index.env, transaction, BLOCKS.name, ID_BYTES, lengths)
+        """Find the pages."""
+        record = transaction.get(BLOCKS.name.encode())
+        _expect(record is not None and len(record) == TREE_BYTES)
+        tree = Tree.parse(record or b"")
+        self._entries = tree.entries
+        _expect(tree.flags == 0 and tree.overflows == 0)
+        if not tree.entries:
+            self._leaves = np.empty(0, np.int64)
+            return
+        _expect(0 < tree.depth <= MAX_DEPTH and tree.root <= _CHILD)
+        self._file = _File(index.env)
+        self._leaves = self._below(tree)
 
-    def ids(self) -> Iterator[npt.NDArray[np.void]]:
-        for nodes in self._columns.batches():
-            yield nodes.names()
+    def _below(self, tree: Tree) -> Numbers:
+        """Return the leaf pages in key order."""
+        file = self._file
+        pages, branches = np.array([tree.root]), 0
+        for _ in range(tree.depth - 1):
+            branches += len(pages)
+            _expect(branches <= tree.branches)
+            children = file.fields(file.rows(pages, BRANCH), _NODE_HEAD).view(np.uint64) & _CHILD
+            pages = children.astype(np.int64)
+        _expect((branches, len(pages)) == (tree.branches, tree.leaves))
+        return pages
 
-    def require_order(self, table: Table) -> None:
-        if not table.is_ascending():
-            raise Unexpected
+    def ids(self) -> Iterator[_Fields]:
+        """Yield all ids."""
+        for places, _ in self._batches():
+            yield self._file.fields(places + _NODE_HEAD // _WORD, ID_BYTES)
 
-    def rows(self) -> Iterator[tuple[npt.NDArray[np.void], Flags, bytes]]:
-        for nodes in self._columns.batches():
-            named = nodes.lengths == _DELTA.itemsize
-            bases = nodes.values(HEAD.itemsize, ID_BYTES, named)
-            yield nodes.values(0, HEAD.itemsize), named, bases.tobytes()
+    def rows(self) -> Iterator[tuple[_Fields, Flags, bytes]]:
+        """Yield heads, which rows name a base, and these bases one after the other."""
+        value = (_NODE_HEAD + ID_BYTES) // _WORD
+        for places, lengths in self._batches():
+            named = lengths == _DELTA.itemsize
+            bases = places[named] + value + HEAD.itemsize // _WORD
+            heads = self._file.fields(places + value, HEAD.itemsize)
+            yield heads, named, self._file.fields(bases, ID_BYTES).tobytes()
+
+    def _batches(self) -> Iterator[tuple[Numbers, Numbers]]:
+        """Yield the words at which rows begin, in key order, and the lengths of their values."""
+        done = 0
+        for start in range(0, len(self._leaves), _PAGES):
+            places = self._file.rows(self._leaves[start : start + _PAGES], LEAF)
+            heads = self._file.fields(places, _NODE_HEAD).view(np.uint64)
+            # Of 64 bits, from low to high: length of the value, flags, length of the key.
+            _expect((heads >> np.uint64(32) == np.uint64(ID_BYTES << 16)).all())
+            lengths = heads.astype(np.uint32).astype(np.int64)
+            _expect(np.isin(lengths, (HEAD.itemsize, _DELTA.itemsize)).all())
+            size = self._file.page
+            ends = places * _WORD % size + _NODE_HEAD + ID_BYTES + lengths
+            _expect((ends <= size).all())
+            done += len(places)
+            _expect(done <= self._entries)
+            yield places, lengths
+        _expect(done == self._entries)
 
 
-class _Cursor:
-    """Read with a cursor of LMDB.  Methods raise Corrupt for a row of another form."""
+class _File:
+    """The mapped file.  It is unmapped when the last array that looks into it is gone."""
+
+    def __init__(self, environment: Environment) -> None:
+        try:
+            self._map = environment.mapped()
+            self.page = page_size(self._map[:HEAD_BYTES], environment.path)
+        except (OSError, ValueError, MstoreError) as error:
+            raise Unexpected from error
+        self._pages = len(self._map) // self.page
+        self._words = np.frombuffer(self._map, np.uint16, self._pages * self.page // _WORD)
+
+    def fields(self, places: Numbers, length: int) -> _Fields:
+        """Return so many bytes at each of these words: void[places]."""
+        size = len(self._words) * _WORD
+        _expect(not len(places) or bool((places <= (size - length) // _WORD).all()))
+        kind: Any = np.dtype((np.void, length))
+        # Overlapping fields, one at each word: indexing copies only those that are asked for.
+        shape = ((size - length) // _WORD + 1,)
+        return np.ndarray(shape, kind, self._map, strides=(_WORD,))[places]
+
+    def rows(self, pages: Numbers, kind: int) -> Numbers:
+        """Return the word at which each row of these pages begins, in order."""
+        _expect(((pages > 1) & (pages < self._pages)).all())
+        size = self.page
+        starts = pages * (size // _WORD)
+        _expect((self.fields(starts, 8).view(np.int64) == pages).all())
+        _expect((self._words[starts + _KIND] == kind).all())
+        lower = self._words[starts + _LOWER].astype(np.int64)
+        upper = self._words[starts + _UPPER].astype(np.int64)
+        # An even number of bytes, and at least one row.
+        sound = (lower >= PAGE_HEAD + _WORD) & (lower <= upper) & (upper <= size) & (lower % 2 == 0)
+        _expect(sound.all())
+        counts = (lower - PAGE_HEAD) // _WORD
+        firsts = starts + PAGE_HEAD // _WORD - (np.cumsum(counts) - counts)
+        at = self._words[np.repeat(firsts, counts) + np.arange(counts.sum())].astype(np.int64)
+        inside = (at >= np.repeat(upper, counts)) & (at <= size - _NODE_HEAD) & (at % _WORD == 0)
+        _expect(inside.all())
+        places: Numbers = np.repeat(starts, counts) + at // _WORD
+        return places
+
+
+class Cursor:
+    """The rows of `blocks`, read with a cursor of LMDB.
+
+    Methods raise Corrupt for a row of another form.
+    """
 
     def __init__(self, index: Index, transaction: IndexTransaction) -> None:
         self._ask = index, transaction
 
-    def ids(self) -> Iterator[npt.NDArray[np.void]]:
+    def ids(self) -> Iterator[_Fields]:
+        """As `Pages`."""
         for some in self._column("keys"):
             ids = b"".join(some)
             _require(len(ids) == len(some) * ID_BYTES)
             yield np.frombuffer(ids, _ID)
 
-    def require_order(self, table: Table) -> None:
-        """LMDB goes through them in order."""
-
-    def rows(self) -> Iterator[tuple[npt.NDArray[np.void], Flags, bytes]]:
+    def rows(self) -> Iterator[tuple[_Fields, Flags, bytes]]:
+        """As `Pages`."""
         for rows in self._column("rows"):
             lengths = np.fromiter(map(len, rows), np.int64, len(rows))
             named = lengths == _DELTA.itemsize
@@ -441,6 +375,11 @@ class _Cursor:
             column: Any = cursor.iternext(keys=what == "keys", values=what == "rows")
             while batch := list(islice(column, _BATCH)):
                 yield batch
+
+
+def _expect(is_known: Any) -> None:
+    if not is_known:
+        raise Unexpected
 
 
 def _require(is_sound: bool) -> None:

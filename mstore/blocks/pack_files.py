@@ -104,7 +104,6 @@ class PackFiles(Packs):
         return version
 
     def version(self, pack: PackId) -> int:
-        """See `Packs`."""
         opened = self._acquire(pack)
         self._release(opened)
         return opened.version
@@ -118,7 +117,6 @@ class PackFiles(Packs):
             os.close(self._open.pop(oldest).fd)
 
     def forget_removed(self) -> None:
-        """See `Packs`."""
         with self._lock:
             self._drop_unlinked()
 
@@ -165,7 +163,7 @@ class PackFiles(Packs):
         targets: Sequence[memoryview],
         version: int | None = None,
     ) -> None:
-        """See `Packs`; in one system call if possible."""
+        """In one system call if possible."""
         with self._reading(pack, version) as fd:
             for first in range(0, len(targets), IOV_MAX):
                 waiting = deque(filter(len, targets[first : first + IOV_MAX]))
@@ -180,7 +178,6 @@ class PackFiles(Packs):
                         waiting[0] = waiting[0][got:]
 
     def read(self, pack: PackId, offset: int, length: int) -> bytes:
-        """See `Packs`."""
         with self._reading(pack) as fd:
             data = os.pread(fd, length, offset)
         if len(data) != length:
@@ -188,13 +185,12 @@ class PackFiles(Packs):
         return data
 
     def read_each(self, pack: PackId, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """See `Packs`; opens the pack once."""
+        """Opens the pack once."""
         with self._reading(pack) as fd:
             for offset, length in places:
                 yield os.pread(fd, length, offset)
 
     def mapped(self, pack: PackId, is_private: bool) -> mmap.mmap:
-        """See `Packs`."""
         access = mmap.ACCESS_COPY if is_private else mmap.ACCESS_READ
         opened = self._acquire(pack)
         try:
@@ -203,7 +199,6 @@ class PackFiles(Packs):
             self._release(opened)
 
     def clone(self, pack: PackId, offset: int, length: int, file: fs.NewFile, at: int) -> bool:
-        """See `Packs`."""
         opened = self._acquire(pack)
         try:
             file.clone(opened.fd, offset, length, at)
@@ -212,32 +207,27 @@ class PackFiles(Packs):
         return True
 
     def descriptor(self, pack: PackId) -> int:
-        """See `Packs`."""
         return open_pack(self._place(pack))
 
     def _too_short(self, pack: PackId) -> Corrupt:
         return Corrupt("the pack ends too early", where=self._place(pack), hint=call("fsck"))
 
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
-        """See `Packs`."""
         with suppress(MstoreError), self._reading(pack) as fd:
             # The advice scans every page, which costs as much as copying some of them.
             if not _is_cached(fd, offset + length - 1):
                 os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
 
     def is_there(self, pack: PackId) -> bool:
-        """See `Packs`."""
         return fs.is_there(self._place(pack))
 
     def size(self, pack: PackId) -> int:
-        """See `Packs`."""
         try:
             return fs.status_of(Path(self._place(pack))).st_size
         except FileNotFoundError as error:
             raise PackGone("the file is missing", where=self._place(pack)) from error
 
     def where(self, pack: PackId) -> str:
-        """See `Packs`."""
         return self._place(pack)
 
     def _place(self, pack: PackId) -> str:
@@ -246,7 +236,6 @@ class PackFiles(Packs):
         return _place(self._directory, pack) if staged is None else str(staged)
 
     def table(self, pack: PackId) -> Footer:
-        """See `Packs`."""
         found = read_footer(Path(self._place(pack)))
         if found.id != pack:
             what = f"header and footer are those of {found.id.short}"
@@ -254,12 +243,12 @@ class PackFiles(Packs):
         return found
 
     def dead_bytes(self, pack: PackId, rows: int, stored: int) -> int:
-        """See `Packs`; reads the table only if it has more entries."""
+        """Reads the table only if it has more entries."""
         with packs.opened(Path(self._place(pack))) as file:
             return packs.dead_bytes(file, self._place(pack), rows, stored)
 
     def put(self, packs: Sequence[SealedPack]) -> None:
-        """See `Packs`: renames the files."""
+        """Renames the files."""
         # Sync even if no directory is new: another writer may have made it and not synced it yet.
         touched = {self._directory} if packs else set()
         for pack in packs:
@@ -271,13 +260,11 @@ class PackFiles(Packs):
             fs.sync_directory(directory)
 
     def listed(self) -> Iterator[PackId]:
-        """See `Packs`."""
         for _, name in self._names():
             if _NAME.fullmatch(name):
                 yield PackId(bytes.fromhex(name[: 2 * ID_BYTES]))
 
     def strays(self) -> Iterator[str]:
-        """See `Packs`."""
         for below, name in self._names():
             if not _NAME.fullmatch(name):
                 yield f"{self._directory}/{below}/{name}"
@@ -289,7 +276,6 @@ class PackFiles(Packs):
                 yield from ((below, name) for name in names)
 
     def remove(self, pack: PackId) -> None:
-        """See `Packs`."""
         path = Path(_place(self._directory, pack))
         fs.unlink(path, missing_ok=True)
         if fs.is_there(path.parent):
@@ -309,12 +295,10 @@ class PackFiles(Packs):
             fs.sync_directory(above)
         return moved
 
-    def room(self) -> int:
-        """See `Packs`."""
+    def free_bytes(self) -> int:
         return fs.free_bytes(self._directory)
 
     def close(self) -> None:
-        """See `Packs`."""
         if self._pid != os.getpid():
             # In a forked child, a thread that does not exist there may hold the lock.
             self._close_all()
@@ -385,7 +369,6 @@ class ScatteredPacks(PackFiles):
             }
 
     def listed(self) -> Iterator[PackId]:
-        """See `Packs`."""
         return iter(sorted(self._elsewhere))
 
 

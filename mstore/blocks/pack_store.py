@@ -131,7 +131,7 @@ class Packs(ABC):
         """Yield what lies among the packs and is none, as reports call it."""
         return iter(())
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Return how many bytes of packs may be put. Raises StorageFailed."""
         return 1 << 62
 

@@ -97,16 +97,8 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     def encode(self) -> bytes:
         """Encode this entry in 88 bytes."""
-        return ENTRY.pack(
-            self.id,
-            self.base,
-            self.offset,
-            self.stored_length,
-            self.raw_length,
-            self.kind,
-            self.codec,
-            self.width,
-        )
+        where = self.offset, self.stored_length, self.raw_length
+        return ENTRY.pack(self.id, self.base, *where, self.kind, self.codec, self.width)
 
 
 class SealedPack(msgspec.Struct, frozen=True):
@@ -171,29 +163,14 @@ class PackWriter:
             self.append_raw(id, encoded.payload, encoded.width, file, file_offset)
             return
         if encoded.codec is Codec.CONSTANT:
-            self.append_small(
-                id,
-                Kind.BLOCK,
-                encoded.codec,
-                encoded.width,
-                bytes(encoded.payload),
-                encoded.raw_length,
-            )
+            codec, width, length = encoded.codec, encoded.width, encoded.raw_length
+            self.append_small(id, Kind.BLOCK, codec, width, bytes(encoded.payload), length)
             return
         self._run = None
-        offset = self._append(encoded.payload)
-        self._entries.append(
-            Entry(
-                id,
-                Kind.BLOCK,
-                encoded.codec,
-                encoded.width,
-                offset,
-                len(encoded.payload),
-                encoded.raw_length,
-                NO_BASE if encoded.base is None else encoded.base,
-            )
-        )
+        offset, stored = self._append(encoded.payload), len(encoded.payload)
+        base = NO_BASE if encoded.base is None else encoded.base
+        where = offset, stored, encoded.raw_length, base
+        self._entries.append(Entry(id, Kind.BLOCK, encoded.codec, encoded.width, *where))
 
     def _append(self, data: Buffer) -> int:
         offset = self._end
@@ -233,12 +210,7 @@ class PackWriter:
         self._write_gathered()
         offset = self._file.append(b"".join(payload for _, payload in self._held))
         for entry, payload in self._held:
-            self._entries.append(
-                Entry(
-                    entry.id, entry.kind, entry.codec, entry.width,
-                    offset, entry.stored_length, entry.raw_length,
-                )
-            )  # fmt: skip
+            self._entries.append(msgspec.structs.replace(entry, offset=offset))
             offset += len(payload)
         self._held.clear()
         self._held_bytes = 0

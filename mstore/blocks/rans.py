@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +28,7 @@ from mstore.terms.ids import Buffer
 
 Bytes = npt.NDArray[np.uint8]
 
-_SOURCES: Final = (Path(__file__).with_name("rans.c"), Path(__file__).with_name("lanes.h"))
+_SOURCES: Final = ("blocks/rans.c", "blocks/lanes.h")
 _MODULE: Final = "mstore.blocks.rans"
 _encode: Final = Pass(_MODULE, "encode", "iiiipppp", _SOURCES)
 _decode: Final = Pass(_MODULE, "decode", "iiiipppp", _SOURCES)
@@ -54,10 +53,10 @@ class Mode(IntEnum):
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
-        self._room = np.zeros(_SCRATCH, dtype=np.uint8)
-        self._result = self._room[:8].view(np.int64)
+        self._area = np.zeros(_SCRATCH, dtype=np.uint8)
+        self._result = self._area[:8].view(np.int64)
         self._payload = np.empty(0, dtype=np.uint8)
-        self.at = self._room.ctypes.data
+        self.at = self._area.ctypes.data
 
     @property
     def result(self) -> int:

@@ -178,8 +178,8 @@ def _named(error: MstoreError, block: BlockId) -> MstoreError:
     return named
 
 
-class Room:
-    """Memory that every thread has of its own, of `size` bytes."""
+class ThreadBuffer:
+    """Memory of `size` bytes that every thread has of its own."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -187,10 +187,10 @@ class Room:
 
     def __call__(self, length: int) -> memoryview:
         """Return the calling thread's first `length` bytes: valid until it asks again."""
-        room: memoryview | None = getattr(self._own, "room", None)
-        if room is None:
-            room = self._own.room = memoryview(bytearray(self._size))
-        return room[:length]
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None:
+            buffer = self._own.buffer = memoryview(bytearray(self._size))
+        return buffer[:length]
 
 
 class Meter:

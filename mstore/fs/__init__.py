@@ -12,14 +12,14 @@ from mstore.fs.disks import (
     LOCAL_FILESYSTEMS,
     MOUNTINFO,
     POPULATE_WRITE,
-    ROOM,
+    SPARE_BYTES,
     block_bytes,
     copies_on_write,
     copy_up,
     filesystem_type,
     free_bytes,
     full,
-    has_room,
+    has_free_bytes,
     is_mappable,
     require_mappable,
 )
@@ -46,7 +46,7 @@ from mstore.fs.files import (
     unlink,
     unnamed,
 )
-from mstore.fs.locks import LockFile
+from mstore.fs.locks import LockFile, locked
 from mstore.fs.rights import may_write, owners, require_writable, share, share_tree, user_name
 from mstore.fs.roots import (
     Root,
@@ -72,7 +72,7 @@ __all__ = [
     "LOCAL_FILESYSTEMS",
     "MOUNTINFO",
     "POPULATE_WRITE",
-    "ROOM",
+    "SPARE_BYTES",
     "LockFile",
     "NewFile",
     "NewTree",
@@ -89,7 +89,7 @@ __all__ = [
     "filesystem_type",
     "free_bytes",
     "full",
-    "has_room",
+    "has_free_bytes",
     "identity",
     "in_memory",
     "index_commit",
@@ -98,6 +98,7 @@ __all__ = [
     "link",
     "listed",
     "listed_below",
+    "locked",
     "make_directories",
     "make_directory",
     "may_write",

@@ -65,7 +65,7 @@ def block_bytes(path: Path) -> int:
 
 POPULATE_WRITE: Final = 23
 """madvise(2): prepare pages to be written through a map (Linux 5.14; Python has no name for it)."""
-ROOM: Final = 1 << 22
+SPARE_BYTES: Final = 1 << 22
 """Bytes: with less, a filesystem that copies on write counts as full.
 
 A full btrfs with mixed block groups says that it has 1.6 to 2.8 MiB free, others 0.
@@ -120,13 +120,13 @@ def is_mappable(path: Path, populate: Callable[[], int], *, copies: bool) -> boo
     a filesystem that has to search for room writes back what it has, so that the next write through
     the map needs room again, whatever the answer was.
     """
-    if copies and not has_room(path):
+    if copies and not has_free_bytes(path):
         return False
     code = populate()
-    return has_room(path) if code == errno.EINVAL else code != errno.EFAULT
+    return has_free_bytes(path) if code == errno.EINVAL else code != errno.EFAULT
 
 
-def has_room(path: Path, size: int = ROOM) -> bool:
+def has_free_bytes(path: Path, size: int = SPARE_BYTES) -> bool:
     """Return whether the filesystem has so many bytes free, or does not tell."""
     try:
         return free_bytes(path) >= size

@@ -24,7 +24,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -97,7 +97,7 @@ _FICLONERANGE: Final = 0x4020940D
 _FILE_CLONE_RANGE: Final = struct.Struct("=qQQQ")
 
 
-class Made(NamedTuple):
+class Made(msgspec.Struct, frozen=True):
     """Identifies a file or directory that was created, whatever its current name."""
 
     device: int
@@ -288,19 +288,17 @@ def unlink(path: Path, *, missing_ok: bool = False) -> None:
                 raise
 
 
-def make_directory(
-    path: Path, *, private: bool = False, own: bool = False, exist_ok: bool = False
-) -> bool:
+def make_directory(path: Path, *, private: bool = False, exist_ok: bool = False) -> bool:
     """Create one directory; return True if it is new. `sync_directory(parent)` makes it durable.
 
-    private: only for users who may also write it. own: only for its creator, outside any store.
-    Raises StorageFailed; Conflict if something else has that name.
+    private: only for users who may also write it. Raises StorageFailed; Conflict if something else
+    has that name.
     """
     with translated(path):
         if exist_ok and _is_directory(path):
             return False
         announce("mkdir", path)
-        bits = 0o700 if own else first_mode(path, DIRECTORY, private=private)
+        bits = first_mode(path, DIRECTORY, private=private)
         try:
             with parent(path) as (above, name):
                 os.mkdir(name, bits, dir_fd=above)

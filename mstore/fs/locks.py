@@ -168,3 +168,14 @@ class LockFile:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
+
+
+@contextmanager
+def locked(path: Path, *, create: bool = True) -> Iterator[None]:
+    """Hold the lock on a file while the block runs; waits for others.  Raises as LockFile."""
+    lock = LockFile(path, create=create)
+    try:
+        lock.acquire()
+        yield
+    finally:
+        lock.release()

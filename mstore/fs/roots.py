@@ -298,14 +298,14 @@ def identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def open_file(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+def open_file(path: Path | str, flags: int = os.O_RDONLY) -> int:
     """Open a regular file, which no link leads to; return its descriptor.
 
     Raises OSError; Conflict if something else is there.
     """
     with parent(path) as (above, name):
         try:
-            descriptor = os.open(name, flags | _PLAIN, mode, dir_fd=above)
+            descriptor = os.open(name, flags | _PLAIN, dir_fd=above)
         except OSError as error:
             with suppress(OSError):
                 there = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode

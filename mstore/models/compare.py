@@ -33,9 +33,9 @@ from mstore.checkpoint.models import split_name
 from mstore.models.adapters.inputs import Inputs, ModelChoice
 from mstore.models.distances import equal_chunks
 from mstore.models.stats.chunk import SKETCH_BUCKETS, inner
-from mstore.models.stats.digests import Digest
-from mstore.models.stats.known import Pair, known_apart, known_products, known_rows, sum_of_squares
+from mstore.models.stats.pairs import Pair, known_apart, known_products, known_rows, sum_of_squares
 from mstore.models.stats.store import StatsStore
+from mstore.models.stats.table import Digest
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input
@@ -45,8 +45,7 @@ from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import ID_BYTES, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Option, few
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 BY: Final = ("tensor", "layer", "model")
 _TOGETHER: Final = 64

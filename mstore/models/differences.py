@@ -27,8 +27,7 @@ from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.models import full_name, is_index, renamed, split_name
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
-from mstore.models.adapters.fit import is_any_adapter
-from mstore.models.adapters.targets import is_adapter
+from mstore.models.adapters.targets import is_adapter, is_any_adapter
 from mstore.models.vocabulary.members import TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES

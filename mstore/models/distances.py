@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.models.stats.chunk import CHUNK, Rows, finite, inner
-from mstore.models.stats.digests import Digest
 from mstore.models.stats.store import StatsStore, readable
-from mstore.models.stats.table import DeltaTable
+from mstore.models.stats.table import DeltaTable, Digest
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.objects.snapshot import BASE

@@ -7,7 +7,6 @@ it.  Counts of parts are added up, in any order.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -17,7 +16,7 @@ from mstore.numeric.passes import Pass
 
 _BITS: Final = 16
 _BINS: Final = 1 << _BITS
-_SOURCES: Final = (Path(__file__).with_name("halves_passes.py"),)
+_SOURCES: Final = ("numeric/halves_passes.py",)
 _MODULE: Final = "mstore.numeric.halves_passes"
 _upper: Final = Pass(_MODULE, "upper", "pip", _SOURCES)
 _upper_squares: Final = Pass(_MODULE, "upper_squares", "ppipp", _SOURCES)

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import msgspec
 from blake3 import blake3
 
 from mstore.numeric.levels import Level, runnable
@@ -37,13 +38,14 @@ SYMBOL: Final = "mstore_pass"
 ENDING: Final = ".pass"
 DIGEST: Final = 32
 _TYPES: Final[dict[str, Any]] = {"i": ctypes.c_int64, "p": ctypes.c_void_p}
-_MAKERS: Final = tuple(Path(__file__).with_name(f"{name}.py") for name in ("compiling", "levels"))
-_PACKAGE: Final = "mstore."
+_PACKAGE: Final = Path(__file__).parents[1]
+_MAKERS: Final = ("numeric/compiling.py", "numeric/levels.py")
+"""What makes the code of every pass."""
 _BUILD: Final = ("scripts", "kernels.py")
 """What makes the kernels, in a checkout."""
 
 
-class Trailer(NamedTuple):
+class Trailer(msgspec.Struct, frozen=True):
     """What a file says of its code: digests of what it was made from, and of what made it."""
 
     stamp: bytes
@@ -68,13 +70,14 @@ class Pass:
     """One compiled pass: `name` of `module`, where `compiling.entry` made it.
 
     takes: one letter per argument, "i" for an int64 and "p" for an address. sources: the files that
-    its code comes from, besides this package's `compiling`.
+    its code comes from, besides `numeric/compiling.py`; as paths in the package `mstore`.
     """
 
-    def __init__(self, module: str, name: str, takes: str, sources: tuple[Path, ...]) -> None:
+    def __init__(self, module: str, name: str, takes: str, sources: Iterable[str | Path]) -> None:
         self.module = module
         self.name = name
-        self.sources = sources
+        self.sources = tuple(_PACKAGE / source for source in sources)
+        self._called = f"{module.removeprefix('mstore.')}.{name}"
         self._takes = takes
         self._lock = Lock()
         self._function: Callable[..., int] | None = None
@@ -110,11 +113,12 @@ class Pass:
         The compiler's version is no part of it: code is used where no compiler is installed, and
         every version makes the same arithmetic.
         """
-        return blake3(b"".join(_digest(path) for path in (*_MAKERS, *self.sources))).digest()
+        makers = [_PACKAGE / maker for maker in _MAKERS]
+        return blake3(b"".join(_digest(path) for path in (*makers, *self.sources))).digest()
 
     def path(self, level: Level) -> Path:
         """Return where the build puts the code for a level."""
-        return KERNELS / level.name / f"{self.module.removeprefix(_PACKAGE)}.{self.name}{ENDING}"
+        return KERNELS / level.name / f"{self._called}{ENDING}"
 
     def _found(self) -> Path:
         """Return the file of the best level that this machine runs.  Raises Unavailable."""
@@ -138,7 +142,7 @@ class Pass:
         why = whys[0] if whys else "was not compiled for this processor"
         is_checkout = KERNELS.parents[2].joinpath(*_BUILD).is_file()
         raise Unavailable(
-            f"the kernel {self.module.removeprefix(_PACKAGE)}.{self.name} {why}",
+            f"the kernel {self._called} {why}",
             where=str(KERNELS),
             hint=f"compile the kernels: {'/'.join(_BUILD)}"
             if is_checkout

@@ -1,74 +1,51 @@
 """Add: store a checkpoint on disk as a snapshot.
 
-A checkpoint of differences (`differences`) is stored as its sums with the base.
-
-Each file is cut into its parts (header, tensors) and those into blocks. Threads read and hash
-groups of neighbouring blocks, ask the catalog which of them are new, and encode those; the calling
-thread takes the groups in file order and writes them. With a base, the same pass compares each
-block with the base's block at the same place: it takes the statistics of their difference, and may
-store the block as that difference.
-
-Memory: a few groups per thread, whatever the model's size. Nothing is visible before the
-transaction commits. A file is opened once, and must still have the stamp that it had when it was
-listed; a file that is replaced or changes while it is read stops the add.
+A checkpoint of differences (`differences`) is stored as its sums with the base.  `add_files` stores
+the files; this says what fits a base, and publishes.  Nothing is visible before the transaction
+commits.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from msgspec.structs import replace
 
-from mstore import fs
-from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
-from mstore.blocks.location import Location
+from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
-from mstore.checkpoint.hub import origin_of
-from mstore.checkpoint.models import full_name, name_in_model, renamed, split_name
-from mstore.checkpoint.partition import partition
-from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
+from mstore.checkpoint.models import name_in_model, renamed, split_name
+from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.strict_json import json_object
+from mstore.checkpoint.tree import origin_of
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG
-from mstore.models.adapters.fit import check_adapter, is_any_adapter
-from mstore.models.adapters.targets import is_adapter
-from mstore.models.made.files import assembled, texts_of
-from mstore.models.made.snapshots import Publication
+from mstore.models.adapters.targets import check_adapter, is_adapter, is_any_adapter
+from mstore.models.made import Publication, assembled, texts_of
 from mstore.models.stats.store import StatsStore
+from mstore.snapshots.add_files import FileAdder, readable_tensors
 from mstore.snapshots.lineage import ParentReport
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in, paired, tensors_of
-from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.store.objects.shapes import chosen, matching, require_same_shapes
+from mstore.store.objects.manifest import File, Manifest
+from mstore.store.objects.shapes import chosen, require_same_shapes
 from mstore.store.objects.snapshot import ADD, BASE, Origin, Parent, SnapshotRecord
-from mstore.store.objects.tensor import BYTES, Tensor
 from mstore.store.tied import KEY, Tied, own_head, ties
 from mstore.store.transaction import Transaction, branch_to_move
-from mstore.terms.ahead import in_groups, in_order
-from mstore.terms.errors import Corrupt, NotFound
+from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Call, Option, call, few, phrase
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 if TYPE_CHECKING:
-    from mstore.models.differences import Differences, Slot, Sums
-    from mstore.models.stats.streaming import PairMeasure
+    from mstore.models.differences import Differences
 
 Kind = Literal["full", "delta"]
 """What the tensors of a checkpoint are: weights, or differences to those of the base."""
-
-GROUP_BYTES = 4 << 20
 _HUB = "https://huggingface.co"
 
 
@@ -117,7 +94,7 @@ class AddReport(Report, frozen=True):
     """how long it took"""
 
 
-class Base(NamedTuple):
+class Base(msgspec.Struct, frozen=True):
     """The base to compare a checkpoint with, if any, and why this one.
 
     given: the user named it, and `model`, the one of its models to
@@ -135,471 +112,6 @@ class Base(NamedTuple):
 
 
 NO_BASE = Base(None, None, given=True)
-
-
-class _PartPlan(msgspec.Struct, frozen=True):
-    """A part before its blocks are known: its place in the file, and its base tensor if any."""
-
-    name: str | None
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    nbytes: int
-    base: Tensor | None
-    base_id: TensorId | None
-
-    @property
-    def elements(self) -> Elements:
-        """How codecs see the elements of its blocks."""
-        return elements_of(self.dtype)
-
-    def base_block(self, number: int) -> BlockId | None:
-        """Return the base's block at this place, if dtype and shape are equal."""
-        base = self.base
-        if base is None or base.dtype != self.dtype or base.shape != self.shape:
-            return None
-        return base.block(number)
-
-
-class _Span(msgspec.Struct, frozen=True):
-    """One block to read: block `number` of part `part`, at `offset` of the file."""
-
-    part: int
-    number: int
-    offset: int
-    length: int
-
-
-class _Group(msgspec.Struct, frozen=True):
-    """Neighbouring blocks read with one `pread` into `buffer`, and their ids.
-
-    encoded: the payloads to store, possibly views of `buffer`; None for a block that is stored
-    already.
-    """
-
-    spans: list[_Span]
-    buffer: bytearray
-    ids: list[BlockId]
-    encoded: list[Encoded | None]
-
-
-class _Bytes(Protocol):
-    """Where the blocks of a file come from, in any thread."""
-
-    def fill(self, spans: Sequence[_Span], room: memoryview) -> None:
-        """Fill `room` with these blocks, one after the other."""
-
-    def require_unchanged(self) -> None:
-        """Raise BadCheckpoint unless what was read still has the stamps from when it was listed."""
-
-
-class _FileBytes:
-    """The bytes of a file of the checkpoint, kept open until it is closed."""
-
-    def __init__(self, source: SourceFile) -> None:
-        self._source = source
-        self._fd = open_stamped(source.absolute, source.stamp)
-
-    def fill(self, spans: Sequence[_Span], room: memoryview) -> None:
-        with fs.translated(self._source.absolute):
-            got = os.preadv(self._fd, [room], spans[0].offset)
-        if got != len(room):
-            raise changed(str(self._source.absolute))
-
-    def require_unchanged(self) -> None:
-        with fs.translated(self._source.absolute):
-            require_stamp(self._fd, self._source.stamp, self._source.absolute)
-
-    def require_header(self) -> None:
-        """Raise BadCheckpoint unless the file still starts with the header that was parsed.
-
-        Accepts a file without a header. Needed because two states within one tick of the kernel's
-        clock may have the same stamp.
-        """
-        header = self._source.header
-        if header is None:
-            return
-        with fs.translated(self._source.absolute):
-            if read_range(self._fd, 0, header.data_start) != header.raw:
-                raise changed(str(self._source.absolute))
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-class _SumBytes:
-    """The sums of some tensors of a file of the base; slots: of each part, in order."""
-
-    def __init__(self, sums: Sums, slots: Sequence[Slot]) -> None:
-        self._sums = sums
-        self._slots = slots
-
-    def fill(self, spans: Sequence[_Span], room: memoryview) -> None:
-        at = 0
-        for span in spans:
-            room[at : at + span.length] = self._sums.block(self._slots[span.part], span.number)
-            at += span.length
-
-    def require_unchanged(self) -> None:
-        self._sums.require_unchanged()
-
-
-class _FileReader:
-    """Reads, hashes and encodes one file on a pool of threads; yields groups in file order."""
-
-    def __init__(
-        self,
-        source: _Bytes,
-        parts: list[_PartPlan],
-        block_size: int,
-        known: Callable[[Sequence[BlockId]], list[bool]],
-        policy: Policy,
-        comparison: _Comparison | None,
-        spare: deque[bytearray],
-    ) -> None:
-        self._source = source
-        self._parts = parts
-        self._block_size = block_size
-        self._known = known
-        self._policy = policy
-        self._comparison = comparison
-        self._spare = spare
-
-    def _groups(self) -> Iterator[list[_Span]]:
-        spans = (
-            _Span(number, block, part.begin + start, length)
-            for number, part in enumerate(self._parts)
-            for block, (start, length) in enumerate(partition(part.nbytes, self._block_size))
-        )
-        return in_groups(spans, lambda span: span.length, GROUP_BYTES)
-
-    def _load(self, spans: list[_Span]) -> _Group:
-        length = sum(span.length for span in spans)
-        try:
-            buffer = self._spare.pop()
-        except IndexError:
-            buffer = bytearray(max(GROUP_BYTES, self._block_size))
-        view = memoryview(buffer)[:length]
-        self._source.fill(spans, view)
-        ends = itertools.accumulate(span.length for span in spans)
-        blocks = [view[end - span.length : end] for span, end in zip(spans, ends, strict=True)]
-        ids = [BlockId.of(block) for block in blocks]
-        known = self._known(ids)
-        places: list[Location | None] = [None] * len(spans)
-        if self._comparison is not None:
-            places = self._comparison.locate(spans)
-        encoded: list[Encoded | None] = []
-        for span, block, id, is_known, at in zip(spans, blocks, ids, known, places, strict=True):
-            base = None
-            if self._comparison is not None:
-                base = self._comparison.take(span, block, id, at, is_known=is_known)
-            # A block that occurs twice in concurrent groups is encoded twice, and stored once.
-            elements = self._parts[span.part].elements
-            encoded.append(None if is_known else encode(block, elements, self._policy, base))
-        return _Group(spans, buffer, ids, encoded)
-
-    def release(self, group: _Group) -> None:
-        """Recycle the memory of a group that the caller is done with."""
-        self._spare.append(group.buffer)
-
-    def run(self, pool: ThreadPoolExecutor, ahead: int) -> Iterator[_Group]:
-        """Yield all groups in order, with at most `ahead` of them in memory."""
-        loading = in_order(
-            lambda spans: pool.submit(self._load, spans), self._groups(), ahead=ahead - 1
-        )
-        # Close it here, not at garbage collection: the caller frees what the threads write into.
-        with closing(loading):
-            for _, group in loading:
-                yield group
-
-
-class _Comparison:
-    """Compares one file's tensors with the base's, block by block, in the reading threads.
-
-    An unreadable block of the base is skipped without stopping the add: its id goes to `lost`, and
-    the measure of its tensor becomes None.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        parts: list[_PartPlan],
-        measures: list[PairMeasure | None],
-        policy: Policy,
-        lost: set[BlockId],
-    ) -> None:
-        from mstore.models.stats.streaming import BaseBlocks
-
-        self._parts = parts
-        self._measures = measures
-        self._encodes = policy is not Policy.RAW
-        self._lost = lost
-        self._bases = BaseBlocks(catalog)
-
-    def _base(self, span: _Span) -> BlockId | None:
-        if self._measures[span.part] is None and not self._encodes:
-            return None
-        return self._parts[span.part].base_block(span.number)
-
-    def locate(self, spans: list[_Span]) -> list[Location | None]:
-        """Return where the base's blocks lie; None where they are not needed or not stored."""
-        wanted = [self._base(span) for span in spans]
-        found = self._bases.locate_stored(wanted)
-        for span, base, at in zip(spans, wanted, found, strict=True):
-            if base is not None and at is None:
-                self._lose(span, base)
-        return found
-
-    def _lose(self, span: _Span, base: BlockId) -> None:
-        self._lost.add(base)
-        self._measures[span.part] = None
-
-    def take(
-        self, span: _Span, data: memoryview, id: BlockId, at: Location | None, *, is_known: bool
-    ) -> tuple[BlockId, memoryview] | None:
-        """Measure one block; return the base block to encode it against, if any.
-
-        The result is valid until this thread's next call.
-        """
-        measure, base = self._measures[span.part], self._base(span)
-        if base is None or at is None:
-            return None
-        import numpy as np  # late: without a base, adding needs none
-
-        expert = np.frombuffer(data, dtype=np.uint8)
-        if id == base:
-            if measure is not None:
-                measure.take_equal(span.number, expert)
-            return None
-        is_encoded = self._encodes and not is_known
-        if measure is None and not is_encoded:
-            return None
-        try:
-            plain = self._bases.read(base, at)
-            delta_base = self._bases.delta_base(base, at, plain) if is_encoded else None
-        except Corrupt:
-            self._lose(span, base)
-            return None
-        if measure is not None:
-            measure.take_chunk(span.number, plain, expert)
-        return delta_base
-
-
-class _Adder:
-    """One running `add`: counters, and the comparison with the base.
-
-    base: the base's tensors by what the checkpoint calls those that are compared with them.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        statistics: StatsStore,
-        transaction: Transaction,
-        base: Mapping[str, TensorId] | None,
-        policy: Policy,
-        *,
-        only: Sequence[str] = (),
-        skip: Sequence[str] = (),
-    ) -> None:
-        self.catalog = catalog
-        self.policy = policy
-        self.statistics = statistics
-        self.transaction = transaction
-        tensors = base or {}
-        compared = set(tensors) if not only else matching(tensors, only)
-        compared -= matching(tensors, skip)
-        self.base = {name: id for name, id in tensors.items() if name in compared}
-        self.has_base = base is not None
-        # Buffers of earlier groups: reused, so that the kernel need not zero new pages.
-        self.spare: deque[bytearray] = deque()
-        self.blocks_total = 0
-        self.blocks_equal_base = 0
-        self.lost: set[BlockId] = set()
-        self.not_finite: list[str] = []
-        self.lost_tensors = 0
-
-    def parts(self, source: SourceFile, model: str | None) -> list[_PartPlan]:
-        """Return header and tensors of a file in data order, or the whole file as one part.
-
-        model: the one that the file is of, None if no loader reads it.
-        """
-        if source.header is None:
-            return [_PartPlan(None, BYTES, (source.size,), 0, source.size, None, None)]
-        start = source.header.data_start
-        parts = [_PartPlan(None, BYTES, (start,), 0, start, None, None)]
-        base_ids = [
-            None if model is None else self.base.get(full_name(model, slot.name))
-            for slot in source.header.tensors
-        ]
-        bases = _readable_tensors(self.catalog, {id for id in base_ids if id is not None})
-        for slot, base_id in zip(source.header.tensors, base_ids, strict=True):
-            base = None if base_id is None else bases[base_id]
-            self.lost_tensors += base_id is not None and base is None
-            parts.append(
-                _PartPlan(
-                    slot.name,
-                    slot.dtype,
-                    slot.shape,
-                    start + slot.begin,
-                    slot.end - slot.begin,
-                    base,
-                    base_id,
-                )
-            )
-        return parts
-
-    def add_file(
-        self,
-        source: SourceFile,
-        model: str | None,
-        pool: ThreadPoolExecutor,
-        ahead: int,
-        tick: Callable[[int], None],
-    ) -> File:
-        """Store a file's new blocks and its tensor records."""
-        parts = self.parts(source, model)
-        own = _FileBytes(source)
-        try:
-            own.require_header()
-            stored = self._add_parts(own, source.path, parts, pool, ahead, tick)
-        finally:
-            own.close()
-        form = OPAQUE if source.header is None else SAFETENSORS
-        return File(source.path, form, source.size, tuple(stored))
-
-    def add_sums(
-        self,
-        file: File,
-        differences: Differences,
-        pool: ThreadPoolExecutor,
-        ahead: int,
-        tick: Callable[[int], None],
-    ) -> File:
-        """Store the sums of a file of the base; what does not change stays as it is."""
-        parts: list[_PartPlan] = []
-        slots: list[Slot] = []
-        places: list[int] = []
-        begin = 0
-        for place, part in enumerate(file.parts):
-            slot = differences.changes(file, part)
-            if slot is not None:
-                base = slot.base
-                plan = _PartPlan(
-                    part.name, base.dtype, base.shape, begin, part.nbytes, base, slot.base_id
-                )
-                parts.append(plan)
-                slots.append(slot)
-                places.append(place)
-            elif part.name is not None:
-                self._count_equal(part.tensor_id())
-            begin += part.nbytes
-        if not parts:
-            return file
-        from mstore.models.differences import Sums
-
-        with Sums(differences, slots) as sums:
-            own = _SumBytes(sums, slots)
-            stored = self._add_parts(own, file.path, parts, pool, ahead, tick)
-        changed = dict(zip(places, stored, strict=True))
-        return replace(
-            file, parts=tuple(changed.get(place, part) for place, part in enumerate(file.parts))
-        )
-
-    def _count_equal(self, id: TensorId) -> None:
-        """Count the blocks of a tensor that is the base's own."""
-        count = self.catalog.tensor(id).block_count()
-        self.blocks_total += count
-        self.blocks_equal_base += count
-
-    def _add_parts(
-        self,
-        own: _Bytes,
-        path: str,
-        parts: list[_PartPlan],
-        pool: ThreadPoolExecutor,
-        ahead: int,
-        tick: Callable[[int], None],
-    ) -> list[Part]:
-        """Store new blocks of some parts of a file, and their records."""
-        measures = self._measures(parts)
-        comparison = None
-        if any(part.base is not None for part in parts):
-            comparison = _Comparison(self.catalog, parts, measures, self.policy, self.lost)
-        ids: list[list[BlockId]] = [[] for _ in parts]
-        reader = _FileReader(
-            own,
-            parts,
-            self.catalog.block_size,
-            self.transaction.has_blocks,
-            self.policy,
-            comparison,
-            self.spare,
-        )
-        for group in reader.run(pool, ahead):
-            self._store(path, parts, group, ids)
-            reader.release(group)
-            tick(sum(span.length for span in group.spans))
-        own.require_unchanged()
-        tensors = [
-            Tensor(part.dtype, part.shape, part.nbytes, b"".join(blocks))
-            for part, blocks in zip(parts, ids, strict=True)
-        ]
-        stored = []
-        for part, id, measure in zip(
-            parts, self.transaction.put_records(tensors), measures, strict=True
-        ):
-            stored.append(Part(part.name, id, part.nbytes))
-            if measure is not None and part.base_id is not None:
-                if not measure.is_finite():
-                    self.not_finite.append(part.name or "")
-                self.statistics.put_pair(measure.finish(part.base_id, TensorId(id)))
-        return stored
-
-    def _measures(self, parts: list[_PartPlan]) -> list[PairMeasure | None]:
-        if not self.has_base:
-            return [None] * len(parts)
-        # Imported late: loading the compiled passes takes longer than adding a small checkpoint.
-        from mstore.models.stats.streaming import PairMeasure
-
-        return [
-            PairMeasure.begin(part.base, part.dtype, part.shape, self.catalog.block_size)
-            for part in parts
-        ]
-
-    def _store(
-        self,
-        path: str,
-        parts: list[_PartPlan],
-        group: _Group,
-        ids: list[list[BlockId]],
-    ) -> None:
-        for span, id in zip(group.spans, group.ids, strict=True):
-            part = parts[span.part]
-            ids[span.part].append(id)
-            if part.base is not None and part.base.dtype == part.dtype:
-                self.blocks_equal_base += id == part.base.block(span.number)
-        self.blocks_total += len(group.spans)
-        offsets = (span.offset for span in group.spans)
-        blocks = list(zip(group.ids, group.encoded, offsets, strict=True))
-        self.transaction.put_blocks(blocks, path)
-
-
-def _readable_tensors(catalog: Catalog, ids: Collection[TensorId]) -> dict[TensorId, Tensor | None]:
-    """Return records of the base, read together unless one is damaged."""
-    wanted = list(ids)
-    try:
-        return dict(zip(wanted, catalog.tensors(wanted), strict=True))
-    except (NotFound, Corrupt):
-        return {id: _readable_tensor(catalog, id) for id in wanted}
-
-
-def _readable_tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
-    """Return a record of the base; None if it is damaged: this add may be what heals it."""
-    try:
-        return catalog.tensor(id)
-    except (NotFound, Corrupt):
-        return None
 
 
 def _small(file: SourceFile) -> bytes | None:
@@ -628,7 +140,7 @@ def _require_fine_tune(
     of_base = {}
     compared = {split_name(tensor)[0] for tensor in tensors}
     shapes = {one: shape for one, shape in shapes.items() if split_name(one)[0] in compared}
-    records = _readable_tensors(catalog, set(tensors.values()))
+    records = readable_tensors(catalog, set(tensors.values()))
     config = next((file for file in files if file.path == CONFIG), None)
     if not is_adapter(tensors) and is_any_adapter(shapes, tensors, config is not None):
         models = models_in(catalog, base)
@@ -711,7 +223,7 @@ def add(
 
     with Transaction(catalog, f"add {name}") as transaction:
         current = branch_to_move(catalog, name)
-        adder = _Adder(
+        adder = FileAdder(
             catalog,
             statistics,
             transaction,
@@ -762,7 +274,7 @@ def add(
         publication.commit()
     remarks = (*checkpoint.remarks, *_remarks(adder, base, told, message, is_new=is_new))
     if differences is not None:
-        remarks = (*remarks, *_told_differences(catalog, differences, manifest, told_size))
+        remarks = (*remarks, *_difference_hints(catalog, differences, manifest, told_size))
     is_told = told is not None and told.snapshot == base.snapshot
     return AddReport(
         name=name,
@@ -801,7 +313,7 @@ def _to_read(checkpoint: Checkpoint, differences: Differences | None) -> int:
     )
 
 
-def _told_differences(
+def _difference_hints(
     catalog: Catalog, differences: Differences, manifest: Manifest, told_size: str | None
 ) -> Iterator[str]:
     """Yield what became of a checkpoint of differences."""
@@ -841,7 +353,7 @@ def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path)
 
 
 def _remarks(
-    adder: _Adder, base: Base, told: ParentReport | None, message: str, *, is_new: bool
+    adder: FileAdder, base: Base, told: ParentReport | None, message: str, *, is_new: bool
 ) -> tuple[str, ...]:
     remarks: list[str] = []
     if message and not is_new:

@@ -24,21 +24,20 @@ from pathlib import Path
 from threading import Lock
 
 from mstore import fs
-from mstore.blocks.reader import FSCK, Room
+from mstore.blocks.reader import FSCK, ThreadBuffer
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.snapshots.reflinks import Reflink, Reflinks
 from mstore.store import contents
+from mstore.store.ahead import in_order
 from mstore.store.block_cache import BlockCache, Computing, Extent
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input
 from mstore.store.objects.shapes import matching, unmatched
 from mstore.store.view import SnapshotView
-from mstore.terms.ahead import in_order
 from mstore.terms.errors import BadRequest, Corrupt, NotFound
 from mstore.terms.ids import BlockId, SnapshotId
 from mstore.terms.phrases import call
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 PIECE_BYTES = 2 << 20
 """Large enough to be worth handing to a thread, small enough to give every thread one."""
@@ -187,7 +186,7 @@ class _Checkout:
         self._reflinks = reflinks
         self._open: set[_File] = set()
         self._lock = Lock()
-        self._room = Room(catalog.block_size)
+        self._room = ThreadBuffer(catalog.block_size)
 
     def run(self, threads: int, total: int, progress: ProgressCallback | None) -> None:
         """Write all files and sync each. Closes every file, also after an error."""

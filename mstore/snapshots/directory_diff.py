@@ -24,7 +24,6 @@ from mstore.checkpoint.directory import DEFAULT_LIMITS, CheckpointLimits, read_w
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.header import Header, TensorSlot, read_header
 from mstore.checkpoint.models import files_of, full_name, models_of, name_in_model
-from mstore.checkpoint.partition import partition
 from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
 from mstore.checkpoint.tree import Found, Tree, walk
@@ -33,12 +32,11 @@ from mstore.store.block_cache import BlockCache, Computing
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, models_in, paired
 from mstore.store.objects.manifest import File, Manifest
-from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor
+from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor, partition
 from mstore.store.view import tensor_blocks
 from mstore.terms.errors import BadCheckpoint
 from mstore.terms.ids import BlockId, SnapshotId, TensorId
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 _Place = tuple[str, int, int]
 """File, first byte, number of bytes."""

@@ -33,7 +33,7 @@ from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import Corrupt, NotFound
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 from mstore.terms.report import Report

@@ -22,7 +22,7 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 from blake3 import blake3
@@ -33,19 +33,18 @@ from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.models import renamed
-from mstore.checkpoint.partition import block_count
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.tree import given_name, hub_snapshot
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.config import MAX_CONFIG, named_base
-from mstore.models.adapters.fit import check_adapter
-from mstore.models.adapters.targets import is_adapter
+from mstore.models.adapters.targets import check_adapter, is_adapter
+from mstore.models.made import start_of
 from mstore.store import listing
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in, paired
-from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.snapshot import BASE, SnapshotRecord
+from mstore.store.objects.tensor import block_count
 from mstore.store.refs import CANDIDATE
 from mstore.store.tied import Tied, sizes_of
 from mstore.terms.errors import Corrupt, Incompatible, MstoreError, NotFound
@@ -96,7 +95,7 @@ class SearchLimits(msgspec.Struct, frozen=True):
 DEFAULT_LIMITS = SearchLimits()
 
 
-class Nearest(NamedTuple):
+class Nearest(msgspec.Struct, frozen=True):
     """The base that was found, or None, and the reason in words."""
 
     snapshot: SnapshotId | None
@@ -294,13 +293,11 @@ class _Search:
         if not self._declared:
             return set()
         with suppress(NotFound, Corrupt):
-            manifest = self._catalog.manifest(candidate.record.manifest_id())
-            return {
-                each.name
-                for each in declared_bases(
-                    lambda path, length: _read_stored(self._catalog, manifest, path, length)
-                )
-            }
+            content = candidate.record.manifest_id()
+            declared = declared_bases(
+                lambda path, length: start_of(self._catalog, content, path, length)
+            )
+            return {each.name for each in declared}
         return set()
 
     def _fitting(self, candidates: Iterable[_Candidate]) -> list[_Candidate]:
@@ -433,7 +430,9 @@ class _Search:
         the same masks and position ids.
         """
         block_size = self._catalog.block_size
-        floating = [name for name, (_, _, slot) in self._slots.items() if _is_floating(slot)]
+        floating = [
+            name for name, (_, _, slot) in self._slots.items() if DTYPES[slot.dtype].floating
+        ]
         names = sorted(floating or self._slots)
         ends = list(accumulate(block_count(self._sizes[name], block_size) for name in names))
         total = ends[-1] if ends else 0
@@ -508,10 +507,6 @@ def _slots(checkpoint: Checkpoint) -> dict[str, tuple[SourceFile, int, TensorSlo
     }
 
 
-def _is_floating(slot: TensorSlot) -> bool:
-    return DTYPES[slot.dtype].floating
-
-
 def _is_constant(data: bytes, dtype: str) -> bool:
     width = max(1, DTYPES[dtype].bits // 8)
     return data[width:] == data[:-width]
@@ -524,19 +519,6 @@ def _drawn(run: int, total: int) -> int:
 def _read(path: Path, offset: int, length: int, stamp: Stamp | None = None) -> bytes:
     with open_regular(path, stamp) as (descriptor, _):
         return read_range(descriptor, offset, length)
-
-
-def _read_stored(catalog: Catalog, manifest: Manifest, path: str, length: int) -> bytes | None:
-    """Return the first bytes of a stored opaque file, at most `length`."""
-    file = manifest.file(path)
-    if file is None or len(file.parts) != 1:
-        return None
-    data = b""
-    for block in catalog.tensor(file.parts[0].tensor_id()).block_ids():
-        data += catalog.read_block(block)
-        if len(data) >= length:
-            break
-    return data[:length]
 
 
 def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> list[_Candidate]:

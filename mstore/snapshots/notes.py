@@ -22,7 +22,7 @@ from mstore.store.objects.canonical import MAX_COUNT
 from mstore.store.objects.note import COUNTS, REMOVAL, STATING, Note, packed, states
 from mstore.terms.errors import BadName, BadRequest, Conflict, Corrupt, NotFound
 from mstore.terms.ids import NoteId, SnapshotId
-from mstore.terms.phrases import Call, call, few
+from mstore.terms.phrases import Call, call, few, is_text
 from mstore.terms.report import Report
 
 GOOD_SIGNATURE = "good"
@@ -201,8 +201,8 @@ def write(
     author, now = catalog.author(), now_ns()
     written, new = [], []
     for key, value in values.items():
-        if not key or CONTROL.search(key):
-            raise BadRequest("a key is a line of text", where=quoted(key))
+        if not key or not is_text(key) or CONTROL.search(key):
+            raise BadRequest("a key is a line of text", where=quoted(str(key)))
         data = packed(value, quoted(key))
         id, last = counting.get(key, (None, None))
         same = (kind, data, author)

@@ -32,15 +32,13 @@ from mstore.snapshots import notes
 from mstore.snapshots.notes import GOOD_SIGNATURE, NoteReport, SignatureReport, signature_report
 from mstore.store import contents
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.objects.coverage import Coverage
 from mstore.store.objects.note import ED25519, SIGNATURE, Note, packed
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import Coverage, Plan
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Corrupt, Unavailable
 from mstore.terms.ids import BlockId, ManifestId, NoteId, SnapshotId
-from mstore.terms.phrases import Call, Option, call
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.phrases import Call, Option, call, is_text
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -317,8 +315,10 @@ def sign(
     `signer` is a name for people, and proves nothing. Raises BadName, NotFound (no such note),
     BadRequest, Conflict, StorageFailed.
     """
-    if signer is not None and (not signer or CONTROL.search(signer)):
-        raise BadRequest(f"cannot sign as {quoted(signer)}: not a name")
+    if not isinstance(key, SigningKey):
+        raise BadRequest("a key is what `load_key` gives", where="key")
+    if signer is not None and (not signer or not is_text(signer) or CONTROL.search(signer)):
+        raise BadRequest(f"cannot sign as {quoted(str(signer))}: not a name")
     known = notes.found(catalog, snapshot)
 
     def again(id: str) -> Call:
@@ -363,6 +363,8 @@ def verify(
     Raises Corrupt, NotFound, Unavailable (no library to check with), StorageFailed.
     """
     began = time.monotonic()
+    if not isinstance(trusted, Mapping):
+        raise BadRequest("signers are what `read_signers` gives", where="signers")
     require_library()
     known = notes.found(catalog, snapshot)
     signed = by_subject(known, trusted)

@@ -26,8 +26,9 @@ import msgspec
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Outdated
-from mstore.blocks.reader import Room
-from mstore.store.catalog import LOOKS, Catalog
+from mstore.blocks.reader import ThreadBuffer
+from mstore.store.catalog import Catalog
+from mstore.store.payloads import LOOKS
 from mstore.terms.errors import BadRequest, Corrupt
 from mstore.terms.ids import BlockId, Buffer, PackId, VirtualId
 from mstore.terms.phrases import call
@@ -78,7 +79,7 @@ class Computing(Protocol):
         ...
 
 
-class Group(msgspec.Struct, frozen=True):
+class VirtualGroup(msgspec.Struct, frozen=True):
     """Blocks of a virtual tensor that are being computed."""
 
     tensor: VirtualId
@@ -119,10 +120,10 @@ class BlockCache:
         self._blocks: OrderedDict[BlockId | VirtualBlock, Buffer] = OrderedDict()
         self._bytes = 0
         self._checked: dict[BlockId, _Checked] = {}
-        self._under_way: dict[VirtualBlock, Group] = {}
+        self._under_way: dict[VirtualBlock, VirtualGroup] = {}
         self._filling: dict[BlockId, Future[Buffer | _Checked]] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._room = Room(catalog.block_size)
+        self._room = ThreadBuffer(catalog.block_size)
 
     @property
     def computing(self) -> Computing:
@@ -203,7 +204,7 @@ class BlockCache:
                     return place
         if isinstance(block, VirtualBlock):
             begun = self.begin(block)
-            return begun.block(block) if isinstance(begun, Group) else begun
+            return begun.block(block) if isinstance(begun, VirtualGroup) else begun
         return self._fill(block)
 
     def _fill(self, block: BlockId, location: Location | None = None) -> Buffer | _Checked:
@@ -243,7 +244,7 @@ class BlockCache:
         """Check a raw block at this very place; decode any other. Raises Outdated, Corrupt."""
         if location.codec != Codec.RAW:
             return self._catalog.read_block(block, location)
-        # Before it is read: what is checked is then this file or a later one, which is told apart.
+        # Before it is read: the bytes checked are then of this version or of a later one.
         version = self._catalog.packs.version(location.pack)
         self._catalog.read_block_at(block, location, self._room(location.raw_length))
         return _Checked(location, version)
@@ -279,7 +280,7 @@ class BlockCache:
             _, old = self._blocks.popitem(last=False)
             self._bytes -= len(old)
 
-    def begin(self, block: VirtualBlock) -> Group | Buffer:
+    def begin(self, block: VirtualBlock) -> VirtualGroup | Buffer:
         """Return a virtual block if it is cached; else the group that computes it.
 
         Starts computing the group unless that has begun.
@@ -338,10 +339,10 @@ class _Run:
         return here == (self.pack, self.version, self.offset + self.length)
 
 
-def begin_group(computing: Computing, block: VirtualBlock) -> Group:
+def begin_group(computing: Computing, block: VirtualBlock) -> VirtualGroup:
     """Start computing the group of a virtual block."""
     numbers = computing.group(block)
-    return Group(block.tensor, numbers, computing.submit(block.tensor, numbers))
+    return VirtualGroup(block.tensor, numbers, computing.submit(block.tensor, numbers))
 
 
 def piece_of(data: Buffer, extent: Extent) -> Buffer:

@@ -136,9 +136,9 @@ class StoredLengths:
                 self._sums = {key: sums}
 
     def outlive(self, number: int) -> None:
-        """Go on after a transaction of this number, which is committed and changed no length.
+        """Keep what is known after the caller's own transaction, which changed no length.
 
-        It was the caller's own, and wrote something: no other has its number.
+        number: of that transaction, which is committed and wrote something.
         """
         with self._lock:
             if self._state is not None and self._state[1] == number - 1:
@@ -152,7 +152,7 @@ class StoredLengths:
         """Return what changes with every commit to the index."""
         env = self._index.env
         with env.read() as transaction:
-            return env.files, transaction.id()
+            return env.times_replaced, transaction.id()
 
     def _found(self, lists: Sequence[bytes]) -> list[Lengths]:
         import numpy as np  # late: most commands open a store and never need it

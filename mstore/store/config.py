@@ -177,12 +177,8 @@ def vouch(root: Path, filesystem: str) -> Config:
     layout = locate(root)
     require_writable(layout)
     fs.make_directory(layout.tmp, private=True, exist_ok=True)
-    lock = fs.LockFile(layout.lock)
-    try:
-        lock.acquire()
+    with fs.locked(layout.lock):
         config = Config.load(layout).changed({"filesystem": filesystem})
         fs.share(root, config.shared)
         config.save(layout)
-    finally:
-        lock.release()
     return config

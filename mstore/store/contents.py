@@ -23,7 +23,7 @@ from mstore.store import leases, listing, refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.tensor import Tensor
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
 from mstore.terms.ids import BlockId, SnapshotId
 from mstore.terms.phrases import call, phrase
@@ -35,13 +35,19 @@ class Pruned(NotFound):
 
 def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
     """Raise Pruned (a NotFound) if a snapshot's contents were pruned and are gone."""
+    if _are_dropped(catalog, id):
+        raise _gone(called)
+
+
+def _are_dropped(catalog: Catalog, id: SnapshotId) -> bool:
+    """Return whether a snapshot was pruned, and its contents are gone."""
     with catalog.index.env.read() as transaction:
         if catalog.index.get(transaction, PRUNED, id) is None:
-            return
+            return False
+    # A snapshot's tensor records are removed in the same transaction as its blocks.
     manifest = catalog.manifest_of(id)
     with catalog.index.env.read() as transaction:
-        if not _is_whole(catalog.index, transaction, manifest):
-            raise _gone(called)
+        return not _is_whole(catalog.index, transaction, manifest)
 
 
 def keep(catalog: Catalog, transaction: IndexTransaction, id: SnapshotId, name: str) -> None:
@@ -106,12 +112,8 @@ def require_held(catalog: Catalog, id: SnapshotId) -> None:
         if any(ref.snapshot_id() == id and ref.kind != refs.CANDIDATE for ref in named):
             return
     # Who may not lock a store can take no hold either.
-    with suppress(StorageFailed):
-        lock = fs.LockFile(catalog.layout.lock, create=False)
-        try:
-            lock.acquire()
-        finally:
-            lock.release()
+    with suppress(StorageFailed), fs.locked(catalog.layout.lock, create=False):
+        pass
     if _is_gone(catalog, id):
         raise _collected(id, id.short)
 
@@ -119,14 +121,8 @@ def require_held(catalog: Catalog, id: SnapshotId) -> None:
 def _is_gone(catalog: Catalog, id: SnapshotId) -> bool:
     """Return whether garbage collection removed a snapshot, or its contents."""
     with catalog.index.env.read() as transaction:
-        if not listing.is_listed(catalog.index, transaction, id):
-            return True
-        if catalog.index.get(transaction, PRUNED, id) is None:
-            return False
-    # A snapshot's tensor records are removed in the same transaction as its blocks.
-    manifest = catalog.manifest_of(id)
-    with catalog.index.env.read() as transaction:
-        return not _is_whole(catalog.index, transaction, manifest)
+        is_listed = listing.is_listed(catalog.index, transaction, id)
+    return not is_listed or _are_dropped(catalog, id)
 
 
 def _collected(id: SnapshotId, where: str) -> Conflict:

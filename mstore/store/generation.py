@@ -74,6 +74,12 @@ def doubt(layout: Layout, index: Index, packs: Packs, *, with_packs: bool = Fals
     return _told_by(layout, packs, unknown, own if told is None else own + 1)
 
 
+def lasting_doubt(layout: Layout, index: Index, packs: Packs) -> str | None:
+    """Return the doubt of two looks, with packs: others may publish during the first."""
+    why = doubt(layout, index, packs, with_packs=True)
+    return why and doubt(layout, index, packs, with_packs=True)
+
+
 def _told_by(layout: Layout, packs: Packs, unknown: Sequence[PackId], excused: int) -> str | None:
     """Return what packs that the index does not name say of it.
 
@@ -115,11 +121,8 @@ def unknown_packs(packs: Packs, index: Index) -> list[PackId]:
         # Reading and checking all rows takes long, and nearly always every pack is named.
         named = set(index.pack_ids(transaction))
         unnamed = [pack for pack in listed if pack not in named]
-        if not unnamed:
-            return []
         # Ids alone are not proof that a pack is unknown: nothing checks a key.
-        known = {pack for pack, _ in index.packs(transaction)}
-        known |= {pack.pack for pack in index.condemned(transaction)}
+        known = pack_list.known_packs(index, transaction) if unnamed else set()
     return [pack for pack in unnamed if pack not in known]
 
 

@@ -45,11 +45,10 @@ MIN_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_SIZE = 1 << 24
 DEFAULT_BLOCK_SIZE = 1 << 20
 FORMAT_LIMIT = 4096
-_TABLES = ("index", "stats", "memo")
 """The most bytes of a format file that are read."""
+_TABLES = ("index", "stats", "memo")
 
 _VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
-
 
 _DIRECTORIES = ("packs", "index", "stats", "memo", "refs", "lost+found", "tmp")
 _MADE_ANEW = ("lock", "lost+found", "memo", "stats", "tmp")

@@ -61,8 +61,8 @@ class Lease:
             fs.make_directory(self.directory, private=True)
             with index.env.write() as transaction:
                 # A path in it may be no text.
-                told = purpose.encode(errors="backslashreplace").decode()
-                index.put(transaction, LEASES, self.name.encode(), LeaseRow(os.getpid(), told))
+                text = purpose.encode(errors="backslashreplace").decode()
+                index.put(transaction, LEASES, self.name.encode(), LeaseRow(os.getpid(), text))
                 self.number = transaction.id()
                 """Of the transaction that wrote the row, and nothing else."""
         except BaseException:
@@ -94,12 +94,8 @@ def collecting(layout: Layout) -> Iterator[None]:
     The holder may remove rows and packs. Never take it while holding the writer lock.
     """
     layouts.require_writable(layout)
-    lock = fs.LockFile(layout.packs, create=False)
-    try:
-        lock.acquire()
+    with fs.locked(layout.packs, create=False):
         yield
-    finally:
-        lock.release()
 
 
 class Hold:
@@ -160,7 +156,7 @@ def is_live(layout: Layout, name: str) -> bool:
     return _is_live(layout, _lock_path(layout, name))
 
 
-def told(index: Index, transaction: IndexTransaction, name: str) -> LeaseRow | None:
+def row_of(index: Index, transaction: IndexTransaction, name: str) -> LeaseRow | None:
     """Return the index's row of a lease; None if there is none or it is unreadable."""
     with suppress(Corrupt):
         return index.get(transaction, LEASES, name.encode())
@@ -224,16 +220,12 @@ def leftovers(layout: Layout) -> list[Leftover]:
 
 
 def _listed(layout: Layout) -> list[Path]:
-    if not layout.tmp.exists() or not _may_look(layout):
-        # A copy of a store may lack tmp/.
+    # A copy of a store may lack tmp/. A reader may not look into it; a writer must be able to.
+    may_look = os.access(layout.tmp, os.R_OK | os.X_OK) or os.access(layout.tmp, os.W_OK)
+    if not layout.tmp.exists() or not may_look:
         return []
     with fs.translated(layout.tmp):
         return [layout.tmp / name for name in fs.listed(layout.tmp)]
-
-
-def _may_look(layout: Layout) -> bool:
-    """Return False if tmp/ is closed to this reader; writers must be able to list it."""
-    return os.access(layout.tmp, os.R_OK | os.X_OK) or os.access(layout.tmp, os.W_OK)
 
 
 def _owner_lock(layout: Layout, path: Path) -> Path:

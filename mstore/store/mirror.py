@@ -25,8 +25,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.store import refs, sealed_text
 from mstore.store.layout import Layout
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import Ref
+from mstore.store.refs import Ref, refs_in
 from mstore.terms.errors import BadName, Corrupt, StorageFailed
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call
@@ -111,9 +110,7 @@ def _replace(layout: Layout, before: bytes | None, generation: int, lines: list[
     if before is not None:
         _keep(layout, before, lines, generation)
     fs.replace_file(layout.mirror, data, staging=layout.tmp)
-    for _, path in sealed_text.kept(layout.mirror)[KEPT:]:
-        with suppress(StorageFailed):
-            fs.unlink(path, missing_ok=True)
+    sealed_text.drop_old(layout.mirror, KEPT)
 
 
 def _keep(layout: Layout, before: bytes, lines: list[bytes], generation: int) -> None:
@@ -146,18 +143,14 @@ def read(layout: Layout) -> Mirror:
 
 def read_file(path: Path) -> Mirror:
     """Read the mirror at this path. Raises Corrupt (also if it is missing), StorageFailed."""
-    data = sealed_text.read(path)
-    if data is None:
-        raise Corrupt("no such file or directory", where=str(path))
-    told, lines = _decoded(path, data)
+    told, lines = sealed_text.read_lines(path, _HEAD, "ref mirror")
     return Mirror(told, _refs(path, lines))
 
 
 def generation(layout: Layout) -> int | None:
     """Return the mirror's generation; None if it is missing or damaged."""
     with suppress(Corrupt):
-        data = sealed_text.read(layout.mirror)
-        return None if data is None else _decoded(layout.mirror, data)[0]
+        return sealed_text.read_lines(layout.mirror, _HEAD, "ref mirror")[0]
     return None
 
 

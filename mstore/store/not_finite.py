@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from mstore.blocks.schema import PLANS, Risk
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
-from mstore.store.objects.coverage import Coverage
+from mstore.store.objects.plan import Coverage
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.report import Report

@@ -29,9 +29,10 @@ import msgspec
 
 from mstore import fs
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.store import sealed_text
 from mstore.store.layout import Layout
-from mstore.terms.errors import BadName, Corrupt, StorageFailed
+from mstore.terms.errors import BadName, Corrupt
 from mstore.terms.ids import PackId
 
 KEPT: Final = 4
@@ -68,10 +69,7 @@ def read(layout: Layout) -> PackList:
 
 def read_file(path: Path) -> PackList:
     """Read the list at this path. Raises Corrupt (also if it is missing), StorageFailed."""
-    data = sealed_text.read(path)
-    if data is None:
-        raise Corrupt("no such file or directory", where=str(path))
-    generation, lines = sealed_text.decode(path, data, _HEAD, "pack list")
+    generation, lines = sealed_text.read_lines(path, _HEAD, "pack list")
     match = _STORE.fullmatch(lines[0]) if lines else None
     if match is None:
         raise Corrupt("a pack list of no store", where=str(path))
@@ -99,19 +97,17 @@ def add(
         count = index.count(transaction, "packs") + index.count(transaction, "condemned")
     since = dict(read(layout).since)
     if not new or len(since) != count:
-        since = _known(index, since, generation, is_there)
+        with index.env.read() as transaction:
+            known = known_packs(index, transaction)
+        known |= {pack for pack in since.keys() - known if is_there(pack)}
+        since = {pack: since.get(pack, generation) for pack in known}
     write(layout, PackList(generation + 1, since | dict.fromkeys(new, generation + 1)))
 
 
-def _known(
-    index: Index, since: Mapping[PackId, int], now: int, is_there: Callable[[PackId], bool]
-) -> dict[PackId, int]:
-    """Return the packs that the index knows, and those of the old lines that have a file."""
-    with index.env.read() as transaction:
-        known = {pack for pack, _ in index.packs(transaction)}
-        known |= {pack.pack for pack in index.condemned(transaction)}
-    old = {pack for pack in since.keys() - known if is_there(pack)}
-    return {pack: since.get(pack, now) for pack in known | old}
+def known_packs(index: Index, transaction: IndexTransaction) -> set[PackId]:
+    """Return the packs that rows of the index name, condemned ones too.  Raises Corrupt."""
+    condemned = {pack.pack for pack in index.condemned(transaction)}
+    return condemned | {pack for pack, _ in index.packs(transaction)}
 
 
 def write(layout: Layout, told: PackList) -> None:
@@ -124,6 +120,4 @@ def write(layout: Layout, told: PackList) -> None:
     path = layout.pack_list.with_name(f"{layout.pack_list.name}.{told.generation}")
     data = sealed_text.encode(_HEAD, told.generation, lines)
     fs.replace_file(path, data, staging=layout.tmp)
-    for _, old in sealed_text.kept(layout.pack_list)[KEPT:]:
-        with suppress(StorageFailed):
-            fs.unlink(old, missing_ok=True)
+    sealed_text.drop_old(layout.pack_list, KEPT)

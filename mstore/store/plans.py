@@ -6,8 +6,6 @@ the newest snapshot with the same content stands in for an input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -17,7 +15,7 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREVIOUS, SnapshotRecord
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import BadName, BadRequest, NotFound
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
@@ -114,7 +112,7 @@ def find(catalog: Catalog, text: str) -> PlanId:
         raise BadName(
             f"{text!r} is not a plan id", hint=phrase("{plans} lists them", plans=call("plans"))
         )
-    matches = [id for id in _ids(catalog) if id.hex().startswith(text)]
+    matches = [id for id in plan_ids(catalog) if id.hex().startswith(text)]
     if not matches:
         raise NotFound(
             "no such plan", where=text, hint=phrase("{plans} lists the plans", plans=call("plans"))
@@ -138,10 +136,5 @@ def plan_of(snapshot: SnapshotId, record: SnapshotRecord, *, so: str) -> PlanId:
 
 def plan_ids(catalog: Catalog) -> list[PlanId]:
     """Return every stored plan, by id."""
-    return list(_ids(catalog))
-
-
-def _ids(catalog: Catalog) -> Iterator[PlanId]:
     with catalog.index.env.read() as transaction:
-        for id in catalog.index.record_ids(transaction, Kind.PLAN):
-            yield PlanId(id)
+        return [PlanId(id) for id in catalog.index.record_ids(transaction, Kind.PLAN)]

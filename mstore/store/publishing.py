@@ -2,26 +2,25 @@
 
 Owns when a pack is full, where it lies before it is published, and its removal if the commit fails.
 Does not own what goes into a pack, nor the index transaction that makes it visible (`transaction`,
-`gc`, `check.repair`).
-
-    tmp/ -> footer, fsync -> writer lock -> pack list, fsync -> rename into packs/ -> fsync of the
-    directories -> index commit
-
-A crash before the index commit leaves only garbage, and lines of the list. Belongs to one thread.
+`gc`, `check.repair`, `pins`). A crash before that commit leaves only garbage, and lines of the pack
+list. Belongs to one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.packs import PackWriter, SealedPack
+from mstore.blocks.location import Key, Location
+from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.store import pack_list
 from mstore.store.catalog import Catalog
 from mstore.terms.errors import StorageFailed
+from mstore.terms.ids import BlockId, Buffer
 
 MAX_PACK_BYTES: Final = 512 << 20
 """A pack of this size is sealed, and the next one started."""
@@ -31,7 +30,7 @@ class NewPacks:
     """Packs being written to a store.
 
     directory: where they lie until they are published, a lease's directory. prefix: of their file
-    names there. sealing: called with each pack that this object seals.
+    names there.
     """
 
     def __init__(
@@ -41,13 +40,11 @@ class NewPacks:
         *,
         prefix: str,
         max_pack: int = MAX_PACK_BYTES,
-        sealing: Callable[[SealedPack], None] | None = None,
     ) -> None:
         self._catalog = catalog
         self._directory = directory
         self._prefix = prefix
         self._max_pack = max_pack
-        self._sealing = sealing
         self._writer: PackWriter | None = None
         self.sealed: list[SealedPack] = []
 
@@ -61,10 +58,29 @@ class NewPacks:
             self._writer = PackWriter(path)
         return self._writer
 
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the sealed packs."""
+        return sum(pack.size for pack in self.sealed)
+
     def go_on_with(self, writer: PackWriter) -> None:
         """Seal the current pack, and continue with this one."""
         self.seal()
         self._writer = writer
+
+    def copy(self, key: Key, at: Location, payload: Buffer) -> None:
+        """Append a payload in its stored form, which the caller has checked.
+
+        Payloads that lie side by side in their old pack stay so, and keep their place in a page.
+        """
+        kind, id = key
+        codec = Codec(at.codec)
+        if kind != Kind.BLOCK:
+            self.writer.append_small(id, kind, codec, at.width, bytes(payload), at.stored_length)
+            return
+        base = None if at.base == NO_BASE else BlockId(at.base)
+        encoded = Encoded(codec, at.width, payload, at.raw_length, base)
+        self.writer.append_encoded(id, encoded, at.pack.hex(), at.offset)
 
     def adopt(self, pack: SealedPack) -> None:
         """Also publish this pack, which was sealed elsewhere in the same directory."""
@@ -74,10 +90,7 @@ class NewPacks:
         """Sync and seal the current pack, if any. Raises StorageFailed."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
-            pack = writer.seal()
-            self.sealed.append(pack)
-            if self._sealing is not None:
-                self._sealing(pack)
+            self.sealed.append(writer.seal())
 
     def abandon(self) -> None:
         """Discard the current pack, if any."""

@@ -21,7 +21,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.schema import PLANS
 from mstore.store import listing, refs
 from mstore.store.objects.snapshot import SnapshotRecord
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import BadName, BadRequest, NotFound, did_you_mean
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Text, call, joined, phrase

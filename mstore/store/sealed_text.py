@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -66,6 +67,21 @@ def decode(path: Path, data: bytes, head: str, called: str) -> tuple[int, list[b
     if lines[:1] != [f"{head}\n".encode()] or match is None or not body.endswith(b"\n"):
         raise Corrupt(f"not a {called}", where=str(path), hint=call("reindex"))
     return int(match[1]), lines[2:]
+
+
+def read_lines(path: Path, head: str, called: str) -> tuple[int, list[bytes]]:
+    """Read a text and decode it.  Raises Corrupt (also if it is missing), StorageFailed."""
+    data = read(path)
+    if data is None:
+        raise Corrupt("no such file or directory", where=str(path))
+    return decode(path, data, head, called)
+
+
+def drop_old(path: Path, most: int) -> None:
+    """Remove all but the latest of the files that are kept beside `path`, as far as possible."""
+    for _, old in kept(path)[most:]:
+        with suppress(StorageFailed):
+            fs.unlink(old, missing_ok=True)
 
 
 def kept(path: Path) -> list[tuple[int, Path]]:

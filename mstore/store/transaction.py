@@ -26,16 +26,15 @@ from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, elements_of, encod
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
-from mstore.checkpoint.partition import in_blocks, partition
-from mstore.store import contents, leases, listing, refs, unnamed
+from mstore.store import contents, leases, listing, refs, unnamed_packs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import DEFAULT_LIMITS, Record
 from mstore.store.objects.manifest import Manifest, Part
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
-from mstore.store.objects.tensor import BYTES, Tensor
+from mstore.store.objects.tensor import BYTES, Tensor, in_blocks, partition
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Interrupted, NotFound
 from mstore.terms.ids import BlockId, Id, SnapshotId, TensorId
 from mstore.terms.phrases import Option, phrase
@@ -74,17 +73,14 @@ class Transaction:
         self._pending: dict[TensorId, Tensor] = {}
         self._relied_blocks: set[BlockId] = set()
         self._relied_records: set[Key] = set()
-        self.bytes_written = 0
         self.blocks_new = 0
         # Before any write: garbage of a killed writer may occupy the space that is needed.
         with catalog.publishing(packs=True):
             leases.sweep(catalog.layout, catalog.index)
-            unnamed.sweep(catalog.layout, catalog.index, catalog.places)
+            unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
         catalog.lengths.outlive(self._lease.number)
-        self._packs = NewPacks(
-            catalog, self._lease.directory, prefix="r", max_pack=max_pack, sealing=self._count
-        )
+        self._packs = NewPacks(catalog, self._lease.directory, prefix="r", max_pack=max_pack)
         self._resumes = resumes
         if resumes:
             leases.claim(catalog.layout, self._lease)
@@ -96,7 +92,10 @@ class Transaction:
         try:
             self._packs.abandon()
         finally:
-            if self._resumes and kind is not None and _is_interruption(kind):
+            interrupted = kind is not None and (
+                issubclass(kind, Interrupted) or not issubclass(kind, Exception)
+            )
+            if self._resumes and interrupted:
                 # Sealed packs with a receipt wait for the next attempt.
                 self._lease.leave()
             else:
@@ -182,6 +181,11 @@ class Transaction:
         return bool(self._own or self._own_records)
 
     @property
+    def bytes_written(self) -> int:
+        """Bytes of the packs that are sealed by now."""
+        return self._packs.bytes_written
+
+    @property
     def directory(self) -> Path:
         """The directory in which to write packs for `adopt`."""
         return self._lease.directory
@@ -205,7 +209,6 @@ class Transaction:
             return 0
         self._own.update(ids)
         self._packs.adopt(pack)
-        self._count(pack)
         self.blocks_new += known.count(False)
         return known.count(False)
 
@@ -290,9 +293,6 @@ class Transaction:
         with index.env.read() as transaction:
             return index.has_records(transaction, keys)
 
-    def _count(self, pack: SealedPack) -> None:
-        self.bytes_written += pack.size
-
     # -- publishing --------------------------------------------------------------------------
 
     def commit(
@@ -363,10 +363,6 @@ class Transaction:
             if place is None or Codec(place.codec).is_delta:
                 gone.append(base)
         _require_unmoved(gone)
-
-
-def _is_interruption(kind: type[BaseException]) -> bool:
-    return issubclass(kind, Interrupted) or not issubclass(kind, Exception)
 
 
 def _require_unmoved(gone: Sequence[bytes]) -> None:

@@ -21,7 +21,14 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.checkpoint.header import parse_header
 from mstore.store import contents
-from mstore.store.block_cache import BlockCache, Extent, Group, VirtualBlock, begin_group, misplaced
+from mstore.store.block_cache import (
+    BlockCache,
+    Extent,
+    VirtualBlock,
+    VirtualGroup,
+    begin_group,
+    misplaced,
+)
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in
 from mstore.store.objects.manifest import SAFETENSORS, File, Manifest
@@ -75,8 +82,8 @@ def _whole_blocks(
 ) -> Iterator[Buffer]:
     """Yield the bytes of whole-block extents; starts virtual blocks a few ahead."""
     ahead = 0
-    waiting: deque[tuple[Extent, Group | None]] = deque()
-    last: Group | None = None
+    waiting: deque[tuple[Extent, VirtualGroup | None]] = deque()
+    last: VirtualGroup | None = None
     try:
         for extent in extents:
             group = None
@@ -96,7 +103,7 @@ def _whole_blocks(
                 group.blocks.cancel()
 
 
-def _whole(catalog: Catalog, extent: Extent, group: Group | None) -> Buffer:
+def _whole(catalog: Catalog, extent: Extent, group: VirtualGroup | None) -> Buffer:
     if isinstance(extent.block, VirtualBlock):
         assert group is not None
         data = group.block(extent.block)

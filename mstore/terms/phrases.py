@@ -224,3 +224,11 @@ def few(names: Sequence[str], most: int = 3) -> str:
     """Name the first of several, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def is_text(given: object) -> bool:
+    """Return whether it is text that UTF-8 can spell: bytes of another encoding are not."""
+    try:
+        return isinstance(given, str) and bool(given.isascii() or given.encode())
+    except UnicodeEncodeError:
+        return False

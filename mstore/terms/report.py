@@ -1,4 +1,7 @@
-"""What calls return: frozen structs that notebooks show as tables, and that become JSON types."""
+"""What calls return and tell while they run.
+
+Frozen structs that notebooks show as tables, and that become JSON types.
+"""
 
 from __future__ import annotations
 
@@ -73,3 +76,15 @@ def _cell(value: object, name: str) -> str:
     if name.endswith("time_ns") and isinstance(part, int):
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(part // 10**9))
     return html(part)
+
+
+class Progress(Report, frozen=True):
+    """One tick of a long call: `done` of `total` bytes in the named phase."""
+
+    phase: str
+    done: int
+    total: int
+
+
+ProgressCallback = Callable[[Progress], None]
+"""Called now and then by a long call, from its own thread or from one of its workers."""

@@ -15,6 +15,7 @@ import msgspec
 
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import Identified, Revision
+from mstore.terms.phrases import is_text
 from mstore.terms.sizes import Budget
 
 Experts = Sequence[Revision | tuple[Revision, float]] | Mapping[Revision, float]
@@ -116,6 +117,33 @@ class MergeRequest:
         return weighted(self.experts)
 
 
+def require_types(request: MergeRequest) -> None:
+    """Raise BadRequest for a field, of the request or of its rules, that has another type."""
+    _require("request", isinstance(request, MergeRequest), "a MergeRequest")
+    _require("method", is_text(request.method), "text")
+    _require("parameters", _is_by_name(request.parameters), "values by the names of parameters")
+    _require("companions", _is_by_name(request.companions), "revisions by role")
+    _require("outputs", _is_by_name(request.outputs), "names of sources by the names of tensors")
+    for name in ("dtype", "score"):
+        given = getattr(request, name)
+        _require(name, given is None or is_text(given), "text, or None")
+    for name in ("max_error", "top_p"):
+        given = getattr(request, name)
+        is_number = isinstance(given, Real) and not isinstance(given, bool)
+        _require(name, given is None or is_number, "a number, or None")
+    for name in ("only", "skip"):
+        _require(name, _is_texts(getattr(request, name)), "a list of texts")
+    _require("rules", _is_list(request.rules), "a list of TensorRule")
+    for rule in request.rules:
+        _require("rules", isinstance(rule, TensorRule), "a list of TensorRule")
+        _require("parameters", _is_by_name(rule.parameters), "values by their names")
+        _require("tensors", _is_texts(rule.patterns()), "text, or a list of texts")
+        for name in ("method", "dtype"):
+            given = getattr(rule, name)
+            _require(name, given is None or is_text(given), "text, or None")
+    _require("layers", _is_list(request.layers), "a list of (model, first layer, last layer + 1)")
+
+
 def weighted(experts: Any) -> list[tuple[Revision, float]]:
     """Return each of `Experts` with its weight, 1 if none is given.
 
@@ -202,6 +230,23 @@ def dtype_name(given: Any) -> Any:
     if isinstance(given, type) and given.__module__ in ("numpy", "ml_dtypes"):
         return given.__name__
     return given
+
+
+def _require(name: str, fits: bool, words: str) -> None:
+    if not fits:
+        raise BadRequest(f"{name} must be {words}", where="MergeRequest")
+
+
+def _is_by_name(given: object) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping)
+
+
+def _is_texts(given: object) -> bool:
+    return _is_list(given) and all(is_text(one) for one in cast(Collection[object], given))
 
 
 def _is_pair(one: object) -> bool:

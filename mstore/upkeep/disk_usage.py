@@ -21,58 +21,45 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
-from typing import TypeVar, overload
+from typing import overload
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
-from mstore.blocks.codecs import Codec
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location_arrays import Table, id_at
 from mstore.blocks.packs import Kind
+from mstore.snapshots import lineage
+from mstore.snapshots.lineage import ancestry
+from mstore.store import leases, unnamed_packs
 from mstore.store import refs as ref_rows
-from mstore.store.catalog import Catalog, now_ns
-from mstore.store.objects.canonical import Record
+from mstore.store.catalog import Catalog
+from mstore.store.layout import FORMAT_VERSION
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import SnapshotRecord
-from mstore.store.objects.tensor import Tensor
-from mstore.store.ref_store import refs_in
-from mstore.terms.errors import Corrupt, Incompatible, NotFound
-from mstore.terms.ids import ID_BYTES, Id, ManifestId, SnapshotId, TensorId
+from mstore.store.refs import refs_in
+from mstore.terms.errors import Corrupt, NotFound
+from mstore.terms.ids import ManifestId, SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.report import Report
-from mstore.upkeep.reachability import NEVER_NS, NS_A_DAY, Inventory, Roots, is_recent
+from mstore.upkeep.reachability import Inventory, Roots, is_recent, window_start
+from mstore.upkeep.sharings import (
+    STORED,
+    CodecUsage,
+    Figures,
+    Numbers,
+    Owners,
+    Sharings,
+    Sums,
+    TensorBlocks,
+    by_codec,
+)
 
-Numbers = npt.NDArray[np.int64]
-R = TypeVar("R", bound=Record)
-N = TypeVar("N", bound=Id)
-Chosen = npt.NDArray[np.bool_]
-Owners = int
-"""A set of refs: bit k for ref number k. Or a set of reasons."""
 NAMED, INPUTS, LINEAGE, REFLOG, RUNNING = range(5)
 """Reasons for keeping contents, strongest first."""
-BLOCKS, _PLAIN, STORED = range(3)
-_CHUNK = 1 << 10
-_BATCH = 1 << 17
-
-
-class CodecUsage(Report, frozen=True):
-    """Blocks stored with one codec: how many, and their bytes."""
-
-    codec: str
-    """raw, constant, zstd, floats or delta"""
-    blocks: int
-    """number of blocks"""
-    plain_bytes: int
-    """their size as plain bytes"""
-    stored_bytes: int
-    """their size at rest"""
 
 
 class SharedBytes(Report, frozen=True):
@@ -161,9 +148,6 @@ def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageR
     found = Usage.read(catalog, reflog_days)
     report = found.report(names, reflog_days=reflog_days)
     return replace(report, seconds=time.monotonic() - began)
-
-
-# Who keeps what -----------------------------------------------------------------------------------
 
 
 class History(msgspec.Struct, frozen=True):
@@ -292,7 +276,7 @@ def needed(
             mark = 1 << reason | keepers << RUNNING + 1 | takers.get(id, 0) << RUNNING + 1 + width
             of_manifests[manifest] |= mark
     marks: dict[bytes, int] = {}
-    for place, contents in _readable(catalog, inventory, Manifest, of_manifests):
+    for place, contents in inventory.readable(catalog, Manifest, of_manifests):
         for id in tips.get(place, ()):
             plain[id] = contents.plain_bytes()
         mark = of_manifests[place]
@@ -303,25 +287,9 @@ def needed(
     together: dict[int, list[bytes]] = defaultdict(list)
     for tensor, mark in marks.items():
         together[mark].append(tensor)
-    blocks = Blocks(catalog, inventory, marks)
+    blocks = TensorBlocks(catalog, inventory, marks)
     for mark, tensors in together.items():
         yield mark, blocks.of(tensors)
-
-
-def _readable(
-    catalog: Catalog, inventory: Inventory, kind: type[R], ids: Iterable[N]
-) -> Iterator[tuple[N, R]]:
-    """Yield (id, record) of those that are not lost, in the order in which most of them lie."""
-    asked = list(ids)
-    found = inventory.tables[kind.kind].find(b"".join(asked))
-    left = dict(zip(found.tolist(), asked, strict=True))
-    lost = [asked[at] for at in np.flatnonzero(found < 0).tolist()]
-    left.pop(-1, None)
-    for number, record in inventory.records(catalog, kind, found[found >= 0]):
-        yield left.pop(number), record
-    for id in (*lost, *left.values()):
-        with suppress(NotFound, Corrupt):
-            yield id, catalog.record(kind, id)
 
 
 def _parts(catalog: Catalog, id: ManifestId) -> set[bytes]:
@@ -345,219 +313,6 @@ def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]
             inputs = catalog.record(Plan, plan)
             yield inputs.base_id()
             yield from (expert.manifest_id() for expert in inputs.experts)
-
-
-class Blocks:
-    """The row numbers of the blocks of tensors: four bytes for each block of each tensor.
-
-    Virtual tensors, and those whose records are lost, have none.
-    """
-
-    def __init__(self, catalog: Catalog, inventory: Inventory, tensors: Iterable[bytes]) -> None:
-        """Read the records of these tensors."""
-        self._tensors = inventory.tables[Kind.TENSOR]
-        self._base = inventory.blocks.base
-        self._starts = np.zeros(len(self._tensors), np.int64)
-        self._counts = np.zeros(len(self._tensors), np.int64)
-        ids = b"".join(tensors)
-        found = self._tensors.find(ids)
-        stored = [TensorId(id_at(ids, at)) for at in np.flatnonzero(found >= 0).tolist()]
-        done = 0
-        # The search runs beside the reading: numpy lets other threads run meanwhile.
-        with ThreadPoolExecutor(1, "usage") as pool:
-            searches: list[Future[npt.NDArray[np.int32]]] = []
-            for some in _together(catalog, inventory, stored):
-                lists = b"".join([tensor.blocks for _, tensor in some])
-                if searches:
-                    # One waits at most: its ids take eight times what is found.
-                    searches[-1].result()
-                searches.append(pool.submit(_found, inventory.blocks, lists))
-                numbers = self._tensors.find(b"".join([id for id, _ in some]))
-                counts = np.array([tensor.block_count() for _, tensor in some], np.int64)
-                self._starts[numbers] = done + np.cumsum(counts) - counts
-                self._counts[numbers] = counts
-                done += len(lists) // ID_BYTES
-            pieces = [search.result() for search in searches]
-        self._blocks = np.concatenate([np.empty(0, np.int32), *pieces])
-
-    def of(self, tensors: Sequence[bytes]) -> Numbers:
-        """Return the row numbers of their blocks and these blocks' bases, each once, ascending."""
-        found = self._tensors.find(b"".join(tensors))
-        found = found[found >= 0]
-        starts, counts = self._starts[found], self._counts[found]
-        steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        blocks = self._blocks[np.repeat(starts, counts) + steps].astype(np.int64)
-        blocks = blocks[blocks >= 0]
-        bases = self._base[blocks].astype(np.int64)
-        # Sorted by hand: numpy's `unique` takes ten times as long on integers like these.
-        both = np.sort(np.concatenate([blocks, bases[bases >= 0]]))
-        return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
-
-
-def _found(blocks: Table, ids: bytes) -> npt.NDArray[np.int32]:
-    return blocks.find(ids).astype(np.int32)
-
-
-def _together(
-    catalog: Catalog, inventory: Inventory, tensors: Iterable[TensorId]
-) -> Iterator[list[tuple[TensorId, Tensor]]]:
-    """Yield the records that are not lost, in groups of about `_BATCH` blocks."""
-    some: list[tuple[TensorId, Tensor]] = []
-    blocks = 0
-    for id, tensor in _readable(catalog, inventory, Tensor, tensors):
-        if tensor.fits(catalog.block_size):
-            some.append((id, tensor))
-            blocks += 1 + tensor.block_count()
-        if blocks >= _BATCH:
-            yield some
-            some, blocks = [], 0
-    yield some
-
-
-# Sums over sharings -------------------------------------------------------------------------------
-
-
-class Sharings:
-    """Blocks grouped by who needs them. Filled by `add`; two sharings may have the same owners.
-
-    labels: the sharing of each block, int32[blocks]; 0 means nobody's. owners: of each sharing, a
-    set of numbers below `width`.
-    """
-
-    def __init__(self, blocks: int, width: int) -> None:
-        self.labels = np.zeros(blocks, np.int32)
-        self.owners: list[Owners] = [0]
-        self.width = width
-        self._table: Numbers | None = None
-
-    def part(self, lowest: int, width: int) -> Sharings:
-        """Return the same sharings with only these owners, of whom the lowest is number 0."""
-        found = Sharings(0, width)
-        found.labels, found._table = self.labels, self._table
-        mask = (1 << width) - 1
-        found.owners = [owners >> lowest & mask for owners in self.owners]
-        return found
-
-    def add(self, owners: Owners, numbers: Numbers) -> None:
-        """Record that these owners need these blocks (each listed once)."""
-        if not owners:
-            return
-        self._table = None
-        # Split every sharing that is touched: its touched blocks become a new sharing.
-        labels = self.labels[numbers]
-        first = int(labels[0]) if len(labels) else 0
-        if (labels == first).all():
-            touched = [first]
-            self.labels[numbers] = len(self.owners)
-        else:
-            found, within = np.unique(labels, return_inverse=True)
-            touched = found.tolist()
-            self.labels[numbers] = len(self.owners) + within
-        self.owners += [self.owners[label] | owners for label in touched]
-
-    def table(self, blocks: Table) -> Numbers:
-        """Return int64[sharings, codecs, 3]: blocks, plain and stored bytes by codec.
-
-        Counted at the first call, also for later parts.
-        """
-        if self._table is None:
-            self._table = self._counted(blocks)
-        return self._table
-
-    def _counted(self, blocks: Table) -> Numbers:
-        shape = (len(self.owners), len(Codec))
-        codec = blocks.heads["codec"].astype(np.int64)
-        if len(codec) and codec.max() >= len(Codec):
-            raise Incompatible("a block's codec needs a newer mstore", hint="pip install -U mstore")
-        cells = self.labels * np.int64(len(Codec)) + codec
-        columns = (
-            np.bincount(cells, weights, shape[0] * shape[1]).reshape(shape)
-            for weights in (None, blocks.heads["plain"], blocks.heads["stored"])
-        )
-        # bincount sums in float64; integers below 2**53 are exact there.
-        return np.stack([column.astype(np.int64) for column in columns], axis=2)
-
-
-class Alone(msgspec.Struct, frozen=True):
-    """The figures of one owner, int64[codecs, 3]: counts, plain and stored bytes by codec.
-
-    all: of everything that it has. unique: of what it alone has. portion: its stored bytes, where a
-    block with n owners counts as an n-th.
-    """
-
-    all: Numbers
-    unique: Numbers
-    portion: int
-
-
-class Sums:
-    """Sums over chosen sharings: every figure of a report."""
-
-    def __init__(self, sharings: Sharings, blocks: Table) -> None:
-        table = sharings.table(blocks)
-        # Later sharings split many earlier ones; drop those without blocks.
-        used = np.flatnonzero(table[:, :, BLOCKS].any(axis=1)).tolist()
-        # Merge sharings of the same owners.
-        owners = [sharings.owners[label] for label in used]
-        places = {who: place for place, who in enumerate(dict.fromkeys(owners))}
-        into = np.array([places[who] for who in owners], np.int64)
-        self._table = np.zeros((len(places), len(Codec), 3), np.int64)
-        np.add.at(self._table, into, table[used])
-        self._stored = self._table[:, :, STORED].sum(axis=1)
-        self._owned = flags(list(places), sharings.width)
-        self._owners = self._owned.sum(axis=1)
-
-    def all(self) -> Chosen:
-        """Select every sharing."""
-        return np.ones(len(self._owners), np.bool_)
-
-    def of_any(self, *asked: int) -> Chosen:
-        """Select the sharings that any of these owners has; with none, those that anyone has."""
-        counted = self._owned[:, list(asked)] if asked else self._owned
-        return np.asarray(counted.any(axis=1), np.bool_)
-
-    def of_none_but(self, asked: Sequence[int]) -> Chosen:
-        """Select the sharings that only these owners have."""
-        mine = self._owned[:, list(asked)].sum(axis=1)
-        return np.asarray((mine > 0) & (mine == self._owners), np.bool_)
-
-    def stored(self, chosen: Chosen) -> int:
-        """Return the stored bytes of these sharings."""
-        return int(self._stored[chosen].sum())
-
-    def each(self, asked: Sequence[int]) -> list[Alone]:
-        """Return the sums of each of these owners, in one pass over all sharings."""
-        cells = self._table.reshape(len(self._table), len(Codec) * 3).astype(np.float64)
-        unique = cells * (self._owners == 1)[:, None]
-        portion = self._stored / np.maximum(self._owners, 1)
-        columns = np.hstack([cells, unique, portion[:, None]])
-        found = np.zeros((len(asked), columns.shape[1]))
-        for start in range(0, len(columns), _CHUNK):
-            # float64 products are fast, and exact for integers below 2**53.
-            owned = self._owned[start : start + _CHUNK, list(asked)].astype(np.float64)
-            found += owned.T @ columns[start : start + _CHUNK]
-        whole = found[:, :-1].astype(np.int64).reshape(len(asked), 2, len(Codec), 3)
-        return [
-            Alone(sums[0], sums[1], int(own[-1])) for sums, own in zip(whole, found, strict=True)
-        ]
-
-    def common(self, owner: int) -> Numbers:
-        """Return the stored bytes that an owner has in common with each owner: int64[owners]."""
-        mine = self._owned[:, owner]
-        return np.asarray(self._stored[mine] @ self._owned[mine], np.int64)
-
-    def codecs(self, chosen: Chosen) -> tuple[CodecUsage, ...]:
-        """Return counts and bytes by codec."""
-        return by_codec(self._table[chosen].sum(axis=0))
-
-
-def by_codec(sums: Numbers) -> tuple[CodecUsage, ...]:
-    """Convert sums of int64[codecs, 3] to report rows."""
-    return tuple(
-        CodecUsage(codec.name.lower(), *figures)
-        for codec, figures in zip(Codec, sums.tolist(), strict=True)
-        if figures[BLOCKS]
-    )
 
 
 class SharedWith(Sequence[SharedBytes]):
@@ -592,14 +347,6 @@ class SharedWith(Sequence[SharedBytes]):
         return self._counted()[place]
 
 
-def flags(sets: Sequence[Owners], width: int) -> Chosen:
-    """Convert sets to rows of flags: bool[sets, width]."""
-    size = -(-width // 8)
-    packed = b"".join(who.to_bytes(size, "little") for who in sets)
-    rows = np.frombuffer(packed, np.uint8).reshape(len(sets), size)
-    return np.unpackbits(rows, axis=1, count=width, bitorder="little").astype(np.bool_)
-
-
 class Usage(msgspec.Struct, frozen=True):
     """One consistent reading of a store, from which all figures are computed.
 
@@ -619,11 +366,10 @@ class Usage(msgspec.Struct, frozen=True):
     @classmethod
     def read(cls, catalog: Catalog, reflog_days: int) -> Usage:
         """Read the whole index. Raises Corrupt if a needed record is missing."""
-        since_ns = now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
-            named = History.read(catalog, transaction, since_ns)
-        records = dict(_readable(catalog, inventory, SnapshotRecord, inventory.snapshots))
+            named = History.read(catalog, transaction, window_start(reflog_days))
+        records = dict(inventory.readable(catalog, SnapshotRecord, inventory.snapshots))
         history = replace(named, records=records)
         width, reasons = len(history.names) + 1, RUNNING + 1
         plain: dict[SnapshotId, int] = {}
@@ -675,7 +421,7 @@ class Usage(msgspec.Struct, frozen=True):
                 raise NotFound(what, where=name, hint=call("fsck"))
         return [known[name] for name in dict.fromkeys(names)]
 
-    def _ref(self, number: int, taken: Alone, kept: Alone, shared_with: SharedWith) -> RefUsage:
+    def _ref(self, number: int, taken: Figures, kept: Figures, shared_with: SharedWith) -> RefUsage:
         tip = self.history.tips[number]
         shared = taken.all - taken.unique
         return RefUsage(
@@ -695,3 +441,105 @@ class Usage(msgspec.Struct, frozen=True):
 
 def _stored(sums: Numbers) -> int:
     return int(sums[:, STORED].sum())
+
+
+class StoreReport(Report, frozen=True):
+    """Sizes and counts of a whole store.
+
+    `stored_bytes` includes `unreachable_bytes`, `dead_bytes` and `overhead_bytes`.  It does not
+    include `condemned_bytes`, `leftover_bytes` and `lost_found_bytes`.
+    """
+
+    path: str
+    """the store"""
+    uuid: str
+    """the store's UUID"""
+    format_version: int
+    """version of the format on disk"""
+    block_size: int
+    """bytes"""
+    refs: int
+    """number of branches and tags"""
+    snapshots: int
+    """number of snapshots"""
+    packs: int
+    """number of packs"""
+    blocks: int
+    """number of distinct blocks"""
+    tensors: int
+    """number of distinct tensors"""
+    plain_bytes: int
+    """size of all snapshots that refs reach, as plain files"""
+    unique_bytes: int
+    """the same with every block counted once"""
+    stored_bytes: int
+    """size of the packs"""
+    index_bytes: int
+    """size of the index"""
+    statistics_bytes: int
+    """size of the cached statistics, which can be discarded"""
+    memo_bytes: int
+    """size of the memo table, which can be discarded"""
+    codecs: tuple[CodecUsage, ...]
+    """blocks by how they are stored"""
+    unreachable_bytes: int
+    """stored bytes of blocks that nothing keeps: gc drops them"""
+    dead_bytes: int
+    """bytes of payloads in packs that no index row names"""
+    overhead_bytes: int
+    """bytes of headers, tables and padding in packs"""
+    condemned_bytes: int
+    """bytes of further packs that are deleted once their last readers end"""
+    leftover_bytes: int
+    """bytes of files in tmp/ that interrupted commands left"""
+    lost_found_bytes: int
+    """bytes that gc and reindex put aside in lost+found/"""
+
+
+def store_report(catalog: Catalog, *, statistics_bytes: int, memo_bytes: int) -> StoreReport:
+    """Report a whole store; the caller gives the sizes of the tables that can be discarded.
+
+    Raises Corrupt if a needed record is missing, StorageFailed.
+    """
+    usage = Usage.read(catalog, catalog.config.reflog_days)
+    inventory = usage.inventory
+    kept = Sums(usage.kept, inventory.blocks)
+    rows, stored = inventory.count_by_pack()
+    dead = 0
+    for number, (pack, _) in inventory.packs.items():
+        # fsck reports damaged packs; a pack that was just removed holds no dead bytes.
+        with suppress(Corrupt):
+            dead += catalog.packs.dead_bytes(pack, int(rows[number]), int(stored[number]))
+    size = sum(size for _, size in inventory.packs.values())
+    index = catalog.index
+    with index.env.read() as transaction:
+        condemned = sum(pack.size for pack in index.condemned(transaction))
+        packs = list(index.packs(transaction))
+        unique = sum(location.raw_length for _, location in index.blocks(transaction))
+        tensors = sum(1 for kind, _, _ in index.records(transaction) if kind == Kind.TENSOR)
+        blocks = index.count(transaction, "blocks")
+    reached = ancestry(catalog, lineage.names_of(catalog))
+    return StoreReport(
+        path=str(catalog.layout.root),
+        uuid=str(catalog.layout.uuid),
+        format_version=FORMAT_VERSION,
+        block_size=catalog.block_size,
+        refs=len(catalog.refs()),
+        snapshots=len(catalog.snapshot_ids()),
+        packs=len(packs),
+        blocks=blocks,
+        tensors=tensors,
+        plain_bytes=sum(lineage.plain_bytes(catalog, id) for id in reached),
+        unique_bytes=unique,
+        stored_bytes=sum(size for _, size in packs),
+        index_bytes=index.env.file_bytes(),
+        statistics_bytes=statistics_bytes,
+        memo_bytes=memo_bytes,
+        codecs=kept.codecs(kept.all()),
+        unreachable_bytes=kept.stored(~kept.of_any()),
+        dead_bytes=dead,
+        overhead_bytes=size - int(stored.sum()) - dead,
+        condemned_bytes=condemned,
+        leftover_bytes=sum(one.size for one in leases.leftovers(catalog.layout)),
+        lost_found_bytes=unnamed_packs.aside_bytes(catalog.layout),
+    )

@@ -18,9 +18,10 @@ once, bypassing the catalog's cache. Takes time linear in what is reached. Used 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,25 +35,31 @@ from mstore.blocks.location_arrays import LOST_BASE, Table, id_at
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.blocks.schema import NOTES, PRUNED
 from mstore.store import leases, listing, refs
-from mstore.store.catalog import Catalog
+from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import Record, decode
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
-from mstore.store.ref_store import refs_in
-from mstore.store.refs import Ref
+from mstore.store.refs import Ref, refs_in
 from mstore.terms.errors import Corrupt, NotFound
-from mstore.terms.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
+from mstore.terms.ids import ID_BYTES, BlockId, Id, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.terms.phrases import call, phrase
 
 R = TypeVar("R", bound=Record)
+N = TypeVar("N", bound=Id)
 NS_A_DAY = 86_400 * 10**9
 NEVER_NS = 1 << 64
 """The start of a window of zero days: no move is that recent."""
 _FIRST_NS, _LAST_NS = 1_735_689_600 * 10**9, 4_891_363_200 * 10**9
 """2025 and 2125: no store existed before, and a clock beyond that is wrong."""
 _BATCH = 1 << 17
+_STEP = 1 << 20
+
+
+def window_start(reflog_days: int) -> int:
+    """Return the time from which moves are within so many days; zero days keep none at all."""
+    return now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
 
 
 def is_recent(time_ns: int, since_ns: int) -> bool:
@@ -163,6 +170,38 @@ class Inventory:
         ]
         for id, record in catalog.sound_records(kind, places):
             yield rows[id], record
+
+    def readable(self, catalog: Catalog, kind: type[R], ids: Iterable[N]) -> Iterator[tuple[N, R]]:
+        """Yield (id, record) of those that are not lost, in the order in which most of them lie."""
+        asked = list(ids)
+        found = self.tables[kind.kind].find(b"".join(asked))
+        left = dict(zip(found.tolist(), asked, strict=True))
+        lost = [asked[at] for at in np.flatnonzero(found < 0).tolist()]
+        left.pop(-1, None)
+        for number, record in self.records(catalog, kind, found[found >= 0]):
+            yield left.pop(number), record
+        for id in (*lost, *left.values()):
+            with suppress(NotFound, Corrupt):
+                yield id, catalog.record(kind, id)
+
+    def count_by_pack(self, live: Mapping[Kind, Flags] | None = None) -> tuple[Numbers, Numbers]:
+        """Return the rows in each pack, and their stored bytes: int64 by the pack's number.
+
+        live: count these rows only.
+        """
+        tops = [int(table.heads["pack"].max()) for table in self.tables.values() if len(table)]
+        length = 1 + max([*self.packs, *tops], default=-1)
+        rows, stored = np.zeros(length, np.int64), np.zeros(length, np.int64)
+        for kind, table in self.tables.items():
+            for start in range(0, len(table), _STEP):
+                heads = table.heads[start : start + _STEP]
+                if live is not None:
+                    heads = heads[live[kind][start : start + _STEP]]
+                numbers = heads["pack"].astype(np.int64)
+                rows += np.bincount(numbers, minlength=length)
+                # bincount sums in float64; integers below 2**53 are exact there.
+                stored += np.bincount(numbers, heads["stored"], length).astype(np.int64)
+        return rows, stored
 
 
 class Reach:
@@ -365,7 +404,7 @@ class Reach:
         for id, tensor in self._loaded_rows(Tensor, new):
             self._keep_tensor(TensorId(id), tensor)
         for at in np.flatnonzero(found < 0).tolist():
-            self._keep_stranger(TensorId(id_at(ids, at)))
+            self._keep_without_row(TensorId(id_at(ids, at)))
 
     def _keep_tensor(self, id: TensorId, tensor: Tensor) -> None:
         if not tensor.fits(self._catalog.block_size):
@@ -375,7 +414,7 @@ class Reach:
         if self._blocks_waiting >= _BATCH:
             self._flush()
 
-    def _keep_stranger(self, id: TensorId) -> None:
+    def _keep_without_row(self, id: TensorId) -> None:
         """Keep a tensor without a row in the inventory: virtual, newer, or missing."""
         virtual = self.inventory.tables[Kind.VIRTUAL].find(id)
         if virtual[0] < 0 and self._found_later(Kind.VIRTUAL, id) is None:

@@ -25,9 +25,9 @@ from blake3 import blake3
 from mstore import Store
 from mstore.store.leases import Hold
 from mstore.store.view import SnapshotView
+from mstore.terms import __version__
 from mstore.terms.errors import MstoreError, NotFound
 from mstore.terms.ids import Buffer, SnapshotId
-from mstore.terms.version import __version__
 from mstore_serve import addresses, documents
 from mstore_serve.addresses import Address, Place, segment
 from mstore_serve.conditions import Validators

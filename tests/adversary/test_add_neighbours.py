@@ -19,13 +19,12 @@ from small_models import BLOCK, files_of, small_model
 from test_checkpoint_tree import cached_model
 
 from mstore import Store
-from mstore.checkpoint import directory, tree
-from mstore.checkpoint.convert import conversion
+from mstore.checkpoint import conversion, directory, tree
 from mstore.checkpoint.directory import CheckpointLimits
 from mstore.snapshots import add as adding
 from mstore.snapshots import nearest as searching
 from mstore.terms.errors import BadCheckpoint
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 from mstore.terms.sizes import parse_size
 
 TIB = 1 << 40

@@ -9,7 +9,7 @@ from apart import commands, program
 from small_models import BLOCK, small_model
 
 from mstore.api import Store
-from mstore.blocks import address_space
+from mstore.blocks import lmdb_files
 
 GIB = 1 << 30
 BOUND = "import resource; resource.setrlimit(resource.RLIMIT_AS, ({0}, {0}))\n"
@@ -46,12 +46,12 @@ import sys
 from pathlib import Path
 from mstore.blocks.lmdb_env import Environment
 env = Environment.acquire(Path(sys.argv[1]), ("rows",))
-sizes = [env._mapped]
+sizes = [env._files.mapped_bytes]
 for round_ in range(int(sys.argv[2])):
     with env.write() as rows:
         for number in range(100):
             rows.put(b"%d %d" % (round_, number), bytes(100_000), db=env.databases["rows"])
-    sizes.append(env._mapped)
+    sizes.append(env._files.mapped_bytes)
     with env.read() as rows:
         assert rows.get(b"0 0", db=env.databases["rows"]) == bytes(100_000)
 print(len(set(sizes)), sizes[-1] > env.file_bytes())
@@ -73,7 +73,7 @@ import subprocess, sys
 from pathlib import Path
 from mstore.blocks.lmdb_env import Environment
 env = Environment.acquire(Path(sys.argv[1]), ("rows",))
-mapped = env._mapped
+mapped = env._files.mapped_bytes
 subprocess.run([sys.executable, "-c", sys.argv[2], sys.argv[1], "40"], check=True, preexec_fn=
     lambda: resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2))
 assert env.file_bytes() > mapped
@@ -120,9 +120,9 @@ fill(5)
 
 def test_without_a_bound_all_is_mapped_at_once() -> None:
     """Where nothing is bounded the map is as large as it ever was, and never narrow."""
-    assert address_space.limit() is None
-    assert address_space.map_sizes(1 << 20) == [address_space.MAP_SIZE]
-    assert not address_space.is_narrow(address_space.MAP_SIZE, 1 << 37)
+    assert lmdb_files.address_limit() is None
+    assert lmdb_files.map_sizes(1 << 20) == [lmdb_files.MAP_SIZE]
+    assert lmdb_files._room(1 << 37) is None
 
 
 def test_an_old_store_opens_under_a_bound(tmp_path: Path) -> None:

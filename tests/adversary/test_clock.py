@@ -13,7 +13,7 @@ from small_models import BLOCK, files_of, small_model
 from mstore import Store
 from mstore.store import refs
 from mstore.store.catalog import now_ns
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore_cli.output import when
 
 YEAR = 31_556_952 * 10**9

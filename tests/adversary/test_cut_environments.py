@@ -222,10 +222,10 @@ def put(path: Path, first: int, count: int = 400) -> None:
 def walks(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often the pages are walked when the environment is opened."""
     seen: list[Path] = []
-    real = LmdbFile.check_pages
+    real = LmdbFile.check
     with monkeypatch.context() as patch:
         patch.setattr(
-            LmdbFile, "check_pages", lambda file, tell: (seen.append(file.path), real(file, tell))
+            LmdbFile, "check", lambda file, tell: (seen.append(file.path), real(file, tell))[1]
         )
         Environment.acquire(path, ("rows",)).release()
     return len(seen)

@@ -81,7 +81,7 @@ def test_a_second_process_of_that_number_is_told(store: Path) -> None:
             ["refs"],
             ["add", store.parent / "model", "--name", "again"],
             before=ALONE,
-            code="from mstore.blocks import lmdb_env; lmdb_env.PID_PATIENCE = 0.2\n",
+            code="from mstore.blocks import lmdb_files; lmdb_files.PID_PATIENCE = 0.2\n",
         )
         for done in (refused, again):
             assert done.status == 1
@@ -101,7 +101,7 @@ def test_one_that_ends_soon_is_waited_for(store: Path) -> None:
             ["refs", "--json"],
             ["add", store.parent / "model", "--name", "again"],
             before=ALONE,
-            code="from mstore.blocks import lmdb_env; lmdb_env.PID_PATIENCE = 60\n",
+            code="from mstore.blocks import lmdb_files; lmdb_files.PID_PATIENCE = 60\n",
         )
     assert [done.status for done in ran] == [0, 0], ran
     assert json.loads(ran[0].out)

@@ -24,7 +24,7 @@ from mstore import MergeRequest, Store, fs
 from mstore.store import refs
 from mstore.store.transaction import RefMove, Transaction, choose_moves
 from mstore.terms.errors import Conflict
-from mstore.terms.progress import Progress
+from mstore.terms.report import Progress
 
 TESTS = Path(__file__).parent.parent
 NUMBER = struct.Struct("<Q")
@@ -46,8 +46,8 @@ def die_unseen(root: str, name: str, action: str, *arguments: str) -> None:
             return
         if store._catalog.ref(name) == before:
             return
-        locked = env._env.begin(write=True)
-        last = env._env.info()["last_txnid"]
+        locked = env._files.env.begin(write=True)
+        last = env._files.env.info()["last_txnid"]
         with (env.path / "lock.mdb").open("r+b", buffering=0) as lock:
             lock.seek(NUMBER_AT)
             assert NUMBER.unpack(lock.read(NUMBER.size)) == (last,)

@@ -37,7 +37,7 @@ from small_models import small_model  # noqa: E402
 from mstore import MergeRequest  # noqa: E402
 from mstore.api import Store  # noqa: E402
 from mstore.blocks.pack_store import Packs  # noqa: E402
-from mstore.store import generation, mirror, unnamed  # noqa: E402
+from mstore.store import generation, mirror, unnamed_packs  # noqa: E402
 from mstore.store.layout import Layout  # noqa: E402
 from mstore.terms.errors import MstoreError  # noqa: E402
 from mstore.terms.ids import PackId  # noqa: E402
@@ -224,7 +224,7 @@ def _ignore_generations() -> None:
             packs.remove(pack)
         return unknown
 
-    unnamed.put_aside = deleted
+    unnamed_packs.put_aside = deleted
     generation.doubt = lambda *given, **more: None
     mirror.differences = lambda *given, **more: []
 

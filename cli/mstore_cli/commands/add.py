@@ -30,7 +30,7 @@ from mstore_cli.sizes import counted, format_seconds, format_share, format_size,
 if TYPE_CHECKING:
     from mstore import Store
     from mstore.api.reports import AddReport, ParentReport
-    from mstore.checkpoint.convert.conversion import ConversionLimits
+    from mstore.checkpoint.conversion import ConversionLimits
     from mstore.checkpoint.directory import CheckpointLimits
     from mstore.terms.errors import NotFound
     from mstore.terms.phrases import Text
@@ -185,7 +185,7 @@ def add(
 
 
 def _conversion() -> ConversionLimits:
-    from mstore.checkpoint.convert.conversion import ConversionLimits
+    from mstore.checkpoint.conversion import ConversionLimits
 
     return ConversionLimits()
 
@@ -395,7 +395,7 @@ def checkpoint(path: Path) -> Path:
 
     A path is taken before a model of the same id, with a remark.  Raises NotFound, BadCheckpoint.
     """
-    from mstore.checkpoint.hub import cached_model, is_id
+    from mstore.checkpoint.tree import cached_model, is_id
     from mstore.terms.errors import MstoreError
 
     id = str(path)
@@ -416,7 +416,7 @@ def checkpoint(path: Path) -> Path:
 
 def _is_url(id: str, revision: str | None) -> NotFound:
     """Return the error for an address of a model: which command adds the model."""
-    from mstore.checkpoint.hub import cached_model
+    from mstore.checkpoint.tree import cached_model
     from mstore.terms.errors import MstoreError, NotFound
 
     wanted = f"{id}@{revision}" if revision else id

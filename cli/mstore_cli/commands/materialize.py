@@ -38,7 +38,7 @@ def materialize(
     The branch moves to the result. The content equals that of a merge without --virtual. If the
     branch already holds stored bytes, nothing changes.
     """
-    from mstore.merge.planning.warnings import told_counts
+    from mstore.merge.planning.warnings import not_finite_text
 
     with session.open() as store, session.progress() as tick:
         report = store.materialize(
@@ -50,7 +50,7 @@ def materialize(
         )
         session.settled()
 
-    odd = [told_counts(report.not_finite)] if report.not_finite else []
+    odd = [not_finite_text(report.not_finite)] if report.not_finite else []
 
     def human(screen: Screen) -> None:
         if not report.new_snapshot:

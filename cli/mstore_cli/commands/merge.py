@@ -127,7 +127,7 @@ def merge(
     with session.open() as store:
         # Planning may take long, and stores the plan.
         store.require_branch(name)
-        before = store.ref_ids()
+        before = {} if candidate is None else store.ref_ids()
         if request is not None:
             steps = wanted.steps()
             earlier: dict[str, str] = {}
@@ -204,7 +204,7 @@ def merge(
         screen.fields(
             [
                 ("was", short(report.was) if report.was and report.new_snapshot else None),
-                ("replaces", _replaced(before.get(report.name), report) if candidate else None),
+                ("replaces", _replaced(before.get(report.name), report)),
                 ("plan", short(report.plan)),
                 ("manifest", short(report.manifest)),
                 ("method", report.method),

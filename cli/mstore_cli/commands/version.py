@@ -8,7 +8,7 @@ from mstore_cli.session import Session
 
 def show(session: Session) -> None:
     """Print the version."""
-    from mstore.terms.version import __version__
+    from mstore.terms import __version__
 
     session.output.emit(
         {"version": __version__},

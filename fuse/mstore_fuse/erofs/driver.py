@@ -3,6 +3,9 @@
     hold the snapshot -> look up its blocks -> open the packs -> check every block in them
     -> write the image into the store's tmp/, under a lease -> mount -> remove the image's name
 
+The kernel reads packs without a hash. So every raw block is read and hashed first, on all
+processors, from the descriptors that become the devices of the mount.
+
 Nothing of mstore stays running. The kernel holds the image and the packs open: what is mounted
 stays readable, and right, whatever gc, rm or prune remove. Their space is free after `unmount`.
 
@@ -15,23 +18,28 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 
 from mstore import Store, fs
-from mstore.blocks.packs import PackGone
+from mstore.blocks.location import Location
+from mstore.blocks.packs import PAGE, PackGone
+from mstore.blocks.reader import BlockReader
 from mstore.fs.trees import require_alone
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
 from mstore.store.models import resolved
 from mstore.store.view import SnapshotView
-from mstore.terms.errors import Conflict, StorageFailed, Unavailable
-from mstore.terms.ids import PackId
+from mstore.terms.errors import Conflict, Corrupt, StorageFailed, Unavailable
+from mstore.terms.ids import BlockId, Buffer, PackId
+from mstore.terms.phrases import call
 from mstore_fuse import mount_table, readahead
 from mstore_fuse.about import AboutStore
-from mstore_fuse.erofs import checking, kernel
+from mstore_fuse.erofs import kernel
 from mstore_fuse.erofs.image import CopiedPages, Image
 from mstore_fuse.erofs.mapping import Survey, page_map
 
@@ -42,6 +50,8 @@ READ_AHEAD = 4 << 20
 """Bytes that the kernel reads ahead of a sequential reader."""
 
 _ATTEMPTS = 3
+_AT_ONCE = 64
+_DONTCACHE = 0x80
 _SPARE_FILES = 200
 """What the catalog may open besides, to read records and what is copied."""
 _REASONS = {
@@ -82,7 +92,7 @@ def show(
             survey, packs = _opened(catalog, view, revision, files)
             _require_own_way(catalog.layout.tmp)
             if checked:
-                checking.check(survey.raw_blocks(), packs, catalog.block_size)
+                check_blocks(survey.raw_blocks(), packs, catalog.block_size)
             with _image_file(catalog, revision) as path:
                 sizes = {pack: os.fstat(fd).st_size for pack, fd in packs.items()}
                 labels = _labels(catalog, view)
@@ -108,7 +118,7 @@ def _opened(
                 if attempt + 1 < _ATTEMPTS:
                     continue
                 raise
-            checking.require_whole_pages({p: os.fstat(fd).st_size for p, fd in packs.items()})
+            require_whole_pages({p: os.fstat(fd).st_size for p, fd in packs.items()})
             files.push(opened.pop_all())
             return survey, packs
     raise AssertionError("unreachable")
@@ -243,3 +253,79 @@ def _entries() -> set[str]:
         return {name for name in os.listdir(readahead.ENTRIES) if name.startswith("erofs")}
     except OSError:
         return set()
+
+
+class OpenPacks:
+    """Packs by descriptor, as a `PackSource`: reads what these descriptors lead to."""
+
+    def __init__(self, descriptors: Mapping[PackId, int]) -> None:
+        self._descriptors = descriptors
+
+    def read(self, pack: PackId, offset: int, length: int) -> Buffer:
+        """Return these bytes. Raises as `PackFiles.read`."""
+        try:
+            with fs.reading(f"pack {pack.short}", call("fsck", read_data=True)):
+                data = _read(self._descriptors[pack], length, offset)
+        except OverflowError as error:
+            raise _too_short(pack) from error
+        if len(data) != length:
+            raise _too_short(pack)
+        return data
+
+    def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill the targets, one after another."""
+        for target in targets:
+            target[:] = self.read(pack, offset, len(target))
+            offset += len(target)
+
+    def will_need(self, pack: PackId, offset: int, length: int) -> None:
+        """Do nothing."""
+
+
+def _read(descriptor: int, length: int, offset: int) -> Buffer:
+    """Read, and keep nothing in memory where the kernel can (Linux 6.14): mounts read past it."""
+    data = bytearray(length)
+    try:
+        return data[: os.preadv(descriptor, [data], offset, _DONTCACHE)]
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    return os.pread(descriptor, length, offset)
+
+
+def _too_short(pack: PackId) -> Corrupt:
+    return Corrupt("the pack ends too early", where=f"pack {pack.short}", hint=call("fsck"))
+
+
+def check_blocks(
+    blocks: Collection[tuple[BlockId, Location]],
+    descriptors: Mapping[PackId, int],
+    block_size: int,
+) -> None:
+    """Read and hash each of these blocks at its place, on all processors.
+
+    Raises Corrupt naming a block that does not match its id, Unreadable, StorageFailed.
+    """
+    reader = BlockReader(OpenPacks(descriptors), block_size)
+    in_order = sorted(blocks, key=lambda item: (item[1].pack, item[1].offset))
+
+    def check_some(some: Sequence[tuple[BlockId, Location]]) -> None:
+        for block, location in some:
+            reader.block(block, location)
+
+    waiting = iter(in_order)
+    groups = iter(lambda: list(islice(waiting, _AT_ONCE)), [])
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "check") as pool:
+        try:
+            for _ in pool.map(check_some, list(groups)):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def require_whole_pages(sizes: Mapping[PackId, int]) -> None:
+    """Raise Corrupt unless each pack is a whole number of pages, as the kernel reads them."""
+    for pack, size in sizes.items():
+        if size % PAGE:
+            raise Corrupt("truncated pack", where=f"pack {pack.short}", hint=call("fsck"))

@@ -86,10 +86,11 @@ class PageMap(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Node:
-    """A directory (`children` by name) or a file."""
+    """A directory (`children` by name) or a file; the root has no parent."""
 
     size: int = 0
     children: dict[bytes, _Node] | None = None
+    parent: _Node | None = None
     nid: int = 0
     block: int = 0
     """of a directory: where its names begin"""
@@ -125,14 +126,12 @@ class Image:
         self._files: dict[str, _Node] = {}
         for path, size in files.items():
             self._files[path] = _insert(self._root, path, size)
-        for node in _walk(self._root):
-            if node.children is not None:
-                node.labels = _encoded((labels or {}).get("", {}))
-        for path, given in (labels or {}).items():
-            if path:
-                self._files[path].labels = _encoded(given)
-        self._meta_block = 1 + -(-len(packs) * _SLOT_BYTES // PAGE)
         self._nodes = list(_walk(self._root))
+        directories = [node for node in self._nodes if node.children is not None]
+        for path, given in (labels or {}).items():
+            for node in [self._files[path]] if path else directories:
+                node.labels = _encoded(given)
+        self._meta_block = 1 + -(-len(packs) * _SLOT_BYTES // PAGE)
         end = self._meta_block * PAGE
         for node in self._nodes:
             # Aligned to its size, so that no inode crosses a page.
@@ -143,8 +142,8 @@ class Image:
             if node.children is None:
                 end += -end % _INDEX.itemsize + -(-node.size // PAGE) * _INDEX.itemsize
         block = -(-end // PAGE)
-        for node, parent in _with_parents(self._root, self._root):
-            node.names = _directory(node, parent)
+        for node in directories:
+            node.names = _directory(node)
             node.size = len(node.names)
             node.block = block
             block += -(-node.size // PAGE)
@@ -240,7 +239,7 @@ def _insert(root: _Node, path: str, size: int) -> _Node:
     *above, name = path.encode(errors="surrogateescape").split(b"/")
     at = root
     for part in above:
-        at = _children(at, part, path).setdefault(part, _Node(children={}))
+        at = _children(at, part, path).setdefault(part, _Node(children={}, parent=at))
     siblings = _children(at, name, path)
     if name in siblings:
         raise no_directory_holds(path)
@@ -263,21 +262,16 @@ def _walk(node: _Node) -> Iterator[_Node]:
         yield from _walk(child)
 
 
-def _with_parents(node: _Node, parent: _Node) -> Iterator[tuple[_Node, _Node]]:
-    """Yield each directory with the one that holds it."""
-    yield node, parent
-    for _, child in sorted((node.children or {}).items()):
-        if child.children is not None:
-            yield from _with_parents(child, node)
-
-
-def _directory(node: _Node, parent: _Node) -> bytes:
+def _directory(node: _Node) -> bytes:
     """Return a directory's blocks: entries in the order of their names, then these names.
 
     Binary search in the kernel wants one order over `.`, `..` and all names.
     """
     assert node.children is not None
-    entries = [(b".", node.nid, _DIRECTORY_TYPE), (b"..", parent.nid, _DIRECTORY_TYPE)]
+    entries = [
+        (b".", node.nid, _DIRECTORY_TYPE),
+        (b"..", (node.parent or node).nid, _DIRECTORY_TYPE),
+    ]
     for name, child in node.children.items():
         kind = _FILE_TYPE if child.children is None else _DIRECTORY_TYPE
         entries.append((name, child.nid, kind))

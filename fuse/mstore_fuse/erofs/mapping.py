@@ -9,7 +9,6 @@ offset. More than a few is refused: that is what pinning raw is for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,7 +34,7 @@ ReadFile = Callable[[str, int, int], bytes]
 """(path, offset, size) -> verified bytes"""
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True):
     """`length` bytes from `offset` of a file: those from `start` of a block, which lies at `at`."""
 
     offset: int
@@ -45,7 +44,7 @@ class Piece(NamedTuple):
     at: Location
 
 
-class Run(NamedTuple):
+class Run(msgspec.Struct, frozen=True):
     """`length` bytes from `offset` of a file, which lie raw at `address` of a pack."""
 
     offset: int
@@ -141,7 +140,7 @@ def runs(pieces: Iterable[Piece]) -> Iterator[Run]:
             continue
         run = Run(piece.offset, piece.length, piece.at.pack, piece.at.offset + piece.start)
         if last is not None and _follows(run, last):
-            last = last._replace(length=last.length + run.length)
+            last = msgspec.structs.replace(last, length=last.length + run.length)
             continue
         if last is not None:
             yield last

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from mstore import fs
 from mstore.api import Snapshot, Store
-from mstore.api.safe_open import TensorSlice
+from mstore.api.load import TensorSlice
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.terms.errors import BadRequest, MstoreError, Unavailable
 from mstore.terms.ids import Revision

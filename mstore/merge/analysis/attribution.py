@@ -26,7 +26,6 @@ the GIL, keeps nothing between calls and may run on any number of threads.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -39,21 +38,15 @@ from mstore.merge.running.compute import chunk_of, masks_of, row_weights_of
 from mstore.merge.running.loading import Loaded
 from mstore.numeric.passes import Pass
 
-_HERE: Final = Path(__file__)
-_PACKAGE: Final = _HERE.parents[2]
 _attribute: Final = Pass(
     "mstore.merge.analysis.attribution_passes",
     "attribute",
     "ppppppp",
     (
-        _PACKAGE / "numeric" / "codes.py",
-        _PACKAGE / "numeric" / "floats.py",
-        _PACKAGE / "merge" / "arithmetic" / "philox.py",
-        _PACKAGE / "merge" / "arithmetic" / "tiles.py",
-        _PACKAGE / "merge" / "arithmetic" / "arguments.py",
-        _PACKAGE / "merge" / "arithmetic" / "stages.py",
-        _PACKAGE / "merge" / "arithmetic" / "competition_passes.py",
-        _HERE.with_name("attribution_passes.py"),
+        *("numeric/codes.py", "numeric/floats.py", "merge/arithmetic/philox.py"),
+        *("merge/arithmetic/tiles.py", "merge/arithmetic/arguments.py"),
+        *("merge/arithmetic/stages.py", "merge/arithmetic/competition_passes.py"),
+        "merge/analysis/attribution_passes.py",
     ),
 )
 

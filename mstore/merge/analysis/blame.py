@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,17 +28,16 @@ from mstore.merge.running.compute import tie_counts
 from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
+from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.shapes import layers_of
 from mstore.store.plans import plan_of, sources_of_merge
-from mstore.terms.ahead import in_order
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PlanId, SnapshotId
 from mstore.terms.phrases import call
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 _BATCH = 64
 """How many chunks share one lookup in the index when their tasks are made."""
@@ -181,7 +181,8 @@ def blame(
     for first, one in measured.items():
         name = tensor or first
         tied = tuple(n for n in names if run.tasks.first.get(n, n) == first and n != name)
-        tensors.append(_tensor(name, layers[name], tied, one, run.who(first, who)))
+        shares = _shares(one, run.who(first, who))
+        tensors.append(TensorBlame(name=name, layer=layers[name], tied=tied, **shares))
         sums[layers[name]] = sums.get(layers[name], nothing) + one
         counts[layers[name]] += 1
         total += one
@@ -191,13 +192,11 @@ def blame(
         plan=plan_id,
         method=plan.method,
         tensors=tuple(tensors),
-        layers=tuple(_layer(layer, counts[layer], sums[layer], who) for layer in order),
-        elements=total.elements,
-        changed=total.sums.changed,
-        not_finite=total.sums.not_finite,
-        norm=math.sqrt(total.sums.square),
-        base_share=_share(total.sums.base, total.sums),
-        experts=_experts(total.sums, who),
+        layers=tuple(
+            LayerBlame(name=layer, tensors=counts[layer], **_shares(sums[layer], who))
+            for layer in order
+        ),
+        **_shares(total, who),
         expert_bytes_read=run.expert_meter.total,
         base_bytes_read=run.base_meter.total,
         seconds=time.monotonic() - began,
@@ -217,31 +216,16 @@ class Measured(msgspec.Struct, frozen=True):
 Who = list[tuple[str, float]]
 
 
-def _tensor(name: str, layer: str, tied: tuple[str, ...], one: Measured, who: Who) -> TensorBlame:
-    return TensorBlame(
-        name=name,
-        layer=layer,
-        tied=tied,
-        elements=one.elements,
-        changed=one.sums.changed,
-        not_finite=one.sums.not_finite,
-        norm=math.sqrt(one.sums.square),
-        base_share=_share(one.sums.base, one.sums),
-        experts=_experts(one.sums, who),
-    )
-
-
-def _layer(name: str, tensors: int, one: Measured, who: Who) -> LayerBlame:
-    return LayerBlame(
-        name=name,
-        tensors=tensors,
-        elements=one.elements,
-        changed=one.sums.changed,
-        not_finite=one.sums.not_finite,
-        norm=math.sqrt(one.sums.square),
-        base_share=_share(one.sums.base, one.sums),
-        experts=_experts(one.sums, who),
-    )
+def _shares(one: Measured, who: Who) -> dict[str, Any]:
+    """Return the fields that all reports of shares have."""
+    return {
+        "elements": one.elements,
+        "changed": one.sums.changed,
+        "not_finite": one.sums.not_finite,
+        "norm": math.sqrt(one.sums.square),
+        "base_share": _share(one.sums.base, one.sums),
+        "experts": _experts(one.sums, who),
+    }
 
 
 def _experts(sums: Attribution, who: Who) -> tuple[ExpertBlame, ...]:

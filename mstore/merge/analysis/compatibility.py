@@ -19,18 +19,21 @@ import msgspec
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.models import split_name
 from mstore.checkpoint.strict_json import json_object
-from mstore.merge.planning.fitting import hint_for_scales, hint_for_types, odd_types
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.sense import far_experts, known_sums, swapped
-from mstore.merge.planning.tied import first_names, told_of_head
-from mstore.merge.planning.warnings import told_of_moved
+from mstore.merge.planning.tensors import (
+    first_names,
+    hint_for_scales,
+    hint_for_types,
+    odd_types,
+    own_head_text,
+)
+from mstore.merge.planning.warnings import far_experts, known_sums, moved_tokens_text, swapped
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
-from mstore.models.adapters.fit import is_any_adapter
 from mstore.models.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
-from mstore.models.adapters.targets import is_adapter
+from mstore.models.adapters.targets import is_adapter, is_any_adapter
 from mstore.models.compare import ComparedPart, Sums
-from mstore.models.made.cards import conflicts, stated_licence
-from mstore.models.stats.known import known_rows
+from mstore.models.made import conflicts, stated_licence
+from mstore.models.stats.pairs import known_rows
 from mstore.models.stats.store import StatsStore
 from mstore.models.vocabulary.members import PARTS, chat_template, rows_of
 from mstore.models.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of
@@ -231,7 +234,7 @@ def _head(
     own = {**ours, **{one: tensors[one] for one in merged}}
     head = own_head(sizes_of(catalog, base.manifest), own)
     if head is not None and split_name(head[0])[0] in ties_embeddings(catalog, base.manifest):
-        yield CompatibilityFinding(name, "settings", WARNING, told_of_head(*head), None)
+        yield CompatibilityFinding(name, "settings", WARNING, own_head_text(*head), None)
 
 
 def _finding(
@@ -465,7 +468,7 @@ def _tokenizers(base: _Model, other: _Model) -> Iterator[CompatibilityFinding]:
     found = differences(ours, theirs)
     hint = "align the vocabularies"
     if found.moved:
-        yield _finding(other, "vocabulary", ERROR, told_of_moved(found), hint)
+        yield _finding(other, "vocabulary", ERROR, moved_tokens_text(found), hint)
     if found.new or found.lacking:
         has = [f"has {found.new} tokens that the base lacks"] if found.new else []
         has += [f"lacks {found.lacking} of the base's tokens"] if found.lacking else []

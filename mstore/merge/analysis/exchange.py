@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from mstore.blocks.schema import Sources
-from mstore.merge.planning.costs import told_costs
+from mstore.merge.planning.costs import costs_to_report
 from mstore.merge.planning.report import PlanReport, plan_report
 from mstore.merge.planning.validate import check_block_size, check_fits
 from mstore.store.catalog import Catalog
@@ -196,7 +196,7 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
     check_fits(catalog, plan)
     sources = sources_of(catalog, id, plan)
     store_plan(catalog, plan, sources)
-    return plan_report(plan, id, sources, told_costs(catalog, plan))
+    return plan_report(plan, id, sources, costs_to_report(catalog, plan))
 
 
 def _plan(value: _Text) -> Plan:

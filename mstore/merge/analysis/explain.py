@@ -16,16 +16,14 @@ from msgspec.structs import replace
 
 from mstore.blocks.schema import Sources
 from mstore.merge.methods.registry import Operations
-from mstore.merge.planning.costs import told_costs
+from mstore.merge.planning.costs import costs_to_report
 from mstore.merge.planning.report import PlanReport, companions_of, plan_report
-from mstore.merge.planning.stored_texts import phrased
-from mstore.merge.planning.tied import names_of_plan
+from mstore.merge.planning.tensors import names_of_plan, phrased
 from mstore.models.adapters.inputs import Inputs, Names
 from mstore.models.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.not_finite import of_merge
-from mstore.store.objects.coverage import Coverage, TensorCoverage, bit
 from mstore.store.objects.plan import (
     BELOW,
     DROPPED,
@@ -34,9 +32,12 @@ from mstore.store.objects.plan import (
     OMITTED,
     READ,
     SHARED,
+    Coverage,
     Plan,
     PlanTensor,
     Taken,
+    TensorCoverage,
+    bit,
 )
 from mstore.store.objects.shapes import layers_of
 from mstore.store.objects.snapshot import SnapshotRecord
@@ -384,7 +385,7 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     return Explanation(
         snapshot=snapshot,
         plan=plan_report(
-            *(plan, plan_id, sources, told_costs(catalog, plan)),
+            *(plan, plan_id, sources, costs_to_report(catalog, plan)),
             not_finite=of_merge(catalog, record),
         ),
         tensors=tuple(tensors),

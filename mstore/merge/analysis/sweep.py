@@ -1,21 +1,40 @@
 """The sweep: cost and error of one merge for a range of budgets.
 
-One survey and one ranking serve all budgets. A point of the sweep is exactly the plan that the same
-request with that budget makes. No plan is stored.
+One survey and one ranking serve all budgets.  A point of the sweep is exactly the plan that the
+same request with that budget makes.  No plan is stored.
+
+To measure the real errors, the plans' outputs are compared with a merge that reads everything: the
+kernels run, so every expert block that matters is read, once for any number of plans.  Results are
+compared in float32, before rounding to the output's dtype; differences are squared and added in
+float64, chunk by chunk in a fixed order.  Memory per thread: a chunk of the base, of each expert
+and of two outputs.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from mstore.merge.analysis.distance import distances
+import msgspec
+import numpy as np
+
+from mstore.blocks.reader import Meter
+from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
+from mstore.merge.running.compute import blend, tie_counts
+from mstore.merge.running.loading import Loaded, Scratch, load
+from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
+from mstore.merge.running.ties import TieLedger
+from mstore.store.catalog import Catalog
+from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
 
@@ -146,7 +165,7 @@ def sweep(
                 planning.request.experts, planning.request.operation.given, strict=False
             )
         ),
-        companions=planning.request.told_companions(),
+        companions=planning.request.named_companions(),
         full_expert_bytes=full,
         points=points,
         measure_bytes_read=read,
@@ -159,3 +178,140 @@ def _relative(square: float, base_squares: float | None) -> float | None:
     if not base_squares or not math.isfinite(square):
         return None
     return math.sqrt(square) / math.sqrt(base_squares)
+
+
+BATCH = 16
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Distances(msgspec.Struct, frozen=True):
+    """||merged - full||^2 for each plan, over all names of all tensors; expert bytes read."""
+
+    squares: tuple[float, ...]
+    expert_bytes_read: int
+
+
+def distances(
+    catalog: Catalog,
+    full: Plan,
+    plans: Sequence[Plan],
+    *,
+    threads: int,
+    progress: ProgressCallback | None = None,
+) -> Distances:
+    """Measure the distance of each of `plans` from `full`; they read parts of what `full` reads.
+
+    All are plans of one request that differ in what they leave out.  Raises Corrupt, StorageFailed.
+    """
+    run = _Run(catalog, full, plans)
+    total, done = max(1, run.expert_meter.limit or 0), 0
+    sums: list[list[float]] = [[] for _ in plans]
+    with ThreadPoolExecutor(threads, "measure") as pool:
+        for found in pool.map(run.tensor, range(len(full.tensors))):
+            for parts, part in zip(sums, found, strict=True):
+                parts.extend(part)
+            if progress is not None:
+                done = max(done, min(total, run.expert_meter.total))
+                progress(Progress("measure", done, total))
+    return Distances(tuple(math.fsum(parts) for parts in sums), run.expert_meter.total)
+
+
+class _Run:
+    def __init__(self, catalog: Catalog, full: Plan, plans: Sequence[Plan]) -> None:
+        self._catalog = catalog
+        self.expert_meter = Meter("expert", costs_of(catalog, full).planned)
+        self._full = Tasks(catalog, _as_float32(full), self.expert_meter)
+        self._cuts = [Tasks(catalog, _as_float32(cut)) for cut in plans]
+        self._plan = full
+        self._copies = Counter(self._full.first.values())
+        self._scratch = Scratch()
+        self._base_meter = Meter("base")
+
+    def tensor(self, position: int) -> list[list[float]]:
+        """Return, per plan, the squares of each chunk of one tensor, once for each of its names."""
+        name = self._plan.tensors[position].name
+        full = self._full.tensor(name)
+        cuts = [tasks.tensor(name) for tasks in self._cuts]
+        present = [tasks.members(name).present for tasks in self._cuts]
+        there = self._full.members(name).present
+        numbers = np.flatnonzero(there.any(axis=0)).tolist()
+        ledger = TieLedger(full.quotas.tolist(), numbers)
+        found: list[list[float]] = [[] for _ in cuts]
+        for start in range(0, len(numbers), BATCH):
+            for task in self._full.chunks(full, numbers[start : start + BATCH]):
+                column = [
+                    (cut, here[:, task.number]) for cut, here in zip(cuts, present, strict=True)
+                ]
+                for squares, square in zip(found, self._chunk(task, column, ledger), strict=True):
+                    squares.extend([square] * self._copies[name])
+        return found
+
+    def _chunk(
+        self, task: ChunkTask, cuts: Sequence[tuple[TensorTask, Any]], ledger: TieLedger
+    ) -> list[float]:
+        (loaded,) = load(
+            [task],
+            self._catalog.packs,
+            self._scratch,
+            self.expert_meter,
+            self._base_meter,
+            self._full.moved,
+        )
+        grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
+        whole = self._blended(loaded, grant.quotas)
+        known: dict[tuple[bytes, tuple[int, ...], tuple[int, ...]], float] = {
+            _key(task.tensor, grant.quotas, task.row_of): 0.0
+        }
+        squares = []
+        for tensor, present in cuts:
+            row_of = tuple(
+                row if here else -1 for row, here in zip(task.row_of, present, strict=True)
+            )
+            # In a chunk that a plan reads, it keeps the same ties as the full plan.
+            quotas = tuple(
+                UNLIMITED if own == UNLIMITED else granted
+                for own, granted in zip(tensor.quotas.tolist(), grant.quotas, strict=True)
+            )
+            key = _key(tensor, quotas, row_of)
+            if key not in known:
+                cut = msgspec.structs.replace(task, tensor=tensor, row_of=row_of)
+                part = Loaded(cut, loaded.sides, loaded.plain)
+                known[key] = _square(self._blended(part, quotas), whole)
+            squares.append(known[key])
+        return squares
+
+    def _blended(self, loaded: Loaded, quotas: Any) -> Bytes:
+        out = np.empty(loaded.task.out_bytes, dtype=np.uint8)
+        blend(loaded, quotas, out)
+        return out
+
+
+def _as_float32(plan: Plan) -> Plan:
+    """Return a plan for comparison only: its results before they are rounded to their type."""
+    replace = msgspec.structs.replace
+    if any(tensor.dtype is not None for tensor in plan.tensors):
+        tensors = tuple(replace(tensor, dtype=None) for tensor in plan.tensors)
+        plan = replace(plan, tensors=tensors)
+    return replace(plan, dtype="F32")
+
+
+def _key(
+    tensor: TensorTask, quotas: tuple[int, ...], row_of: tuple[int, ...]
+) -> tuple[bytes, tuple[int, ...], tuple[int, ...]]:
+    """Return what determines a chunk's output among plans of one request."""
+    return tensor.thresholds.tobytes(), quotas, row_of
+
+
+def _square(a: Bytes, b: Bytes) -> float:
+    """Return the sum of squares of a - b where their bits differ; both float32."""
+    ours, theirs = a.view(np.float32), b.view(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = ours.astype(np.float64) - theirs.astype(np.float64)
+        gap[a.view(np.uint32) == b.view(np.uint32)] = 0.0
+        # Pairwise halving fixes the order of additions; numpy does not specify that of np.sum.
+        squares = np.zeros(1 << max(0, len(gap) - 1).bit_length())
+        squares[: len(gap)] = gap * gap
+        while len(squares) > 1:
+            half = len(squares) // 2
+            squares = squares[:half] + squares[half:]
+    return float(squares[0])

@@ -1,1 +1,1 @@
-"""What one element becomes: the compiled passes over a chunk."""
+"""The arithmetic on elements: compiled passes, and the steps around them."""

@@ -226,7 +226,7 @@ def _finish(bases: Any, mixed: Any, factor: Any, out: Any) -> None:
 
 @entry("pp", floats, stages, tiles, arguments)
 def balance(arguments_at: Any, room_at: Any) -> None:
-    """Do `competition.run`; room: float64[K + 2, TILE]."""
+    """Do `pcb.run`; room: float64[K + 2, TILE]."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
     experts = given[a.EXPERTS]
     base_code, out_code, n = given[a.BASE_CODE], given[a.OUT_CODE], given[a.LENGTH]
@@ -271,7 +271,7 @@ def _order(scores: Any, found: Any) -> None:
 def scores(
     sides_at: Any, experts: int, n: int, largest_at: Any, scratch_at: Any, found_at: Any
 ) -> None:
-    """Do `competition.scores`; sides: addresses of float32[n], int64[experts].
+    """Do `pcb.scores`; sides: addresses of float32[n], int64[experts].
 
     largest: float64[experts]; scratch: float64[2, TILE].
     """

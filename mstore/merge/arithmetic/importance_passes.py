@@ -132,7 +132,7 @@ def _divergence(
 def divergences(
     base_at: Any, expert_at: Any, rows: int, length: int, scratch_at: Any, found_at: Any
 ) -> None:
-    """Do `importance.divergences`; scratch: float64[2, length]."""
+    """Do `arcee_fusion.divergences`; scratch: float64[2, length]."""
     bases = carray(base_at, (rows, length), np.float32)
     experts = carray(expert_at, (rows, length), np.float32)
     scratch = carray(scratch_at, (2, length), np.float64)

@@ -1,7 +1,7 @@
 """The compiled pass of informed averages.
 
-Owns the arithmetic that `informed` promises.  Importing this module imports the compiler: only the
-build does so.
+Owns the arithmetic that `methods.fisher` promises.  Importing this module imports the compiler:
+only the build does so.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _finish(bases: Any, sums: Any, divisors: Any, scale: Any, out: Any) -> None:
 
 @entry("p", floats, tiles, arguments)
 def informed(arguments_at: Any) -> None:
-    """Do `informed.average`; write its result into the first of the ties of the arguments."""
+    """Do `fisher.run`; write its result into the first of the ties of the arguments."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
     both = given[a.EXPERTS]
     experts = both // 2

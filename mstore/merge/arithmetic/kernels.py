@@ -20,30 +20,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.arguments import Chunk, pack, scratch
-from mstore.merge.arithmetic.mix import Mix
+from mstore.merge.arithmetic.arguments import Chunk, Mix, pack, scratch
 from mstore.merge.arithmetic.tiles import COUNTED, UNLIMITED, address
 from mstore.numeric.codes import ITEMSIZES, dtype_code
 from mstore.numeric.passes import Pass
 
 __all__ = ["COUNTED", "UNLIMITED", "Mix", "count_ties", "mix_chunk", "run"]
 
-_HERE: Final = Path(__file__)
 _SOURCES: Final = (
-    _HERE.parents[2] / "numeric" / "codes.py",
-    _HERE.parents[2] / "numeric" / "floats.py",
-    _HERE.with_name("philox.py"),
-    _HERE.with_name("tiles.py"),
-    _HERE.with_name("arguments.py"),
-    _HERE.with_name("stages.py"),
-    _HERE.with_name("straight.py"),
-    _HERE.with_name("passes.py"),
+    *("numeric/codes.py", "numeric/floats.py"),
+    *("merge/arithmetic/philox.py", "merge/arithmetic/tiles.py", "merge/arithmetic/arguments.py"),
+    *("merge/arithmetic/stages.py", "merge/arithmetic/straight.py", "merge/arithmetic/passes.py"),
 )
 _PASSES: Final = "mstore.merge.arithmetic.passes"
 _mix: Final = Pass(_PASSES, "mix", "p", _SOURCES)

@@ -8,15 +8,19 @@ The probability of the element with rank r of n, from 1 for the smallest |d| (of
 with the lowest index), is density - epsilon + 2 epsilon (r - 1) / (n - 1), in float32 and in the
 order of mergekit 0.1.5 (Deep et al. 2024, arXiv 2406.11617, MAGPRUNE).  A row of one element has
 the probability density.
+
+A draw is a pure function of its element's position: seed, expert and tensor become the key of the
+generator (`philox`), which makes one 32-bit word per element from its flat index.  So a mask does
+not depend on chunk boundaries, threads, or the order of work.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from mstore.merge.arithmetic.tiles import (
     DIGIT,
@@ -30,12 +34,9 @@ from mstore.merge.arithmetic.tiles import (
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 
-_HERE: Final = Path(__file__)
-_NUMERIC: Final = _HERE.parent.parent.parent / "numeric"
 _SOURCES: Final = (
-    *(_NUMERIC / "codes.py", _NUMERIC / "floats.py"),
-    *(_HERE.with_name("philox.py"), _HERE.with_name("tiles.py")),
-    _HERE.with_name("mask_passes.py"),
+    *("numeric/codes.py", "numeric/floats.py", "merge/arithmetic/philox.py"),
+    *("merge/arithmetic/tiles.py", "merge/arithmetic/mask_passes.py"),
 )
 _MODULE: Final = "mstore.merge.arithmetic.mask_passes"
 _words: Final = Pass(_MODULE, "words", "iiiip", _SOURCES)
@@ -178,3 +179,25 @@ def even_norms(
     )
     before, after = found.tolist()
     return before, after
+
+
+KEY_CONTEXT: Final = "mstore 1 dare mask"
+"""BLAKE3 derive_key context of the keys: part of the format, so it never changes."""
+
+
+def mask_key(seed: int, position: int, tensor: str) -> npt.NDArray[np.uint32]:
+    """Return the two key words of one expert (position in the plan) and one tensor (name).
+
+    `seed` is an unsigned 64-bit number.  Raises OverflowError for numbers out of range.
+    """
+    hashed = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + tensor.encode()
+    digest = blake3(hashed, derive_key_context=KEY_CONTEXT).digest(length=8)
+    return np.frombuffer(digest, dtype="<u4").astype(np.uint32)
+
+
+def mask_keys(seed: int, experts: int, tensor: str) -> npt.NDArray[np.uint32]:
+    """Return `mask_key` of positions 0..experts-1: uint32[experts, 2]."""
+    keys = np.empty((experts, 2), dtype=np.uint32)
+    for position in range(experts):
+        keys[position] = mask_key(seed, position, tensor)
+    return keys

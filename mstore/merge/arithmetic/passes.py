@@ -14,9 +14,23 @@ from numba import carray  # type: ignore[attr-defined]
 from mstore.merge.arithmetic import arguments, philox, stages, straight, tiles
 from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.philox import fill_draws
-from mstore.merge.arithmetic.stages import MAGNITUDE as _MAGNITUDE
 from mstore.merge.arithmetic.stages import NOTHING as _NOTHING
-from mstore.merge.arithmetic.stages import drawn_by, subtract, swap, trim, trim_band
+from mstore.merge.arithmetic.stages import (
+    count_equal,
+    count_kept,
+    drawn_by,
+    drop_nan,
+    multiply,
+    subtract,
+    swap,
+    trim_band,
+    weigh,
+    weigh_average,
+    weigh_counted,
+    weigh_drawn,
+    weigh_kept,
+    weigh_trimmed,
+)
 from mstore.merge.arithmetic.straight import is_straight, mix_straight
 from mstore.merge.arithmetic.tiles import (
     ADDITIVE,
@@ -61,130 +75,10 @@ from mstore.numeric.floats import (
 )
 
 _SIGN: Final = np.uint32(0x80000000)
-_INFINITY: Final = np.uint32(0x7F800000)
 _ALWAYS: Final = np.uint32(1)
-_LONE: Final = np.uint32(1)
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
 _SMALLEST: Final = np.float32(1e-6)
-
-
-@compiled
-def _weigh(count: int, weight: Any, at: int, scratch: Any) -> None:
-    """Turn an expert's tile into its weighted deltas."""
-    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
-    for i in range(count):
-        expert, base = tile[i], bases[i]
-        mixed = float_bits((bits_float(expert) - bits_float(base)) * weight)
-        tile[i] = _NOTHING if expert == base else mixed
-
-
-@compiled
-def _weigh_kept(count: int, weight: Any, least: Any, at: int, scratch: Any) -> None:
-    """Turn an expert's tile into its weighted deltas, 0 where the magnitude is below `least`.
-
-    Equal bits need no special case: they give zero, or a NaN, which is not kept.  The NaN of an
-    infinite delta and a zero weight is not kept either.
-    """
-    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
-    for i in range(count):
-        delta = bits_float(tile[i]) - bits_float(bases[i])
-        magnitude = bits_float(float_bits(delta) & _MAGNITUDE)
-        mixed = np.float32(delta * weight)
-        tile[i] = float_bits(mixed) if (magnitude >= least) & (mixed == mixed) else _NOTHING
-
-
-@compiled
-def _drop_nan(count: int, at: int, scratch: Any) -> None:
-    """Zero every NaN of a tile: it has no sign and takes part in no election."""
-    tile = scratch[at : at + count]
-    for i in range(count):
-        tile[i] = tile[i] if np.uint32(tile[i] & _MAGNITUDE) <= _INFINITY else _NOTHING
-
-
-@compiled
-def _count_equal(count: int, threshold: Any, at: int, scratch: Any) -> int:
-    tile = scratch[at : at + count]
-    equal = 0
-    for i in range(count):
-        equal += bits_float(tile[i] & _MAGNITUDE) == threshold
-    return equal
-
-
-@compiled
-def _weigh_counted(count: int, weight: Any, threshold: Any, at: int, scratch: Any) -> Any:
-    """Do `_weigh_kept` keeping all ties at the threshold; return the number of ties."""
-    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
-    equal = np.uint32(0)
-    for i in range(count):
-        delta = bits_float(tile[i]) - bits_float(bases[i])
-        magnitude = bits_float(float_bits(delta) & _MAGNITUDE)
-        mixed = np.float32(delta * weight)
-        tile[i] = float_bits(mixed) if (magnitude >= threshold) & (mixed == mixed) else _NOTHING
-        equal = np.uint32(equal + np.uint32(magnitude == threshold))
-    return np.int64(equal)
-
-
-@compiled
-def _weigh_trimmed(
-    count: int, weight: Any, threshold: Any, quota: int, at: int, scratch: Any
-) -> int:
-    """Turn an expert's tile into its weighted, trimmed deltas; return the remaining quota."""
-    if quota > 0:
-        # A quota ends in one tile of a tensor, which is not worth a fused loop.
-        subtract(count, at, scratch)
-        quota = trim(count, threshold, quota, at, scratch)
-        _multiply(count, weight, at, scratch)
-        _drop_nan(count, at, scratch)
-        return quota
-    # "Above the threshold" means "not below the next float32".  For infinity that is a NaN, which
-    # nothing reaches.
-    least = threshold if quota < 0 else bits_float(float_bits(threshold) + np.uint32(1))
-    _weigh_kept(count, weight, least, at, scratch)
-    return quota
-
-
-@compiled
-def _weigh_drawn(
-    count: int, factor: Any, weight: Any, own: Any, limit: Any, at: int, scratch: Any
-) -> None:
-    """Turn an expert's tile into its deltas times factor and weight, masked by its draws.
-
-    An element is 0 if its own draw is not below the limit.
-    """
-    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
-    for i in range(count):
-        expert, base = tile[i], bases[i]
-        delta = np.float32(bits_float(expert) - bits_float(base))
-        mixed = float_bits(np.float32(delta * factor) * weight)
-        tile[i] = mixed if (own[i] < limit) & (expert != base) else _NOTHING
-
-
-@compiled
-def _count_kept(count: int, least: Any, at: int, scratch: Any) -> None:
-    """Count at each element the experts whose delta has this magnitude or more."""
-    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
-    numbers = scratch[DIFFERS : DIFFERS + count]
-    for i in range(count):
-        delta = bits_float(tile[i]) - bits_float(bases[i])
-        kept = bits_float(float_bits(delta) & _MAGNITUDE) >= least
-        numbers[i] = np.uint32(numbers[i] + np.uint32(kept))
-
-
-@compiled
-def _weigh_average(count: int, weight: Any, least: Any, at: int, scratch: Any) -> None:
-    """Turn an expert's tile into its part of the mean: 0 where the magnitude is below `least`.
-
-    Where it is the only one, it is the delta times the weight.
-    """
-    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
-    numbers = scratch[DIFFERS : DIFFERS + count]
-    for i in range(count):
-        delta = np.float32(bits_float(tile[i]) - bits_float(bases[i]))
-        kept = bits_float(float_bits(delta) & _MAGNITUDE) >= least
-        lone, part = np.float32(delta * weight), np.float32(delta / np.float32(numbers[i]))
-        mixed = lone if numbers[i] == _LONE else part
-        tile[i] = float_bits(mixed) if kept else _NOTHING
 
 
 @compiled
@@ -398,13 +292,6 @@ def _divide(count: int, divisor: Any, scratch: Any) -> None:
 
 
 @compiled
-def _multiply(count: int, factor: Any, at: int, scratch: Any) -> None:
-    tile = scratch[at : at + count]
-    for i in range(count):
-        tile[i] = float_bits(bits_float(tile[i]) * factor)
-
-
-@compiled
 def _finish(count: int, scratch: Any) -> None:
     """Compute base + mix where the mix is not zero, else the base."""
     for i in range(count):
@@ -526,7 +413,7 @@ def mix(arguments_at: Any) -> None:
                 k = experts[i]
                 p = row_of[k]
                 load_bits(row_codes[p], rows[p], start, count, scratch, EXPERT)
-                _count_kept(count, thresholds[k], EXPERT, scratch)
+                count_kept(count, thresholds[k], EXPERT, scratch)
         k = 0
         while kind == DIRECT and k < experts_count:
             # Only methods that mix whole experts give a weight to an absent expert: the base's.
@@ -559,7 +446,7 @@ def mix(arguments_at: Any) -> None:
                 weight = _ONE if late else weights[k]
                 load_bits(row_codes[p], rows[p], start, count, scratch, at)
                 if kind == AVERAGED:
-                    _weigh_average(count, weights[k], thresholds[k], at, scratch)
+                    weigh_average(count, weights[k], thresholds[k], at, scratch)
                     continue
                 if cuts == 2:
                     high = experts_count + k
@@ -567,31 +454,31 @@ def mix(arguments_at: Any) -> None:
                     lows, highs = trim_band(
                         count, thresholds[k], left[k], thresholds[high], left[high], at, scratch
                     )
-                    _multiply(count, weights[k], at, scratch)
+                    multiply(count, weights[k], at, scratch)
                     if kind == CONSENSUS:
-                        _drop_nan(count, at, scratch)
+                        drop_nan(count, at, scratch)
                     _pay(quotas, left, ties, k, lows)
                     _pay(quotas, left, ties, high, highs)
                     continue
                 if trims and quotas[k] == COUNTED:
-                    ties[k] += _weigh_counted(count, weights[k], thresholds[k], at, scratch)
+                    ties[k] += weigh_counted(count, weights[k], thresholds[k], at, scratch)
                     continue
                 if trims and left[k] > 0:
-                    equal = _weigh_counted(count, weights[k], thresholds[k], at, scratch)
+                    equal = weigh_counted(count, weights[k], thresholds[k], at, scratch)
                     if equal <= left[k]:
                         left[k] -= equal
                         continue
                     # The quota ends within this tile; the pass needs its value before the tile.
                     load_bits(row_codes[p], rows[p], start, count, scratch, at)
                 if trims:
-                    left[k] = _weigh_trimmed(count, weights[k], thresholds[k], left[k], at, scratch)
+                    left[k] = weigh_trimmed(count, weights[k], thresholds[k], left[k], at, scratch)
                     continue
                 limit = limits[k]
                 if not masked and limit == ALL and rescales[k] == _ONE:
                     if kind == CONSENSUS:
-                        _weigh_kept(count, weight, _ZERO, at, scratch)
+                        weigh_kept(count, weight, _ZERO, at, scratch)
                     else:
-                        _weigh(count, weights[k], at, scratch)
+                        weigh(count, weights[k], at, scratch)
                     continue
                 below, skipped = _ALWAYS, 0
                 if masked:
@@ -604,9 +491,9 @@ def mix(arguments_at: Any) -> None:
                 else:
                     draws[:count] = 0
                 own = draws[skipped : skipped + count]
-                _weigh_drawn(count, rescales[k], weight, own, below, at, scratch)
+                weigh_drawn(count, rescales[k], weight, own, below, at, scratch)
                 if kind == CONSENSUS:
-                    _drop_nan(count, at, scratch)
+                    drop_nan(count, at, scratch)
             for j in range(members, GROUP):
                 # Zeros change no sum and have no sign that a side could agree with.
                 _fill(scratch, EXPERT + j * STRIDE, count, _NOTHING)
@@ -628,7 +515,7 @@ def mix(arguments_at: Any) -> None:
         elif normalize and divisor != _ONE:
             _divide(count, divisor, scratch)
         if lam != _ONE:
-            _multiply(count, lam, SUM, scratch)
+            multiply(count, lam, SUM, scratch)
         if kind == DIRECT:
             _finish_direct(count, normalize, scratch)
         else:
@@ -667,5 +554,5 @@ def count(
         load_bits(base_code, base, start, length, scratch, BASE)
         load_bits(row_code, row, start, length, scratch, EXPERT)
         subtract(length, EXPERT, scratch)
-        equal += _count_equal(length, threshold, EXPERT, scratch)
+        equal += count_equal(length, threshold, EXPERT, scratch)
     ties[0] = equal

@@ -1,7 +1,7 @@
 """The random generator of DARE's masks: Philox4x32-10, compiled.
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11.  Owns the rounds
-and which word an element takes; `random` owns the keys.  Element i of a tensor takes word i % 4 of
+and which word an element takes; `masks` owns the keys.  Element i of a tensor takes word i % 4 of
 the block whose counter is i // 4 (64 bits in the two low words, the two high words zero).  Has no
 state; releases the GIL.
 """

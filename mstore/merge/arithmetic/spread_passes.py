@@ -38,7 +38,7 @@ def _add(own: Any, number: int, mean: Any, squares: Any) -> None:
 
 @entry("piipp", tiles)
 def spreads(sides_at: Any, experts: int, n: int, scratch_at: Any, found_at: Any) -> None:
-    """Do `spread.spreads`; sides: addresses, 0 for zeros: int64[experts].
+    """Do `sce.spreads`; sides: addresses, 0 for zeros: int64[experts].
 
     scratch: float64[3, TILE].
     """

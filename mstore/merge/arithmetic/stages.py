@@ -1,8 +1,8 @@
-"""Stages: the compiled steps of a selection, over one tile of an expert.
+"""Stages: the compiled steps over one tile of an expert: its selection, and its weight.
 
-Merge and attribution share them.  A merge fuses most of them with the steps that follow, for speed
-(`passes`); both then give the same bits.  `at` is the tile's place in the scratch (`tiles`).
-Importing this module imports the compiler.
+Merge and attribution share those of a selection.  A merge fuses most of them with the weight, for
+speed (`weigh` and what follows); both ways give the same bits.  `at` is the tile's place in the
+scratch (`tiles`).  Importing this module imports the compiler.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from mstore.merge.arithmetic.tiles import BASE, UNLIMITED
+from mstore.merge.arithmetic.tiles import BASE, DIFFERS, UNLIMITED
 from mstore.numeric.compiling import compiled
 from mstore.numeric.floats import bits_float, float_bits, quieten
 
 NOTHING: Final = np.uint32(0)
 MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _ONE: Final = np.float32(1.0)
+_INFINITY: Final = np.uint32(0x7F800000)
+_LONE: Final = np.uint32(1)
 _NEAREST: Final = np.float32(1e-6)
 
 
@@ -146,3 +148,128 @@ def drawn_by(mask: Any, draws: Any) -> None:
     """Write draws that a limit of 1 turns into this mask."""
     for i in range(mask.size):
         draws[i] = mask[i] == 0
+
+
+@compiled
+def multiply(count: int, factor: Any, at: int, scratch: Any) -> None:
+    tile = scratch[at : at + count]
+    for i in range(count):
+        tile[i] = float_bits(bits_float(tile[i]) * factor)
+
+
+@compiled
+def weigh(count: int, weight: Any, at: int, scratch: Any) -> None:
+    """Turn an expert's tile into its weighted deltas."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        expert, base = tile[i], bases[i]
+        mixed = float_bits((bits_float(expert) - bits_float(base)) * weight)
+        tile[i] = NOTHING if expert == base else mixed
+
+
+@compiled
+def weigh_kept(count: int, weight: Any, least: Any, at: int, scratch: Any) -> None:
+    """Turn an expert's tile into its weighted deltas, 0 where the magnitude is below `least`.
+
+    Equal bits need no special case: they give zero, or a NaN, which is not kept.  The NaN of an
+    infinite delta and a zero weight is not kept either.
+    """
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        delta = bits_float(tile[i]) - bits_float(bases[i])
+        magnitude = bits_float(float_bits(delta) & MAGNITUDE)
+        mixed = np.float32(delta * weight)
+        tile[i] = float_bits(mixed) if (magnitude >= least) & (mixed == mixed) else NOTHING
+
+
+@compiled
+def drop_nan(count: int, at: int, scratch: Any) -> None:
+    """Zero every NaN of a tile: it has no sign and takes part in no election."""
+    tile = scratch[at : at + count]
+    for i in range(count):
+        tile[i] = tile[i] if np.uint32(tile[i] & MAGNITUDE) <= _INFINITY else NOTHING
+
+
+@compiled
+def count_equal(count: int, threshold: Any, at: int, scratch: Any) -> int:
+    tile = scratch[at : at + count]
+    equal = 0
+    for i in range(count):
+        equal += bits_float(tile[i] & MAGNITUDE) == threshold
+    return equal
+
+
+@compiled
+def weigh_counted(count: int, weight: Any, threshold: Any, at: int, scratch: Any) -> Any:
+    """Do `weigh_kept` keeping all ties at the threshold; return the number of ties."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    equal = np.uint32(0)
+    for i in range(count):
+        delta = bits_float(tile[i]) - bits_float(bases[i])
+        magnitude = bits_float(float_bits(delta) & MAGNITUDE)
+        mixed = np.float32(delta * weight)
+        tile[i] = float_bits(mixed) if (magnitude >= threshold) & (mixed == mixed) else NOTHING
+        equal = np.uint32(equal + np.uint32(magnitude == threshold))
+    return np.int64(equal)
+
+
+@compiled
+def weigh_trimmed(
+    count: int, weight: Any, threshold: Any, quota: int, at: int, scratch: Any
+) -> int:
+    """Turn an expert's tile into its weighted, trimmed deltas; return the remaining quota."""
+    if quota > 0:
+        # A quota ends in one tile of a tensor, which is not worth a fused loop.
+        subtract(count, at, scratch)
+        quota = trim(count, threshold, quota, at, scratch)
+        multiply(count, weight, at, scratch)
+        drop_nan(count, at, scratch)
+        return quota
+    # "Above the threshold" means "not below the next float32".  For infinity that is a NaN, which
+    # nothing reaches.
+    least = threshold if quota < 0 else bits_float(float_bits(threshold) + np.uint32(1))
+    weigh_kept(count, weight, least, at, scratch)
+    return quota
+
+
+@compiled
+def weigh_drawn(
+    count: int, factor: Any, weight: Any, own: Any, limit: Any, at: int, scratch: Any
+) -> None:
+    """Turn an expert's tile into its deltas times factor and weight, masked by its draws.
+
+    An element is 0 if its own draw is not below the limit.
+    """
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        expert, base = tile[i], bases[i]
+        delta = np.float32(bits_float(expert) - bits_float(base))
+        mixed = float_bits(np.float32(delta * factor) * weight)
+        tile[i] = mixed if (own[i] < limit) & (expert != base) else NOTHING
+
+
+@compiled
+def count_kept(count: int, least: Any, at: int, scratch: Any) -> None:
+    """Count at each element the experts whose delta has this magnitude or more."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    numbers = scratch[DIFFERS : DIFFERS + count]
+    for i in range(count):
+        delta = bits_float(tile[i]) - bits_float(bases[i])
+        kept = bits_float(float_bits(delta) & MAGNITUDE) >= least
+        numbers[i] = np.uint32(numbers[i] + np.uint32(kept))
+
+
+@compiled
+def weigh_average(count: int, weight: Any, least: Any, at: int, scratch: Any) -> None:
+    """Turn an expert's tile into its part of the mean: 0 where the magnitude is below `least`.
+
+    Where it is the only one, it is the delta times the weight.
+    """
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    numbers = scratch[DIFFERS : DIFFERS + count]
+    for i in range(count):
+        delta = np.float32(bits_float(tile[i]) - bits_float(bases[i]))
+        kept = bits_float(float_bits(delta) & MAGNITUDE) >= least
+        lone, part = np.float32(delta * weight), np.float32(delta / np.float32(numbers[i]))
+        mixed = lone if numbers[i] == _LONE else part
+        tile[i] = float_bits(mixed) if kept else NOTHING

@@ -53,9 +53,9 @@ AVERAGED: Final = 5
 FUSED: Final = 6
 """CONSENSUS of what is not weighed: weights count after the election."""
 INFORMED: Final = 7
-"""The average by Fishers (`informed`): the second half of the weights are those of the Fishers."""
+"""The average by Fishers (`informed_passes`): the second half of the weights are theirs."""
 BALANCED: Final = 8
-"""ADDITIVE, with factors of single elements (`competition`)."""
+"""ADDITIVE, with factors of single elements (`competition_passes`)."""
 NEAR: Final = 4
 """ALONE, of an expert that is moved back towards the base (`stages.swap`)."""
 

@@ -19,12 +19,19 @@ import numpy as np
 from mstore.merge.combination.members import INSTEAD, Member, members_of
 from mstore.merge.combination.methods import Setting
 from mstore.merge.combination.products import Read, joined, truncated, united
-from mstore.models.adapters.files import branch_for_adapter, put_factor, put_files
+from mstore.merge.running.model_card import number_text
+from mstore.models.adapters.extract import branch_for_adapter, put_factor, put_files
 from mstore.models.adapters.low_rank import read_singles
 from mstore.models.adapters.targets import factor_names
 from mstore.models.adapters.truncation import Errors, Singles, TruncatedTensor
-from mstore.models.made.cards import NAME, Said, licence_lines, licence_section, number_text, said
-from mstore.models.made.snapshots import Publication
+from mstore.models.made import (
+    NAME,
+    Publication,
+    Said,
+    licence_lines,
+    licence_section,
+    said,
+)
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in
 from mstore.store.objects.manifest import Manifest
@@ -36,8 +43,7 @@ from mstore.store.view import array_dtype
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Option, phrase
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 MOST: Final = 4096
 """The largest rank that can be asked for."""

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from mstore import fs
 from mstore.merge.arithmetic import masks
-from mstore.merge.arithmetic.random import mask_key
+from mstore.merge.arithmetic.masks import mask_key
 from mstore.merge.combination.methods import FREQUENCY, Select, Setting
 from mstore.models.adapters.low_rank import Factors
 from mstore.models.adapters.truncation import (

@@ -1,4 +1,8 @@
-"""The deltas of a tensor's experts, read chunk by chunk: what equals the base's is not read."""
+"""The deltas of a tensor's experts: in pieces, read chunk by chunk, or kept as ordered bits.
+
+A piece is a run of a chunk's elements, so short that its temporary arrays take no new memory.
+What equals the base's is not read.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,64 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from mstore.blocks.reader import Meter
-from mstore.merge.arithmetic import pieces
+from mstore.merge.arithmetic import masks
+from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Singles
+from mstore.merge.arithmetic.tiles import TOGETHER, rows_together
 from mstore.models.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
+from mstore.numeric.casts import singles
+from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.halves import Bits
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
+
+Stored = tuple[npt.NDArray[np.uint8], str]
+"""The bytes of a chunk, and their element type."""
+
+
+def pieces_of_deltas(
+    base: Stored, experts: Sequence[Stored], n: int
+) -> Iterator[tuple[int, int, list[Singles]]]:
+    """Yield pieces of n elements: where one starts and ends, and the delta of each expert there."""
+    for start in range(0, n, TOGETHER):
+        end = min(start + TOGETHER, n)
+        side = _from(base, start), base[1]
+        yield start, end, [masks.deltas(*side, _from(e, start), e[1], end - start) for e in experts]
+
+
+def pieces_of_rows(
+    sides: Sequence[Stored], row_length: int, n: int
+) -> Iterator[tuple[int, int, list[Singles]]]:
+    """Yield pieces of whole rows of n elements: where one starts and ends, and each side there."""
+    step = rows_together(row_length)
+    for start in range(0, n, step):
+        end = min(start + step, n)
+        yield start, end, [singles(_from(one, start), one[1], end - start) for one in sides]
+
+
+def pieces_of_chunk(chunk: Chunk) -> Iterator[tuple[int, int, list[Singles | None]]]:
+    """Yield pieces of a chunk: where one starts and ends, and each expert's deltas there.
+
+    None for an expert that is not read.
+    """
+    base, *experts = stored(chunk)
+    for start, end, moved in pieces_of_deltas(base, experts, chunk.n):
+        yield start, end, [None if row < 0 else moved[row] for row in chunk.row_of]
+
+
+def stored(chunk: Chunk) -> list[Stored]:
+    """Return the base and the rows of a chunk, with their element types."""
+    rows = [(chunk.rows[k], dtype) for k, dtype in enumerate(chunk.row_dtypes)]
+    return [(chunk.base, chunk.base_dtype), *rows]
+
+
+def _from(side: Stored, start: int) -> npt.NDArray[np.uint8]:
+    data, dtype = side
+    return data[start * ITEMSIZES[dtype] :]
+
 
 _MOST_KEPT: Final = 1 << 25
 """So many numbers of a tensor are kept: 128 MiB."""
@@ -40,7 +94,7 @@ class Chunks:
     def deltas(self, number: int) -> Iterator[list[Singles]]:
         """Read a chunk of base and experts, equal blocks once; yield the deltas of all, in pieces.
 
-        A piece is float32[n] of each expert, as `pieces.deltas` cuts them.
+        A piece is float32[n] of each expert, as `pieces_of_deltas` cuts them.
         """
         elements = min(self.length, self.elements - number * self.length)
         base, none = self._read_base(number), self._blocks(self._base, number)
@@ -50,7 +104,7 @@ class Chunks:
             for key, expert in dict(zip(keys, self._experts, strict=True)).items()
             if key != none
         }
-        cut = pieces.deltas((base, self._base.dtype), list(sides.values()), elements)
+        cut = pieces_of_deltas((base, self._base.dtype), list(sides.values()), elements)
         for start, end, moved in cut:
             found = dict(zip(sides, moved, strict=True))
             found[none] = np.zeros(end - start, dtype=np.float32)
@@ -85,8 +139,8 @@ class Ordered:
     def with_deltas(self, number: int) -> Iterator[tuple[list[Singles], Bits]]:
         """Yield the deltas of a chunk, and its bits, in pieces."""
         kept = self._kept.get(number)
-        pieces_of = self._chunks.deltas(number)
+        every = self._chunks.deltas(number)
         if kept is None:
-            yield from ((deltas, self._of(deltas)) for deltas in pieces_of)
+            yield from ((deltas, self._of(deltas)) for deltas in every)
         else:
-            yield from zip(pieces_of, kept, strict=True)
+            yield from zip(every, kept, strict=True)

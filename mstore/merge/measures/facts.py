@@ -21,11 +21,11 @@ from blake3 import blake3
 
 from mstore.blocks.reader import Meter
 from mstore.merge.measures import NEEDS_ANALYSIS
-from mstore.merge.measures.companions import Companion
 from mstore.merge.measures.deltas import Chunks
+from mstore.merge.measures.grid import Companion
 from mstore.models.stats.analysis import measure_apart, measure_pair, measure_squares
 from mstore.models.stats.chunks import ReadChunk, chunk_reader, tensor_chunk
-from mstore.models.stats.known import known_apart, sum_of_squares
+from mstore.models.stats.pairs import known_apart, sum_of_squares
 from mstore.models.stats.store import StatsStore
 from mstore.models.stats.table import DeltaTable
 from mstore.numeric.casts import singles

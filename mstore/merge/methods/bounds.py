@@ -70,7 +70,7 @@ class Rounding(msgspec.Struct, frozen=True):
       The base may be one of the e_k, with d_k = 0 (`base_weight`).
     - near: y = v e + (1 - v) b with a float32 v from 0 to 1, so Y = b + v (e - b) and v |d| is at
       most the |d_k| above. Both terms take at most m = 3 steps: 1 - v, product, sum. They lose h
-      each, and |v e| + |(1 - v) b| <= |b| + v |e - b|. In `selections.near` v |d| is at most q =
+      each, and |v e| + |(1 - v) b| <= |b| + v |e - b|. In `nearswap` v |d| is at most q =
       t (1 + 2^-20) + 2^-149 |d|: the reciprocal r of x = max(|d|, 1e-6) and v = r t are off by u
       or h, so v <= t / x (1 + u)^2 + h t (1 + u) + h, and x < 2^128.  With a scale s the kernel
       makes s (v e + (1 - v) b) + w b by two fused steps, w = 1 - s rounded: m = 4, |s| times what

@@ -14,7 +14,7 @@ from typing import Final
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Range, Scalar
-from mstore.merge.methods.selections.whole import Whole
+from mstore.merge.methods.selection import Whole
 from mstore.store.objects.plan import Mixture
 
 
@@ -26,7 +26,7 @@ def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float])
     return Mixture(0.0, (share, 1.0 - share), keeps_base=True)
 
 
-METHOD: Final = Method(
+GUARDED: Final = Method(
     name="guarded",
     summary="the first expert; a tensor that left the direction of the second, a reference, has "
     "the reference's weights",

@@ -18,7 +18,7 @@ from typing import Final
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Range, Scalar
-from mstore.merge.methods.selections.whole import Whole
+from mstore.merge.methods.selection import Whole
 from mstore.store.objects.plan import Mixture
 
 _Point = list[float]
@@ -102,7 +102,7 @@ def _size(cosines: Sequence[Sequence[float]], point: _Point) -> float:
     return math.sqrt(max(0.0, square))
 
 
-METHOD: Final = Method(
+KARCHER: Final = Method(
     name="karcher",
     summary="the mean of experts on the sphere, with the mean of their norms",
     formula="mean of the norms * Karcher mean of the directions",

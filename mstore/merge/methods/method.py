@@ -1,10 +1,9 @@
-"""Methods, operations and combinations: a merge method, and one with its parameters and weights.
+"""Methods and operations: a merge method, and one with its parameters and weights.
 
-Owns the description of a method (`Method`), every scalar that follows from a method, its parameters
-and the experts' weights before any element is read (`Operation`), and what a combination says of an
-operation (`Combination`).  A method is composed of a selection (`selections`: what it takes of each
-expert) and a combination (`combinations`: how it makes one number of that), which own all that is
-particular to them.  Does not own the arithmetic
+Owns the description of a method (`Method`), and every scalar that follows from a method, its
+parameters and the experts' weights before any element is read (`Operation`).  A method is composed
+of a selection (`selections`: what it takes of each expert) and a combination (`combinations`: how
+it makes one number of that), which own all that is particular to them.  Does not own the arithmetic
 on elements (`merge.arithmetic`), the proofs about its errors (`bounds`), nor the list of methods
 (`registry`).
 
@@ -28,21 +27,18 @@ Order of operations as in mergekit 0.1.5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from mstore.merge.arithmetic import kernels
-from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.mix import Mix
-from mstore.merge.arithmetic.tiles import DIRECT
-from mstore.merge.arithmetic.turns import STILL, Turn
-from mstore.merge.measures.companions import Companion
+from mstore.merge.arithmetic.arguments import Mix
+from mstore.merge.arithmetic.row_factors import RowFactors
+from mstore.merge.measures.grid import Companion
+from mstore.merge.methods.combination import Combination, sum_of
 from mstore.merge.methods.parameters import (
     AROUND_BASE,
     LAMBDA,
@@ -53,161 +49,13 @@ from mstore.merge.methods.parameters import (
     finite_single,
     single,
 )
-from mstore.merge.methods.selections.selection import EVERY, Measured, Selection, common
+from mstore.merge.methods.selection import EVERY, Measured, Selection, common
 from mstore.store.objects.plan import Mixture
 from mstore.terms.errors import BadRequest, did_you_mean
 from mstore.terms.phrases import Option, call, phrase
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
-
-Bytes = npt.NDArray[np.uint8]
-Kernel = Callable[
-    [Mix, Chunk, Bytes, str, Bytes | None, npt.NDArray[np.float32] | None], tuple[int, ...]
-]
-"""What computes a chunk, as `kernels.run` does."""
-
-SMALLEST_DIVISOR: Final = 1e-8
-"""A divisor nearer to zero than this (a float32 sum of weights) is replaced by 1."""
-
-
-class Combination:
-    """How a method combines what it selected: m_k = w_k * selected_k of each expert k.
-
-    A method has one, with the functions that are the method's own, such as what factors follow from
-    facts.  It has no state: what it is asked about is an operation, whose parameters and weights it
-    knows.  A subclass has a `kind` and a `model`, and says what differs from a sum with fixed
-    factors (`combinations.sum`), in these groups:
-
-    - what is said of it: `unbounded`, `unconflicting`, `of_nan`, `facts`, `unkept`
-    - what it needs of whole tensors: `needs_facts`, `settle`; or of rows: `turn`
-    - what it needs beside base and experts: `companions`
-    - what weights do: `normalizes`, `divisor`, `divided_by`, `dilutes`, `most`, `keeps_base`
-    - what leaving out costs: `model`
-    - how a chunk is computed: `kind`, `whole_kind`, `factors`, `kernel`
-    - what determines its result: `who`
-    """
-
-    kind: ClassVar[int]
-    """The kernel's code for it (`arithmetic.tiles`)."""
-    whole_kind: ClassVar[int] = DIRECT
-    """That for whole experts."""
-    kernel: Kernel = staticmethod(kernels.run)
-    """What computes a chunk; a function of a module, since it travels to workers."""
-    model: ClassVar[type[Any]]
-    """What leaving chunks out costs: a class of `methods.model`."""
-    unbounded: ClassVar[str | None] = None
-    """What it does, where the error of leaving something out has no bound because of it."""
-    unconflicting: ClassVar[str | None] = "elects no signs, so nothing conflicts in it"
-    """Why units cannot be ranked by conflict; None if they can."""
-    of_nan: ClassVar[str | None] = None
-    """What becomes of elements that are infinite or NaN, if not that the result may have them."""
-    elects: ClassVar[bool] = False
-    """Whether an expert of which nothing is left has no share in the divisor."""
-    stacks: ClassVar[bool] = False
-    """Whether the result is one expert's, so that layers may be stacked by it."""
-    companions: ClassVar[tuple[Companion, ...]] = ()
-    """What it asks for beside base and experts, sorted by role."""
-
-    def check(self, operation: Operation) -> None:
-        """Raise BadRequest for parameters or weights that do not fit together."""
-
-    # -- facts -------------------------------------------------------------------------------
-
-    def facts(self, select: type[Selection]) -> str | None:
-        """Return what must be measured of whole tensors first, for lists of methods."""
-        return None
-
-    @property
-    def by_norms(self) -> bool:
-        """Whether planning needs no more of deltas than what their norms do not exceed."""
-        return True
-
-    def needs_facts(self, operation: Operation) -> bool:
-        """Return whether factors follow from facts of the whole tensor."""
-        return False
-
-    def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
-        """Return the operation of a tensor, with its factors.
-
-        measured: what the selection knows.  Raises BadRequest as `TensorFacts` does, and for what
-        cannot be combined.
-        """
-        return operation
-
-    def turn(self, parameters: Mapping[str, Value]) -> Turn:
-        """Return how factors follow from what is read of a chunk."""
-        return STILL
-
-    # -- weights -----------------------------------------------------------------------------
-
-    def normalizes(self, operation: Operation) -> bool:
-        """Return whether the sum is divided: by `divisor`, or by the weights that count there."""
-        return bool(operation.parameters.get("normalize", False))
-
-    def divisor(self, operation: Operation) -> float:
-        """Return the divisor of the sum, if it is the same for all elements, as a float32.
-
-        The sequential float32 sum of all weights, including those of absent experts. 1 if there is
-        no division, and, except for whole experts, if the sum is nearly zero.
-        """
-        if not self.normalizes(operation):
-            return 1.0
-        total = sum_of(operation.given)
-        if not operation.selection.is_whole and abs(total) < single(SMALLEST_DIVISOR):
-            return 1.0
-        return total
-
-    def divided_by(self, operation: Operation) -> str | None:
-        """Return what divides by the sum of weights, so that an only weight has no effect."""
-        return "normalize" if self.normalizes(operation) else None
-
-    def dilutes(self, operation: Operation) -> bool:
-        """Return whether an expert without a delta takes weight from the others."""
-        return self.normalizes(operation)
-
-    def most(self, operation: Operation) -> tuple[float, ...]:
-        """Return what each expert's change is multiplied by, at most."""
-        own = operation.farthest
-        if operation.mixture is None:
-            own /= abs(operation.divisor)
-        return tuple(abs(weight) * own for weight in operation.weights)
-
-    def keeps_base(self, operation: Operation) -> bool:
-        """Return whether whole experts that are equal to the base make the base."""
-        return self.normalizes(operation)
-
-    def counts_base(self, selection: Selection) -> bool:
-        """Return whether the base is a model like the experts: whole ones are added up."""
-        return selection.lists_base
-
-    def scales_equal(self, operation: Operation) -> bool:
-        """Return whether a tensor changes that is equal in the base and in all experts."""
-        return not operation.keeps_base
-
-    def unkept(self, operation: Operation) -> str:
-        """Return why no block of the output can stay as it is, where none can."""
-        return (
-            f"no block of {operation.method.name} with these parameters is the base's own, so none "
-            "can be left as it is"
-        )
-
-    # -- computing ---------------------------------------------------------------------------
-
-    def factors(self, operation: Operation) -> tuple[float, float]:
-        """Return the kernel's two numbers for all experts: divisor, and factor of the sum."""
-        return operation.divisor, operation.selection.factor(operation.factor)
-
-    def who(self, operation: Operation, k: int, listed: int) -> bytes:
-        """Return what a memo key says of which expert this is, or of whose companion.
-
-        listed: how many experts and companions are read.
-        """
-        experts = len(operation.weights)
-        if listed > experts:
-            # One counts without the other.
-            return (k % experts).to_bytes(2, "little") + bytes([k // experts])
-        return k.to_bytes(2, "little") if operation.counts_all else b""
 
 
 class Method(msgspec.Struct, frozen=True):
@@ -316,7 +164,7 @@ class Method(msgspec.Struct, frozen=True):
             if isinstance(value, tuple) and len(set(value)) == 1:
                 # One meaning, one plan.
                 parameters[name] = value[0]
-        by_rows = self.combine.turn(parameters).code != 0
+        by_rows = self.combine.row_factors(parameters) is not None
         for parameter in self.parameters:
             # Without them, plans are as they were before there were such parameters.
             if parameter.of_rows and not (
@@ -413,14 +261,9 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         return self.method.select.of(self.parameters, len(self.weights))
 
     @cached_property
-    def turn(self) -> Turn:
-        """How factors follow from what is read of a chunk."""
-        return self.method.combine.turn(self.parameters)
-
-    @property
-    def turns(self) -> bool:
-        """Whether factors follow from what is read, and are not those of the tensor."""
-        return self.turn.code != 0
+    def row_factors(self) -> RowFactors | None:
+        """How factors of rows follow from what is read; None for those of the tensor."""
+        return self.method.combine.row_factors(self.parameters)
 
     # -- what is told ------------------------------------------------------------------------
 
@@ -428,7 +271,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     def unbounded(self) -> str | None:
         """What it does, where the error of leaving something out has no bound; None if it has."""
         declared = self.method.combine.unbounded or self.method.select.unbounded
-        if declared is None and self.turns:
+        if declared is None and self.row_factors is not None:
             return "turns each row by what is read of it"
         return declared
 
@@ -462,7 +305,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         return self.selection.is_whole and self.method.combine.by_norms and not self.normalizes
 
     @property
-    def told_weights(self) -> tuple[float, ...]:
+    def stated_weights(self) -> tuple[float, ...]:
         """What each expert is multiplied by: its weight, or the parameter in its place."""
         return self.given if self.method.weight is None else self.weights
 
@@ -486,7 +329,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     @property
     def needs_rows(self) -> bool:
         """Whether a chunk must be whole rows."""
-        return self.selection.needs_rows or self.turns
+        return self.selection.needs_rows or self.row_factors is not None
 
     @property
     def needs_facts(self) -> bool:
@@ -604,7 +447,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     @property
     def counts_all(self) -> bool:
         """Whether every expert is a summand of a chunk, present or not."""
-        return self.selection.is_whole or self.turns
+        return self.selection.is_whole or self.row_factors is not None
 
     @property
     def has_base(self) -> bool:
@@ -644,7 +487,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         assert not self.needs_facts
         selection, combine = self.selection, self.method.combine
         keeps = self.keeps_base if selection.is_whole else self.normalizes
-        masked = self.turn.code or selection.masked
+        masked = selection.masked if self.row_factors is None else self.row_factors.code
         code = combine.whole_kind if selection.is_whole else combine.kind
         code = code if selection.code is None else selection.code
         flags = (code, keeps, selection.cuts, masked)
@@ -666,14 +509,3 @@ def _rounded(weights: Sequence[float]) -> tuple[float, ...]:
     if not weights:
         raise BadRequest("a merge needs at least one expert")
     return tuple(finite_single("weight", weight) for weight in weights)
-
-
-def sum_of(values: tuple[float, ...] | list[float]) -> float:
-    """Return the sequential float32 sum.  Raises BadRequest if it is not finite.
-
-    A float64 sum of two float32, rounded to float32, is their float32 sum.
-    """
-    total = values[0]
-    for value in values[1:]:
-        total = finite_single("the sum of the weights", total + value)
-    return total

@@ -62,7 +62,7 @@ class Model:
         if self.operation.has_bound:
             return np.array(coefficients(self.operation))[:, None]
         weights, scale = self._weights, self._undivided()
-        if self.operation.turns:
+        if self.operation.row_factors is not None:
             # A guess: shares of all, whatever the angles.
             shared: Floats = weights * scale / max(float(weights.sum()), 1e-30)
             return shared
@@ -102,7 +102,7 @@ class Model:
         Averages over random masks, too.
         """
         operation, selection = self.operation, self.operation.selection
-        if operation.has_bound or operation.turns:
+        if operation.has_bound or operation.row_factors is not None:
             # The coefficients hold for every mask: with `rescale` they include 1 / p.
             squares = np.where(left_out, self._typical, 0.0) ** 2
             if operation.is_even:

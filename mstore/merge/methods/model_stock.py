@@ -1,7 +1,7 @@
 """model_stock: the base plus a share of the mean delta, the larger the more the deltas agree.
 
 The share of K experts is t = K c / (1 + (K - 1) c), c the mean cosine of two deltas, whole tensors,
-or with filter_wise=true each row by itself (`arithmetic.turns`).
+or with filter_wise=true each row by itself (`arithmetic.row_factors`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Final
 
 import numpy as np
 
-from mstore.merge.arithmetic.angles import Doubles
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.turns import STILL, RowTurn, Turn, at_least, clipped, products
+from mstore.merge.arithmetic.row_factors import Doubles, RowFactors, at_least, clipped, products
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter, Scalar, Value
-from mstore.merge.methods.selections.delta import Delta
+from mstore.merge.methods.selection import Delta
 from mstore.store.objects.plan import Mixture
 
 _SMALLEST_NORMS: Final = 1e-6
@@ -44,7 +43,7 @@ def _mix(gram: Gram, _: Mapping[str, Scalar], weights: Sequence[float]) -> Mixtu
 _FILTER_WISE: Final = Parameter("filter_wise", "bool", False, of_rows=True)
 
 
-class _Stock(RowTurn):
+class _Stock(RowFactors):
     """A share for each row."""
 
     code = 6
@@ -67,18 +66,18 @@ class _Stock(RowTurn):
         return np.repeat(share[None], count, axis=0)
 
 
-def _turn(parameters: Mapping[str, Value]) -> Turn:
-    return _Stock() if parameters.get(_FILTER_WISE.name, False) else STILL
+def _row_factors(parameters: Mapping[str, Value]) -> RowFactors | None:
+    return _Stock() if parameters.get(_FILTER_WISE.name, False) else None
 
 
-METHOD: Final = Method(
+MODEL_STOCK: Final = Method(
     name="model_stock",
     summary="base plus a share of the mean delta, which their angles decide",
     formula="base + t * mean of the d_k, t = K c / (1 + (K - 1) c), c the mean cosine of two d_k",
     source="Jang et al. 2024, arXiv 2403.19522",
     parameters=(_FILTER_WISE,),
     select=Delta,
-    combine=Mixed(_mix, pairs=True, turn=_turn),
+    combine=Mixed(_mix, pairs=True, row_factors=_row_factors),
     weighted=False,
     least=2,
 )

@@ -14,7 +14,7 @@ from typing import Final
 from mstore.merge.methods.combinations.mixed import Gram, Mixed
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Range, Scalar
-from mstore.merge.methods.selections.delta import Delta
+from mstore.merge.methods.selection import Delta
 from mstore.store.objects.plan import Mixture
 from mstore.terms.errors import BadRequest
 from mstore.terms.phrases import Option, phrase
@@ -62,7 +62,7 @@ def _balanced(weights: Mapping[int, float], norms: Mapping[int, float]) -> Mappi
     )
 
 
-METHOD: Final = Method(
+MULTISLERP: Final = Method(
     name="multislerp",
     summary="the mean direction of experts, with the mean of their norms",
     formula=(

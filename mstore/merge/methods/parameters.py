@@ -1,7 +1,7 @@
 """The parameters of merge methods: kind, default and range of each.
 
 Owns parsing of one value, and the parameters that several methods share. Does not own which method
-has which (one file per method in this folder). Pure Python, no state.
+has which. Pure Python, no state.
 """
 
 from __future__ import annotations

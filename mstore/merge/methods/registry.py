@@ -7,14 +7,13 @@ whose value is a `Method`. A method of this folder cannot be replaced.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from mstore.merge import methods
-from mstore.merge.measures.companions import split
+from mstore.merge.measures.grid import split
+from mstore.merge.methods import MODULES
 from mstore.merge.methods.method import Method, Operation
 from mstore.store.objects.plan import Plan, PlanOperation, PlanTensor
 from mstore.terms.errors import BadRequest, Unavailable, did_you_mean
@@ -24,40 +23,24 @@ from mstore.terms.phrases import call, phrase
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_OTHERS: Final = {
-    *("bounds", "combinations", "method", "model", "parameters", "registry", "report", "selections")
-}
-
 GROUP: Final = "mstore.methods"
 """The entry point group for methods of other packages."""
 
 
 class _Here(Mapping[str, Method]):
-    """The methods of this folder, each imported when it is looked up: a merge needs one.
-
-    Every module but those of _OTHERS defines METHOD, whose name is the module's.
-    """
+    """The methods of this folder, each imported when it is looked up: a merge needs one."""
 
     def __getitem__(self, name: str) -> Method:
-        if name not in _names_here():
-            raise KeyError(name)
-        found = import_module(f"{methods.__name__}.{name}").METHOD
+        module = import_module(f"mstore.merge.methods.{MODULES[name]}")
+        found = getattr(module, name.upper())
         assert isinstance(found, Method)
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_names_here())
+        return iter(MODULES)
 
     def __len__(self) -> int:
-        return len(_names_here())
-
-
-@cache
-def _names_here() -> tuple[str, ...]:
-    import pkgutil
-
-    names = sorted(one.name for one in pkgutil.iter_modules(methods.__path__))
-    return tuple(name for name in names if name not in _OTHERS)
+        return len(MODULES)
 
 
 METHODS: Final[Mapping[str, Method]] = _Here()
@@ -106,11 +89,11 @@ def operation(method: str, parameters: Mapping[str, object], weights: Sequence[f
 class Operations:
     """The operations of one plan's tensors; `main` is the plan's own.
 
-    Raises as `_made` does.
+    Raises as `_of_plan` does.
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._all = [_made(plan, one) for one in _operations(plan)]
+        self._all = [_of_plan(plan, one) for one in _operations(plan)]
         self.main = self._all[0]
 
     def of(self, tensor: PlanTensor) -> Operation:
@@ -148,20 +131,19 @@ def _operations(plan: Plan) -> tuple[PlanOperation, ...]:
     return plan.operations
 
 
-def _of_plan(plan: Plan, name: str) -> Method:
-    """Return a method of a plan.  Raises Unavailable if it is not installed or cannot load."""
+def _of_plan(plan: Plan, one: PlanOperation) -> Operation:
+    """Return an operation of a plan.
+
+    Raises Unavailable if its method is not installed or cannot load, and as `Method.apply`.
+    """
+    name = one.method
     if name not in METHODS and name not in _elsewhere():
         raise Unavailable(
             f"plan {plan.id().short} uses the method {name[:_SHOWN]}, of a package that is not "
             "installed",
             hint="install the package that brings it, where mstore is installed",
         )
-    return find(name)
-
-
-def _made(plan: Plan, one: PlanOperation) -> Operation:
-    """Return an operation of a plan.  Raises as `_of_plan` and `Method.apply`."""
-    return _of_plan(plan, one.method).apply(dict(one.parameters), one.weights)
+    return find(name).apply(dict(one.parameters), one.weights)
 
 
 def names() -> tuple[str, ...]:

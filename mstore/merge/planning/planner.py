@@ -32,11 +32,10 @@ import msgspec
 import numpy as np
 
 from mstore.merge.measures.grid import Bools, Floats, Grid, Ints, added
-from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import Model, States
 from mstore.merge.planning.ranking import Ranking, Units, lottery, seed
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.surveyed import Survey, SurveyedTensor, grid_of
+from mstore.merge.planning.survey import Survey, SurveyedTensor, grid_of
 from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
 from mstore.store.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED
 from mstore.terms.errors import BadRequest
@@ -49,7 +48,7 @@ _FLOAT64_ERROR = 2.0**-24
 _NAMED = 20
 
 
-class Selection(msgspec.Struct, frozen=True):
+class ChosenChunks(msgspec.Struct, frozen=True):
     """The outcome of planning.
 
     states: uint8[experts, chunks] per tensor. full: nothing was left out, neither for the budget
@@ -78,13 +77,6 @@ class _Part(msgspec.Struct, frozen=True):
     tensors: Sequence[SurveyedTensor]
     columns: Any
 
-    @classmethod
-    def of(
-        cls, operation: Operation, grid: Grid, tensors: Sequence[SurveyedTensor], columns: Any
-    ) -> _Part:
-        """Build from the part of the grid that the tensors have."""
-        return cls(operation.method.combine.model(operation, grid), tensors, columns)
-
     def overflow(
         self, dtype: str | None, squares: Mapping[str, float]
     ) -> Iterator[tuple[float, str, int]]:
@@ -110,12 +102,15 @@ def _parts(survey: Survey, grid: Grid, request: Request) -> list[_Part]:
         numbers.setdefault(id(tensor.operation), []).append(number)
     if len(numbers) <= 1:
         operation = survey.tensors[0].operation if survey.tensors else request.operation
-        return [_Part.of(operation, grid, survey.tensors, slice(None))]
+        model = operation.method.combine.model(operation, grid)
+        return [_Part(model, survey.tensors, slice(None))]
     parts = []
     for members in numbers.values():
         tensors = [survey.tensors[number] for number in members]
         columns = np.flatnonzero(np.isin(grid.tensor, members))
-        parts.append(_Part.of(tensors[0].operation, grid.part(members), tensors, columns))
+        operation = tensors[0].operation
+        model = operation.method.combine.model(operation, grid.part(members))
+        parts.append(_Part(model, tensors, columns))
     return parts
 
 
@@ -157,8 +152,6 @@ class Planner:
 
     def _joined(self, dtype: Any, own: Callable[[_Part], np.ndarray[Any, Any]]) -> Any:
         """Return [K, C] from the [K, columns] of each part."""
-        if len(self._parts) == 1:
-            return own(self._parts[0])
         whole = np.zeros(self._grid.shape, dtype=dtype)
         for part in self._parts:
             whole[:, part.columns] = own(part)
@@ -166,18 +159,16 @@ class Planner:
 
     def _row(self, own: Callable[[_Part], Floats]) -> Floats:
         """Return float64[C] from the float64[columns] of each part."""
-        if len(self._parts) == 1:
-            return own(self._parts[0])
         whole = np.zeros(self._grid.shape[1])
         for part in self._parts:
             whole[part.columns] = own(part)
         return whole
 
-    def select(self) -> Selection:
+    def select(self) -> ChosenChunks:
         """Select as requested.  Raises BadRequest if budget and max-error exclude each other."""
         return self.cut(self._bytes(self._request.budget), self._request.max_error)
 
-    def cut(self, budget: int | None, max_error: float | None = None) -> Selection:
+    def cut(self, budget: int | None, max_error: float | None = None) -> ChosenChunks:
         """Select within `budget` bytes: the best units, or as few as keep `max_error`."""
         cap = self._bytes(self._request.expert_budget)
         taken = self._ranking.take(budget, cap)
@@ -188,7 +179,7 @@ class Planner:
         states = self._apply(chosen)
         bound, estimate = self._told(*self._errors(states))
         left_out = (states == OMITTED) | (states == DROPPED)
-        return Selection(
+        return ChosenChunks(
             states=tuple(self._grid.split(self._listed(states))),
             omitted=self._omitted(left_out),
             full=not left_out.any(),
@@ -480,7 +471,9 @@ class Planner:
         operations = [part.model.operation for part in self._parts]
         # A sum that scales the base changes more than the experts' deltas show, and one of what
         # several experts need less.
-        if not base or not all(one.keeps_base and one.selection.is_told for one in operations):
+        if not base or not all(
+            one.keeps_base and one.selection.sized_by_norms for one in operations
+        ):
             return None
         with np.errstate(over="ignore"):
             if not np.isfinite(added(self._roots**2)).all():

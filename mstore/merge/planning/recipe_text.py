@@ -13,9 +13,8 @@ from mstore.checkpoint.declared import MERGEKIT
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
-from mstore.merge.planning.noop import is_retyped
-from mstore.merge.recipes.recipe import DEFAULT_LIMITS
-from mstore.merge.recipes.resolve import KnownMethod, KnownParameter
+from mstore.merge.planning.validate import is_retyped
+from mstore.merge.recipes.recipe import DEFAULT_LIMITS, RecipeMethod, RecipeParameter
 from mstore.merge.recipes.write import named, recipe_of
 from mstore.models.adapters.targets import is_adapter
 from mstore.store.catalog import Catalog
@@ -78,14 +77,14 @@ def printed_recipe(catalog: Catalog, plan: Plan) -> str:
     return named(text, refs)
 
 
-def known_method(method: Method) -> KnownMethod:
+def known_method(method: Method) -> RecipeMethod:
     """Return what resolving must know of a method."""
-    return KnownMethod(
+    return RecipeMethod(
         name=method.name,
         parameters={
             one.name: _rescaling(one)
             if NORM in dict(one.words)
-            else KnownParameter(
+            else RecipeParameter(
                 *(one.kind, one.default, one.parse), each=one.each, of_base=one is SCALE
             )
             for one in method.accepted
@@ -102,7 +101,7 @@ def known_method(method: Method) -> KnownMethod:
     )
 
 
-def _rescaling(parameter: Parameter) -> KnownParameter:
+def _rescaling(parameter: Parameter) -> RecipeParameter:
     """Return `rescale` as recipes have it: mergekit's `true` restores the L1 norm.
 
     So that it never changes meaning, the rescaling of the paper is the word `density`.
@@ -115,7 +114,7 @@ def _rescaling(parameter: Parameter) -> KnownParameter:
     def write(value: object) -> object:
         return True if value == norm and type(value) is type(norm) else value and DENSITY
 
-    return KnownParameter("choice", norm, check, stated=norm != parameter.default, write=write)
+    return RecipeParameter("choice", norm, check, stated=norm != parameter.default, write=write)
 
 
 def _stack_told(catalog: Catalog, member: ManifestId) -> str:

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipe_text import known_method
-from mstore.merge.planning.tied import first_names
+from mstore.merge.planning.tensors import first_names
 from mstore.merge.recipes.layout import Layout, layers_of
 from mstore.merge.recipes.modular import check, resolve
 from mstore.merge.recipes.parse import parse
 from mstore.merge.recipes.prepared import APPLY, STACK, Applied, Needed, prepare
-from mstore.merge.recipes.recipe import Parts, Recipe, Text, at
-from mstore.merge.recipes.resolve import DTYPES, KnownMethod, base_of
+from mstore.merge.recipes.recipe import Parts, Recipe, RecipeMethod, Text, at, base_of
+from mstore.merge.recipes.resolve import DTYPES
 from mstore.models.adapters.inputs import Inputs, ModelChoice
 from mstore.models.adapters.targets import is_adapter
 from mstore.numeric.codes import CODES
@@ -132,7 +132,6 @@ def request_of(
         list(tensors),
         method,
         models=revisions,
-        known_parameters=_parameters(),
         layers=layers_of(config_of(catalog, record)),
         tied={name: other for name, other in first.items() if name != other},
         dtypes=dtypes & CODES.keys(),
@@ -185,7 +184,7 @@ def _check(recipe: Recipe) -> None:
         dtypes=lambda _: (),
     )
     method = _method(recipe)
-    own = check(recipe, method, known_parameters=_parameters())
+    own = check(recipe, method)
     if own is not None:
         try:
             registry.operation(recipe.method.text, *own)
@@ -226,7 +225,7 @@ def chosen(recipes: tuple[Recipe, ...], document: int | None) -> Recipe:
     return recipes[number]
 
 
-def _method(recipe: Recipe) -> KnownMethod:
+def _method(recipe: Recipe) -> RecipeMethod:
     try:
         method = known_method(registry.find(recipe.method.text))
     except BadRequest as error:
@@ -235,6 +234,7 @@ def _method(recipe: Recipe) -> KnownMethod:
     has_base = recipe.base is not None or any(
         part.base is not None for part in recipe.every_slice()
     )
+    method = replace(method, others=_parameters())
     return method if has_base or method.baseless is None else method.without_base()
 
 
@@ -259,7 +259,7 @@ def _manifests_of(
 
 
 def _prepared(
-    catalog: Catalog, recipe: Recipe, method: KnownMethod, revisions: Mapping[str, str]
+    catalog: Catalog, recipe: Recipe, method: RecipeMethod, revisions: Mapping[str, str]
 ) -> tuple[Recipe, tuple[Preparation, ...]]:
     """Return the recipe as it is once its models are made, and what makes them."""
     manifests = _manifests_of(catalog, recipe, revisions)

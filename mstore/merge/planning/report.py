@@ -9,8 +9,8 @@ from contextlib import suppress
 from mstore.blocks.schema import Sources
 from mstore.checkpoint.models import place_of, split_name
 from mstore.merge.methods.registry import Operations
-from mstore.merge.planning.costs import Costs, told_costs
-from mstore.merge.planning.stored_texts import phrased
+from mstore.merge.planning.costs import Costs, costs_to_report
+from mstore.merge.planning.tensors import phrased
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, not_finite_warnings
 from mstore.store.catalog import Catalog
 from mstore.store.not_finite import NotFiniteTensor, may_be
@@ -116,7 +116,7 @@ def companions_of(plan: Plan, sources: Sources) -> tuple[tuple[str, str], ...]:
     """Return what each companion of a plan is and of what, and its name."""
     own = sources.experts[len(plan.experts) :]
     pairs = zip(plan.companions, own, strict=True)
-    return tuple((told_companion(one, sources), source.name) for one, source in pairs)
+    return tuple((companion_name(one, sources), source.name) for one, source in pairs)
 
 
 def plan_report(
@@ -224,7 +224,7 @@ def plan_report(
     )
 
 
-def told_companion(one: PlanInput, sources: Sources) -> str:
+def companion_name(one: PlanInput, sources: Sources) -> str:
     """Return the role of a companion and what it belongs to, as a request names it."""
     if one.of is None:
         return one.role
@@ -355,5 +355,5 @@ def plan_reports(catalog: Catalog) -> list[PlanReport]:
         # A plan whose inputs were removed can be neither named nor run.
         with suppress(NotFound):
             sources = sources_of(catalog, id, plan)
-            found.append(plan_report(plan, id, sources, told_costs(catalog, plan)))
+            found.append(plan_report(plan, id, sources, costs_to_report(catalog, plan)))
     return sorted(found, key=lambda p: (p.base, p.method, p.planned_expert_bytes, p.plan))

@@ -8,6 +8,7 @@ from typing import overload
 
 import msgspec
 
+from mstore.checkpoint.strict_json import METADATA_KEY
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.ranking import score_of
@@ -37,10 +38,10 @@ class Rule(msgspec.Struct, frozen=True):
     dtype: str | None
 
     def __str__(self) -> str:
-        return told_patterns(self.patterns)
+        return patterns_text(self.patterns)
 
 
-def told_patterns(patterns: Sequence[str]) -> str:
+def patterns_text(patterns: Sequence[str]) -> str:
     """Return patterns as messages name them: a rule of a recipe may have thousands."""
     return few(patterns, _NAMED)
 
@@ -123,7 +124,7 @@ class Request(msgspec.Struct, frozen=True):
         """The models to take of the inputs."""
         return ModelChoice(self.base.model, tuple(one.model for one in self.experts))
 
-    def told_companions(self) -> tuple[tuple[str, str], ...]:
+    def named_companions(self) -> tuple[tuple[str, str], ...]:
         """Return the companions as reports tell them: role and what it belongs to, and name."""
         names = (BASE, *(one.name for one in self.experts))
         own = self.experts[len(self.models) :]
@@ -267,7 +268,7 @@ def _check_companions(
         if other.companions != method.companions:
             own = method if method.companions else other
             raise BadRequest(
-                f"{own.name} takes {' and '.join(one.told for one in own.companions)}, so it is "
+                f"{own.name} takes {' and '.join(one.words for one in own.companions)}, so it is "
                 "the method of all tensors or of none",
                 where=f"the rule for {rule}",
             )
@@ -286,7 +287,7 @@ def _check_companions(
         told = f"{few(lacking)} {has} none" if lacking else "and nothing else has one"
         whose = {EXPERT: f":{next(iter(lacking), 'EXPERT')}", BASE: f":{BASE}", None: ""}
         raise BadRequest(
-            f"{method.name} takes {asked.told}: {told}",
+            f"{method.name} takes {asked.words}: {told}",
             where=Option("companions"),
             hint=Option("companions", {asked.role + whose[asked.of]: "REF"}),
         )
@@ -344,7 +345,7 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
     if rule.weights is not None and len(rule.weights) != len(weights):
         raise BadRequest(
             f"a rule has one weight per expert, {len(weights)}, not {len(rule.weights)}",
-            where=told_patterns(patterns),
+            where=patterns_text(patterns),
         )
     parameters = dict(rule.parameters)
     if rule.method is None:
@@ -354,7 +355,7 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
         operation = registry.operation(rule.method or asked.method, parameters, own)
         dtype = None if rule.dtype is None else output_dtype(rule.dtype)
     except BadRequest as error:
-        error.locate(f"the rule for {told_patterns(patterns)}")
+        error.locate(f"the rule for {patterns_text(patterns)}")
         raise
     return Rule(patterns, operation, dtype)
 
@@ -366,8 +367,6 @@ def _output(
 
     companions: the numbers of what they belong to, whose tensors have the same names.
     """
-    from mstore.checkpoint.strict_json import METADATA_KEY
-
     # A lone surrogate is not printable, either.
     sound = name.isprintable() and 0 < len(name.encode()) <= DEFAULT_LIMITS.name_bytes
     if not sound or name == METADATA_KEY:

@@ -21,13 +21,13 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import States
 from mstore.merge.methods.parameters import Value
 from mstore.merge.planning.costs import Costs, costs_of
-from mstore.merge.planning.noop import require_effect
-from mstore.merge.planning.planner import Planner, Selection
+from mstore.merge.planning.planner import ChosenChunks, Planner
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.stored_texts import AT_EDGES
-from mstore.merge.planning.survey import Surveyor
-from mstore.merge.planning.surveyed import Survey
-from mstore.merge.planning.thresholds import Known, Thresholds
+from mstore.merge.planning.survey import Survey
+from mstore.merge.planning.surveyor import Surveyor
+from mstore.merge.planning.tensors import AT_EDGES
+from mstore.merge.planning.thresholds import FoundThresholds, Thresholds
+from mstore.merge.planning.validate import require_effect
 from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
@@ -36,7 +36,7 @@ from mstore.store.objects.plan import Criteria, Plan, PlanOperation, PlanTensor,
 from mstore.store.plans import sources_of, store_plan
 from mstore.terms.errors import NotFound
 from mstore.terms.ids import ManifestId
-from mstore.terms.progress import ProgressCallback
+from mstore.terms.report import ProgressCallback
 
 PLANNER = 8
 """Increment whenever the same request leads to a different plan."""
@@ -130,7 +130,7 @@ class Planning:
         self._surveyor = Surveyor(catalog, statistics, request, threads=threads, progress=progress)
         self._survey = self._surveyor.survey()
         self._planner = Planner(self._survey, request)
-        self._thresholds = Known()
+        self._thresholds = FoundThresholds()
 
     @property
     def analyzed(self) -> int:
@@ -153,7 +153,7 @@ class Planning:
 
     @property
     def change(self) -> float | None:
-        """Estimate of what the full merge changes (`Selection.change`)."""
+        """Estimate of what the full merge changes (`ChosenChunks.change`)."""
         return self._planner.change
 
     @property
@@ -186,7 +186,7 @@ class Planning:
         """Square of the norm that errors are relative to, None if unknown."""
         return self._survey.base_squares
 
-    def _finished(self, selection: Selection, request: Request) -> Planned:
+    def _finished(self, selection: ChosenChunks, request: Request) -> Planned:
         remarks = list(selection.remarks)
         thresholds = [one.thresholds for one in self._survey.tensors]
         if any(tensor.cuts for tensor in self._survey.tensors):
@@ -217,7 +217,7 @@ class Planning:
 def _record(
     survey: Survey,
     request: Request,
-    selection: Selection,
+    selection: ChosenChunks,
     thresholds: list[tuple[Threshold, ...]],
     remarks: list[str],
 ) -> Plan:
@@ -348,33 +348,30 @@ def plan_of_request(
             if may_write:
                 store_plan(catalog, plan, sources)
             return StoredPlan(plan, sources, costs_of(catalog, plan), 0, is_stored=True)
+    analyzed = factors = 0
     if request.layers:
         from mstore.merge.planning.stack import stacked
 
-        plan = stacked(catalog, request)
-        if not allow_noop:
-            require_effect(catalog, plan)
+        plan, costs = stacked(catalog, request), Costs(0, 0)
         sources = Sources(base, experts)
-        if may_write:
-            store_plan(catalog, plan, sources)
-        is_stored = may_write or _is_stored(catalog, plan)
-        return StoredPlan(plan, sources, Costs(0, 0), 0, is_stored)
-    since = catalog.lengths.state()
-    planning = Planning(catalog, statistics, request, threads=threads, progress=progress)
-    planned = planning.plan()
-    plan = planned.plan
-    # For the merge that mostly follows.
-    catalog.lengths.keep_sums(plan.id(), (planned.costs.full, planned.costs.planned), since)
+    else:
+        since = catalog.lengths.state()
+        planning = Planning(catalog, statistics, request, threads=threads, progress=progress)
+        planned = planning.plan()
+        plan, costs = planned.plan, planned.costs
+        analyzed, factors = planning.analyzed, planning.factors
+        sources = Sources(base, experts, planning.change, planning.risks)
+        # For the merge that mostly follows.
+        catalog.lengths.keep_sums(plan.id(), (costs.full, costs.planned), since)
     if not allow_noop:
         require_effect(catalog, plan, in_bytes=in_bytes)
-    sources = Sources(base, experts, planning.change, planning.risks)
     if may_write:
         id = store_plan(catalog, plan, sources)
-        if request.analyze:
+        if request.analyze and not request.layers:
             memo.put_plan(key, id)
             memo.flush()
     is_stored = may_write or _is_stored(catalog, plan)
-    return StoredPlan(plan, sources, planned.costs, planning.analyzed, is_stored, planning.factors)
+    return StoredPlan(plan, sources, costs, analyzed, is_stored, factors)
 
 
 def _is_stored(catalog: Catalog, plan: Plan) -> bool:

@@ -1,534 +1,217 @@
-"""The survey: everything that the planner needs to know, gathered from the catalog.
+"""What a survey returns: the planner's whole input, as values.
 
-Compares block lists, looks up what blocks cost to read, and fetches the statistics of each expert's
-delta.  Missing statistics are computed now, with their reads metered separately, unless the request
-forbids it.  After this, planning reads nothing from disk.
+Owns what is known of each tensor and of each expert's side of it, and how it is laid out as a grid.
+`planning.surveyor` gathers it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from mstore.blocks.reader import Meter
-from mstore.checkpoint.models import split_name
-from mstore.merge.measures.companions import Beside, Companion, grouped, split
-from mstore.merge.measures.grid import Bools
+from mstore.merge.measures.grid import Beside, Bools, Companion, Floats, Grid, Ints, Together
 from mstore.merge.methods.method import Operation
-from mstore.merge.methods.selections.selection import Measured
-from mstore.merge.planning.compared import Comparer
-from mstore.merge.planning.fitting import hint_for, require_types
-from mstore.merge.planning.pairs import Pairs, Shown
-from mstore.merge.planning.request import Request
-from mstore.merge.planning.surveyed import (
-    NOTHING_KEPT,
-    Candidate,
-    Counts,
-    ExpertTensor,
-    Survey,
-    SurveyedTensor,
-)
-from mstore.merge.planning.tied import first_names, left_out_names
-from mstore.merge.recipes.layout import Layout, layers_of
-from mstore.models.adapters.inputs import Inputs, Names
-from mstore.models.stats.chunk import CHUNK, finite
-from mstore.models.stats.chunks import tensor_chunk
-from mstore.models.stats.store import StatsStore
-from mstore.numeric.codes import ITEMSIZES
-from mstore.store.catalog import Catalog
-from mstore.store.models import config_of, models_in
-from mstore.store.objects.applied import AppliedTensor
-from mstore.store.objects.shapes import chosen, require_same_shapes
-from mstore.store.objects.tensor import Tensor
-from mstore.store.tied import ties_embeddings
-from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.ids import TensorId
-from mstore.terms.phrases import Option, call, few, phrase
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.models.stats.chunk import CHUNK
+from mstore.models.stats.histogram import Threshold
+from mstore.store.objects import plan
+from mstore.store.objects.tensor import AppliedTensor, Tensor
+from mstore.terms.ids import ManifestId, TensorId
 
-# Late: most methods need no facts, and most surveys find statistics.
-if TYPE_CHECKING:
-    from mstore.merge.measures.facts import Facts
+# A delta that is zero everywhere needs nothing kept.
+NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
+KEEPS_NONE = Threshold(value=math.inf, above=0, needed=0, in_bin=0, inexact=0)
+"""Trimming that keeps no element: a rank of 0."""
 
 
-class Surveyor:
-    """Gathers one survey.
+class Candidate(NamedTuple):
+    """A tensor to survey: its record in the base and in each expert."""
 
-    analyzed: counts the expert bytes read for missing statistics.  factors: those read for the
-    norms of adapters' products.
+    name: str
+    base_id: TensorId
+    base: Tensor
+    pairs: list[tuple[TensorId, Tensor]]
+    copies: int
+
+
+class ExpertTensor(msgspec.Struct, frozen=True):
+    """One expert's side of one tensor; `pair` is (base, expert).
+
+    equal: bool[chunks], the chunk's blocks are the base's. twin: int64[chunks], the first expert
+    with the same blocks there (usually itself). cost: int64[chunks], stored bytes of the blocks.
+    rows: CHUNK[chunks], upper bounds for a product, None if statistics are missing. thresholds:
+    where trimming cuts, then, for methods that drop the largest elements, where those begin; empty
+    if nothing is trimmed. surplus: elements that trimming keeps beyond k because it may not read
+    the data to find the exact cut: if all of the expert is read, and if only part of it is. band:
+    of the whole tensor, roughly the sum of squares that two thresholds leave, or at most the one
+    that a selection by importance leaves; NaN for others. beside: of its
+    companions that are read with it, by role; `own_twin` is then the first expert with the same
+    blocks, and `twin` the first that shares those of the tensor or of a companion.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        statistics: StatsStore,
-        request: Request,
-        *,
-        threads: int,
-        progress: ProgressCallback | None = None,
-    ) -> None:
-        self._catalog = catalog
-        self._statistics = statistics
-        self._request = request
-        self._threads = threads
-        self._progress = progress
-        self.analyzed = Meter("analyzed")
-        self.factors = Meter("factors")
-        self._unreliable: list[tuple[int, str]] = []
-        self._base_not_finite: list[str] = []
-        self._squares_of: dict[str, float] = {}
-        self._copied: list[tuple[str, str]] = []
-        self._comparer = Comparer(catalog, request)
-        self._pairs = Pairs(catalog, statistics, request, lambda: self._facts, self.factors)
+    pair: tuple[TensorId, TensorId]
+    record: Tensor
+    equal: Bools
+    twin: Ints
+    cost: Ints
+    rows: np.ndarray[Any, Any] | None
+    thresholds: tuple[Threshold, ...]
+    surplus: tuple[int, int] = (0, 0)
+    band: float = math.nan
+    beside: tuple[Beside, ...] = ()
+    own_twin: Ints | None = None
 
-    @cached_property
-    def _facts(self) -> Facts:
-        from mstore.merge.measures.facts import Facts
+    @property
+    def is_applied(self) -> bool:
+        """Whether an adapter makes this tensor: its bytes are read for all chunks at once."""
+        return isinstance(self.record, AppliedTensor)
 
-        return Facts(
-            self._catalog,
-            self._statistics,
-            analyze=self._request.analyze,
-            meter=self.analyzed,
-            models=self._models,
-            layer=self._layer,
-        )
-
-    def _layer(self, name: str) -> tuple[int, int] | None:
-        model, own = split_name(name)
-        return self._layouts[model].layer(own)
-
-    @cached_property
-    def _layouts(self) -> dict[str, Layout]:
-        """The layers of each model of the base."""
-        catalog, found = self._catalog, {}
-        base = catalog.manifest_of(self._request.base.snapshot)
-        models = models_in(catalog, base)
-        for model in models.named:
-            config = config_of(catalog, base, models.config(model))
-            found[model] = Layout.of(models.in_model(model), layers_of(config))
-        return found
-
-    def _models(self, name: str) -> dict[TensorId, str]:
-        """Return the name of a model that has each content of a tensor, the base last."""
-        request, inputs = self._request, self._inputs
-        members = (*zip(request.experts, inputs.experts, strict=True), (request.base, inputs.base))
-        return {ids[name]: one.name for one, ids in reversed(members) if name in ids}
-
-    def survey(self) -> Survey:
-        """Run the survey.  Raises Incompatible if an expert's tensors do not match the base's."""
-        catalog, request = self._catalog, self._request
-        base_id = catalog.snapshot(request.base.snapshot).manifest_id()
-        expert_ids = [catalog.snapshot(e.snapshot).manifest_id() for e in request.experts]
-        base = catalog.manifest(base_id)
-        names = [one.name for one in (request.base, *request.experts)]
-        inputs = Inputs(
-            *(catalog, base_id, expert_ids, names),
-            choice=request.choice,
-            fill=request.allow_missing,
-            companions=[role for role, _ in request.companions],
-            only=request.only,
-            skip=request.skip,
-        )
-        self._inputs = inputs
-        records = _tensors(inputs, inputs.base)
-        experts: list[dict[str, tuple[TensorId, Tensor]]] = []
-        has_missing = False
-        for expert, ids, lacking in zip(
-            request.models, inputs.models, inputs.lacking, strict=False
-        ):
-            found = _tensors(inputs, ids)
-            ours = chosen(_shapes(records), request.only, request.skip)
-            theirs = chosen(_shapes(found), request.only, request.skip)
-            if request.allow_missing:
-                lacks = ours.keys() & lacking
-                if lacks == ours.keys() and ours:
-                    raise Incompatible(
-                        f"has none of the tensors of {request.base.name} that are merged: it is "
-                        "another model",
-                        where=expert.name,
-                    )
-                has_missing |= bool(lacks) or not theirs.keys() <= ours.keys()
-                theirs = {name: shape for name, shape in theirs.items() if name in ours}
-            if ours != theirs:
-                require_same_shapes(
-                    ours,
-                    theirs,
-                    what=f"cannot be merged into {request.base.name}",
-                    where=expert.name,
-                    hint=hint_for(request.base.name, expert.name, ours, theirs, records, found),
-                )
-            experts.append(found)
-        for one, numbers in self._split(range(len(inputs.experts))):
-            for number in numbers:
-                found = _tensors(inputs, inputs.experts[number])
-                has_missing |= self._check_companion(one, number, records, found, experts)
-                experts.append(found)
-        tensors: list[SurveyedTensor] = []
-        self._require_rules(records)
-        tied = ties_embeddings(catalog, base)
-        first = first_names(inputs.base, inputs.models, tied=tied)
-        others = {name for found in experts for name in found}
-        others |= models_in(catalog, base).tensors.keys()
-        left_out = left_out_names(first, request.only, request.skip, others=others)
-        merged = [name for name in records if first[name] == name and name not in left_out]
-        for expert, found in zip(request.experts, experts[: len(inputs.models)], strict=False):
-            require_types(records, found, merged, base=request.base.name, where=expert.name)
-        copies = Counter(first.values())
-        candidates = {
-            name: Candidate(name, *records[name], [found[name] for found in experts], copies[name])
-            for name in merged
-        }
-        self._pairs.fetch(candidates.values())
-        self._comparer.compare(candidates.values())
-        total = sum(record.nbytes for _, record in records.values()) or 1
-        done = 0
-        with ThreadPoolExecutor(self._threads, "survey") as pool:
-            squares = self._base_squares(records, pool)
-            for name, (base_tensor, record) in records.items():
-                if first[name] == name and name in left_out:
-                    there = [found.get(name) for found in experts]
-                    if any(one is None or one[0] != base_tensor for one in there):
-                        self._copied.append((name, left_out[name]))
-                elif first[name] == name:
-                    # In the order of the base, which is also the order of the plan and of its
-                    # remarks.
-                    surveyed = self._tensor(*candidates[name], pool)
-                    if surveyed is not None:
-                        tensors.append(surveyed)
-                done += record.nbytes
-                if self._progress is not None:
-                    self._progress(Progress("plan", done, total))
-            for name, sources in request.outputs:
-                tensors.append(self._output(name, sources, [records, *experts], pool))
-        return Survey(
-            base=base_id,
-            experts=tuple(expert_ids),
-            block_size=catalog.block_size,
-            tensors=tuple(tensors),
-            base_squares=squares,
-            copied=tuple(self._copied),
-            missing=tuple(self._pairs.missing),
-            unreliable=tuple(self._unreliable),
-            base_not_finite=tuple(self._base_not_finite),
-            idle_rules=self._idle_rules({*first.values()} - left_out.keys()),
-            squares=self._squares_of,
-            has_missing=has_missing,
-            listed=len(request.companions),
-            read=tuple([one for one in request.operation.method.companions if one.is_read]),
-            without=inputs.without,
-        )
-
-    def _split(self, inputs: Sequence[Any]) -> list[tuple[Companion, Sequence[Any]]]:
-        """Return what the method asks for with its part of what there is of each expert."""
-        request = self._request
-        return split(request.operation.method.companions, len(request.models), inputs)
-
-    def _check_companion(
-        self,
-        one: Companion,
-        number: int,
-        base: Mapping[str, tuple[TensorId, Tensor]],
-        found: Mapping[str, tuple[TensorId, Tensor]],
-        models: Sequence[Mapping[str, tuple[TensorId, Tensor]]],
-    ) -> bool:
-        """Check a companion's tensors, and return whether it lacks some that an expert moves.
-
-        Only these are needed.  Raises Incompatible for tensors that are missing and must not be, or
-        that the base does not have, for other shapes, and for elements that are no numbers.
-        """
-        request, where = self._request, self._request.experts[number].name
-        wanted = chosen(_shapes(base), request.only, request.skip)
-        sources = {source for _, own in request.outputs for source in own}
-        shapes = {
-            name: shape
-            for name, (_, record) in base.items()
-            if (name in wanted or name in sources) and record.dtype in ITEMSIZES
-            if (shape := one.shape(name, record.shape)) is not None
-        }
-        moved = {
-            name
-            for name in shapes
-            if any(
-                own[name][0] != base[name][0]
-                for own in models[: len(request.models)]
-                if name in own
-            )
-        }
-        lacks = [name for name in moved if not self._inputs.has(number, name)]
-        others = [
-            name
-            for name in chosen(_shapes(found), request.only, request.skip)
-            if name not in base and name not in sources
-        ]
-        told = {"lacks": sorted(lacks), "has, and the base does not,": sorted(others)}
-        for verb, names in told.items():
-            if names and not request.allow_missing:
-                allowed = Option("allow_missing", True)
-                raise Incompatible(
-                    f"{verb} {few(names)}: a {one} has the tensors of the model",
-                    where=where,
-                    hint=phrase(
-                        "{allowed} leaves an expert out of the tensors that its {role} lacks",
-                        allowed=allowed,
-                        role=str(one),
-                    ),
-                )
-        if moved and len(lacks) == len(moved):
-            raise Incompatible(
-                f"has none of the tensors of {request.base.name} that are merged: it is the {one} "
-                "of another model",
-                where=where,
-            )
-        for name, shape in shapes.items():
-            record = found[name][1]
-            is_own = one.is_read or self._inputs.has(number, name)
-            if is_own and (record.shape != shape or record.dtype not in ITEMSIZES):
-                whose = "the model's shape" if one.is_read else "the shape"
-                raise Incompatible(
-                    f"{name} is {record.dtype} {list(record.shape)}: a {one} has {whose}, "
-                    f"{list(shape)}, and is {', '.join(sorted(ITEMSIZES))}",
-                    where=where,
-                )
-        return bool(lacks or others)
-
-    def _require_rules(self, records: Collection[str]) -> None:
-        """Raise BadRequest for a rule or an output that cannot be what the caller meant."""
-        names = {*records, *(name for name, _ in self._request.outputs)}
-        pattern = self._request.rules.unmatched(names)
-        if pattern is not None:
-            raise BadRequest(
-                f"no tensor's name matches {pattern!r}",
-                where="rules",
-                hint=call("tensors", "REF"),
-            )
-        for name, _ in self._request.outputs:
-            if name in records:
-                raise BadRequest(
-                    "the base has a tensor of this name; a rule says how it is merged", where=name
-                )
-
-    def _idle_rules(self, merged: set[str]) -> tuple[str, ...]:
-        """Return the patterns of rules that no tensor follows, because of other rules or `skip`."""
-        request = self._request
-        names = [*merged, *(name for name, _ in request.outputs)]
-        # Whoever names tensors one by one, as recipes do, may name what --skip leaves out.
-        names += request.rules.named()
-        used = {id(request.rule_of(name)) for name in names} if request.rules else set()
-        return tuple(str(one) for one in request.rules if id(one) not in used)
-
-    def _output(
-        self,
-        name: str,
-        sources: tuple[str, ...],
-        members: Sequence[Mapping[str, tuple[TensorId, Tensor]]],
-        pool: ThreadPoolExecutor,
-    ) -> SurveyedTensor:
-        """Survey a tensor that the base does not have.  Raises BadRequest, Incompatible."""
-        inputs = (self._request.base, *self._request.experts)
-        found = []
-        for own, source, side in zip(inputs, sources, members, strict=True):
-            if source not in side:
-                raise BadRequest(
-                    f"{own.name} has no tensor {source}, which {name} is made of",
-                    hint=call("tensors", own.name),
-                )
-            found.append(side[source])
-        (base_id, base), *pairs = found
-        for own, source, (_, record) in zip(inputs, sources, found, strict=True):
-            if record.shape != base.shape:
-                raise Incompatible(
-                    f"{source} of {own.name} has shape {list(record.shape)}, that of the base "
-                    f"{list(base.shape)}",
-                    where=name,
-                )
-            if isinstance(record, AppliedTensor) and record.base != base:
-                raise Incompatible(
-                    f"{own.name} is an adapter: it changes {source} of the base, not "
-                    f"{sources[0]}, which {name} is made of",
-                    where=name,
-                )
-        surveyed = self._tensor(name, base_id, base, pairs, 1, pool, sources=sources)
-        if surveyed is None:
-            raise BadRequest(
-                f"an output is made of floating-point tensors with elements, not of {base.dtype} "
-                f"{list(base.shape)}",
-                where=name,
-            )
-        return surveyed
-
-    # -- one tensor --------------------------------------------------------------------------
-
-    def _tensor(
-        self,
-        name: str,
-        base_id: TensorId,
-        base: Tensor,
-        pairs: list[tuple[TensorId, Tensor]],
-        copies: int,
-        pool: ThreadPoolExecutor,
-        *,
-        sources: tuple[str, ...] = (),
-    ) -> SurveyedTensor | None:
-        """Survey one tensor; None for one that is the base's own.
-
-        sources: its names in base and experts, for a tensor that the base does not have.
-        """
-        rule = self._request.rule_of(name)
-        operation = self._request.operation_of(name)
-        dtype = None if rule is None else rule.dtype
-        every, pairs = pairs, pairs[: len(self._request.models)]
-        named = sources[1:] or (name,) * len(every)
-        changed = [id != base_id for id, _ in pairs]
-        dtypes = [record.dtype for _, record in pairs]
-        if not {base.dtype, *dtypes} <= ITEMSIZES.keys():
-            return None
-        elements = math.prod(base.shape)
-        if elements == 0:
-            return None
-        output = self._request.dtype_of(name, base.dtype)
-        if not (any(changed) or sources or output != base.dtype or operation.scales_equal):
-            return None
-        known = Measured()
-        if operation.measures:
-            source = sources[0] if sources else name
-            facts = self._facts.of(
-                *(name, (base_id, base), pairs, pool),
-                source=source,
-                companions=self._beside(every, named),
-            )
-            operation, known = operation.measured(facts)
-        compared = None if sources else self._comparer.found(name)
-        if compared is None:
-            records = [record for _, record in pairs]
-            read = [own for one, own in self._split(every) if one.is_read]
-            others = [*records, *(record for own in read for _, record in own)]
-            whole = operation.needs_rows
-            chunk = tensor_chunk(self._catalog.block_size, base, others, output, whole=whole)
-            compared = chunk, *self._comparer.of(base, records, chunk)
-        chunk, equal, twin, cost = compared
-        if self._request.companions:
-            # What is not read is not shared.
-            twin = np.where(equal, np.arange(len(pairs))[:, None], twin)
-        parts = chunk, equal, twin
-        shared, beside = self._together(every, named, operation, parts, pool)
-        weightless = operation.weightless
-        moving = {
-            k: (base_id, id)
-            for k, (id, _) in enumerate(pairs)
-            if id != base_id and not weightless[k]
-        }
-        shown = self._pairs.shown(name, operation, (base_id, base), pairs, moving, chunk, pool)
-        none = (NOTHING_KEPT,) * len(operation.selection.ranks(elements))
-        still = Shown(np.zeros(equal.shape[1], dtype=CHUNK), none, is_finite=True)
-        is_told = (sources[0] if sources else name) in self._base_not_finite
-        experts: list[ExpertTensor] = []
-        for number, (id, record) in enumerate(pairs):
-            pair = base_id, id
-            own = shown.get(number, still)
-            rows, cuts = own.rows, own.thresholds
-            is_sure = is_told or own.is_finite
-            if rows is not None and not (is_sure or (finite(rows) | equal[number]).all()):
-                self._unreliable.append((number, name))
-            experts.append(
-                ExpertTensor(
-                    pair,
-                    record,
-                    equal[number],
-                    shared[number],
-                    cost[number],
-                    rows,
-                    cuts,
-                    self._pairs.surplus(pair, number, operation, cuts, elements, chunk),
-                    # What is measured of the tensor goes before what its table shows.
-                    own.band if math.isnan(known.band) else known.band,
-                    beside[number],
-                    twin[number],
-                )
-            )
-        return SurveyedTensor(
-            *(name, base, elements, chunk, tuple(experts)),
-            *(copies, operation, sources, dtype, known.planned(len(experts))),
-        )
-
-    def _beside(
-        self, inputs: Sequence[tuple[TensorId, Tensor]], names: Sequence[str]
-    ) -> dict[str, list[tuple[TensorId, Tensor] | None]]:
-        """Return the tensors of companions that are facts; None where one has none.
-
-        names: of the tensor in each expert and companion.
-        """
-        return {
-            one.role: [inputs[n] if self._inputs.has(n, names[n]) else None for n in numbers]
-            for one, numbers in self._split(range(len(inputs)))
-            if not one.is_read
-        }
-
-    def _together(
-        self,
-        inputs: Sequence[tuple[TensorId, Tensor]],
-        names: Sequence[str],
-        operation: Operation,
-        compared: tuple[int, Bools, Counts],
-        pool: ThreadPoolExecutor,
-    ) -> tuple[Counts, list[tuple[Beside, ...]]]:
-        """Return the first expert that shares blocks, and the companions read with each.
-
-        names: as for `_beside`. compared: elements of a chunk, equal and twin of the experts.
-        """
-        chunk, equal, own = compared
-        found, twin = [], [own]
-        for one, numbers in self._split(range(len(inputs))):
-            if not one.is_read:
-                continue
-            mates, cost = self._comparer.shared([inputs[n][1] for n in numbers], chunk)
-            twin.append(mates)
-            role = []
-            for k, number in enumerate(numbers):
-                is_there, length = self._inputs.has(number, names[number]), equal.shape[1]
-                totals = np.full((one.totals, length), np.nan)
-                # Where no expert moves, no companion counts.
-                if is_there and not equal.all() and not operation.weightless[k]:
-                    where = f"{self._request.experts[number].name}: {names[number]}"
-                    known = self._facts.totals(one, where, inputs[number], chunk, pool)
-                    totals = totals if known is None else known
-                size = np.full(length, ITEMSIZES[inputs[number][1].dtype])
-                there = np.full(length, is_there)
-                role.append(Beside(mates[k], cost[k], totals, size, there))
-            found.append(role)
-        none: list[tuple[Beside, ...]] = [()] * len(own)
-        return grouped(twin) if found else own, [*zip(*found, strict=True)] if found else none
-
-    # -- the base ----------------------------------------------------------------------------
-
-    def _base_squares(
-        self, records: dict[str, tuple[TensorId, Tensor]], pool: ThreadPoolExecutor
-    ) -> float | None:
-        """Return the sum of squares of the base's tensors whose dtype can be merged."""
-        sums = []
-        measured = {name: one for name, one in records.items() if one[1].dtype in ITEMSIZES}
-        known = self._statistics.squares_of([id for id, _ in measured.values()])
-        for (name, (id, record)), found in zip(measured.items(), known, strict=True):
-            squares = self._facts.squares((id, record), pool) if found is None else found
-            if not math.isfinite(squares):
-                # A sum of squares of finite float32 is finite in float64.
-                self._base_not_finite.append(name)
-            sums.append(squares)
-            self._squares_of[name] = squares
-        total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.inf
-        return total if math.isfinite(total) else None
+    @property
+    def plain_bytes(self) -> int:
+        """Plain bytes to read for all of it."""
+        record = self.record
+        return record.factor_bytes if isinstance(record, AppliedTensor) else record.nbytes
 
 
-def _tensors(inputs: Inputs, ids: Names) -> dict[str, tuple[TensorId, Tensor]]:
-    records = inputs.records(list(ids.values()))
-    return dict(zip(ids, zip(ids.values(), records, strict=True), strict=True))
+class SurveyedTensor(msgspec.Struct, frozen=True):
+    """One tensor to merge; `copies` counts its names (see `planning.tensors`).
+
+    operation: settled. sources: its names in the base and in each expert, empty if all are its own.
+    dtype: of the output, None for the request's. thresholds: those that were measured with
+    the tensor; others follow from the statistics of each expert.
+    """
+
+    name: str
+    record: Tensor
+    elements: int
+    chunk_elements: int
+    experts: tuple[ExpertTensor, ...]
+    copies: int
+    operation: Operation
+    sources: tuple[str, ...] = ()
+    dtype: str | None = None
+    thresholds: tuple[plan.Threshold, ...] = ()
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return -(-self.elements // self.chunk_elements)
+
+    @property
+    def cuts(self) -> int:
+        """At how many ranks each expert's delta is cut; 0 if nothing is trimmed."""
+        return len(self.experts[0].thresholds)
 
 
-def _shapes(tensors: Mapping[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int, ...]]:
-    return {name: record.shape for name, (_, record) in tensors.items()}
+class Survey(msgspec.Struct, frozen=True):
+    """The planner's whole input, besides the request.
+
+    base_squares: sum of squares of all floating-point tensors of the base, None if unknown. copied:
+    (tensor, why) of tensors that are taken from the base although experts differ there. missing:
+    (expert and tensor, why) of statistics that could not be computed. unreliable: number of the
+    expert, and tensor, of statistics with rows that are not finite although the base's tensor is.
+    base_not_finite: tensors of the base with elements that are infinite or NaN. squares: sum of
+    squares of each tensor of the base. idle_rules: patterns of rules that no tensor follows.
+    has_missing: an expert lacks tensors of the base, or has others. listed: how many of the
+    experts, the last ones, are companions. read: those that are read with experts. without: as in
+    the plan.
+    """
+
+    base: ManifestId
+    experts: tuple[ManifestId, ...]
+    block_size: int
+    tensors: tuple[SurveyedTensor, ...]
+    base_squares: float | None
+    copied: tuple[tuple[str, str], ...]
+    missing: tuple[tuple[str, str], ...]
+    unreliable: tuple[tuple[int, str], ...]
+    base_not_finite: tuple[str, ...] = ()
+    idle_rules: tuple[str, ...] = ()
+    squares: Mapping[str, float] = msgspec.field(default_factory=dict)
+    has_missing: bool = False
+    listed: int = 0
+    read: tuple[Companion, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+def grid_of(survey: Survey) -> Grid:
+    """Build the grid of a survey."""
+    tensors = survey.tensors
+    chunks = np.array([tensor.chunks for tensor in tensors], dtype=np.int64)
+    experts = range(len(survey.experts) - survey.listed)
+    sides = [[tensor.experts[k] for tensor in tensors] for k in experts]
+    tensor = np.repeat(np.arange(len(tensors)), chunks)
+    return Grid(
+        starts=np.array([0, *itertools.accumulate(chunks.tolist())], dtype=np.int64),
+        tensor=tensor,
+        elements=_joined([[_elements(t) for t in tensors]], np.float64)[0],
+        copies=np.array([t.copies for t in tensors], dtype=np.float64)[tensor],
+        equal=_joined([[e.equal for e in side] for side in sides], bool),
+        known=_spread([[e.rows is not None for e in side] for side in sides], tensor, bool),
+        twin=_joined([[e.twin for e in side] for side in sides], np.int64),
+        cost=_joined([[e.cost for e in side] for side in sides], np.int64),
+        rows=tuple(map(_rows, sides)),
+        threshold=_spread(_cuts(sides, 0), tensor, np.float64),
+        ceiling=_above(_spread(_cuts(sides, 1), tensor, np.float64)),
+        band=_spread([[e.band for e in side] for side in sides], tensor, np.float64),
+        surplus=np.array(
+            [[e.surplus for e in t.experts] for t in tensors], dtype=np.float64
+        ).reshape(len(tensors), len(experts), 2),
+        together=_together(survey.read, sides) if survey.read else None,
+    )
+
+
+def _together(read: Sequence[Companion], sides: list[list[ExpertTensor]]) -> Together:
+    twin = [[e.twin if e.own_twin is None else e.own_twin for e in side] for side in sides]
+    grids = [
+        Beside.joined([[e.beside[number] for e in side] for side in sides], one.totals)
+        for number, one in enumerate(read)
+    ]
+    return Together(_joined(twin, np.int64), tuple(grids))
+
+
+def _cuts(sides: list[list[ExpertTensor]], place: int) -> list[list[float]]:
+    return [
+        [e.thresholds[place].value if place < len(e.thresholds) else np.nan for e in side]
+        for side in sides
+    ]
+
+
+def _above(cuts: Floats) -> Floats:
+    """Return where the next bins begin: of a bin in which a rank ends, some elements are kept.
+
+    Without this a chunk of one magnitude would seem to keep nothing.
+    """
+    is_finite = np.isfinite(cuts)
+    edges = np.where(is_finite, cuts, 0.0).astype(np.float32).view(np.uint32) + np.uint32(1 << 16)
+    return np.where(is_finite, edges.view(np.float32).astype(np.float64), cuts)
+
+
+def _spread(sides: list[list[Any]], tensor: Ints, dtype: Any) -> np.ndarray[Any, Any]:
+    """Expand one value per expert and tensor to one per chunk."""
+    return np.array(sides, dtype=dtype).reshape(len(sides), -1)[:, tensor]
+
+
+def _rows(side: Sequence[ExpertTensor]) -> np.ndarray[Any, Any]:
+    """Return CHUNK[C] of one expert.  Joined as bytes: numpy joins records field by field."""
+    raw = b"".join(
+        bytes(len(e.equal) * CHUNK.itemsize) if e.rows is None else e.rows.tobytes() for e in side
+    )
+    return np.frombuffer(raw, dtype=CHUNK)
+
+
+def _elements(tensor: SurveyedTensor) -> Floats:
+    """Return float64[chunks] of one tensor."""
+    elements = np.full(tensor.chunks, float(tensor.chunk_elements))
+    elements[-1:] = tensor.elements - (tensor.chunks - 1) * tensor.chunk_elements
+    return elements
+
+
+def _joined(sides: list[list[Any]], dtype: Any) -> np.ndarray[Any, Any]:
+    return np.array(
+        [np.concatenate(side) if side else np.zeros(0, dtype=dtype) for side in sides], dtype=dtype
+    )

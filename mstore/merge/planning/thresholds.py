@@ -23,7 +23,8 @@ import numpy as np
 from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
 from mstore.merge.measures import NEEDS_ANALYSIS
-from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
+from mstore.merge.measures.grid import Ints
+from mstore.merge.planning.survey import ExpertTensor, SurveyedTensor
 from mstore.models.stats import deltas, histogram
 from mstore.models.stats.chunks import Bytes, chunk_reader
 from mstore.models.stats.store import StatsStore
@@ -41,7 +42,7 @@ _ALL_KEPT = np.zeros(0, dtype=np.int64)
 States = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Known(msgspec.Struct, frozen=True):
+class FoundThresholds(msgspec.Struct, frozen=True):
     """What was found for one survey, to reuse for plans with other budgets.
 
     whole: thresholds of whole experts by pair of tensors and k, None if finding one was forbidden.
@@ -70,7 +71,7 @@ class Thresholds:
         analyze: bool,
         pool: ThreadPoolExecutor,
         meter: Meter,
-        known: Known | None = None,
+        known: FoundThresholds | None = None,
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
@@ -78,7 +79,7 @@ class Thresholds:
         self.at_edges = False
         self._pool = pool
         self._meter = meter
-        self._known = Known() if known is None else known
+        self._known = FoundThresholds() if known is None else known
 
     def of_tensor(self, tensor: SurveyedTensor, states: States) -> tuple[Threshold, ...]:
         """Return `of` for each expert and rank, all experts of a rank together.
@@ -192,7 +193,7 @@ class Thresholds:
         chunk = tensor.chunk_elements
         read = self._reader(tensor, expert)
 
-        def count(number: int) -> Counts:
+        def count(number: int) -> Ints:
             low = np.zeros(LOW_VALUES, dtype=np.int64)
             base, data, n = read(number)
             dtypes = tensor.record.dtype, expert.record.dtype
@@ -210,7 +211,7 @@ class Thresholds:
 
     def _count_ties(
         self, tensor: SurveyedTensor, expert: ExpertTensor, cut: Threshold, *, bounded: bool
-    ) -> Counts:
+    ) -> Ints:
         """Count ties of each chunk up to the one where the quota ends; none if all are kept.
 
         bounded: there are more ties than the quota.
@@ -248,7 +249,7 @@ class Thresholds:
         )
 
 
-def _fit(ties: Counts, quota: int, chunks: int) -> bool:
+def _fit(ties: Ints, quota: int, chunks: int) -> bool:
     """Return whether cached tie counts can belong to this tensor: the quota ends in the last."""
     if not len(ties):
         return True

@@ -11,18 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import msgspec
 import yaml
 
-from mstore.merge.recipes.recipe import (
-    DEFAULT_LIMITS,
-    Entries,
-    Items,
-    Node,
-    Scalar,
-    Value,
-    YamlLimits,
-    at,
-)
+from mstore.merge.recipes.recipe import DEFAULT_LIMITS, YamlLimits, at
 from mstore.terms.errors import BadRequest
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -30,6 +22,35 @@ _KINDS = ("null", "bool", "int", "float", "str")
 # A plain scalar that looks like a date or like `=` is text: a recipe has neither.
 _READ_AS_TEXT = ("timestamp", "value")
 _SHOWN = 60
+
+Value = bool | int | float | str | None
+
+
+class Scalar(msgspec.Struct, frozen=True):
+    """A value and its line, counted from 1."""
+
+    value: Value
+    line: int
+    size: int = 1
+
+
+class Items(msgspec.Struct, frozen=True):
+    """A list. size: how many nodes it has, itself included."""
+
+    items: tuple[Node, ...]
+    line: int
+    size: int
+
+
+class Entries(msgspec.Struct, frozen=True):
+    """A mapping; its keys are different texts."""
+
+    entries: tuple[tuple[Scalar, Node], ...]
+    line: int
+    size: int
+
+
+Node = Scalar | Items | Entries
 
 
 def read_documents(

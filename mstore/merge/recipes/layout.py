@@ -139,7 +139,7 @@ class Layout(msgspec.Struct, frozen=True):
         """Return the stacks as text."""
         return ", ".join(f"{name} ({count})" for name, count in self.stacks.items()) or "none"
 
-    def told(self, *, has_gradients: bool) -> str | None:
+    def remark(self, *, has_gradients: bool) -> str | None:
         """Return what a user could not guess about layers, as a sentence; None for most models."""
         said = []
         if len(self.stacks) > 1 and has_gradients:

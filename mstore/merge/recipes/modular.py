@@ -27,8 +27,7 @@ from msgspec import structs
 
 from mstore.merge.recipes import resolve as single
 from mstore.merge.recipes.layout import AHEAD, BEHIND, Layout
-from mstore.merge.recipes.recipe import Module, Recipe, Setting, Settings, at
-from mstore.merge.recipes.resolve import KnownMethod, base_of
+from mstore.merge.recipes.recipe import Module, Recipe, RecipeMethod, Setting, Settings, at, base_of
 from mstore.store.objects.shapes import literal_name, literal_pattern
 from mstore.terms.errors import BadRequest, did_you_mean
 from mstore.terms.requests import MergeRequest, RecipeRequest, TensorRule, Vocabulary
@@ -114,10 +113,9 @@ Values = tuple[tuple[tuple[str, object], ...], tuple[float, ...] | None]
 def resolve(
     recipe: Recipe,
     tensors: Sequence[str],
-    method: KnownMethod,
+    method: RecipeMethod,
     *,
     models: Mapping[str, str],
-    known_parameters: frozenset[str] = frozenset(),
     layers: int | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
     dtypes: Collection[str] = (),
@@ -131,7 +129,6 @@ def resolve(
             names,
             method,
             models=models,
-            known_parameters=known_parameters,
             layers=count,
             tied=own,
             dtypes=dtypes,
@@ -167,7 +164,7 @@ def resolve(
 
 
 def check(
-    recipe: Recipe, method: KnownMethod, *, known_parameters: frozenset[str]
+    recipe: Recipe, method: RecipeMethod
 ) -> tuple[Mapping[str, object], tuple[float, ...]] | None:
     """Raise BadRequest for what is wrong with a recipe whatever its models are.
 
@@ -181,9 +178,7 @@ def check(
     ]
     if recipe.modules and not parts:
         _refuse(recipe, recipe.modules[0], "no model but the base takes part")
-    found = [
-        single.check(one, method, known_parameters=known_parameters) for one in parts or [recipe]
-    ]
+    found = [single.check(one, method) for one in parts or [recipe]]
     return found[0]
 
 
@@ -201,7 +196,7 @@ class _Combined:
     def __init__(
         self,
         recipe: Recipe,
-        method: KnownMethod,
+        method: RecipeMethod,
         models: Mapping[str, str],
         parts: Sequence[_Part],
     ) -> None:
@@ -366,12 +361,12 @@ def _require_modules(recipe: Recipe, known: Collection[str]) -> None:
         )
 
 
-def _is_idle(recipe: Recipe, module: Module, method: KnownMethod) -> bool:
+def _is_idle(recipe: Recipe, module: Module, method: RecipeMethod) -> bool:
     """Return whether a module stays as in the base: only this is in it."""
     return not method.takes_base and method.partial and _is_of_base(recipe, module)
 
 
-def _require_experts(recipe: Recipe, method: KnownMethod) -> None:
+def _require_experts(recipe: Recipe, method: RecipeMethod) -> None:
     """Raise BadRequest for a module of the base alone, if the method cannot leave it as it is."""
     for module in recipe.modules:
         if not method.takes_base and not method.partial and _is_of_base(recipe, module):

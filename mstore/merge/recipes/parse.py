@@ -9,19 +9,16 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Final, TypeGuard, TypeVar
 
+from mstore.merge.recipes.documents import Entries, Items, Node, Scalar, read_documents
 from mstore.merge.recipes.recipe import (
     ANY,
     DEFAULT_LIMITS,
     Condition,
-    Entries,
     Given,
     Ignored,
-    Items,
     Module,
-    Node,
     NotThatKind,
     Recipe,
-    Scalar,
     Setting,
     Settings,
     Slice,
@@ -57,9 +54,6 @@ def parse(
     where: the file's name, for errors. strict: whether what mergekit ignores is refused. Raises
     BadRequest that names the line.
     """
-    # Late: whoever merges writes a recipe, and does not read one.
-    from mstore.merge.recipes.documents import read_documents
-
     documents = read_documents(text, where, limits=limits)
     if not documents:
         raise BadRequest("there is no recipe in it: it is empty", where=where)

@@ -24,14 +24,16 @@ from mstore.merge.recipes.recipe import (
     Condition,
     Module,
     Recipe,
+    RecipeMethod,
     Setting,
     Settings,
     Slice,
     Source,
     Text,
     at,
+    base_of,
 )
-from mstore.merge.recipes.resolve import PREFIX, WEIGHT, KnownMethod, base_of
+from mstore.merge.recipes.resolve import PREFIX, WEIGHT
 from mstore.terms.errors import BadRequest
 
 APPLY: Final = "task_arithmetic"
@@ -74,7 +76,7 @@ Needed = Applied | Stacked
 
 def prepare(
     recipe: Recipe,
-    method: KnownMethod,
+    method: RecipeMethod,
     *,
     same: Callable[[Text, Text], bool],
     layers: Callable[[Text], int | None],
@@ -94,7 +96,7 @@ def prepare(
 @dataclass(slots=True)
 class _Preparation:
     recipe: Recipe
-    method: KnownMethod
+    method: RecipeMethod
     same: Callable[[Text, Text], bool]
     layers: Callable[[Text], int | None]
     dtypes: Callable[[Text], Collection[str]]
@@ -202,8 +204,7 @@ class _Preparation:
             for settings in scopes
             for name, setting in settings.items()
             if name in self.method.parameters or name == WEIGHT
-            for condition in setting.conditions
-            for value in _values(condition.value)
+            for value, _ in setting.values()
         )
 
     def _is_cast(self) -> bool:
@@ -403,10 +404,6 @@ def _joined(model: Text) -> str:
 def _length(source: Source) -> int:
     assert source.layers is not None
     return source.layers[1] - source.layers[0]
-
-
-def _values(value: object) -> tuple[object, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def _count(number: int, what: str) -> str:

@@ -1,7 +1,7 @@
 """A recipe as it is written: models, slices and settings, each with its line.
 
-Owns the values that `parse` makes.  Does not own what they mean for the tensors of a model
-(`resolve`).
+Owns the values that `parse` makes, and what must be known of a method to read and write recipes of
+it.  Does not own what they mean for the tensors of a model (`resolve`).
 
 A setting is what a recipe says of one parameter: a scalar, a gradient (a list of scalars over the
 layers), or conditions, each a scalar or a gradient for the tensors whose names its filter matches.
@@ -15,15 +15,14 @@ As in mergekit 0.1.5:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Final, Literal
 
 import msgspec
 
+from mstore.terms.errors import BadRequest
 from mstore.terms.requests import BASE, UNION
-
-Value = bool | int | float | str | None
 
 
 class YamlLimits(msgspec.Struct, frozen=True):
@@ -36,33 +35,6 @@ class YamlLimits(msgspec.Struct, frozen=True):
 
 
 DEFAULT_LIMITS = YamlLimits()
-
-
-class Scalar(msgspec.Struct, frozen=True):
-    """A value and its line, counted from 1."""
-
-    value: Value
-    line: int
-    size: int = 1
-
-
-class Items(msgspec.Struct, frozen=True):
-    """A list. size: how many nodes it has, itself included."""
-
-    items: tuple[Node, ...]
-    line: int
-    size: int
-
-
-class Entries(msgspec.Struct, frozen=True):
-    """A mapping; its keys are different texts."""
-
-    entries: tuple[tuple[Scalar, Node], ...]
-    line: int
-    size: int
-
-
-Node = Scalar | Items | Entries
 
 
 def at(where: str, line: int) -> str:
@@ -133,6 +105,12 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def _filters(self) -> Parts:
         return Parts(one.filter or "" for one in self.conditions[: self._rest])
+
+    def values(self) -> Iterator[tuple[Given, int]]:
+        """Yield every value that is written, and its line."""
+        for one in self.conditions:
+            for value in one.value if isinstance(one.value, tuple) else (one.value,):
+                yield value, one.line
 
     def condition(self, tensor: str) -> Condition | None:
         """Return the first condition that holds for a tensor of this name; None if none does.
@@ -375,3 +353,75 @@ class Recipe(msgspec.Struct, frozen=True):
             yield self.tokenizer.model
         for source in self.every_source():
             yield source.model
+
+
+def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
+    """Return the model that the merge starts from.  Raises BadRequest if there is none.
+
+    needs_base: without base_model the recipe is refused; else the base is the model that the
+    tokenizer is from, or the first one: the result's other files are from there.
+    """
+    own = next((part.base for part in recipe.every_slice() if part.base is not None), recipe.base)
+    if own is not None:
+        return own
+    if not needs_base and recipe.tokenizer is not None and recipe.tokenizer.model is not None:
+        return recipe.tokenizer.model
+    if needs_base:
+        raise BadRequest(
+            f"{recipe.method} needs a base_model", where=at(recipe.where, recipe.method.line)
+        )
+    return recipe.every_source()[0].model.model()
+
+
+class RecipeParameter(msgspec.Struct, frozen=True):
+    """A parameter of a method, as recipes have it.
+
+    default: mergekit's, as the method takes it; None if a recipe must set it. stated: whether the
+    method's own default is another, so that requests state the value. each: whether models may have
+    values of their own. of_base: whether mergekit has it not, and only its default has a meaning
+    without a base model. check: returns a recipe's
+    value as the method takes it, or raises. write: the reverse.
+    """
+
+    kind: Kind
+    default: object | None
+    check: Callable[[object], object]
+    stated: bool = False
+    each: bool = False
+    of_base: bool = False
+    write: Callable[[object], object] = lambda value: value
+
+
+class RecipeMethod(msgspec.Struct, frozen=True):
+    """What resolving must know of a method.
+
+    weighted: whether experts have weights. takes_base: whether the base model, if the recipe lists
+    it, is an input like the others. baseless: a parameter that is false for merges without a base
+    model; a recipe says that by naming none. is_alone: whether its one expert may state each
+    parameter itself. partial: whether an expert of weight 0 is as none. elects: whether an expert
+    of which nothing is left has no share in the divisor. refused: parameters of
+    mergekit's method that it does not have, with the value that changes nothing and the reason.
+    is_ours: whether mergekit has no such method, so that it ignores nothing of such a recipe.
+    others: parameters of other methods, which have no effect with this one.
+    """
+
+    name: str
+    parameters: Mapping[str, RecipeParameter]
+    weighted: bool
+    takes_base: bool
+    baseless: str | None = None
+    is_alone: bool = False
+    partial: bool = False
+    elects: bool = False
+    is_ours: bool = False
+    refused: Mapping[str, tuple[bool, str]] = msgspec.field(default_factory=dict)
+    others: frozenset[str] = frozenset()
+
+    def without_base(self) -> RecipeMethod:
+        """Return it as a recipe that names no base model means it."""
+        return msgspec.structs.replace(self, takes_base=True)
+
+    @property
+    def is_baseless(self) -> bool:
+        """Whether it merges without a base model: every model that is listed is an expert."""
+        return self.baseless is not None and self.takes_base

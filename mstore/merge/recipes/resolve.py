@@ -15,7 +15,7 @@ filter names are those of the request itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NoReturn
 
@@ -28,11 +28,13 @@ from mstore.merge.recipes.recipe import (
     Kind,
     NotThatKind,
     Recipe,
+    RecipeMethod,
     Settings,
     Slice,
     Source,
     Text,
     at,
+    base_of,
 )
 from mstore.store.objects.shapes import literal_pattern
 from mstore.terms.errors import BadRequest, MstoreError, did_you_mean
@@ -67,65 +69,12 @@ _KINDS: Final[Mapping[Kind, str]] = {
 Values = tuple[tuple[str, object], ...]
 
 
-class KnownParameter(msgspec.Struct, frozen=True):
-    """A parameter of a method, as recipes have it.
-
-    default: mergekit's, as the method takes it; None if a recipe must set it. stated: whether the
-    method's own default is another, so that requests state the value. each: whether models may have
-    values of their own. of_base: whether mergekit has it not, and only its default has a meaning
-    without a base model. check: returns a recipe's
-    value as the method takes it, or raises. write: the reverse.
-    """
-
-    kind: Kind
-    default: object | None
-    check: Callable[[object], object]
-    stated: bool = False
-    each: bool = False
-    of_base: bool = False
-    write: Callable[[object], object] = lambda value: value
-
-
-class KnownMethod(msgspec.Struct, frozen=True):
-    """What resolving must know of a method.
-
-    weighted: whether experts have weights. takes_base: whether the base model, if the recipe lists
-    it, is an input like the others. baseless: a parameter that is false for merges without a base
-    model; a recipe says that by naming none. is_alone: whether its one expert may state each
-    parameter itself. partial: whether an expert of weight 0 is as none. elects: whether an expert
-    of which nothing is left has no share in the divisor. refused: parameters of
-    mergekit's method that it does not have, with the value that changes nothing and the reason.
-    is_ours: whether mergekit has no such method, so that it ignores nothing of such a recipe.
-    """
-
-    name: str
-    parameters: Mapping[str, KnownParameter]
-    weighted: bool
-    takes_base: bool
-    baseless: str | None = None
-    is_alone: bool = False
-    partial: bool = False
-    elects: bool = False
-    is_ours: bool = False
-    refused: Mapping[str, tuple[bool, str]] = msgspec.field(default_factory=dict)
-
-    def without_base(self) -> KnownMethod:
-        """Return it as a recipe that names no base model means it."""
-        return msgspec.structs.replace(self, takes_base=True)
-
-    @property
-    def is_baseless(self) -> bool:
-        """Whether it merges without a base model: every model that is listed is an expert."""
-        return self.baseless is not None and self.takes_base
-
-
 def resolve(
     recipe: Recipe,
     tensors: Sequence[str],
-    method: KnownMethod,
+    method: RecipeMethod,
     *,
     models: Mapping[str, str],
-    known_parameters: frozenset[str] = frozenset(),
     layers: int | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
     dtypes: Collection[str] = (),
@@ -133,14 +82,13 @@ def resolve(
     """Return the merge that a recipe asks for.
 
     tensors: names of the base's tensors, in its order. models: the revision of each model that the
-    recipe names. known_parameters: parameters of other methods, which have no effect with this one;
-    any other name is ignored, or refused. layers: how many layers the base has by its config. tied:
+    recipe names. layers: how many layers the base has by its config. tied:
     tensors that are one with another tensor, and this tensor; they are merged as it is. dtypes: the
     types of the base's floating-point tensors; a recipe that asks for the only one asks for
     nothing. Raises BadRequest that names the line.
     """
     layout = Layout.of(tensors, layers)
-    found = _Resolver(recipe, method, models, known_parameters, layout).resolve(tensors, tied)
+    found = _Resolver(recipe, method, models, layout).resolve(tensors, tied)
     if [DTYPES.get(one) for one in dtypes] != [found.request.dtype]:
         asked = recipe.out_dtype or recipe.dtype
         if found.request.layers and asked is not None:
@@ -154,32 +102,14 @@ def resolve(
 
 
 def check(
-    recipe: Recipe, method: KnownMethod, *, known_parameters: frozenset[str]
+    recipe: Recipe, method: RecipeMethod
 ) -> tuple[Mapping[str, object], tuple[float, ...]] | None:
     """Raise BadRequest for what is wrong with a recipe whatever its models are.
 
     Returns parameters and weights for tensors that no filter names; None if it has none for these.
     """
     names = {one.text: one.text for one in recipe.named()}
-    return _Resolver(recipe, method, names, known_parameters, None).check()
-
-
-def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
-    """Return the model that the merge starts from.  Raises BadRequest if there is none.
-
-    needs_base: without base_model the recipe is refused; else the base is the model that the
-    tokenizer is from, or the first one: the result's other files are from there.
-    """
-    own = next((part.base for part in recipe.every_slice() if part.base is not None), recipe.base)
-    if own is not None:
-        return own
-    if not needs_base and recipe.tokenizer is not None and recipe.tokenizer.model is not None:
-        return recipe.tokenizer.model
-    if needs_base:
-        raise BadRequest(
-            f"{recipe.method} needs a base_model", where=at(recipe.where, recipe.method.line)
-        )
-    return recipe.every_source()[0].model.model()
+    return _Resolver(recipe, method, names, None).check()
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -198,15 +128,13 @@ class _Resolver:
     def __init__(
         self,
         recipe: Recipe,
-        method: KnownMethod,
+        method: RecipeMethod,
         models: Mapping[str, str],
-        known_parameters: frozenset[str],
         layout: Layout | None,
     ) -> None:
         self._recipe = recipe
         self._method = method
         self._models = models
-        self._known = known_parameters | {WEIGHT, _WITHOUT_EFFECT}
         self._layout = layout
         self._warnings: dict[str, None] = {}
         self._remarks: dict[str, None] = {}
@@ -272,7 +200,7 @@ class _Resolver:
             rules=tuple(rules),
             companions=self._companions(),
         )
-        return self._told(request)
+        return self._with_remarks(request)
 
     def _companions(self) -> dict[str, str]:
         """Return the companions by role and revision of what they belong to."""
@@ -297,7 +225,7 @@ class _Resolver:
             dtype=self._dtype(),
             layers=tuple(layers),
         )
-        return self._told(request)
+        return self._with_remarks(request)
 
     def _main(
         self, groups: Mapping[tuple[Values, tuple[float, ...]], Sequence[str]]
@@ -409,39 +337,42 @@ class _Resolver:
         Remarks on unknown ones and those without effect, or refuses unknown ones.
         """
         used: dict[str, None] = {}
-        scopes: list[tuple[Settings, bool]] = [(self._recipe.settings, False)]
-        for part in self._slices:
-            scopes.append((part.settings, False))
-            scopes += [(source.settings, True) for source in part.sources]
-        for settings, is_model in scopes:
+        for settings, is_model in self._scopes():
             for name, setting in settings.items():
                 if name == WEIGHT and self._method.weighted:
                     continue
                 if name in self._method.refused:
                     self._refuse_missing_parameter(name, settings)
-                elif name in self._method.parameters and (not is_model or self._is_own(name)):
-                    used.setdefault(name)
-                    of_base = self._method.parameters[name].of_base
-                    if of_base and not self._method.is_ours:
-                        told = f"{name} with {self._method.name} is mstore's: mergekit ignores it"
-                        self._remark(told, setting.line)
                 elif name in self._method.parameters:
-                    self._remark(f"{name} has no effect as a parameter of one model", setting.line)
-                elif name in self._known:
+                    one = self._method.parameters[name]
+                    if is_model and not (one.each or self._method.is_alone):
+                        what = f"{name} has no effect as a parameter of one model"
+                        self._remark(what, setting.line)
+                        continue
+                    used.setdefault(name)
+                    if one.of_base and not self._method.is_ours:
+                        what = f"{name} with {self._method.name} is mstore's: mergekit ignores it"
+                        self._remark(what, setting.line)
+                elif name in self._method.others | {WEIGHT, _WITHOUT_EFFECT}:
                     # Known to change nothing, so it is not worth a word.
                     if name != _WITHOUT_EFFECT:
                         self._remark(f"{name} has no effect with {self._method.name}", setting.line)
                     self._refuse_effect(name, settings)
                 else:
                     self._refuse_or_ignore(name, setting.line)
-        needed = (
-            name
-            for name, one in self._method.parameters.items()
-            if one.default is None or one.stated
-        )
-        return tuple(sorted({*used, *needed}))
+        parameters = self._method.parameters.items()
+        needed = {name for name, one in parameters if one.default is None or one.stated}
+        return tuple(sorted(used.keys() | needed))
 
-    def _told(self, request: MergeRequest) -> RecipeRequest:
+    def _scopes(self) -> Iterator[tuple[Settings, bool]]:
+        """Yield all settings, and whether they are those of one model."""
+        yield self._recipe.settings, False
+        for part in self._slices:
+            yield part.settings, False
+            for source in part.sources:
+                yield source.settings, True
+
+    def _with_remarks(self, request: MergeRequest) -> RecipeRequest:
         return RecipeRequest(
             request, tuple(self._warnings), tuple(self._remarks), self._vocabulary()
         )
@@ -459,28 +390,20 @@ class _Resolver:
         if one.meant is not None:
             self._meant.append(f"line {one.line}: {one.what}; {one.meant}")
 
-    def _is_own(self, name: str) -> bool:
-        """Return whether a model may have its own value of a parameter."""
-        return self._method.parameters[name].each or self._method.is_alone
-
     def _refuse_missing_parameter(self, name: str, settings: Settings) -> None:
         """Refuse a parameter that the method here does not have, unless its value is the usual."""
         usual, why = self._method.refused[name]
-        for condition in settings[name].conditions:
-            values = condition.value if isinstance(condition.value, tuple) else (condition.value,)
-            if any(str(value).lower() != str(usual).lower() for value in values):
-                what = f"{self._method.name} has no parameter {name}: {why}"
-                self._refuse(what, condition.line)
+        for value, line in settings[name].values():
+            if str(value).lower() != str(usual).lower():
+                self._refuse(f"{self._method.name} has no parameter {name}: {why}", line)
 
     def _refuse_effect(self, name: str, settings: Settings) -> None:
         """Refuse what has an effect in mergekit that the method here does not have."""
         if name != _RESCALE or _DENSITY not in self._method.parameters:
             return
-        setting = settings[name]
-        for condition in setting.conditions:
-            values = condition.value if isinstance(condition.value, tuple) else (condition.value,)
-            if any(str(value).lower() not in ("false", "0", "no", "off") for value in values):
-                self._refuse(f"{self._method.name} does not rescale", condition.line)
+        for value, line in settings[name].values():
+            if str(value).lower() not in ("false", "0", "no", "off"):
+                self._refuse(f"{self._method.name} does not rescale", line)
 
     def _place(self, name: str) -> _Tensor:
         assert self._layout is not None
@@ -504,7 +427,7 @@ class _Resolver:
         weights = (1.0,) * len(self._experts)
         if self._method.weighted:
             weights = tuple(
-                float(self._value(WEIGHT, "float", tensor, scope, expert))
+                self._weight(tensor, scope, expert)
                 for scope, expert in zip(scopes, self._experts, strict=True)
             )
         values: list[tuple[str, object]] = []
@@ -564,13 +487,11 @@ class _Resolver:
     def _names_base(self) -> bool:
         return any((self._recipe.base, *(part.base for part in self._recipe.slices)))
 
-    def _value(
-        self, name: str, kind: Kind, tensor: _Tensor, scopes: Sequence[Settings], model: Text
-    ) -> Given:
-        value, _ = self._found(name, kind, tensor, scopes)
+    def _weight(self, tensor: _Tensor, scopes: Sequence[Settings], model: Text) -> float:
+        value, _ = self._found(WEIGHT, "float", tensor, scopes)
         if value is None:
-            self._refuse_missing(name, tensor, model, scopes)
-        return value
+            self._refuse_missing(WEIGHT, tensor, model, scopes)
+        return float(value)
 
     def _found(
         self, name: str, kind: Kind, tensor: _Tensor, scopes: Sequence[Settings]
@@ -622,9 +543,11 @@ class _Resolver:
     def _vocabulary(self) -> Vocabulary | None:
         """Return what the recipe says of tokens."""
         asked, template = self._recipe.tokenizer, self._recipe.template
-        told = None if template is None else template.text
+        chat_template = None if template is None else template.text
         if asked is None:
-            return None if told is None else Vocabulary(source=BASE, chat_template=told)
+            return (
+                None if template is None else Vocabulary(source=BASE, chat_template=chat_template)
+            )
         taking = {one.text: self._models[one.text] for one in self._experts if not one.adapter()}
         taking[self._base.text] = BASE
         for one in (asked.model, *(token.model for token in asked.tokens)):
@@ -645,25 +568,23 @@ class _Resolver:
             # Rows after the tokens of a base whose tokens stay do no harm.
             keep_padding=source == BASE and asked.pad_to is None,
             base_first=self._names_base,
-            chat_template=told,
+            chat_template=chat_template,
         )
 
     def _remark_layers(self) -> None:
         """Say how layers are counted, if that is no matter of course and the recipe counts them."""
-        scopes = [self._recipe.settings]
-        for part in self._slices:
-            scopes += [part.settings, *(source.settings for source in part.sources)]
         gradients = [
             one.line
-            for settings in scopes
+            for settings, _ in self._scopes()
             for setting in settings.values()
             for one in setting.conditions
             if isinstance(one.value, tuple) and len(one.value) > 1
         ]
-        has_gradients = bool(gradients)
-        told = None if self._layout is None else self._layout.told(has_gradients=has_gradients)
-        if told is not None and (gradients or self._recipe.slices):
-            self._remark(told, (gradients or [self._slices[0].line])[0])
+        if self._layout is None or not (gradients or self._recipe.slices):
+            return
+        remark = self._layout.remark(has_gradients=bool(gradients))
+        if remark is not None:
+            self._remark(remark, (gradients or [self._slices[0].line])[0])
 
     def _remark(self, what: str, line: int) -> None:
         self._remarks.setdefault(f"{at(self._recipe.where, line)}: {what}")

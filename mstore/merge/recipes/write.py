@@ -17,8 +17,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from mstore.merge.recipes.recipe import Condition, Given, Setting
-from mstore.merge.recipes.resolve import DTYPES, WEIGHT, KnownMethod
+from mstore.merge.recipes.recipe import Condition, Given, RecipeMethod, Setting
+from mstore.merge.recipes.resolve import DTYPES, WEIGHT
 from mstore.store.objects.plan import Plan, PlanInput, PlanOperation
 from mstore.terms.errors import BadRequest
 from mstore.terms.requests import BASE, UNION
@@ -43,7 +43,7 @@ _Value = Callable[[PlanOperation], Given]
 
 def recipe_of(
     plan: Plan,
-    method: KnownMethod,
+    method: RecipeMethod,
     tensors: Sequence[str],
     adapters: frozenset[bytes] = frozenset(),
 ) -> str:
@@ -91,7 +91,7 @@ def _named(one: PlanInput) -> str:
     return one.manifest_id().hex() + ("" if one.model is None else f":{one.model}")
 
 
-def _why_not(plan: Plan, method: KnownMethod) -> str | None:
+def _why_not(plan: Plan, method: RecipeMethod) -> str | None:
     if any(tensor.sources for tensor in plan.tensors):
         return "it has tensors that the base does not have"
     if any(tensor.dtype for tensor in plan.tensors):
@@ -122,7 +122,7 @@ class _Writer:
     def __init__(
         self,
         plan: Plan,
-        method: KnownMethod,
+        method: RecipeMethod,
         tensors: Sequence[str],
         adapters: frozenset[bytes],
     ) -> None:
@@ -192,9 +192,9 @@ class _Writer:
 
     def _of_model(self, number: int) -> Iterator[tuple[str, Given, _Differing]]:
         if self._method.weighted:
-            yield self._told(WEIGHT, lambda one: _single(one.weights[number]))
+            yield self._values(WEIGHT, lambda one: _single(one.weights[number]))
         for name in self._split():
-            yield self._told(name, partial(_of_expert, name, number))
+            yield self._values(name, partial(_of_expert, name, number))
 
     def _shared(self) -> Iterator[tuple[str, Given, _Differing]]:
         split = self._split()
@@ -202,7 +202,7 @@ class _Writer:
         for name in sorted({name for one in self._operations for name, _ in one.parameters}):
             # That no base model is named says the same.
             if name not in split and name != self._method.baseless:
-                yield self._told(name, partial(_of_all, self._method, name))
+                yield self._values(name, partial(_of_all, self._method, name))
 
     def _split(self) -> list[str]:
         """Return the parameters that have a value for each expert, in one operation at least."""
@@ -213,7 +213,7 @@ class _Writer:
             and any(len(set(_each(one, name))) > 1 for one in self._operations)
         ]
 
-    def _told(self, name: str, value: _Value) -> tuple[str, Given, _Differing]:
+    def _values(self, name: str, value: _Value) -> tuple[str, Given, _Differing]:
         own = value(self._plan.operation)
         found = {tensor: value(one) for tensor, one in self._own.items()}
         return name, own, {tensor: one for tensor, one in found.items() if one != own}
@@ -295,7 +295,7 @@ def _of_expert(name: str, number: int, operation: PlanOperation) -> Given:
     return _each(operation, name)[number]
 
 
-def _of_all(method: KnownMethod, name: str, operation: PlanOperation) -> Given:
+def _of_all(method: RecipeMethod, name: str, operation: PlanOperation) -> Given:
     known = method.parameters[name]
     value = known.write(dict(operation.parameters).get(name, known.default))
     # Of several values for experts that are one, `_split` says.

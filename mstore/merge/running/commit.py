@@ -1,7 +1,8 @@
-"""Merging as a commit: run a plan and publish its result, or nothing; and the report of it."""
+"""Runs of stored plans: published as a commit, or nothing; or repeated, to compare the bytes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
@@ -11,24 +12,24 @@ import msgspec
 from mstore.blocks.codecs import Policy
 from mstore.blocks.schema import Sources
 from mstore.merge.planning.report import PlanReport
-from mstore.merge.planning.warnings import MergeWarning, told_counts
-from mstore.merge.running.engine import Outcome, Resources, run_plan
-from mstore.merge.running.known import Ready
-from mstore.merge.running.memory import MEMORY
+from mstore.merge.planning.warnings import MergeWarning, not_finite_text
+from mstore.merge.running.engine import MEMORY, Outcome, Resources, run_plan
+from mstore.merge.running.finished import KeyedTasks
 from mstore.merge.running.slices import SLICE_BYTES
-from mstore.models.made.snapshots import Publication, made_of
+from mstore.models.made import Publication, made_of
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.not_finite import NotFiniteTensor, counted
+from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import READ, SHARED, Plan
 from mstore.store.objects.snapshot import BASE, COMPANION, EXPERT, MERGE, Parent, SnapshotRecord
+from mstore.store.plans import plan_of
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import Incompatible, StorageFailed
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 from mstore.terms.phrases import Option, phrase
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 
 
 class MergeReport(Report, frozen=True):
@@ -183,7 +184,7 @@ def run_merge(
     policy: Policy | None = None,
     materialized: refs.Ref | None = None,
     made: str = MERGE,
-    ready: Ready | None = None,
+    keyed: KeyedTasks | None = None,
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 
@@ -193,7 +194,7 @@ def run_merge(
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
     engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
-    moved, nothing is published. ready: as in engine.run_plan. made: one of
+    moved, nothing is published. keyed: as in engine.run_plan. made: one of
     `snapshot.PLANNED`.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
@@ -217,7 +218,7 @@ def run_merge(
             policy=policy,
             memo=memo,
             progress=progress,
-            ready=ready,
+            keyed=keyed,
         )
         if outcome.made and not allow_nonfinite:
             raise _not_finite(counted(outcome.made, outcome.tensors), plan, sources)
@@ -268,7 +269,7 @@ def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: Sources) 
     }
     experts = [sources.experts[k].name for k in sorted(takes)]
     return Incompatible(
-        told_counts(found, "all models"),
+        not_finite_text(found, "all models"),
         where=", ".join(experts) or sources.base.name,
         hint=phrase(
             "smaller weights or a wider dtype avoid them; {allow} publishes it as it is",
@@ -301,3 +302,85 @@ def inputs_held(catalog: Catalog, snapshot: SnapshotId, record: SnapshotRecord) 
 def is_merge_of(tip: SnapshotRecord, plan: Plan, parents: tuple[Parent, ...]) -> bool:
     """Return whether a snapshot is the merge, real or virtual, of these parents by this plan."""
     return tip.plan == plan.id() and made_of(tip) == parents
+
+
+class ReplayReport(Report, frozen=True):
+    """A recorded plan run again."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    plan: PlanId
+    """the plan's id"""
+    manifest: ManifestId
+    """the recorded content"""
+    replayed: ManifestId
+    """the content of this run"""
+    same: bool
+    """whether the two are equal"""
+    first_difference: str | None
+    """where they first differ; None if they do not"""
+    seconds: float
+    """how long it took"""
+
+
+def replay(
+    catalog: Catalog,
+    snapshot: SnapshotId,
+    *,
+    threads: int,
+    progress: ProgressCallback | None = None,
+) -> ReplayReport:
+    """Compute everything again, without the memo table, and compare ManifestIds.
+
+    Raises BadRequest for a snapshot that no plan made, or that is virtual, NotFound if an input was
+    pruned.
+    """
+    record = catalog.snapshot(snapshot)
+    plan_id = plan_of(snapshot, record, so="there is no plan to replay")
+    catalog.require_real(snapshot, snapshot.short)
+    began = time.monotonic()
+    plan = catalog.record(Plan, plan_id)
+    with inputs_held(catalog, snapshot, record):
+        outcome = run_plan(
+            catalog,
+            plan,
+            None,
+            resources=Resources(threads),
+            progress=progress,
+        )
+    manifest = outcome.manifest
+    same = manifest.id() == record.manifest_id()
+    return ReplayReport(
+        snapshot=snapshot,
+        plan=plan_id,
+        manifest=record.manifest_id(),
+        replayed=manifest.id(),
+        same=same,
+        first_difference=None
+        if same
+        else _first_difference(catalog, catalog.manifest(record.manifest_id()), outcome),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _first_difference(catalog: Catalog, recorded: Manifest, outcome: Outcome) -> str:
+    """Return the first file that differs, with tensor and block as far as known."""
+    fresh = {tensor.id(): tensor for tensor in outcome.tensors.values()}
+    for ours, theirs in zip(recorded.files, outcome.manifest.files, strict=False):
+        for part, other in zip(ours.parts, theirs.parts, strict=False):
+            if part == other:
+                continue
+            if part.name is None or part.name != other.name:
+                return ours.path
+            where = f"{ours.path}: {part.name}"
+            mine = catalog.tensor(part.tensor_id())
+            replayed = fresh.get(other.tensor_id()) or catalog.tensor(other.tensor_id())
+            for number, (a, b) in enumerate(
+                zip(mine.block_ids(), replayed.block_ids(), strict=False)
+            ):
+                if a != b:
+                    return f"{where}, block {number}"
+            return where
+        if ours != theirs:
+            return ours.path
+    return "the lists of files"

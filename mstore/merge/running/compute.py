@@ -1,27 +1,52 @@
-"""Computing: from chunks in memory to the bytes of their output, and nothing else.
+"""Computing: from chunks to the ids and the encoded blocks of their output.
 
-Runs the kernels, and counts the elements that become infinite or NaN and are finite in the base:
-rows of the memo table and receipts of interrupted merges keep the counts of their chunk, so they
-are known of every chunk.  Does not know where inputs come from (`loading`), where the output goes,
-or in which order chunks are computed.  The kernels release the GIL.
+`blend` runs the kernel on a chunk in memory.  `Computer` loads batches (`loading`), blends, hashes,
+and encodes the blocks that are not stored yet; it is safe for any number of threads.  `computed`
+yields the batches of many slices in order, computed ahead on a pool of threads.  It owns how far
+threads and disk work ahead, and that no chunk waits for ties that will never come.  Writes nothing.
+
+Elements that become infinite or NaN and are finite in the base are counted: rows of the memo table
+and receipts of interrupted merges keep the counts of their chunk, so they are known of every chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Encoded, Policy
+from mstore.blocks.pack_store import Packs
+from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.kernels import count_ties
+from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.running.loading import Bytes, Loaded
+from mstore.merge.running.loading import Bytes, Loaded, Moved, Scratch, load, will_need
+from mstore.merge.running.memo_keys import Remembered
+from mstore.merge.running.slices import (
+    ALL_FINITE,
+    Batch,
+    BatchPart,
+    Bounds,
+    NotFinite,
+    Result,
+    Slice,
+    batches,
+)
 from mstore.merge.running.task import TensorTask
 from mstore.numeric.codes import INFINITIES, ITEMSIZES
+from mstore.store.ahead import in_order
+from mstore.store.objects.tensor import partition
 from mstore.terms.errors import Incompatible
+from mstore.terms.ids import BlockId
 
 
 def blend(
@@ -51,8 +76,10 @@ def masks_of(tensor: TensorTask, chunk: Chunk) -> Bytes | None:
 
 def row_weights_of(tensor: TensorTask, chunk: Chunk) -> Singles | None:
     """Return the factor of each row of each expert, float32[R, K]; None if the tensor has them."""
-    weights = tensor.mix.weights.tolist()
-    return tensor.turn.weights(chunk, tensor.row_length, weights, whole=tensor.selection.is_whole)
+    if tensor.row_factors is None:
+        return None
+    whole, weights = tensor.selection.is_whole, tensor.mix.weights.tolist()
+    return tensor.row_factors.weights(chunk, tensor.row_length, weights, whole=whole)
 
 
 def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:
@@ -101,22 +128,6 @@ def not_finite(data: Bytes, dtype: str) -> npt.NDArray[np.bool_]:
     return found
 
 
-class NotFinite(msgspec.Struct, frozen=True, gc=False):
-    """Counts of elements that are infinite or NaN, and are finite in the base.
-
-    made: those among them that are finite in every expert, too: the merge made them.
-    """
-
-    new: int = 0
-    made: int = 0
-
-    def __add__(self, other: NotFinite) -> NotFinite:
-        return NotFinite(self.new + other.new, self.made + other.made)
-
-
-ALL_FINITE: Final = NotFinite()
-
-
 def count_new(loaded: Loaded, out: Bytes) -> NotFinite:
     """Count the elements of a chunk that are not finite in its output and finite in the base."""
     task, tensor = loaded.task, loaded.task.tensor
@@ -145,3 +156,238 @@ def _is_finite(data: Bytes, dtype: str) -> bool:
         return False
     highest = int(data.view(f"<u{size}").max())
     return highest < _SIGN[size] | infinity
+
+
+# -- batches -----------------------------------------------------------------------------------
+
+
+class Output(msgspec.Struct, frozen=True, gc=False):
+    """An output block, and its position in the output file.
+
+    encoded: None if it need not be written.
+    """
+
+    id: BlockId
+    file: str
+    offset: int
+    encoded: Encoded | None
+
+
+class Computed(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A batch's result.  The outputs are in `buffer`, until `Computer.recycle`."""
+
+    slice: Slice
+    results: tuple[Result, ...]
+    outputs: tuple[Output, ...]
+    buffer: npt.NDArray[np.uint8]
+
+
+HasBlocks = Callable[[Sequence[BlockId]], Sequence[bool]]
+
+
+class Computer:
+    """Computes batches; safe for any number of threads.
+
+    has_blocks: returns which of some blocks are already stored, so that they need no encoding; None
+    if unknown. moved: as for `load`.  Both are called from any thread.
+    """
+
+    def __init__(
+        self,
+        packs: Packs,
+        expert_meter: Meter,
+        base_meter: Meter,
+        has_blocks: HasBlocks | None = None,
+        moved: Moved | None = None,
+    ) -> None:
+        self._packs = packs
+        self._expert_meter = expert_meter
+        self._base_meter = base_meter
+        self._has_blocks = has_blocks
+        self._moved = moved
+        self._scratch = Scratch()
+        self._lock = threading.Lock()
+        self._free: list[npt.NDArray[np.uint8]] = []
+
+    def prefetch(self, batches: Sequence[Batch]) -> None:
+        """Have the kernel read ahead what these batches will read."""
+        will_need([task for batch in batches for task in batch.tasks], self._packs)
+
+    def batch(self, batch: Batch) -> Computed:
+        """Load, mix, hash and encode.  Raises BudgetExceeded, Corrupt, StorageFailed."""
+        try:
+            return self._compute(batch)
+        except BaseException:
+            batch.fail(wholly=False)
+            raise
+
+    def _compute(self, batch: Batch) -> Computed:
+        tasks = batch.tasks
+        meters = self._expert_meter, self._base_meter
+        loaded = iter(load(tasks, self._packs, self._scratch, *meters, self._moved))
+        buffer = self._buffer(sum(task.out_bytes for task in tasks))
+        results: list[Result] = []
+        drafts: list[_Draft] = []
+        start = 0
+        for part in batch.parts:
+            for key in part.keys:
+                one = next(loaded)
+                out = buffer[start : start + one.task.out_bytes]
+                start += one.task.out_bytes
+                taken = self._blend(one, part, out)
+                blocks = partition(len(out), batch.slice.block_size)
+                pieces = [out.data[at : at + length] for at, length in blocks]
+                draft = _Draft(one, pieces, tuple(map(BlockId.of, pieces)))
+                drafts.append(draft)
+                odd = count_new(one, out)
+                results.append(
+                    Result(
+                        tensor=one.task.tensor.name,
+                        number=one.task.number,
+                        blocks=draft.ids,
+                        key=key,
+                        value=Remembered.of(one.task, draft.ids, taken, odd).encode(),
+                        expert_bytes=one.task.expert_bytes,
+                        not_finite=odd,
+                    )
+                )
+        outputs = self._outputs(drafts, batch.slice.policy)
+        return Computed(batch.slice, tuple(results), tuple(outputs), buffer)
+
+    def _outputs(self, drafts: Sequence[_Draft], policy: Policy | None) -> list[Output]:
+        """Return the blocks of chunks, encoding those that are not encoded yet."""
+        ids = [id for draft in drafts for id in draft.ids]
+        stored: Sequence[bool] = [policy is None] * len(ids)
+        if policy is not None and self._has_blocks is not None:
+            stored = self._has_blocks(ids)
+        is_stored = iter(stored)
+        outputs = []
+        for draft in drafts:
+            tensor = draft.loaded.task.tensor
+            # Blocks of another dtype are at other positions in the tensor than those of the base.
+            like_base = tensor.out_dtype == tensor.base_dtype
+            elements = codecs.elements_of(tensor.out_dtype)
+            offset = draft.loaded.task.file_offset
+            for number, (id, piece) in enumerate(zip(draft.ids, draft.pieces, strict=True)):
+                encoded = None
+                if not next(is_stored) and policy is not None:
+                    base = draft.loaded.delta_base(number) if like_base else None
+                    encoded = codecs.encode(piece, elements, policy, base)
+                outputs.append(Output(id, tensor.file, offset, encoded))
+                offset += len(piece)
+        return outputs
+
+    def _blend(
+        self, loaded: Loaded, part: BatchPart, out: npt.NDArray[np.uint8]
+    ) -> tuple[int, ...]:
+        """Run the kernel; return the ties that the chunk took, per threshold."""
+        tensor = part.run.tensor
+        if part.ledger is None:
+            # The chunk may use the whole quota.
+            return blend(loaded, tensor.quotas, out)
+        # Usually all ties of a chunk are kept or none: mixing at once saves a counting pass.
+        asked = part.ledger.asked(loaded.task.number)
+        ties = blend(loaded, asked, out)
+        grant = part.ledger.take(loaded.task.number, ties)
+        tried = tuple(UNLIMITED if quota == COUNTED else quota for quota in asked)
+        if COUNTED in asked and grant.quotas != tried:
+            blend(loaded, grant.quotas, out)
+        return grant.taken
+
+    def _buffer(self, length: int) -> npt.NDArray[np.uint8]:
+        # New memory costs page faults, so buffers are reused.
+        with self._lock:
+            for at, free in enumerate(self._free):
+                if free.size >= length:
+                    return self._free.pop(at)
+            self._free.clear()
+        return np.empty(length, dtype=np.uint8)
+
+    def recycle(self, computed: Computed) -> None:
+        """Take back the buffer of a result that is no longer used."""
+        with self._lock:
+            self._free.append(computed.buffer)
+
+
+class _Draft(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A mixed chunk: its output as blocks, not encoded yet."""
+
+    loaded: Loaded
+    pieces: list[memoryview]
+    ids: tuple[BlockId, ...]
+
+
+# -- the batches of many slices ----------------------------------------------------------------
+
+
+def computed(computer: Computer, bounds: Bounds, slices: Iterable[Slice]) -> Generator[Computed]:
+    """Yield every batch of every slice, in order.  The first error in order ends it.
+
+    The calling thread computes, too, while it would wait.  So no more threads are busy than the
+    merge may have: a thread too many takes the processor from one that others wait for.
+    """
+    helps = bounds.threads > 1
+    found = (batch for slice in slices for batch in batches(slice, bounds.together))
+    with ThreadPoolExecutor(bounds.threads - helps, "merge") as pool:
+        working = in_order(
+            lambda batch: pool.submit(computer.batch, batch),
+            read_ahead(found, computer.prefetch),
+            ahead=bounds.ahead,
+            stopping=_give_up,
+            helping=computer.batch if helps else None,
+        )
+        # Before the pool ends: it would run everything queued first.
+        with closing(working):
+            for _, one in working:
+                yield one
+
+
+def _give_up(batches: Sequence[Batch]) -> None:
+    """Wake the chunks that wait for one of these batches."""
+    for batch in batches:
+        batch.fail(wholly=True)
+
+
+READ_AHEAD: Final = 16 << 20
+"""Most bytes at rest that are asked for ahead: disks are faster with many requests at a time.
+
+The page cache of the kernel holds them, not this process.
+"""
+
+
+def read_ahead(
+    batches: Iterable[Batch], prefetch: Callable[[Sequence[Batch]], None], most: int = READ_AHEAD
+) -> Iterator[Batch]:
+    """Yield the batches in order, each after `prefetch` was called with it, once.
+
+    prefetch: gets several batches in one call, so that it can ask for neighbours at rest together.
+    most: bytes at rest of the batches that were asked for and not yielded, except for one batch.
+
+    The first batch does not wait for the others: what is asked for ahead doubles with each batch.
+    """
+    source = iter(batches)
+    waiting: deque[tuple[Batch, int]] = deque()
+    held, window = 0, 0
+    while True:
+        # Only when half is used, so that a call asks for much.
+        news = list(_worth(window - held, source)) if 2 * held <= window else []
+        if news:
+            prefetch([batch for batch, _ in news])
+            waiting += news
+            held += sum([length for _, length in news])
+        if not waiting:
+            return
+        batch, length = waiting.popleft()
+        held -= length
+        window = min(most, 2 * window + length)
+        yield batch
+
+
+def _worth(wanted: int, batches: Iterator[Batch]) -> Iterator[tuple[Batch, int]]:
+    """Take batches until they have this many bytes at rest: at least one, if there is any."""
+    for batch in batches:
+        length = batch.stored_bytes
+        yield batch, length
+        wanted -= length
+        if wanted <= 0:
+            return

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -24,25 +25,33 @@ from mstore.blocks.pack_store import HERE
 from mstore.blocks.reader import Meter
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.validate import check_fits
-from mstore.merge.running.computer import Computer
-from mstore.merge.running.known import KnownChunks, Ready
-from mstore.merge.running.memory import MEMORY, bounds
-from mstore.merge.running.output import Layout, Records
-from mstore.merge.running.papers import Papers
+from mstore.merge.running.compute import Computer
+from mstore.merge.running.finished import FinishedChunks, KeyedTasks
+from mstore.merge.running.loading import SPARE_SIDES
+from mstore.merge.running.model_card import ModelCard
+from mstore.merge.running.output import OutputFiles, Records
 from mstore.merge.running.runners import LocalRunner, RemoteRunner
-from mstore.merge.running.slices import SLICE_BYTES, Slice
+from mstore.merge.running.slices import BATCH_BYTES, SLICE_BYTES, Bounds, Slice, batch_chunks
+from mstore.merge.running.task import Tasks, item_size
 from mstore.merge.running.work_list import Cutter, WorkList, coverage
-from mstore.models.made.files import blocks_of
+from mstore.models.made import blocks_of
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
-from mstore.store.objects.coverage import Coverage
 from mstore.store.objects.manifest import Manifest
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import Coverage, Plan
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
-from mstore.terms.errors import BudgetExceeded
+from mstore.terms.errors import BadRequest, BudgetExceeded
 from mstore.terms.ids import BlockId
-from mstore.terms.progress import ProgressCallback
+from mstore.terms.phrases import Option, phrase
+from mstore.terms.report import ProgressCallback
+from mstore.terms.sizes import format_size
+
+MEMORY: Final = 512 << 20
+"""Default limit of anonymous memory, in bytes: of a merge, or of a slice computed elsewhere."""
+
+RESERVE: Final = 128 << 20
+"""The part of it that is not for chunks: the fixed working memory of the process."""
 
 
 class Resources(msgspec.Struct, frozen=True):
@@ -91,12 +100,12 @@ def run_plan(
     policy: Policy | None = None,
     memo: Memo | None = None,
     progress: ProgressCallback | None = None,
-    ready: Ready | None = None,
+    keyed: KeyedTasks | None = None,
 ) -> Outcome:
     """Compute everything.
 
     sink: None to compute the outcome without storing it. memo: None to use no memo table. policy:
-    how the output is coded, None for the store's own. ready: the same plan, if it was made ready
+    how the output is coded, None for the store's own. keyed: its tasks, if they were made
     before.
 
     Raises BadRequest, BudgetExceeded, Corrupt, StorageFailed.
@@ -105,13 +114,13 @@ def run_plan(
     policy = catalog.config.codec if policy is None else policy
     costs = costs_of(catalog, plan)
     expert_meter, base_meter = Meter("expert", costs.planned), Meter("base")
-    ready = ready or Ready(catalog, plan)
-    tasks = ready.tasks
+    keyed = keyed or KeyedTasks(catalog, plan)
+    tasks = keyed.tasks
     tasks.charge(expert_meter)
-    layout = Layout(catalog, tasks)
+    files = OutputFiles(catalog, tasks)
     limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
     written: set[BlockId] = set()
-    known = KnownChunks(catalog, ready, sink, memo, written)
+    finished = FinishedChunks(catalog, keyed, sink, memo, written)
     first = Slice(
         place=HERE,
         store=catalog.layout.root,
@@ -122,7 +131,7 @@ def run_plan(
         runs=(),
     )
     cutter = Cutter(first, resources.slice_bytes)
-    work = WorkList(catalog, tasks, layout, known, cutter, progress)
+    work = WorkList(catalog, tasks, files, finished, cutter, progress)
     runner: LocalRunner | RemoteRunner
     if resources.executor is None:
         computer = Computer(
@@ -141,26 +150,123 @@ def run_plan(
     jobs = work.jobs
     tensors = {name: job.record() for name, job in jobs.items()}
     records = Records(catalog.block_size, sink, policy)
-    manifest = layout.manifest(
-        Papers(catalog, plan),
+    manifest = files.manifest(
+        ModelCard(catalog, plan),
         sum([job.not_finite.new for job in jobs.values()]),
         record_of=lambda name, *_: tensors[name],
         put_records=records.put_records,
         put_bytes=records.put_bytes,
     )
     total = blocks_of(manifest, plan.block_size)
-    read, resumed = expert_meter.total, known.resumed_bytes
+    read, resumed = expert_meter.total, finished.resumed_bytes
     return Outcome(
         manifest=manifest,
         coverage=coverage(plan, [jobs[t.name] for t in plan.tensors]),
         tensors=tensors,
-        memo_rows=tuple(known.rows),
+        memo_rows=tuple(finished.rows),
         costs=costs,
         expert_bytes_read=read,
-        memo_expert_bytes=costs.planned - read - resumed if known.hits else 0,
+        memo_expert_bytes=costs.planned - read - resumed if finished.hits else 0,
         resumed_expert_bytes=resumed,
         base_bytes_read=base_meter.total,
         blocks_total=total,
         blocks_reused=total - (0 if sink is None else sink.blocks_new),
         made={name: job.not_finite.made for name, job in jobs.items() if job.not_finite.made},
     )
+
+
+# -- memory ------------------------------------------------------------------------------------
+# The process is that of the merge, or the worker of an executor: each slice carries the result
+# (`slices.Bounds`), and one that computes several slices at a time may take the bound for each.
+#
+# The chunks in flight grow with a merge: each thread holds one batch of the base and of every
+# participating expert, plus decoding buffers, and a few outputs wait to be written.  The rest (the
+# interpreter, compiled kernels, a codec's buffers for its current block, records of the plan's
+# tensors) is a reserve that does not grow with experts.
+
+
+class _Need(msgspec.Struct, frozen=True):
+    """Bytes for one thread's inputs and for one output, of the largest tensor."""
+
+    sides: int
+    output: int
+    largest: str
+
+    def of(self, threads: int) -> int:
+        """Return the bytes for this many threads."""
+        # Outputs, plain and encoded: those waiting, one per thread, and the one being written.
+        return RESERVE + threads * self.sides + 2 * (2 * threads + 2) * self.output
+
+    def fitting(self, memory: int, threads: int) -> int:
+        """Return how many of these threads fit, perhaps none."""
+        return next((count for count in range(threads, 0, -1) if self.of(count) <= memory), 0)
+
+
+def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
+    """Fit as many of `threads` as possible.  Raises BadRequest if the largest chunk is too big."""
+    shapes, elements = _shapes(tasks)
+    alone = _need(shapes, elements, 0)
+    count = alone.fitting(memory, threads)
+    if not count:
+        least = alone.of(1)
+        raise BadRequest(
+            f"{format_size(memory)} of memory is too little: {format_size(RESERVE)} is the fixed "
+            "working memory of the process, and one chunk of the base and of each expert takes "
+            f"{format_size(least - RESERVE)} more",
+            where=alone.largest,
+            hint=phrase(
+                "the least that works: {memory}",
+                memory=Option("memory", -(-least >> 20) << 20),
+            ),
+        )
+    # Small tensors share a batch as long as that costs no thread.
+    shared = (BATCH_BYTES, BATCH_BYTES // 4, BATCH_BYTES // 16)
+    fits = (size for size in shared if _need(shapes, elements, size).of(count) <= memory)
+    return Bounds(count, 2 * count, next(fits, 0))
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """What decides the memory that a tensor needs.
+
+    rows: held of each chunk. elements: of a batch of its chunks. narrow, wide, out: bytes of an
+    element of the narrower of base and output, of the widest side, of the output.
+    """
+
+    rows: int
+    elements: int
+    narrow: int
+    wide: int
+    out: int
+
+
+def _shapes(tasks: Tasks) -> tuple[dict[_Shape, str], int]:
+    """Return the distinct shapes with the first tensor of each, and the elements of all tensors."""
+    first: dict[_Shape, str] = {}
+    total = 0
+    for planned in tasks.plan.tensors:
+        members = tasks.members(planned.name)
+        tensor = tasks.tensor(planned.name)
+        base, out = item_size(tensor.base_dtype), item_size(tensor.out_dtype)
+        wide = max([base, *[item_size(expert.dtype) for expert in members.experts]])
+        there = int(members.present.sum(axis=0).max(initial=0))
+        elements = min(tensor.elements, tensor.chunk_elements * batch_chunks(tensor))
+        total += tensor.elements
+        beside = tensor.selection.mask_bytes(there)
+        if tensor.row_factors is not None:
+            beside += tensor.row_factors.bytes_each(len(members.experts))
+        masks = -(-beside // wide)
+        shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
+        first.setdefault(shape, planned.name)
+    return first, total
+
+
+def _need(shapes: Mapping[_Shape, str], total: int, together: int) -> _Need:
+    """Return the largest need.  total: elements of all tensors. together: as in Bounds."""
+    sides, output, largest = 0, 0, ""
+    for one, name in shapes.items():
+        elements = max(one.elements, min(total, together // one.narrow))
+        needed = one.rows * elements * one.wide
+        if needed > sides:
+            sides, largest = needed, name
+        output = max(output, elements * one.out)
+    return _Need(sides, output, largest)

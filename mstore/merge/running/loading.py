@@ -27,7 +27,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import PackGone
 from mstore.blocks.reader import Meter, decode_into, verify
-from mstore.merge.running.task import ChunkTask, Row, Source
+from mstore.merge.running.task import ChunkTask, Row, StoredBlock
 from mstore.numeric.codes import ITEMSIZES
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId
@@ -44,7 +44,7 @@ _ROW_ALIGNMENT: Final = 64
 
 Bytes = npt.NDArray[np.uint8]
 
-Moved = Callable[[Source], Location]
+Moved = Callable[[StoredBlock], Location]
 """Returns the new location of a moved block; raises MstoreError if the block is gone."""
 
 
@@ -163,7 +163,7 @@ def _is_first(task: ChunkTask, expert: int) -> bool:
     return row >= 0 and task.row_of.index(row) == expert
 
 
-def _plain_bytes(sources: Mapping[BlockId, Source]) -> int:
+def _plain_bytes(sources: Mapping[BlockId, StoredBlock]) -> int:
     return sum(source.at.raw_length for source in sources.values())
 
 
@@ -185,7 +185,7 @@ def will_need(tasks: Sequence[ChunkTask], packs: Packs) -> None:
         packs.will_need(first.pack, first.offset, length)
 
 
-Targets = list[tuple[Source, memoryview]]
+Targets = list[tuple[StoredBlock, memoryview]]
 _NOWHERE = memoryview(b"")
 
 
@@ -208,7 +208,7 @@ def _targets(task: ChunkTask, row: Row, room: memoryview) -> Targets:
     return targets
 
 
-def _is_odd(source: Source) -> bool:
+def _is_odd(source: StoredBlock) -> bool:
     """Return whether a block is larger at rest than plain, or not as long as its base."""
     at = source.at
     if source.base is not None and (
@@ -220,12 +220,12 @@ def _is_odd(source: Source) -> bool:
     )
 
 
-def _bases(targets: Targets) -> dict[BlockId, Source]:
+def _bases(targets: Targets) -> dict[BlockId, StoredBlock]:
     """Return the blocks that these are differences to."""
     return {source.base.id: source.base for source, _ in targets if source.base is not None}
 
 
-def _placed(sources: Iterable[Source], room: memoryview) -> Targets:
+def _placed(sources: Iterable[StoredBlock], room: memoryview) -> Targets:
     """Place sources one after the other."""
     targets = []
     done = 0
@@ -257,7 +257,7 @@ class _Reader:
         return {source.id: view for source, view in targets}
 
     def read_bases(
-        self, bases: Iterable[Source], room: memoryview, meter: Meter
+        self, bases: Iterable[StoredBlock], room: memoryview, meter: Meter
     ) -> dict[BlockId, memoryview]:
         """Read the bases of deltas into `room`.
 
@@ -273,7 +273,7 @@ class _Reader:
         for source, payload, view in self._fetched(run):
             decode_into(source.id, source.at, payload, view, _base_of(source, bases))
 
-    def _fetched(self, run: Targets) -> list[tuple[Source, memoryview, memoryview]]:
+    def _fetched(self, run: Targets) -> list[tuple[StoredBlock, memoryview, memoryview]]:
         """Read adjacent blocks: raw ones into their targets, other payloads for decoding."""
         coded = [source.at.stored_length for source, _ in run if source.at.codec != Codec.RAW]
         if not coded:
@@ -305,7 +305,7 @@ class _Reader:
                 self._packs.read_scattered(place.pack, place.offset, [view])
 
 
-def _base_of(source: Source, bases: Mapping[BlockId, memoryview]) -> memoryview | None:
+def _base_of(source: StoredBlock, bases: Mapping[BlockId, memoryview]) -> memoryview | None:
     """Return what a delta is a difference to, None for another block."""
     return None if source.base is None else bases[source.base.id]
 

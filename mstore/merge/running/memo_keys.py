@@ -34,7 +34,7 @@ from blake3 import blake3
 
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.methods.method import Operation
-from mstore.merge.running.compute import ALL_FINITE, NotFinite
+from mstore.merge.running.slices import ALL_FINITE, NotFinite
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
 from mstore.models.stats.chunks import blocks_per_chunk
 from mstore.store.objects.plan import DROPPED, OMITTED

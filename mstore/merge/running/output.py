@@ -14,28 +14,26 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import name_in_model
-from mstore.checkpoint.partition import partition
 from mstore.checkpoint.strict_json import json_bytes, json_object
-from mstore.merge.planning.noop import is_base
-from mstore.merge.planning.stacked_config import stacked_config
-from mstore.merge.planning.tied import left_to_base, own_head_of
-from mstore.merge.running.papers import Papers
+from mstore.merge.planning.tensors import left_to_base, own_head_of
+from mstore.merge.planning.validate import is_base
+from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.task import Tasks
 from mstore.models.adapters.inputs import Inputs, files_merged_into
-from mstore.models.made.files import Slot, assembled, slots_of, texts_of, with_dtype
+from mstore.models.made import Slot, assembled, slots_of, texts_of, with_dtype
 from mstore.numeric.codes import CASTS, CODES
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, models_in
 from mstore.store.objects.canonical import Record
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.plan import Plan, PlanTensor
-from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor
+from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor, partition
 from mstore.store.tied import untied
 from mstore.store.transaction import Transaction
 from mstore.terms.ids import BlockId, Id
 
 
-class Layout:
+class OutputFiles:
     """The output's files, derived from a plan and the base's manifest.
 
     Reads headers, indexes and the config, and nothing else.
@@ -121,7 +119,7 @@ class Layout:
 
     def manifest(
         self,
-        papers: Papers,
+        card: ModelCard,
         not_finite: int,
         *,
         record_of: Callable[[str, File, Part | Slot], Tensor | VirtualTensor],
@@ -147,7 +145,7 @@ class Layout:
                 )
                 for one, record in zip(ours, records, strict=True)
             ]
-        before, texts = papers.files(not_finite)
+        before, texts = card.files(not_finite)
         return assembled(before, texts | self.texts, weights, weights.__getitem__, put_bytes)
 
     def _record(
@@ -275,6 +273,8 @@ class Stack:
 
     def config(self, file: File) -> bytes | None:
         """Return the config for these layers, in place of the base's; None if it stays."""
+        from mstore.merge.planning.stack import stacked_config
+
         fields = json_object(self._catalog.read_parts(file.parts))
         experts = [one.manifest_id() for one in self._plan.experts]
         others = [config_of(self._catalog, self._catalog.manifest(one)) for one in experts]

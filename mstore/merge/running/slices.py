@@ -1,9 +1,9 @@
 """Slices: the self-contained pieces of work that a merge is cut into, their batches and results.
 
 A slice is a run of chunks whose output makes one pack.  It needs no index: any process that sees
-the store's packs and its tmp directory can compute it (`running.worker`).  A batch is the chunks of
-a slice that are loaded and computed together: small chunks share one, of one tensor or of several,
-so that neighbours are read in one call.  Values only; slices and results can be pickled.
+the store's packs and its tmp directory can compute it (`runners.execute`).  A batch is the chunks
+of a slice that are loaded and computed together: small chunks share one, of one tensor or of
+several, so that neighbours are read in one call.  Values only; slices and results can be pickled.
 
 A tensor whose chunks pass on ties is never cut: its chunks are in one slice.  Slices are
 idempotent; what they write is garbage until it is published.
@@ -20,7 +20,6 @@ import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.packs import SealedPack
-from mstore.merge.running.compute import NotFinite
 from mstore.merge.running.task import ChunkTask, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
 from mstore.terms.ids import BlockId
@@ -29,25 +28,25 @@ SLICE_BYTES: Final = 128 << 20
 """Plain bytes of output per slice, unless a tensor that must not be cut has more."""
 
 
-class Run(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Chunks of one tensor in order, their memo keys, and the ties that known chunks took.
+class TensorChunks(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Chunks of one tensor in order, their memo keys, and the ties that finished chunks took.
 
-    known: (chunk, ties per expert) of chunks of this tensor that are not computed.
+    finished: (chunk, ties per expert) of chunks of this tensor that are not computed.
     """
 
     tensor: TensorTask
     chunks: tuple[ChunkTask, ...]
     keys: tuple[bytes, ...]
-    known: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    finished: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def ledger(self) -> TieLedger:
-        """Return a new ledger for the chunks of this run."""
+        """Return a new ledger for these chunks."""
         numbers = [task.number for task in self.chunks]
-        return TieLedger(self.tensor.quotas.tolist(), numbers, self.known)
+        return TieLedger(self.tensor.quotas.tolist(), numbers, self.finished)
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What computing may take: with these, memory stays within a limit (`running.memory`).
+    """What computing may take: with these, memory stays within a limit (`engine.bounds`).
 
     threads: how many compute in parallel. ahead: batches under way beyond the current one.
     together: bytes of a side up to which small tensors share a batch (`batches`).
@@ -72,12 +71,28 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
     block_size: int
     policy: Policy | None
     bounds: Bounds
-    runs: tuple[Run, ...]
+    runs: tuple[TensorChunks, ...]
 
     @property
     def expert_bytes(self) -> int:
         """Bytes at rest that it reads from experts."""
         return sum(task.expert_bytes for run in self.runs for task in run.chunks)
+
+
+class NotFinite(msgspec.Struct, frozen=True, gc=False):
+    """Counts of elements that are infinite or NaN, and are finite in the base.
+
+    made: those among them that are finite in every expert, too: the merge made them.
+    """
+
+    new: int = 0
+    made: int = 0
+
+    def __add__(self, other: NotFinite) -> NotFinite:
+        return NotFinite(self.new + other.new, self.made + other.made)
+
+
+ALL_FINITE: Final = NotFinite()
 
 
 class Result(msgspec.Struct, frozen=True, gc=False):
@@ -111,10 +126,10 @@ _LEAST_BYTES: Final = 1 << 12
 """The least that a chunk counts: a batch has at most 256 chunks."""
 
 
-class Part(msgspec.Struct, frozen=True, eq=False, gc=False):
+class BatchPart(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Chunks of one tensor in a batch, and the tensor's ledger if they pass on ties."""
 
-    run: Run
+    run: TensorChunks
     tasks: tuple[ChunkTask, ...]
     keys: tuple[bytes, ...]
     ledger: TieLedger | None
@@ -124,7 +139,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Chunks that are loaded together: of one tensor, or of several that are small."""
 
     slice: Slice
-    parts: tuple[Part, ...]
+    parts: tuple[BatchPart, ...]
 
     @property
     def tasks(self) -> list[ChunkTask]:
@@ -151,14 +166,14 @@ def batches(slice: Slice, together: int = BATCH_BYTES) -> Iterator[Batch]:
 
     together: bytes of a side up to which tensors share a batch; 0 for no sharing.
     """
-    parts: list[Part] = []
+    parts: list[BatchPart] = []
     count, longest = 0, 0
     for run in slice.runs:
         ledger = run.ledger() if run.tensor.hands_on else None
         step = batch_chunks(run.tensor)
         for first in range(0, len(run.chunks), step):
             cut = builtins.slice(first, first + step)
-            part = Part(run, run.chunks[cut], run.keys[cut], ledger)
+            part = BatchPart(run, run.chunks[cut], run.keys[cut], ledger)
             length = max(_LEAST_BYTES, *(task.narrow_bytes for task in part.tasks))
             wide = max(longest, length)
             if parts and (count + len(part.tasks)) * wide > together:

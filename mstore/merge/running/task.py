@@ -23,27 +23,26 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
-from mstore.merge.arithmetic.spread import Cut
-from mstore.merge.arithmetic.turns import Turn
-from mstore.merge.methods.method import Kernel, Operation
+from mstore.merge.arithmetic.row_factors import RowFactors
+from mstore.merge.methods.combination import Kernel
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
-from mstore.merge.methods.selections.selection import Selection
-from mstore.merge.planning.tied import names_of_plan
+from mstore.merge.methods.selection import Cut, Selection
+from mstore.merge.planning.tensors import names_of_plan
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.low_rank import FactorCache, Factors
 from mstore.models.stats.chunks import blocks_per_chunk, row_length
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
-from mstore.store.objects.applied import AppliedTensor
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import READ, SHARED, Plan, PlanTensor
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import Conflict, Corrupt
 from mstore.terms.ids import ID_BYTES, BlockId, TensorId
 from mstore.terms.phrases import call
 
 
-class Source(msgspec.Struct, frozen=True, gc=False):
+class StoredBlock(msgspec.Struct, frozen=True, gc=False):
     """A stored block: its id, its location and codec, and the block it is a difference to.
 
     base: None unless it is stored as a delta.  The base has the same plain length and is not itself
@@ -52,7 +51,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 
     id: BlockId
     at: Location
-    base: Source | None = None
+    base: StoredBlock | None = None
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -62,7 +61,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     """
 
     dtype: str
-    sources: tuple[Source, ...]
+    sources: tuple[StoredBlock, ...]
     factors: Factors | None = None
 
     @property
@@ -102,7 +101,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     file: str
     offset: int
     selection: Selection
-    turn: Turn
+    row_factors: RowFactors | None
     kernel: Kernel
     cut: Cut | None = None
 
@@ -231,7 +230,7 @@ class Tasks:
             False,
         )
         self.first = names_of_plan(catalog, plan, self._base, self._experts)
-        """Each tensor of the base -> the name it is planned under (`merge.planning.tied`)."""
+        """Each tensor of the base -> the name it is planned under (`planning.tensors`)."""
 
     def charge(self, meter: Meter) -> None:
         """Count the bytes of adapters that are read from now on with this meter."""
@@ -320,7 +319,7 @@ class Tasks:
             file=file,
             offset=offset,
             selection=selection,
-            turn=operation.turn,
+            row_factors=operation.row_factors,
             kernel=operation.method.combine.kernel,
             cut=selection.cut(planned.thresholds),
         )
@@ -388,7 +387,7 @@ class Tasks:
         ]
         return [named(members.base), *rows], tuple(row_of)
 
-    def moved(self, source: Source) -> Location:
+    def moved(self, source: StoredBlock) -> Location:
         """Return the new location of a block whose pack is gone: gc may have copied it.
 
         Raises Conflict if it is no longer stored in the same form, PackGone if it never moved.
@@ -415,14 +414,14 @@ class Tasks:
             )
         return place
 
-    def _locate(self, blocks: Iterable[bytes]) -> dict[bytes, Source]:
+    def _locate(self, blocks: Iterable[bytes]) -> dict[bytes, StoredBlock]:
         wanted = [BlockId(block) for block in dict.fromkeys(blocks)]
         places = self._places(wanted)
         bases = {block: places[block].base for block in wanted}
         deltas = {block: BlockId(base) for block, base in bases.items() if base != NO_BASE}
         # One object per block: a pickled slice then stores it once.
-        sources: dict[bytes, Source] = {
-            block: Source(block, at) for block, at in places.items() if at.base == NO_BASE
+        sources: dict[bytes, StoredBlock] = {
+            block: StoredBlock(block, at) for block, at in places.items() if at.base == NO_BASE
         }
         for block, base in deltas.items():
             if base not in sources:
@@ -433,7 +432,8 @@ class Tasks:
                     block=block,
                 )
         sources |= {
-            block: Source(block, places[block], sources[base]) for block, base in deltas.items()
+            block: StoredBlock(block, places[block], sources[base])
+            for block, base in deltas.items()
         }
         return sources
 

@@ -60,19 +60,19 @@ def grant_of(left: Sequence[int], ties: Sequence[int]) -> Grant:
 class TieLedger:
     """For one tensor and all its experts; the chunks of `numbers` report once each, in any order.
 
-    known: (chunk, ties taken per expert) of chunks that do not report because their output is
-    already known.  Chunks in neither take no ties.
+    finished: (chunk, ties taken per expert) of chunks that do not report because their output
+    exists.  Chunks in neither take no ties.
     """
 
     def __init__(
         self,
         quotas: Iterable[int],
         numbers: Iterable[int],
-        known: Iterable[tuple[int, Sequence[int]]] = (),
+        finished: Iterable[tuple[int, Sequence[int]]] = (),
     ) -> None:
         self._left = list(quotas)
         self._numbers = sorted(numbers, reverse=True)
-        self._known = sorted(known, key=lambda item: item[0], reverse=True)
+        self._finished = sorted(finished, key=lambda item: item[0], reverse=True)
         self._failed: float = math.inf
         self._turn = Condition()
         self._advance()
@@ -122,9 +122,9 @@ class TieLedger:
             return grant
 
     def _advance(self) -> None:
-        """Account for the known chunks that come before the next one to report."""
-        while self._known and (not self._numbers or self._known[-1][0] < self._numbers[-1]):
-            self._subtract(self._known.pop()[1])
+        """Account for the finished chunks that come before the next one to report."""
+        while self._finished and (not self._numbers or self._finished[-1][0] < self._numbers[-1]):
+            self._subtract(self._finished.pop()[1])
 
     def _subtract(self, taken: Sequence[int]) -> None:
         for expert, count in enumerate(taken):

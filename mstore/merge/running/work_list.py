@@ -1,6 +1,6 @@
 """The work list: the tensors of a plan in file order, as slices of what must be computed.
 
-A chunk needs only its ids if its output is the base's own or is known (`known`).  The others are
+A chunk needs only its ids if its output is the base's own, or exists (`finished`).  The others are
 cut into slices of about equal output.  Slices are made lazily, while others are computed.
 """
 
@@ -12,17 +12,15 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from mstore.merge.running.compute import ALL_FINITE, NotFinite
-from mstore.merge.running.known import TOGETHER, KnownChunks, Shape
-from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
-from mstore.merge.running.slices import Result, Run, Slice
+from mstore.merge.running.finished import TOGETHER, FinishedChunks, Shape
+from mstore.merge.running.output import OutputFiles, is_safetensors, tensor_bytes
+from mstore.merge.running.slices import ALL_FINITE, NotFinite, Result, Slice, TensorChunks
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
 from mstore.store.catalog import Catalog
-from mstore.store.objects.coverage import Coverage, TensorCoverage, bitmap
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import Coverage, Plan, TensorCoverage, bitmap
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.ids import ID_BYTES, BlockId
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 
 
 class Job(msgspec.Struct):
@@ -74,10 +72,10 @@ class Cutter:
         self._first = first
         self._limit = slice_bytes
         self._count = 0
-        self._runs: list[Run] = []
+        self._runs: list[TensorChunks] = []
         self._length = 0
 
-    def add(self, run: Run) -> Iterator[Slice]:
+    def add(self, run: TensorChunks) -> Iterator[Slice]:
         """Add a run, and yield the slices that are full."""
         length = sum(task.out_bytes for task in run.chunks)
         if run.tensor.limited:
@@ -93,7 +91,7 @@ class Cutter:
             self._length += task.out_bytes
             if self._length >= self._limit or number == len(run.chunks):
                 part = slice(start, number)
-                self._runs.append(Run(run.tensor, run.chunks[part], run.keys[part]))
+                self._runs.append(TensorChunks(run.tensor, run.chunks[part], run.keys[part]))
                 start = number
             if self._length >= self._limit:
                 yield self._cut()
@@ -124,15 +122,15 @@ class WorkList:
         self,
         catalog: Catalog,
         tasks: Tasks,
-        layout: Layout,
-        known: KnownChunks,
+        files: OutputFiles,
+        finished: FinishedChunks,
         cutter: Cutter,
         progress: ProgressCallback | None = None,
     ) -> None:
         self._tasks = tasks
-        self._files = [layout.file(file) for file in layout.base.files if is_safetensors(file)]
-        self._layout = layout
-        self._known = known
+        self._files = [files.file(file) for file in files.base.files if is_safetensors(file)]
+        self._output = files
+        self._finished = finished
         self._cutter = cutter
         self._block_size = catalog.block_size
         self._progress = progress
@@ -144,10 +142,10 @@ class WorkList:
         """Yield the work in file order; fill in jobs with every chunk that needs none."""
         jobs: list[Job] = []
         for file in self._files:
-            header = self._layout.texts.get(file.path)
+            header = self._output.texts.get(file.path)
             offset = file.parts[0].nbytes if header is None else len(header)
             for part in file.tensors():
-                name = self._layout.planned_name(file, part)
+                name = self._output.planned_name(file, part)
                 if name is not None and name not in self.jobs:
                     jobs.append(self._job(name, file.path, offset))
                     if _is_enough(jobs):
@@ -156,7 +154,7 @@ class WorkList:
                 else:
                     self._tick(part.nbytes)
                 offset += part.nbytes if name is None else self.jobs[name].tensor.out_bytes
-            for new in self._layout.added(file):
+            for new in self._output.added(file):
                 jobs.append(self._job(new.name, file.path, offset))
                 offset += new.nbytes
                 if _is_enough(jobs):
@@ -166,9 +164,9 @@ class WorkList:
         yield from self._cutter.rest()
 
     def take(self, results: Sequence[Result]) -> None:
-        """Add computed chunks, in any order.  Raises Corrupt (`KnownChunks.learn`)."""
+        """Add computed chunks, in any order.  Raises Corrupt (`FinishedChunks.learn`)."""
         for result in results:
-            self._known.learn(result)
+            self._finished.learn(result)
             job = self.jobs[result.tensor]
             job.put(result.number, result.blocks, result.not_finite)
             self._tick_chunk(job.tensor, result.number)
@@ -183,10 +181,10 @@ class WorkList:
         for run in self._runs_of(jobs):
             yield from self._cutter.add(run)
 
-    def _runs_of(self, jobs: Sequence[Job]) -> list[Run]:
+    def _runs_of(self, jobs: Sequence[Job]) -> list[TensorChunks]:
         """Return what to compute of these tensors, with one memo table and index lookup for all."""
         keys = [self._keys_of(job) for job in jobs]
-        found = self._known.find([job.shape for job in jobs], keys)
+        found = self._finished.find([job.shape for job in jobs], keys)
         wanted = []
         for job, named, rows in zip(jobs, keys, found, strict=True):
             for number, row in rows.items():
@@ -199,7 +197,7 @@ class WorkList:
                 wanted.append((job.tensor, missing, named, ties))
         tasks = self._tasks.chunks_of([(tensor, missing) for tensor, missing, _, _ in wanted])
         return [
-            Run(
+            TensorChunks(
                 tensor,
                 tuple(chunks),
                 tuple(named[number] for number in missing),
@@ -217,7 +215,7 @@ class WorkList:
                 self._tick_chunk(job.tensor, number)
             else:
                 numbers.append(number)
-        return self._known.keys(job.tensor, numbers)
+        return self._finished.keys(job.tensor, numbers)
 
     def _tick_chunk(self, tensor: TensorTask, number: int) -> None:
         self._tick(tensor.chunk_length(number) * item_size(tensor.base_dtype))
@@ -241,13 +239,6 @@ def coverage(plan: Plan, jobs: Sequence[Job]) -> Coverage:
 
 def _covered(job: Job) -> TensorCoverage:
     count = len(job.ids) // ID_BYTES
-    if count == 1:
-        like_base = job.tensor.out_dtype == job.tensor.base_dtype
-        is_base = like_base and job.ids == job.members.base.blocks
-        there = job.members.present[:, 0].tolist()
-        return TensorCoverage(
-            job.tensor.name, 1, bitmap([is_base]), tuple(bitmap([flag]) for flag in there)
-        )
     ids = np.frombuffer(bytes(job.ids), dtype=np.uint8).reshape(count, ID_BYTES)
     reused = np.zeros(count, dtype=np.bool_)
     if job.tensor.out_dtype == job.tensor.base_dtype:

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.reader import Meter
-from mstore.checkpoint.partition import partition
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, count_new, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load, will_need
@@ -32,10 +31,11 @@ from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TiePrefix, grant_of
 from mstore.store.block_cache import VirtualBlock
-from mstore.store.catalog import LOOKS, Catalog
+from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.objects.plan import READ, Plan
-from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.store.objects.tensor import Tensor, VirtualTensor, partition
+from mstore.store.payloads import LOOKS
 from mstore.terms.errors import Conflict, Corrupt, MstoreError
 from mstore.terms.ids import BlockId, Buffer, PlanId, VirtualId
 from mstore.terms.phrases import call

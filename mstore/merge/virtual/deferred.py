@@ -11,14 +11,12 @@ from __future__ import annotations
 import time
 
 from mstore.blocks.schema import Source, Sources
-from mstore.checkpoint.partition import block_count
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import Merged, Published, is_merge_of, parents_of, run_merge
-from mstore.merge.running.output import Layout
-from mstore.merge.running.papers import Papers
+from mstore.merge.running.model_card import ModelCard
+from mstore.merge.running.output import OutputFiles
 from mstore.merge.running.task import Tasks
-from mstore.models.made.files import Slot, blocks_of
-from mstore.models.made.snapshots import Publication, made_of
+from mstore.models.made import Publication, Slot, blocks_of, made_of
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
@@ -26,14 +24,13 @@ from mstore.store.not_finite import NotFiniteTensor
 from mstore.store.objects.manifest import File, Manifest, Part
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import MERGE, SnapshotRecord
-from mstore.store.objects.tensor import VirtualTensor
+from mstore.store.objects.tensor import VirtualTensor, block_count
 from mstore.store.plans import sources_of
 from mstore.store.transaction import Transaction, branch_to_move, tip_of
 from mstore.terms.errors import BadRequest, Conflict
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 from mstore.terms.phrases import Phrase, call, phrase
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 
 
 class MaterializeReport(Report, frozen=True):
@@ -125,14 +122,14 @@ class _Output:
         self._plan = plan
         self._id = plan.id()
         self._transaction = transaction
-        self._layout = Layout(catalog, Tasks(catalog, plan))
+        self._layout = OutputFiles(catalog, Tasks(catalog, plan))
         self.blocks_total = 0
         self.blocks_reused = 0
 
     def manifest(self) -> Manifest:
         """Return the manifest: the base's tensors and files, virtual tensors for merged ones."""
         made = self._layout.manifest(
-            Papers(self._catalog, self._plan),
+            ModelCard(self._catalog, self._plan),
             0,
             record_of=self._record,
             put_records=self._transaction.put_records,

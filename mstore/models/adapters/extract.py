@@ -4,6 +4,8 @@ Each matrix that differs becomes a product of two factors, by a truncated singul
 decomposition (`truncation`); vectors that differ (norms, biases) are stored whole.  What has
 another form (three dimensions, other element types) stays out, and the report names it.  One matrix
 is in memory at a time, as factors; its difference is a mapped file.
+
+Owns the files of every adapter that mstore makes, too, and which branches may have them.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from contextlib import suppress
+from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from mstore import fs
-from mstore.models.adapters.files import branch_for_adapter, put_factor, put_files
+from mstore.checkpoint.declared import CARD
+from mstore.checkpoint.strict_json import json_bytes
+from mstore.models.adapters.config import CONFIG
 from mstore.models.adapters.targets import PREFIX, factor_names, is_adapter
 from mstore.models.adapters.truncation import (
     Errors,
@@ -27,29 +33,29 @@ from mstore.models.adapters.truncation import (
     squares_left,
     truncated,
 )
-from mstore.models.made.snapshots import Publication
+from mstore.models.made import Publication, Slot, assembled, texts_of
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, models_in
-from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.manifest import Manifest, Part
 from mstore.store.objects.shapes import (
     EMBEDDINGS,
     chosen,
+    difference_hint,
     require_matches,
     require_same_shapes,
-    told_difference,
 )
 from mstore.store.objects.snapshot import BASE, EXPERT, EXTRACT, Parent
 from mstore.store.objects.tensor import Tensor
+from mstore.store.refs import Ref
 from mstore.store.tied import HEAD, Tied
-from mstore.store.transaction import Transaction
+from mstore.store.transaction import Transaction, branch_to_move, tip_of
 from mstore.store.view import array_dtype
-from mstore.terms.errors import BadRequest, Incompatible
+from mstore.terms.errors import BadRequest, Corrupt, Incompatible, NotFound
 from mstore.terms.ids import SnapshotId, TensorId
 from mstore.terms.phrases import Option, Phrase, joined, phrase
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 MOST: Final = 4096
 """The largest rank."""
@@ -127,7 +133,7 @@ def extract(
         {tensor: record.shape for tensor, (_, record) in theirs.items()},
         what=f"cannot be compared with {base[0]}",
         where=expert[0],
-        hint=told_difference(base[0], expert[0]),
+        hint=difference_hint(base[0], expert[0]),
     )
     model = catalog.manifest_of(base[1])
     models = models_in(catalog, model)
@@ -410,3 +416,73 @@ def _not_finite(what: str, name: str) -> Incompatible:
 
 def _is_embedding(module: str) -> bool:
     return bool(EMBEDDINGS.search(module)) and not HEAD.search(module)
+
+
+WEIGHTS: Final = "adapter_model.safetensors"
+
+# A product is added as it is, so alpha / rank is 1: whoever makes an adapter sets both.
+_SETTINGS: Final[Mapping[str, object]] = {
+    "peft_type": "LORA",
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "use_rslora": False,
+    "use_dora": False,
+}
+
+
+def branch_for_adapter(catalog: Catalog, name: str) -> Ref | None:
+    """Return what the branch points at that an adapter is to move, None if it is new.
+
+    Raises as `branch_to_move`, and BadRequest for a branch of a model.
+    """
+    current = branch_to_move(catalog, name)
+    tip, _ = tip_of(catalog, current)
+    if tip is not None:
+        # A damaged tip says nothing.
+        with suppress(NotFound, Corrupt):
+            if catalog.manifest(tip.manifest_id()).file(CONFIG) is None:
+                raise BadRequest(
+                    f"{name} is a branch of a model: an adapter needs one of its own",
+                    where=Option("name"),
+                    hint=phrase("choose another {name}", name=Option("name")),
+                )
+    return current
+
+
+def put_factor(transaction: Transaction, name: str, factor: npt.NDArray[Any], dtype: str) -> Tensor:
+    """Store a matrix, rounded to an element type, and return its record, which is not stored."""
+    data = np.ascontiguousarray(factor).astype(array_dtype(dtype))
+    shape = (int(data.shape[0]), int(data.shape[1]))
+    return transaction.put_tensor(dtype, shape, [data.tobytes()], name)
+
+
+def put_files(
+    catalog: Catalog,
+    transaction: Transaction,
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, object],
+    card: str | None = None,
+) -> Manifest:
+    """Store the files of an adapter whose tensors were put, and return what it consists of.
+
+    settings: of its config, beside or in place of those that all adapters of mstore have. card: the
+    text of its model card, None for no card.
+    """
+    names = sorted(tensors)
+    records = [tensors[name] for name in names]
+    parts = [
+        Part(name, id, record.nbytes)
+        for name, record, id in zip(names, records, transaction.put_records(records), strict=True)
+    ]
+    slots = [Slot(name, tensors[name].dtype, tensors[name].shape) for name in names]
+    texts = texts_of(catalog, Manifest(()), {WEIGHTS: slots})
+    texts[CONFIG] = json_bytes({**_SETTINGS, **settings})
+    if card is not None:
+        texts[CARD] = card.encode()
+    return assembled((), texts, [WEIGHTS], lambda _: parts, transaction.put_bytes)

@@ -13,15 +13,20 @@ import msgspec
 
 from mstore.checkpoint.models import full_name, own_name, renamed, split_name
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG, LoraConfig
-from mstore.models.adapters.fit import is_any_adapter, is_transposed, plan_adapter, require_product
-from mstore.models.adapters.targets import Product, is_adapter
+from mstore.models.adapters.targets import (
+    Product,
+    is_adapter,
+    is_any_adapter,
+    is_transposed,
+    plan_adapter,
+    require_product,
+)
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in, paired, require_pairs
-from mstore.store.objects.applied import AppliedTensor, applied
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.shapes import EMBEDDINGS, chosen
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor, applied
 from mstore.store.tied import KEY, Tied, ties_embeddings
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import ManifestId, TensorId

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -24,8 +23,7 @@ from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 from mstore.store.catalog import Catalog
-from mstore.store.objects.applied import AppliedTensor
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.ids import TensorId
 
 TILE: Final = 1024
@@ -33,12 +31,9 @@ TILE: Final = 1024
 ROWS: Final = 4
 """Rows at a time: they read the right factor once."""
 
-_HERE: Final = Path(__file__)
 _SOURCES: Final = (
-    _HERE.parents[2] / "numeric" / "codes.py",
-    _HERE.parents[2] / "numeric" / "floats.py",
-    _HERE,
-    _HERE.with_name("low_rank_passes.py"),
+    *("numeric/codes.py", "numeric/floats.py"),
+    *("models/adapters/low_rank.py", "models/adapters/low_rank_passes.py"),
 )
 _apply: Final = Pass("mstore.models.adapters.low_rank_passes", "apply", "ipiippiippp", _SOURCES)
 _squares: Final = Pass("mstore.models.adapters.low_rank_passes", "squares", "pipiipp", _SOURCES)

@@ -48,6 +48,18 @@ from mstore.terms.errors import BadRequest
 
 SKETCH_BUCKETS: Final = 32
 
+# What the compiled passes have scratch memory for.
+TILE: Final = 1024
+"""Elements per tile.  A chunk starts at a multiple of it."""
+
+QUARTER: Final = TILE // 4
+SKETCH_LANES: Final = QUARTER + SKETCH_BUCKETS
+LANES: Final = 3 * QUARTER + SKETCH_LANES
+KEYS: Final = 1 << 15
+COUNTERS: Final = 1 << 16
+# Consecutive increments of one counter wait for each other, so four counters alternate.
+TURNS: Final = 4
+
 CHUNK: Final = np.dtype(
     [
         ("nonzeros", "<u4"),  # elements with d != 0; those that are not finite count

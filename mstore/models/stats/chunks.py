@@ -18,8 +18,7 @@ from mstore.blocks.reader import Meter
 from mstore.models.adapters.low_rank import Factors, load_factors
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
-from mstore.store.objects.applied import AppliedTensor
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.ids import BlockId
 
 

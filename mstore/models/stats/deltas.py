@@ -23,15 +23,25 @@ with zeros; in a tile element j and its three fellows at j + 256, + 512, + 768 a
 from __future__ import annotations
 
 import struct
-from pathlib import Path
+import threading
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mstore.models.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows, pack_sketch, unchanged
+from mstore.models.stats.chunk import (
+    CHUNK,
+    COUNTERS,
+    KEYS,
+    LANES,
+    SKETCH_BUCKETS,
+    TILE,
+    TURNS,
+    Rows,
+    pack_sketch,
+    unchanged,
+)
 from mstore.models.stats.histogram import bin_of
-from mstore.models.stats.scratch import TILE, Scratch
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 from mstore.terms.errors import BadRequest
@@ -46,23 +56,44 @@ DenseHistogram = npt.NDArray[np.int64]
 
 _INFINITY: Final = 0x7F800000
 _NO_SKETCH: Final = bytes(SKETCH_BUCKETS)
-_HERE: Final = Path(__file__)
 _SOURCES: Final = (
-    _HERE.parents[2] / "numeric" / "codes.py",
-    _HERE.parents[2] / "numeric" / "floats.py",
-    _HERE.with_name("chunk.py"),
-    _HERE.with_name("scratch.py"),
-    _HERE.with_name("passes.py"),
+    *("numeric/codes.py", "numeric/floats.py", "models/stats/chunk.py", "models/stats/passes.py"),
 )
 _measure: Final = Pass("mstore.models.stats.passes", "measure", "ipiipiiipppppp", _SOURCES)
 _square: Final = Pass("mstore.models.stats.passes", "square", "ipiipp", _SOURCES)
 _apart: Final = Pass("mstore.models.stats.passes", "apart", "ipiipiipp", _SOURCES)
 _count_low: Final = Pass("mstore.models.stats.passes", "count_low", "ipiipiiippp", _SOURCES)
 _collect: Final = Pass("mstore.models.stats.passes", "collect", "pipp", _SOURCES)
-_scratch: Final = Scratch()
 _ROW: Final = struct.Struct(f"<IddIdh{SKETCH_BUCKETS}s")
 """A row of CHUNK with the largest |d| as its bits; one packing call, unlike numpy's one per field.
 """
+
+
+class _Scratch(threading.local):
+    """Scratch memory of this thread's passes: 1.6 MiB.
+
+    The counters are all zero between calls, because every pass leaves them so.
+    """
+
+    def __init__(self) -> None:
+        self.counters = np.zeros((COUNTERS, TURNS), dtype=np.uint32)
+        self.tiles = np.zeros((4, TILE), dtype=np.uint32)
+        self.keys = np.zeros(TILE, dtype=np.uint16)
+        self.lanes = np.zeros(LANES, dtype=np.float64)
+        self.results = np.zeros(5 + SKETCH_BUCKETS, dtype=np.float64)
+        self.planes = np.zeros(KEYS * 18, dtype=np.uint8)
+        self.found = np.zeros(1, dtype=np.int64)
+        # Addresses are stored as ints: taking an array's address costs more than a small pass.
+        self.counters_at = self.counters.ctypes.data
+        self.tiles_at = self.tiles.ctypes.data
+        self.keys_at = self.keys.ctypes.data
+        self.lanes_at = self.lanes.ctypes.data
+        self.results_at = self.results.ctypes.data
+        self.planes_at = self.planes.ctypes.data
+        self.found_at = self.found.ctypes.data
+
+
+_scratch: Final = _Scratch()
 
 
 def measure(

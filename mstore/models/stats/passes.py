@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.models.stats import scratch
-from mstore.models.stats.scratch import COUNTERS, KEYS, LANES, QUARTER, SKETCH_LANES, TILE, TURNS
+from mstore.models.stats import chunk
+from mstore.models.stats.chunk import COUNTERS, KEYS, LANES, QUARTER, SKETCH_LANES, TILE, TURNS
 from mstore.numeric import floats
 from mstore.numeric.codes import BF16
 from mstore.numeric.compiling import compiled, entry
@@ -206,7 +206,7 @@ def _halve(lanes: Any, width: int) -> None:
             lanes[j] += lanes[j + size]
 
 
-@entry("ipiipiiipppppp", floats, scratch)
+@entry("ipiipiiipppppp", floats, chunk)
 def measure(
     base_code: int,
     base_address: Any,
@@ -287,7 +287,7 @@ def measure(
         results[5 + j] = sketch_lanes[j]
 
 
-@entry("ipiipp", floats, scratch)
+@entry("ipiipp", floats, chunk)
 def square(
     code: int, address: Any, length: int, n: int, tiles_address: Any, lanes_address: Any
 ) -> None:
@@ -330,7 +330,7 @@ def _difference(
     return delta
 
 
-@entry("ipiipiipp", floats, scratch)
+@entry("ipiipiipp", floats, chunk)
 def apart(
     base_code: int,
     base_address: Any,
@@ -355,7 +355,7 @@ def apart(
     _halve(lanes, 1)
 
 
-@entry("ipiipiiippp", floats, scratch)
+@entry("ipiipiiippp", floats, chunk)
 def count_low(
     base_code: int,
     base_address: Any,
@@ -410,7 +410,7 @@ def _occupied(counts: Any, start: int) -> bool:
     return bool(seen != 0)
 
 
-@entry("pipp", floats, scratch)
+@entry("pipp", floats, chunk)
 def collect(hist_address: Any, end: int, planes_address: Any, found_address: Any) -> None:
     """Convert a histogram's bins below `end` to the byte planes of `table`, and zero them.
 

@@ -29,10 +29,8 @@ from mstore.blocks.tables import (
     numbers,
     raw,
 )
-from mstore.models.stats import digests
-from mstore.models.stats.digests import Digest
 from mstore.models.stats.histogram import Threshold
-from mstore.models.stats.table import DeltaTable, MeasuredPair
+from mstore.models.stats.table import DeltaTable, Digest, MeasuredPair, decoded_digests, digest
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import ID_BYTES, TensorId
 
@@ -86,7 +84,7 @@ DIGESTS: Final = Table(
     "digests",
     form(_BASE, _EXPERT),
     form(raw("digest")),
-    "rows of the table (`mstore/models/stats/digests.py`)",
+    "rows of the table (`mstore/models/stats/table.py`)",
 )
 CUTS: Final = Table(
     "cuts",
@@ -195,7 +193,7 @@ class StatsStore(DisposableTables):
         A digest that is missing says nothing of the table.
         """
         rows = self._many(DIGESTS, keys)
-        return digests.digests(rows)
+        return decoded_digests(rows)
 
     def cuts(self, keys: Sequence[tuple[TensorId, TensorId, int]]) -> list[Threshold | None]:
         """Return where these pairs' tables are cut at a rank (`histogram.select`), if known."""
@@ -203,7 +201,7 @@ class StatsStore(DisposableTables):
 
     def put_digest(self, base: TensorId, expert: TensorId, table: DeltaTable) -> None:
         """Add the digest of a pair's table, if it has one."""
-        row = digests.digest(table.rows, table.elements, table.chunk_elements)
+        row = digest(table.rows, table.elements, table.chunk_elements)
         if row is not None:
             self._add(DIGESTS, (base, expert), row)
 

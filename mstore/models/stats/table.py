@@ -22,6 +22,12 @@ A column is split into byte planes: the lowest byte of every entry, then the sec
 entry, and so on.  High bytes of counts and exponents are then long runs, which zstd folds away;
 of a row some 60 bytes remain, and of a histogram some 2 bytes a bin.  The bytes are the same for
 the same zstd release; another release may pack better, and decodes all the same.
+
+A **digest** is what planning needs of a table, without unpacking it; it can be made again from the
+table, and one of a single row has none:
+
+    elements of the tensor u64, elements a chunk u32, then for each chunk the fields of chunk.CHUNK
+    up to the sketch, 32 bytes
 """
 
 from __future__ import annotations
@@ -29,6 +35,8 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any, Final, Self
 
 import msgspec
@@ -211,7 +219,7 @@ def encoded(rows: Rows, elements: int, chunk_elements: int, histogram: bytes) ->
 class MeasuredPair(msgspec.Struct, frozen=True):
     """Finished statistics of a pair: the encoded table (None if nothing differs).
 
-    digest: of the table (`mstore.models.stats.digests`), or None.
+    digest: of the table, or None.
     """
 
     base: TensorId
@@ -269,3 +277,63 @@ def _decompress(data: bytes, limit: int) -> bytes:
     if len(plain) != claimed:
         raise Corrupt("statistics are not as long as they say", where=_WHERE)
     return plain
+
+
+DIGEST_ROW_BYTES: Final = CHUNK.itemsize - SKETCH_BUCKETS - 2
+"""Bytes of a row without exponent and sketch."""
+
+_DIGEST_HEAD: Final = struct.Struct("<QI")
+
+
+class Digest(msgspec.Struct, frozen=True, eq=False):
+    """The rows of a pair's statistics; their sketches are zero.
+
+    is_finite: whether all rows are (`chunk.finite`).
+    """
+
+    rows: Rows
+    elements: int
+    chunk_elements: int
+    is_finite: bool
+
+
+def digest(rows: Rows, elements: int, chunk_elements: int) -> bytes | None:
+    """Encode the digest of these rows; None for a single one."""
+    if len(rows) < 2:
+        return None
+    raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), CHUNK.itemsize)
+    return _DIGEST_HEAD.pack(elements, chunk_elements) + raw[:, :DIGEST_ROW_BYTES].tobytes()
+
+
+def decoded_digests(values: Sequence[bytes | None]) -> list[Digest | None]:
+    """Decode many digests; None for a missing or invalid one."""
+    heads = [None if value is None else _digest_head(value) for value in values]
+    plain = [value for value, head in zip(values, heads, strict=True) if value and head]
+    raw = b"".join([value[_DIGEST_HEAD.size :] for value in plain])
+    whole = np.zeros(len(raw) // DIGEST_ROW_BYTES, dtype=CHUNK)
+    narrow = np.frombuffer(raw, dtype=np.uint8).reshape(len(whole), DIGEST_ROW_BYTES)
+    whole.view(np.uint8).reshape(len(whole), CHUNK.itemsize)[:, :DIGEST_ROW_BYTES] = narrow
+    whole.flags.writeable = False
+    # Rows of all pairs together: asking numpy takes as long for one pair as for hundreds.
+    odd = np.flatnonzero(~finite(whole)).tolist()
+    found: list[Digest | None] = []
+    done = 0
+    for head in heads:
+        if head is None:
+            found.append(None)
+            continue
+        elements, chunk, chunks = head
+        is_finite = not odd or bisect_left(odd, done) == bisect_left(odd, done + chunks)
+        found.append(Digest(whole[done : done + chunks], elements, chunk, is_finite))
+        done += chunks
+    return found
+
+
+def _digest_head(value: bytes) -> tuple[int, int, int] | None:
+    """Return elements, elements a chunk, and chunks; None if the length contradicts them."""
+    if len(value) < _DIGEST_HEAD.size:
+        return None
+    elements, chunk = _DIGEST_HEAD.unpack_from(value)
+    chunks = -(-elements // chunk) if chunk else 0
+    fits = chunks > 0 and len(value) == _DIGEST_HEAD.size + DIGEST_ROW_BYTES * chunks
+    return (elements, chunk, chunks) if fits else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from msgspec import structs
@@ -18,10 +18,8 @@ from msgspec.structs import replace
 
 from mstore.models.adapters.inputs import ModelChoice, ModelPairs
 from mstore.models.adapters.targets import is_adapter
-from mstore.models.made.files import assembled, slots_of, texts_of
-from mstore.models.made.snapshots import Publication, branch_below
-from mstore.models.vocabulary.common import with_new_decoder, with_new_ids
-from mstore.models.vocabulary.embeddings import Embeddings
+from mstore.models.made import Publication, assembled, branch_below, slots_of, texts_of
+from mstore.models.vocabulary.embeddings import Embeddings, wishes_of
 from mstore.models.vocabulary.members import (
     CONFIGS,
     OLD_TEMPLATE,
@@ -39,20 +37,24 @@ from mstore.models.vocabulary.members import (
     with_added,
     without_template,
 )
-from mstore.models.vocabulary.target import Target, Wishes, wishes_of
+from mstore.models.vocabulary.target import (
+    Target,
+    with_new_decoder,
+    with_new_ids,
+)
 from mstore.models.vocabulary.tokenizer import TOKENIZER
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, models_in
+from mstore.store.objects import snapshot as kinds
 from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
-from mstore.store.objects.snapshot import ALIGN, BASE, Parent
+from mstore.store.objects.snapshot import ALIGN, Parent
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction, branch_to_move
-from mstore.terms.errors import BadRequest, Incompatible
+from mstore.terms.errors import BadName, BadRequest, Incompatible, NotFound
 from mstore.terms.ids import Revision, SnapshotId, TensorId
-from mstore.terms.phrases import Option
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
-from mstore.terms.requests import MergeRequest, Vocabulary
+from mstore.terms.phrases import Option, phrase
+from mstore.terms.report import ProgressCallback, Report
+from mstore.terms.requests import BASE, COMMON, UNION, MergeRequest, Vocabulary
 
 _MAX_FILE: Final = 1 << 24
 BRANCHES: Final = "aligned"
@@ -124,20 +126,23 @@ def align(
     catalog: Catalog,
     asked: Vocabulary,
     models: Sequence[Input],
-    wishes: Wishes,
+    input_of: Callable[[Revision], Input],
     *,
-    source: Input | None,
     progress: ProgressCallback | None = None,
 ) -> AlignReport:
     """Store the aligned models.
 
-    models: the base, then the experts. wishes: of `asked.tokens`, with snapshots. source: the model
-    whose tokens are wanted, None for the union.
+    models: the base, then the experts. input_of: returns the model that a revision names.
 
     Raises Incompatible for models that cannot be aligned, BadRequest, Corrupt, StorageFailed; then
     nothing is published.
     """
     began = time.monotonic()
+    wishes = {
+        token: (None if row.model is None else input_of(row.model), row.token, row.force)
+        for token, row in asked.tokens.items()
+    }
+    source = _source(asked, models[0], input_of)
     models = _chosen(catalog, models)
     base = models[0]
     members: list[Member] = []
@@ -199,6 +204,27 @@ def align(
         remarks=target.remarks,
         seconds=time.monotonic() - began,
     )
+
+
+def _source(asked: Vocabulary, base: Input, input_of: Callable[[Revision], Input]) -> Input | None:
+    """Return the model whose tokens are wanted, None for the union.  Raises BadRequest."""
+    if asked.source == UNION:
+        return None
+    if asked.source in (BASE, COMMON):
+        return base
+    try:
+        return input_of(asked.source)
+    except (NotFound, BadName) as error:
+        raise BadRequest(
+            f"{asked.source} is neither the base nor an expert",
+            where=Option("vocabulary"),
+            hint=phrase(
+                "{all}, {base}, {common}, or one of the models",
+                all=Option("vocabulary", UNION),
+                base=Option("vocabulary", BASE),
+                common=Option("vocabulary", COMMON),
+            ),
+        ) from error
 
 
 def _chosen(catalog: Catalog, models: Sequence[Input]) -> Sequence[Input]:
@@ -270,7 +296,7 @@ class _Models:
             branch_to_move(self._catalog, branch),
             one.restored(manifest),
             ALIGN,
-            (Parent(BASE, one.given.snapshot),),
+            (Parent(kinds.BASE, one.given.snapshot),),
             message=told,
             action=f"align: {told}",
         )

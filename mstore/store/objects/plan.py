@@ -1,4 +1,6 @@
-"""The plan record: which blocks of which experts a merge reads, and what that costs.
+"""Records of merges: the plan, and the coverage, which says what came of it.
+
+A plan says which blocks of which experts a merge reads, and what that costs.
 
 Content-addressed: inputs are named by their ManifestIds, so equal inputs and parameters give the
 same PlanId on any machine.  The names that a user gave the inputs are stored beside the plan (see
@@ -38,7 +40,7 @@ from mstore.store.objects.canonical import (
     too_long,
     too_many,
 )
-from mstore.terms.ids import ManifestId, PlanId
+from mstore.terms.ids import CoverageId, ManifestId, PlanId
 
 READ = 0
 """The expert's blocks are read."""
@@ -416,3 +418,74 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
     def base_id(self) -> ManifestId:
         """The content merged into."""
         return self.inputs[0].manifest_id()
+
+
+class TensorCoverage(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
+    """One merged tensor.  Bit i of a bitmap (least significant first) is output block i.
+
+    reused: blocks that are the base's own. contributed: per expert, the blocks it contributed to.
+    """
+
+    name: str
+    blocks: Count
+    reused: bytes
+    contributed: tuple[bytes, ...]
+
+    def problem(self, limits: RecordLimits) -> str | None:
+        """Return what is wrong with its bitmaps, or None."""
+        if any(not _is_bitmap(bits, self.blocks) for bits in (self.reused, *self.contributed)):
+            return "a bitmap that does not fit the blocks"
+        return too_many("experts", len(self.contributed), limits.experts) or too_long(
+            "a tensor name", self.name, limits.name_bytes
+        )
+
+
+class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
+    """The outcome of one plan; tensors as in the plan, all others are the base's own.
+
+    not_finite: tensors with elements that are infinite or NaN, and are finite in the base, and how
+    many, in the order of `tensors`.
+    """
+
+    kind: ClassVar[Kind] = Kind.COVERAGE
+    id_type: ClassVar[type[CoverageId]] = CoverageId
+
+    plan: IdBytes
+    tensors: tuple[TensorCoverage, ...]
+    not_finite: tuple[tuple[str, Count], ...]
+
+    def id(self) -> CoverageId:
+        return CoverageId.of(self.encode())
+
+    def problem(self, limits: RecordLimits) -> str | None:
+        if len({len(tensor.contributed) for tensor in self.tensors}) > 1:
+            return "tensors with different numbers of experts"
+        odd = dict(self.not_finite)
+        named = tuple((t.name, odd[t.name]) for t in self.tensors if odd.get(t.name))
+        if named != self.not_finite:
+            return "counts of elements that are not finite, and not of its tensors"
+        problems = (tensor.problem(limits) for tensor in self.tensors)
+        return too_many("tensors", len(self.tensors), limits.tensors) or next(
+            filter(None, problems), None
+        )
+
+
+def bitmap(flags: list[bool]) -> bytes:
+    """Pack flags into bits, least significant first."""
+    data = bytearray(-(-len(flags) // 8))
+    for number, flag in enumerate(flags):
+        if flag:
+            data[number >> 3] |= 1 << (number & 7)
+    return bytes(data)
+
+
+def bit(data: bytes, number: int) -> bool:
+    """Bit `number` of a bitmap."""
+    return bool(data[number >> 3] >> (number & 7) & 1)
+
+
+def _is_bitmap(data: bytes, count: int) -> bool:
+    """Return whether these are `count` flags with zero spare bits."""
+    return len(data) == -(-count // 8) and not (count & 7 and data[-1] >> (count & 7))

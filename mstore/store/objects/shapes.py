@@ -100,7 +100,7 @@ def chosen(shapes: Shapes, only: Sequence[str], skip: Sequence[str]) -> Shapes:
 
 def require_patterns(patterns: Sequence[str], option: Option) -> None:
     """Raise BadRequest unless this is a list of patterns without empty ones."""
-    if isinstance(patterns, str) or not all(patterns):
+    if isinstance(patterns, str) or not all(one and isinstance(one, str) for one in patterns):
         raise BadRequest(
             "patterns of tensor names are a list of texts that are not empty",
             where=option,
@@ -119,7 +119,7 @@ def require_matches(names: Collection[str], only: Sequence[str], skip: Sequence[
             raise BadRequest(f"no tensor's name matches {pattern!r}", where=option, hint=hint)
 
 
-def told_difference(base: str, other: str) -> Phrase:
+def difference_hint(base: str, other: str) -> Phrase:
     """Return the hint for models that differ: what shows the difference, and what ignores it."""
     return phrase(
         "{diff}; {skip} leaves tensors out",

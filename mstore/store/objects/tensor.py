@@ -1,15 +1,28 @@
-"""The tensor record: dtype, shape and block list of one tensor, or of one file's plain bytes.
+"""Records of tensors: stored, virtual and applied ones.
 
-A virtual one is of a merge that was planned, not computed.  It takes the place of a tensor record
-in a real merge's manifest, and holds all that a reader of headers, configs and sizes needs.  Its
-bytes are the plan's output for its inputs; `merge.virtual` computes them on demand.  Equal ids mean
-equal bytes.  The same bytes may have several ids (one per plan), and a TensorId once stored.
+A tensor record has dtype, shape and block list of one tensor, or of one file's plain bytes.
+
+A block is a run of its bytes from its own start, all full but the last; it cuts bytes, not
+elements, and an element of a whole number of bytes never lies in two blocks.
+
+A virtual tensor is of a merge that was planned and not computed. It takes the place of a tensor
+record in the merge's manifest, and says all that a reader of headers, configs and sizes needs. Its
+bytes are the plan's output for its inputs; `merge.virtual` computes them on demand. Equal ids mean
+equal bytes. The same bytes may have several ids (one per plan), and a TensorId once stored.
+
+An applied tensor is what a low-rank adapter makes of a tensor of the base; it is stored nowhere.
+Its record says what it is computed from, so it has an id, and its blocks have names: hashes of the
+record and their position. Statistics, memo keys and plans take such names like those of stored
+blocks, and none is ever the id of a stored block: they are hashes of another domain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
+
+from blake3 import blake3
+from msgspec.structs import replace
 
 from mstore.blocks.packs import Kind
 from mstore.checkpoint.dtypes import nbytes
@@ -24,6 +37,41 @@ from mstore.store.objects.canonical import (
 )
 from mstore.terms.errors import BadCheckpoint, Corrupt
 from mstore.terms.ids import ID_BYTES, BlockId, PlanId, TensorId, VirtualId
+
+
+def block_count(nbytes: int, block_size: int) -> int:
+    """Return how many blocks `nbytes` bytes take; 0 for no bytes.
+
+    Raises ValueError for a negative length or a block size below 1.
+    """
+    if nbytes < 0:
+        raise ValueError(f"a length cannot be negative: {nbytes}")
+    if block_size < 1:
+        raise ValueError(f"a block holds at least one byte, not {block_size}")
+    return -(-nbytes // block_size)
+
+
+def partition(nbytes: int, block_size: int) -> list[tuple[int, int]]:
+    """Return (offset, length) of each block, in bytes, in order, without gap or overlap.
+
+    Raises ValueError as `block_count` does.
+    """
+    starts = (index * block_size for index in range(block_count(nbytes, block_size)))
+    return [(start, min(block_size, nbytes - start)) for start in starts]
+
+
+def in_blocks(pieces: Iterable[bytes], block_size: int) -> Iterator[bytes]:
+    """Yield the bytes of pieces of any length in blocks; all are full but the last."""
+    rest = b""
+    for piece in pieces:
+        rest += piece
+        whole = len(rest) - len(rest) % block_size
+        for start in range(0, whole, block_size):
+            yield rest[start : start + block_size]
+        rest = rest[whole:]
+    if rest:
+        yield rest
+
 
 # The dtype of headers and of files that are not safetensors: a plain run of bytes.
 BYTES = "BYTES"
@@ -134,3 +182,67 @@ class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
         problem = self.problem(DEFAULT_LIMITS)
         if problem is not None:
             raise Corrupt(problem, where=where)
+
+
+APPLIED_DTYPE = "F32"
+"""The element type of applied tensors: nothing is rounded to the base's type before merging."""
+
+_CONTEXT = "mstore 1 applied block"
+
+
+class AppliedTensor(Tensor, frozen=True, array_like=True, tag="applied/1", gc=False):
+    """base + scale * (left @ right), in float32, for a matrix [rows, columns].
+
+    base: the base's tensor. left: [rows, rank], or its transpose if `transposed`. right:
+    [rank, columns], or its transpose. magnitude: for DoRA the norm of each row of the result,
+    [rows]; None otherwise.
+    """
+
+    base: Tensor
+    left: Tensor
+    right: Tensor
+    transposed: bool
+    scale: float
+    magnitude: Tensor | None = None
+
+    def id(self) -> TensorId:
+        return TensorId.of(self.encode())
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """The stored tensors of the adapter that it is computed from."""
+        more = () if self.magnitude is None else (self.magnitude,)
+        return (self.left, self.right, *more)
+
+    @property
+    def factor_bytes(self) -> int:
+        """Plain bytes of the adapter's tensors."""
+        return sum(one.nbytes for one in self.factors)
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether an element depends on all of its row."""
+        return self.magnitude is not None
+
+
+def applied(
+    base: Tensor,
+    left: Tensor,
+    right: Tensor,
+    *,
+    transposed: bool,
+    scale: float,
+    magnitude: Tensor | None,
+    block_size: int,
+) -> AppliedTensor:
+    """Return the record, with the names of its blocks."""
+    nbytes = 4 * base.shape[0] * base.shape[1]
+    whole = AppliedTensor(
+        APPLIED_DTYPE, base.shape, nbytes, b"", base, left, right, transposed, scale, magnitude
+    )
+    key = whole.encode()
+    names = [
+        blake3(number.to_bytes(8, "little") + key, derive_key_context=_CONTEXT).digest()
+        for number in range(-(-nbytes // block_size))
+    ]
+    return replace(whole, blocks=b"".join(names))

@@ -9,10 +9,10 @@
 Before the new index is in place a crash leaves the state of the last backup, and in tmp/ what was
 copied whole, from which the next run goes on.  After it, the new state.
 
-A payload that is damaged in the source stops nothing: what is whole gets away from a disk that may
-be failing.  The report names what is damaged and whom it hurts, and nothing is removed: an older
-pack of the destination may have the good copy.  What the source has lost, rows and all, the backup
-keeps as it has it.
+A damaged payload of the source stops nothing: its disk may be failing, and what is whole is saved.
+The report names what is damaged and what cannot be read because of it. Nothing is removed then: an
+older pack of the destination may have the good copy. What the source has lost, rows included, the
+backup keeps.
 
 Only damage is reported so (`terms.errors`). Any other error ends the run, and the backup stays as
 it was.
@@ -31,18 +31,17 @@ from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
 from mstore.blocks.pack_store import HERE, Places, is_whole
 from mstore.blocks.packs import PackGone
-from mstore.blocks.schema import PRUNED, Condemned, NamedPack
+from mstore.blocks.schema import BACKUP, PRUNED, Condemned, NamedPack
 from mstore.fs.rights import Sharing
-from mstore.store import generation, leases, mirror, pack_list, refs, unnamed
+from mstore.store import generation, leases, mirror, pack_list, refs, unnamed_packs
 from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, StorageFailed
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
-from mstore.upkeep.backup import destination, packs, source
+from mstore.terms.report import ProgressCallback, Report
+from mstore.upkeep.backup import packs, source
 from mstore.upkeep.backup.destination import Destination
 from mstore.upkeep.backup.packs import Attempt, attempted
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Problem
@@ -160,9 +159,9 @@ class _Backup(Attempt):
         )
 
     def _require_later(self, index: Index) -> None:
-        """Raise Conflict where the backup has what this store never had, or has no more.
+        """Raise Conflict if the backup is of a newer state, or of another history.
 
-        A store that was itself restored from an older copy, and its twin, have the same name.
+        A store that was restored from an older copy has the same UUID as its twin.
         """
         before = self._into.before
         if before is None:
@@ -199,23 +198,23 @@ class _Backup(Attempt):
         missing: Sequence[NamedPack],
         staged: dict[PackId, Path],
     ) -> None:
-        """What makes the new index a backup's: what it is of, and what goes once it is in place."""
+        """Mark the new index as a backup's, and add what only the older state has."""
         lost = {pack.number: pack.id for pack in missing}
         broken = self._findings.broken.values()
         numbers = {pack_number(row) for row in broken if row is not None}
         damaged = {lost[number] for number in numbers & lost.keys()} | set(self._findings.packs)
-        with index.env.read() as transaction:
+        with index.env.write() as transaction:
             number = index.generation(transaction)
-        destination.note(index, number, sorted(damaged))
+            index.put(transaction, BACKUP, number, tuple(sorted(damaged)))
         kept = self._name_older(index, named)
         self._complete(index, staged)
         if not self._findings.problems:
             with index.env.write() as transaction:
                 for pack in kept:
-                    unnamed.condemn(index, transaction, pack.id)
+                    unnamed_packs.condemn(index, transaction, pack.id)
 
     def _name_older(self, index: Index, named: Sequence[NamedPack]) -> list[NamedPack]:
-        """Name the packs too that the backup has and the source has no more."""
+        """Add rows of packs that the backup has and the source no longer has; return these."""
         before = self._into.before
         if before is None:
             return []
@@ -230,12 +229,12 @@ class _Backup(Attempt):
         return kept
 
     def _complete(self, index: Index, staged: dict[PackId, Path]) -> None:
-        """See that all is there that names need; what the source lost stays as the backup has it.
+        """Find what names need and the copy lacks, and restore rows that the backup still has.
 
-        The backup would else report success, and the next ones let the last good copy go.
+        Otherwise this run would report success, and a later one would remove the last good copy.
         """
         with closing(self._opened(staged)) as files:
-            new = Catalog.over(self._layout, self._catalog.config, index, files)
+            new = Catalog(self._layout, self._catalog.config, index, files)
             if self._into.before is None:
                 self._findings.take(source.missing_in(new))
                 return
@@ -255,14 +254,16 @@ class _Backup(Attempt):
         since = {**pack_list.read(self._layout).since}
         since |= pack_list.read(self._catalog.layout).since
         with index.env.read() as transaction:
-            known = [pack for pack, _ in index.packs(transaction)]
-            known += [pack.pack for pack in index.condemned(transaction)]
+            known = pack_list.known_packs(index, transaction)
         return PackList(number, {pack: since.get(pack, number) for pack in known})
 
     def _publish(
         self, fresh: Path, staged: dict[PackId, Path], lines: PackList
     ) -> tuple[list[Condemned], Sequence[PackId], int]:
-        """Make the new state the state; what was removed, put aside, and waits for its readers."""
+        """Put the new state in place.
+
+        Returns the packs that were removed, those put aside, and the bytes that wait for readers.
+        """
         layout, into = self._layout, self._into
         with into.publishing():
             pack_list.write(layout, lines)
@@ -272,24 +273,22 @@ class _Backup(Attempt):
                 mirror.write(layout, index)
                 into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
                 leases.sweep(layout, index)
-                waiting = unnamed.listed(index)
-                removed = (
-                    []
-                    if into.is_read()
-                    else unnamed.sweep(layout, index, Places({HERE: self._packs}))
-                )
+                waiting = unnamed_packs.listed(index)
+                is_read = bool(leases.holds(layout))
+                places = Places({HERE: self._packs})
+                removed = [] if is_read else unnamed_packs.sweep(layout, index, places)
                 unknown = generation.unknown_packs(self._packs, index)
-            aside = unnamed.put_aside(layout, self._packs, unknown)
+            aside = unnamed_packs.put_aside(layout, self._packs, unknown)
         with suppress(StorageFailed):
             fs.remove_tree(layout.incoming)
         left = sum(pack.size for pack in waiting) - sum(pack.size for pack in removed)
         return removed, aside, left
 
     def _affected(self, names: dict[str, refs.Ref]) -> tuple[Affected, ...]:
-        """Whom damage hurts, as the backup is now."""
+        """Return what of the backup cannot be read because of damage."""
         if not self._findings.problems:
             return ()
-        with closing(Catalog(self._layout)) as catalog:
+        with closing(Catalog.opened(self._layout)) as catalog:
             return AffectedTensors(catalog, self._findings).all(names, catalog.index.marked(PRUNED))
 
     def _hint(self) -> Phrase | None:

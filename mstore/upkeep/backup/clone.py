@@ -27,8 +27,7 @@ from mstore.store.catalog import Catalog
 from mstore.terms.errors import Conflict, Corrupt
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import call
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.backup import packs, source
 from mstore.upkeep.backup.packs import Attempt, attempted
 
@@ -128,7 +127,7 @@ class _Clone(Attempt):
 
     def _require_sound(self, index: Index, files: Packs) -> None:
         """Raise Corrupt if a payload is damaged, or anything is missing that names need."""
-        catalog = Catalog.over(self._layout, self._catalog.config, index, files)
+        catalog = Catalog(self._layout, self._catalog.config, index, files)
         self._findings.take(source.missing_in(catalog))
         if self._findings.problems:
             first = self._findings.problems[0]

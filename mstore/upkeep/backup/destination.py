@@ -6,19 +6,19 @@
     tmp/incoming/      packs and the index of the next state, while they are not all there
     tmp/incoming.lock  held by the backup that runs: to others it looks like a lease
 
-All else is a store.  Whoever commits to it makes it a store of its own: its generation is then
-another than the row says, and no backup is taken there any more.
+All else is a store. A commit to it makes it a store of its own: its generation then differs from
+the row's, and no backup is taken there any more.
 
-What holds at every moment: `index/` names packs that are in `packs/`, of one commit of the source.
-The new index takes the place of the old one in one step, after all its packs have their names.
-Only then do old packs go: those that the old index named are condemned in the new one.
+At every moment `index/` names packs that are in `packs/`, of one commit of the source. The new
+index replaces the old one in one step, after all its packs have their names. Only then are old
+packs removed: the new index condemns those that only the old one named.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -28,13 +28,13 @@ import msgspec
 from mstore import fs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
-from mstore.blocks.schema import BACKUP, NamedPack
+from mstore.blocks.schema import NamedPack
 from mstore.store import layout as layouts
 from mstore.store import leases
 from mstore.store.config import Config
 from mstore.store.layout import BACKUP_MARKER, Layout
 from mstore.store.mirror import Mirror
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import call, joined, phrase
@@ -55,12 +55,6 @@ class State(msgspec.Struct, frozen=True):
     damaged: frozenset[PackId]
 
 
-def note(index: Index, generation: int, damaged: Sequence[PackId]) -> None:
-    """Say in a new index that it is a backup's, as of which generation, and what is damaged."""
-    with index.env.write() as transaction:
-        index.put(transaction, BACKUP, generation, tuple(damaged))
-
-
 class Destination:
     """A backup of `source`, being written.  `before` is what it holds; None: nothing yet."""
 
@@ -72,10 +66,10 @@ class Destination:
     @classmethod
     @contextmanager
     def opened(cls, source: Layout, path: Path, filesystem: str) -> Iterator[Self]:
-        """The backup of this store at `path`, begun where nothing is there.
+        """Open the backup of this store at `path`; begin one if nothing is there.
 
-        Who may use it is for the umask of whoever makes it, whoever shares the store. filesystem:
-        the setting of the source.
+        Its permissions follow the umask of whoever makes it, not the sharing of the store.
+        filesystem: the setting of the source.
 
         Raises BadRequest if the directory above is missing, Conflict if something else is there or
         another backup runs, Incompatible on an unknown filesystem, StorageFailed, Corrupt.
@@ -101,21 +95,21 @@ class Destination:
         lock = _locked(layout)
         try:
             found = cls(layout, lock)
-            found._begin()
+            # Whole packs that an earlier run left stay in it.
+            fs.make_directory(layout.incoming, private=True, exist_ok=True)
+            found._clear()
             try:
                 yield found
             finally:
-                found._tidy()
+                with suppress(StorageFailed, FileNotFoundError):
+                    found._clear()
+                    fs.remove_empty(layout.incoming)
         finally:
             lock.remove()
             layout.close()
 
-    def _begin(self) -> None:
-        """The directory of what is to come: whole packs that an earlier run left stay in it."""
-        fs.make_directory(self.layout.incoming, private=True, exist_ok=True)
-        self._clear()
-
     def _clear(self) -> None:
+        """Leave nothing in tmp/incoming but whole packs."""
         for name in fs.listed(self.layout.incoming):
             path = self.layout.incoming / name
             if path.is_dir() and not path.is_symlink():
@@ -123,14 +117,8 @@ class Destination:
             elif path.suffix != ".pack":
                 fs.unlink(path, missing_ok=True)
 
-    def _tidy(self) -> None:
-        """Leave nothing there but whole packs."""
-        with suppress(StorageFailed, FileNotFoundError):
-            self._clear()
-            fs.remove_empty(self.layout.incoming)
-
     def _state(self) -> State | None:
-        """What it holds.  Raises Conflict where it was written to, Corrupt where it is damaged."""
+        """Return what it holds.  Raises Conflict if it was written to, Corrupt if it is damaged."""
         layout = self.layout
         if not (layout.root / "format").exists():
             return None
@@ -159,7 +147,7 @@ class Destination:
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Its locks, with nobody at work in it and all as it was.  Raises Conflict."""
+        """Hold its locks.  Raises Conflict if others work in it, or if it has changed."""
         layout = self.layout
         with leases.collecting(layout):
             lock = fs.LockFile(layout.lock)
@@ -187,7 +175,7 @@ class Destination:
         fs.sync_directory(self.layout.root)
 
     def settle(self, config: Config) -> None:
-        """Its settings, and at the first time the word that this is a store."""
+        """Write its settings, and the format file of a new one, which makes it a store."""
         layout = self.layout
         settings = None
         with suppress(Corrupt):
@@ -197,10 +185,6 @@ class Destination:
         if not (layout.root / "format").exists():
             layouts.write_format(layout)
             fs.sync_directory(layout.root.parent)
-
-    def is_read(self) -> bool:
-        """Whether somebody reads a snapshot of it just now."""
-        return bool(leases.holds(self.layout))
 
 
 def _locked(layout: Layout) -> fs.LockFile:

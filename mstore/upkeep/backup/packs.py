@@ -8,7 +8,6 @@ garbage.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -21,40 +20,22 @@ from mstore.blocks.index import Index
 from mstore.blocks.location import Location, Row, pack_number
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs, is_whole
-from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
-from mstore.blocks.reader import BlockReader
+from mstore.blocks.packs import Kind, SealedPack
+from mstore.blocks.reader import BlockReader, located
 from mstore.blocks.schema import NamedPack
+from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
-from mstore.terms.ahead import in_groups, in_order
 from mstore.terms.errors import Corrupt, Unavailable, Unreadable
-from mstore.terms.ids import BlockId, Buffer, PackId
-from mstore.terms.progress import Progress, ProgressCallback
+from mstore.terms.ids import PackId
+from mstore.terms.report import Progress, ProgressCallback
 from mstore.upkeep.backup import source
-from mstore.upkeep.check.findings import Findings, typed
+from mstore.upkeep.check.findings import Findings
+from mstore.upkeep.check.packs import payload
 
 R = TypeVar("R")
 Tick = Callable[[int], None]
 """Called with the number of bytes just done."""
-
-
-class Ticks:
-    """Adds up the bytes done, over several files of a phase, and reports them."""
-
-    def __init__(self, report: ProgressCallback | None) -> None:
-        self._report = report
-        self._done = Counter[str]()
-
-    def of(self, phase: str, total: int) -> Tick:
-        """Return the counter of a phase that expects `total` bytes in all."""
-
-        def tick(more: int) -> None:
-            self._done[phase] += more
-            if self._report is not None:
-                done = self._done[phase]
-                self._report(Progress(phase, done, max(total, done)))
-
-        return tick
 
 
 PART = ".part"
@@ -105,8 +86,8 @@ _Failure = tuple[Kind, bytes, Row, Corrupt]
 class Proof:
     """Reads, decodes and hashes the payloads in some packs that rows of an index lead to.
 
-    They are copies: a disk that has lost them (`Unreadable`) is not that of the store, and ends the
-    work as all errors do but damage.
+    They are copies. If they cannot be read (`Unreadable`), it is not the store's disk that fails:
+    that ends the work, like every error but damage.
     """
 
     def __init__(self, index: Index, files: Packs, block_size: int, findings: Findings) -> None:
@@ -157,7 +138,7 @@ class Proof:
                 if row is None or pack_number(row) != pack.number:
                     continue
                 location = index.location(transaction, row)
-                if _told(entry) == _told(location):
+                if located(pack.id, entry) == location:
                     found.append((kind, entry.id, location, row))
                 else:
                     what = "index and pack footer do not agree"
@@ -167,47 +148,22 @@ class Proof:
 
     def _failures(self, group: list[_Payload]) -> list[_Failure]:
         failures = []
-        for kind, id, location, row in group:
+        for kind, id, _, row in group:
             try:
-                self._check(kind, id, location)
+                payload(self._index, self._reader, (kind, id), row)
             except Unreadable:
                 raise
             except Corrupt as error:
                 failures.append((kind, id, row, error))
         return failures
 
-    def _check(self, kind: Kind, id: bytes, location: Location) -> None:
-        if kind != Kind.BLOCK:
-            self._reader.record(typed(kind, id), location)
-            return
-        base = None if location.base == NO_BASE else self._base(BlockId(location.base))
-        self._reader.block(BlockId(id), location, base)
-
-    def _base(self, block: BlockId) -> Buffer:
-        with self._index.env.read() as transaction:
-            location = self._index.block(transaction, block)
-        if location is None or location.base != NO_BASE:
-            raise Corrupt(f"its base {block.short} is missing")
-        return self._reader.block(block, location)
-
-
-def _told(place: Entry | Location) -> tuple[object, ...]:
-    return (
-        place.offset,
-        place.stored_length,
-        place.raw_length,
-        place.codec,
-        place.width,
-        place.base,
-    )
-
 
 class Moved(Exception):
-    """A pack went while it was copied: the rows of now name it no more."""
+    """A pack was collected while it was copied: no row names it any more."""
 
 
 def attempted(catalog: Catalog, attempt: Callable[[], R]) -> R:
-    """Try until no pack goes meanwhile.  Raises Unavailable if that does not help."""
+    """Try again while packs are collected meanwhile.  Raises Unavailable after many attempts."""
     for _ in range(_ATTEMPTS):
         with suppress(Moved):
             return attempt()
@@ -227,7 +183,7 @@ class Attempt:
         self._catalog = catalog
         self._layout = layout
         self._threads = threads
-        self._ticks = Ticks(progress)
+        self._progress = progress
         self._findings = Findings()
 
     @contextmanager
@@ -247,7 +203,7 @@ class Attempt:
 
     def _copy(self, phase: str, missing: Sequence[NamedPack]) -> dict[PackId, Path]:
         """Return where copies of packs lie in tmp/incoming/, whole."""
-        tick = self._ticks.of(phase, sum(pack.size for pack in missing))
+        tick = self._tick(phase, sum(pack.size for pack in missing))
         found = {}
         for pack in missing:
             path = staged(self._layout.incoming, pack.id)
@@ -258,18 +214,33 @@ class Attempt:
             try:
                 copy(self._catalog.places[pack.place], pack.id, path, tick)
             except Corrupt as error:
-                if not source.names(self._catalog.index, pack.id):
-                    raise Moved from error
+                index = self._catalog.index
+                index.env.refresh()
+                with index.env.read() as transaction:
+                    if index.pack_number(transaction, pack.id) is None:
+                        raise Moved from error
                 self._lose(pack.id, error)
             else:
                 found[pack.id] = path
         return found
+
+    def _tick(self, phase: str, total: int) -> Tick:
+        """Return what adds up the bytes done of a phase that expects so many, and reports them."""
+        done = 0
+
+        def tick(more: int) -> None:
+            nonlocal done
+            done += more
+            if self._progress is not None:
+                self._progress(Progress(phase, done, max(total, done)))
+
+        return tick
 
     def _lose(self, pack: PackId, error: Corrupt) -> None:
         """Go on without a pack that the source has lost."""
         self._findings.tell_pack(pack, error.what)
 
     def _prove(self, index: Index, copies: Sequence[NamedPack], files: Packs) -> None:
-        tick = self._ticks.of("verify", sum(pack.size for pack in copies))
+        tick = self._tick("verify", sum(pack.size for pack in copies))
         proof = Proof(index, files, self._layout.block_size, self._findings)
         proof.run(copies, tick, threads=self._threads)

@@ -29,7 +29,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.leases import Lease
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
-from mstore.terms.ids import PackId, SnapshotId
+from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call
 from mstore.upkeep.check.findings import Findings
 from mstore.upkeep.check.graph import Graph
@@ -37,16 +37,9 @@ from mstore.upkeep.check.graph import Graph
 
 def require_sound(catalog: Catalog) -> None:
     """Raise Corrupt if the index is outdated: a copy would make the loss permanent."""
-    why = _doubt(catalog)
-    if why is not None:
-        # Check again with the current index: others may have published meanwhile.
-        why = _doubt(catalog)
+    why = generation.lasting_doubt(catalog.layout, catalog.index, catalog.packs)
     if why is not None:
         raise Corrupt(why, where=str(catalog.layout.index), hint=call("reindex"))
-
-
-def _doubt(catalog: Catalog) -> str | None:
-    return generation.doubt(catalog.layout, catalog.index, catalog.packs, with_packs=True)
 
 
 def require_outside(layout: Layout, target: Path) -> None:
@@ -71,13 +64,6 @@ def held(catalog: Catalog, purpose: str) -> Iterator[None]:
     finally:
         if lease is not None:
             lease.release()
-
-
-def names(index: Index, pack: PackId) -> bool:
-    """Return whether the index currently names this pack."""
-    index.env.refresh()
-    with index.env.read() as transaction:
-        return index.pack_number(transaction, pack) is not None
 
 
 def copy_rows(source: Index, target: Index) -> list[NamedPack]:

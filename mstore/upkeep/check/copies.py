@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -28,20 +28,19 @@ from mstore.blocks.packs import NO_BASE, Entry, Kind
 from mstore.blocks.reader import BlockReader, located
 from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
 from mstore.checkpoint.exclusion import Exclusion
-from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.store import layout as layouts
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.store.objects.tensor import BYTES, Tensor
+from mstore.store.objects.tensor import BYTES, Tensor, partition
 from mstore.terms.errors import BadCheckpoint, Corrupt
 from mstore.terms.ids import BlockId, Buffer, PackId
-from mstore.upkeep.check.findings import typed
+from mstore.upkeep.check.findings import typed_id
 
 Tick = Callable[[int], None]
 """Called with the number of bytes just read."""
 
 
-class Form(NamedTuple):
+class Form(msgspec.Struct, frozen=True):
     """How a block is stored: element width, codec (None if unknown), base of a delta."""
 
     width: int
@@ -129,7 +128,7 @@ class PackCopies:
     ) -> Buffer:
         kind, id = key
         if kind != Kind.BLOCK:
-            return reader.record(typed(kind, id), at)
+            return reader.record(typed_id(kind, id), at)
         base = None if at.base == NO_BASE else self._base(reader, BlockId(at.base), bases)
         return reader.block(BlockId(id), at, base)
 

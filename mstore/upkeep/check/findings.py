@@ -21,10 +21,9 @@ from mstore.blocks.packs import Kind
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import Record
-from mstore.store.objects.coverage import Coverage
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.note import Note
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import Coverage, Plan
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.errors import Corrupt, NotFound, Unreadable
@@ -147,7 +146,7 @@ class Findings:
                 self.unreadable.add((kind, bytes(id)))
 
 
-def typed(kind: Kind, id: bytes) -> Id:
+def typed_id(kind: Kind, id: bytes) -> Id:
     """Return the id in its own type."""
     return BlockId(id) if kind == Kind.BLOCK else RECORDS[kind].id_type(id)
 
@@ -175,16 +174,9 @@ class AffectedTensors:
         self._findings = findings
         self._blocks: dict[bytes, bool] = {}
         self._tensors: dict[TensorId, int] = {}
-        self._numbers = self._damaged_numbers()
-
-    def _damaged_numbers(self) -> set[int]:
-        index = self._catalog.index
-        with index.env.read() as transaction:
-            return {
-                number
-                for pack in self._findings.packs
-                if (number := index.pack_number(transaction, pack)) is not None
-            }
+        with catalog.index.env.read() as transaction:
+            numbers = [catalog.index.pack_number(transaction, pack) for pack in findings.packs]
+        self._damaged = {number for number in numbers if number is not None}
 
     def all(
         self, names: dict[str, refs.Ref], pruned: AbstractSet[SnapshotId]
@@ -251,7 +243,7 @@ class AffectedTensors:
                 under = self._catalog.index.row(transaction, (Kind.BLOCK, base))
             if self._is_lost(BlockId(base), under):
                 return True
-        if pack_number(row) not in self._numbers:
+        if pack_number(row) not in self._damaged:
             return False
         try:
             self._catalog.read_block(block)

@@ -23,8 +23,7 @@ from mstore.store.layout import Layout
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call, phrase
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.upkeep.check import index_file
 from mstore.upkeep.check.findings import Affected, AffectedTensors, Findings, Problem
 from mstore.upkeep.check.graph import Graph
@@ -113,7 +112,7 @@ class Checker:
 
     def run(self) -> CheckReport:
         """Check everything.  Raises Corrupt if the index cannot be walked at all."""
-        with closing(Catalog(self._layout)) as catalog:
+        with closing(Catalog.opened(self._layout)) as catalog:
             with catalog.index.env.read():
                 found = index_file.faults(self._layout, catalog.index.env.opened())
             index_file.refuse(self._layout, found)
@@ -133,7 +132,8 @@ class Checker:
         self._settle(catalog)
         graph = _confirmed(catalog, graph)
         findings.take(graph.findings)
-        findings.garbage += self._leftovers()
+        root, left = self._layout.root, leases.garbage(self._layout)
+        findings.garbage += [str(path.relative_to(root)) for path in left]
         return self._report(catalog, totals, graph, bytes_read, began)
 
     def _index(self, catalog: Catalog) -> None:
@@ -142,10 +142,7 @@ class Checker:
         for table, key in catalog.index.unsound():
             kind, name = table.subject(key)
             findings.tell(kind, name, "the row does not match its check")
-        why = _doubt(catalog)
-        if why is not None:
-            # Check again with the current index: others publish meanwhile.
-            why = _doubt(catalog)
+        why = generation.lasting_doubt(catalog.layout, catalog.index, catalog.packs)
         if why is not None:
             findings.tell("index", str(catalog.layout.index), why)
         findings.is_index_wrong = bool(findings.problems)
@@ -236,10 +233,6 @@ class Checker:
             named = {pack.id for pack in packs if pack.number in numbers}
         return named | set(self.findings.packs)
 
-    def _leftovers(self) -> list[str]:
-        root = self._layout.root
-        return [str(path.relative_to(root)) for path in leases.garbage(self._layout)]
-
     def _hint(self, catalog: Catalog, refs: Container[str], lost: Collection[str]) -> Phrase | None:
         findings = self.findings
         if not findings.problems:
@@ -262,10 +255,6 @@ class Checker:
         if names and all(name in refs for name in names):
             return as_phrase(call("remove", names[0]))
         return as_phrase(call("reindex"))
-
-
-def _doubt(catalog: Catalog) -> str | None:
-    return generation.doubt(catalog.layout, catalog.index, catalog.packs, with_packs=True)
 
 
 def _repaired(read_data: bool, lost: Collection[str]) -> Phrase:

@@ -17,9 +17,8 @@ from mstore.store import listing, mirror, pack_list, refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import Manifest, Part
 from mstore.store.objects.plan import Plan
-from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import Corrupt, NotFound
 from mstore.terms.ids import Id, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.terms.phrases import few
@@ -88,7 +87,12 @@ class Graph:
         except (NotFound, Corrupt) as error:
             self._lost(Kind.SNAPSHOT, id, error, "")
             return
-        self._own_rows(id, record)
+        with self._index.env.read() as transaction:
+            do_agree = listing.agree(self._index, transaction, id, record)
+        if not do_agree:
+            self.findings.incomplete.add(bytes(id))
+            what = "its rows in the index do not agree with its record"
+            self.findings.tell("snapshot", id.hex(), what)
         for parent in record.parents:
             if parent.snapshot_id() not in known:
                 self.findings.incomplete.add(parent.snapshot)
@@ -110,14 +114,6 @@ class Graph:
         plan = self._catalog.record(Plan, id)
         for manifest in (expert.manifest_id() for expert in plan.inputs):
             self._manifest(manifest, f"plan {id.short}", with_contents=True)
-
-    def _own_rows(self, id: SnapshotId, record: SnapshotRecord) -> None:
-        with self._index.env.read() as transaction:
-            do_agree = listing.agree(self._index, transaction, id, record)
-        if not do_agree:
-            self.findings.incomplete.add(bytes(id))
-            what = "its rows in the index do not agree with its record"
-            self.findings.tell("snapshot", id.hex(), what)
 
     def _require(self, kind: Kind, id: Id, where: str) -> bool:
         with self._index.env.read() as transaction:

@@ -153,7 +153,7 @@ _INDEX: Final = "the old index"
 _REFLOG: Final = "its reflog"
 
 
-class _Word(msgspec.Struct, frozen=True):
+class _Statement(msgspec.Struct, frozen=True):
     """A statement: this ref, or none, as of a generation. rank: breaks ties of generations."""
 
     generation: int
@@ -162,7 +162,7 @@ class _Word(msgspec.Struct, frozen=True):
     ref: Ref | None
 
 
-class Names(msgspec.Struct, frozen=True):
+class ChosenRefs(msgspec.Struct, frozen=True):
     """The refs to restore.
 
     removed: names that have a reflog and no ref. generation: the latest that any witness states.
@@ -175,7 +175,7 @@ class Names(msgspec.Struct, frozen=True):
     remarks: list[str]
 
 
-def settle(layout: Layout, old: OldIndex) -> Names:
+def choose_refs(layout: Layout, old: OldIndex) -> ChosenRefs:
     """Choose the refs from all witnesses."""
     remarks = []
     mirrors: list[tuple[str, Mirror]] = []
@@ -200,27 +200,29 @@ def settle(layout: Layout, old: OldIndex) -> Names:
     settled: dict[str, Ref] = {}
     removed = set()
     for name in sorted(names):
-        words = sorted(_words(name, mirrors, old, index_generation), key=_order, reverse=True)
-        if not words:
+        statements = sorted(
+            _statements(name, mirrors, old, index_generation), key=_order, reverse=True
+        )
+        if not statements:
             continue
-        chosen = words[0]
+        chosen = statements[0]
         if chosen.ref is not None:
             settled[name] = chosen.ref
         elif name in old.moves:
             removed.add(name)
         others = [
-            word
-            for word in words[1:]
-            if word.ref != chosen.ref
-            and word.witness != _REFLOG
-            and not _is_explained(word, chosen, old.moves.get(name))
+            one
+            for one in statements[1:]
+            if one.ref != chosen.ref
+            and one.witness != _REFLOG
+            and not _is_explained(one, chosen, old.moves.get(name))
         ]
         if others:
-            remarks.append(f"{name}: taken from {_told(chosen)}; {'; '.join(map(_told, others))}")
+            remarks.append(f"{name}: taken from {_shown(chosen)}; {'; '.join(map(_shown, others))}")
     told = [found.generation for _, found in mirrors]
     # Whoever wrote a list for the next commit saw the one before it.
     told += [mirror.replaced_by(layout), pack_list.newest(layout) - 1]
-    return Names(
+    return ChosenRefs(
         refs=settled,
         removed=removed,
         generation=max([*told, index_generation], default=0),
@@ -235,30 +237,30 @@ def _index_generation(old: OldIndex) -> int:
     return max((move.generation for move in old.moves.values()), default=0)
 
 
-def _words(
+def _statements(
     name: str, mirrors: list[tuple[str, Mirror]], old: OldIndex, generation: int
-) -> Iterator[_Word]:
+) -> Iterator[_Statement]:
     for witness, found in mirrors:
-        yield _Word(found.generation, 2, witness, found.refs.get(name))
+        yield _Statement(found.generation, 2, witness, found.refs.get(name))
     if name in old.refs or old.are_refs_whole:
-        yield _Word(generation, 1, _INDEX, old.refs.get(name))
+        yield _Statement(generation, 1, _INDEX, old.refs.get(name))
     move = old.moves.get(name)
     if move is not None:
         ref = None if move.new is None else Ref(move.kind, move.new)
-        yield _Word(move.generation, 0, _REFLOG, ref)
+        yield _Statement(move.generation, 0, _REFLOG, ref)
 
 
-def _is_explained(word: _Word, chosen: _Word, last: Move | None) -> bool:
+def _is_explained(one: _Statement, chosen: _Statement, last: Move | None) -> bool:
     """Return whether the reflog explains the change from one state to the other."""
-    if last is None or not word.generation < last.generation <= chosen.generation:
+    if last is None or not one.generation < last.generation <= chosen.generation:
         return False
     return last.new == (None if chosen.ref is None else chosen.ref.snapshot)
 
 
-def _order(word: _Word) -> tuple[int, int]:
-    return word.generation, word.rank
+def _order(one: _Statement) -> tuple[int, int]:
+    return one.generation, one.rank
 
 
-def _told(word: _Word) -> str:
-    what = "no such ref" if word.ref is None else f"{word.ref.kind} {word.ref.snapshot_id().short}"
-    return f"{word.witness} ({what}, generation {word.generation})"
+def _shown(one: _Statement) -> str:
+    what = "no such ref" if one.ref is None else f"{one.ref.kind} {one.ref.snapshot_id().short}"
+    return f"{one.witness} ({what}, generation {one.generation})"

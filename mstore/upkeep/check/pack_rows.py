@@ -25,9 +25,9 @@ from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId, Buffer, ManifestId, PackId, TensorId
 from mstore.terms.phrases import call, phrase
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.upkeep.check.findings import typed
+from mstore.terms.report import Progress, ProgressCallback
 from mstore.upkeep.check.old_index import OldIndex
+from mstore.upkeep.check.packs import payload
 
 
 class PackRows:
@@ -154,26 +154,9 @@ class PackRows:
         for row in found:
             if (base_of(row) is not None) == is_delta:
                 with suppress(Corrupt):
-                    self._payload(key, row)
+                    payload(self._index, self._reader, key, row)
                     return row
         return None
-
-    def _payload(self, key: Key, row: Row) -> Buffer:
-        """Read and check the plain bytes that a row leads to. Raises Corrupt, StorageFailed."""
-        kind, id = key
-        with self._index.env.read() as transaction:
-            location = self._index.location(transaction, row)
-            base = base_of(row)
-            under = None if base is None else self._index.row(transaction, (Kind.BLOCK, base))
-        if kind != Kind.BLOCK:
-            return self._reader.record(typed(kind, id), location)
-        plain = None
-        if base is not None:
-            if under is None or base_of(under) is not None:
-                raise Corrupt("its base is missing", where=id.hex())
-            self._reader.check_lengths(BlockId(id), location)
-            plain = self._payload((Kind.BLOCK, base), under)
-        return self._reader.block(BlockId(id), location, plain)
 
     def _leave_out_orphans(self) -> None:
         """Drop deltas whose base is missing, or cannot be one."""
@@ -207,7 +190,7 @@ class PackRows:
         if row is None:
             return None
         try:
-            return self._payload((kind, id), row)
+            return payload(self._index, self._reader, (kind, id), row)
         except Corrupt:
             return None
 

@@ -18,16 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Location, Row, base_of, pack_number, raw_length
+from mstore.blocks.location import Key, Location, Row, base_of, pack_number, raw_length
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackGone
+from mstore.blocks.reader import BlockReader, located
+from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import decode
 from mstore.store.objects.tensor import Tensor, VirtualTensor
-from mstore.terms.ahead import in_groups, in_order
 from mstore.terms.errors import Corrupt, Unreadable
-from mstore.terms.ids import BlockId, PackId
-from mstore.upkeep.check.findings import RECORDS, Findings
+from mstore.terms.ids import BlockId, Buffer, PackId
+from mstore.upkeep.check.findings import RECORDS, Findings, typed_id
 
 
 @dataclass(slots=True)
@@ -95,15 +97,10 @@ class Footers:
             named.update(counted)
             if counted.keys() - numbers:
                 self._unknown_pack(batch, numbers)
-        self._totals.blocks, self._totals.records = (
-            self._count("blocks"),
-            self._count("records"),
-        )
-        return named
-
-    def _count(self, database: str) -> int:
         with self._index.env.read() as transaction:
-            return self._index.count(transaction, database)
+            self._totals.blocks = self._index.count(transaction, "blocks")
+            self._totals.records = self._index.count(transaction, "records")
+        return named
 
     def _unknown_pack(self, batch: list[tuple[int, bytes, Row]], numbers: set[int]) -> None:
         with self._index.env.read() as transaction:
@@ -111,14 +108,9 @@ class Footers:
             fresh = {pack_number(row) for _, _, row in batch} - numbers
             unknown = {n for n in fresh if not self._index.has_number(transaction, n)}
         for kind, id, row in batch:
-            # A pack that was added meanwhile is not a problem.
             number = pack_number(row)
-            if number in unknown and not self._is_numbered(number):
+            if number in unknown:
                 self._tell(kind, id, row, f"the index names an unknown pack {number}")
-
-    def _is_numbered(self, number: int) -> bool:
-        with self._index.env.read() as transaction:
-            return self._index.has_number(transaction, number)
 
     def _tell(self, kind: int, id: bytes, row: Row, what: str) -> None:
         try:
@@ -168,15 +160,7 @@ class Footers:
         return footer.entries
 
     def _compare(self, kind: Kind, entry: Entry, row: Row, location: Location) -> None:
-        told = (entry.offset, entry.stored_length, entry.raw_length, entry.codec, entry.width)
-        mine = (
-            location.offset,
-            location.stored_length,
-            location.raw_length,
-            location.codec,
-            location.width,
-        )
-        if told != mine or entry.base != location.base:
+        if located(location.pack, entry) != location:
             what = "index and pack footer do not agree"
             self._findings.tell_row(kind, entry.id, row, what)
             return
@@ -224,6 +208,27 @@ class Footers:
                 if number in footers and (kind, id) not in footers[number]:
                     what = f"not in the footer of pack {suspects[number].short}"
                     self._tell(kind, id, row, what)
+
+
+def payload(index: Index, reader: BlockReader, key: Key, row: Row) -> Buffer:
+    """Return the plain bytes that a row leads to, checked against the id.
+
+    The reader may be of packs that no catalog has yet.  Raises Corrupt, StorageFailed.
+    """
+    kind, id = key
+    with index.env.read() as transaction:
+        location = index.location(transaction, row)
+        base = base_of(row)
+        under = None if base is None else index.row(transaction, (Kind.BLOCK, base))
+    if kind != Kind.BLOCK:
+        return reader.record(typed_id(kind, id), location)
+    plain = None
+    if base is not None:
+        if under is None or base_of(under) is not None:
+            raise Corrupt(f"its base {BlockId(base).short} is missing", where=id.hex())
+        reader.check_lengths(BlockId(id), location)
+        plain = payload(index, reader, (Kind.BLOCK, base), under)
+    return reader.block(BlockId(id), location, plain)
 
 
 def check_record(catalog: Catalog, kind: Kind, id: bytes, location: Location) -> None:

@@ -22,8 +22,9 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from mstore import fs
 from mstore.blocks import lmdb_env
@@ -34,21 +35,20 @@ from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, Source, Sources
 from mstore.snapshots import notes
-from mstore.store import leases, listing, memo, mirror, pack_list, refs, unnamed
+from mstore.store import leases, listing, memo, mirror, pack_list, refs, unnamed_packs
 from mstore.store.catalog import now_ns
 from mstore.store.config import Config
 from mstore.store.layout import Layout, locate, require_local, require_writable
 from mstore.store.objects.canonical import decode
 from mstore.store.objects.note import Note
 from mstore.store.objects.snapshot import BASE, COMPANION, EXPERT, SnapshotRecord
-from mstore.store.ref_store import refs_in
+from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, Corrupt, MstoreError
 from mstore.terms.ids import Buffer, PackId, PlanId, SnapshotId
 from mstore.terms.phrases import call, phrase
-from mstore.terms.progress import ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.check import old_index, pack_rows
-from mstore.upkeep.check.old_index import Names, OldIndex, settle
+from mstore.upkeep.check.old_index import ChosenRefs, OldIndex, choose_refs
 from mstore.upkeep.check.pack_rows import PackRows
 
 _DATA = "data.mdb"
@@ -111,7 +111,7 @@ def reindex(
             packs = PackFiles(layout.packs)
             index = Index(workplace / "index", create=True)
             try:
-                returned = unnamed.bring_back(layout, packs, pack_rows.fits)
+                returned = unnamed_packs.bring_back(layout, packs, pack_rows.fits)
                 built = _Building(layout, index, packs, old, returned, progress).run()
                 _list_packs(layout, index, packs)
             finally:
@@ -127,18 +127,9 @@ def reindex(
             size = index.env.file_bytes()
         finally:
             index.close()
-    return ReindexReport(
-        packs=built.packs,
-        blocks=built.blocks,
-        records=built.records,
-        snapshots=built.snapshots,
-        refs=built.refs,
-        recovered=tuple(built.recovered),
-        pruned=built.pruned,
-        old_index=old is not None and bool(old.refs or old.reflog),
-        reflog_moves=built.reflog_moves,
+    return replace(
+        built,
         index_bytes=size,
-        remarks=tuple(built.remarks),
         kept_index=None if kept is None else str(kept),
         seconds=time.monotonic() - began,
     )
@@ -249,7 +240,7 @@ def _put_in_place(layout: Layout, workplace: Path, *, keep: bool) -> Path | None
     fs.exchange(fresh, layout.index)
     fs.sync_directory(layout.root)
     if keep and (fresh / _DATA).exists():
-        return unnamed.keep_index(layout, fresh)
+        return unnamed_packs.keep_index(layout, fresh)
     return None
 
 
@@ -259,19 +250,6 @@ def _forget_requests(layout: Layout) -> None:
         return
     with suppress(MstoreError):
         memo.forget_requests(layout.memo)
-
-
-@dataclass(slots=True)
-class _Built:
-    packs: int
-    blocks: int
-    records: int
-    snapshots: int
-    refs: int
-    pruned: int
-    reflog_moves: int
-    recovered: list[str]
-    remarks: list[str]
 
 
 class _Building:
@@ -295,16 +273,18 @@ class _Building:
         if returned:
             self._remarks.append(f"packs taken back from lost+found: {len(returned)}")
 
-    def run(self) -> _Built:
-        """Fill the index."""
+    def run(self) -> ReindexReport:
+        """Fill the index; report all but its size, what becomes of the old one, and the time."""
         packs = self._packs.fill()
         self._remarks += self._packs.remarks
-        settled = settle(self._layout, self._old)
-        self._remarks += settled.remarks
-        self._tell_lost_moves(settled)
-        self._begin_generation(settled)
-        snapshots = self._snapshots(self._collected(settled))
-        names, moves = self._refs(settled, set(snapshots))
+        chosen = choose_refs(self._layout, self._old)
+        self._remarks += chosen.remarks
+        self._tell_lost_moves(chosen)
+        with self._index.env.write() as transaction:
+            # Later than any that a witness states, so that nothing looks newer.
+            self._index.set_generation(transaction, chosen.generation + 1)
+        snapshots = self._snapshots(self._collected(chosen))
+        names = self._refs(chosen, set(snapshots))
         recovered = self._recover(snapshots, names)
         names.update(recovered)
         self._plans(snapshots, names)
@@ -313,35 +293,34 @@ class _Building:
             blocks, records = (
                 self._index.count(transaction, name) for name in ("blocks", "records")
             )
-        return _Built(
-            packs,
-            blocks,
-            records,
-            len(snapshots),
-            len(names),
-            pruned,
-            moves,
-            list(recovered),
-            self._remarks,
+        return ReindexReport(
+            packs=packs,
+            blocks=blocks,
+            records=records,
+            snapshots=len(snapshots),
+            refs=len(names),
+            pruned=pruned,
+            old_index=bool(self._old.refs or self._old.reflog),
+            reflog_moves=len(self._old.reflog),
+            index_bytes=0,
+            recovered=tuple(recovered),
+            remarks=tuple(self._remarks),
+            kept_index=None,
+            seconds=0.0,
         )
 
-    def _begin_generation(self, settled: Names) -> None:
-        """Set a generation later than any that a witness states, so that nothing looks newer."""
-        with self._index.env.write() as transaction:
-            self._index.set_generation(transaction, settled.generation + 1)
-
-    def _tell_lost_moves(self, settled: Names) -> None:
+    def _tell_lost_moves(self, chosen: ChosenRefs) -> None:
         known = self._old.generation
-        if known is not None and known < settled.generation:
+        if known is not None and known < chosen.generation:
             self._remarks.append(
-                f"reflogs end at generation {known} of {settled.generation}: later moves are lost, "
+                f"reflogs end at generation {known} of {chosen.generation}: later moves are lost, "
                 "and what was removed since may be a branch recovered/... now"
             )
 
-    def _collected(self, settled: Names) -> set[bytes]:
+    def _collected(self, chosen: ChosenRefs) -> set[bytes]:
         """Return snapshots that the old index no longer had, if it is the latest witness."""
         old = self._old
-        if old.snapshots is None or old.generation is None or old.generation < settled.generation:
+        if old.snapshots is None or old.generation is None or old.generation < chosen.generation:
             return set()
         known = old.packs - self._returned
         return {id for id, packs in self._packs.homes.items() if packs <= known} - old.snapshots
@@ -386,15 +365,15 @@ class _Building:
             self._remarks.append(f"{kind.name.lower()} {id.hex()} is unreadable")
         return data
 
-    def _refs(self, settled: Names, known: set[SnapshotId]) -> tuple[dict[str, refs.Ref], int]:
+    def _refs(self, chosen: ChosenRefs, known: set[SnapshotId]) -> dict[str, refs.Ref]:
         """Insert the chosen refs, and the old index's reflogs with a move to the chosen state."""
         old, index = self._old, self._index
         with index.env.write() as transaction:
             for key, move in old.reflog.items():
                 index.put(transaction, REFLOG, key, move)
-            for name in settled.removed:
+            for name in chosen.removed:
                 self._restore(transaction, name, None, old.moves[name].new)
-            for name, ref in sorted(settled.refs.items()):
+            for name, ref in sorted(chosen.refs.items()):
                 if ref.snapshot_id() not in known:
                     what = f"{name} is at {ref.snapshot_id()}, which is in no pack"
                     self._remarks.append(
@@ -402,7 +381,7 @@ class _Building:
                     )
                 last = old.moves[name].new if name in old.moves else None
                 self._restore(transaction, name, ref, last)
-        return dict(settled.refs), len(old.reflog)
+        return dict(chosen.refs)
 
     def _restore(
         self,
@@ -428,7 +407,9 @@ class _Building:
         old = self._old
         told: set[bytes | None] = set(old.snapshots or ()) if old.are_refs_whole else set()
         if old.are_refs_whole or old.is_reflog_whole:
-            told |= {id for move in self._reflog() for id in (move.old, move.new)}
+            with self._index.env.read() as transaction:
+                for _, move in refs_in(self._index, transaction).reflogs():
+                    told |= {move.old, move.new}
         parents = {p.snapshot_id() for record in snapshots.values() for p in record.parents}
         named = {ref.snapshot_id() for ref in names.values()}
         directory = "recovered"
@@ -459,10 +440,6 @@ class _Building:
                 )
             )
         return found
-
-    def _reflog(self) -> list[refs.Move]:
-        with self._index.env.read() as transaction:
-            return [move for _, move in refs_in(self._index, transaction).reflogs()]
 
     def _plans(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
@@ -509,13 +486,8 @@ class _Building:
         with self._index.env.write() as transaction:
             for id, time_ns in pruned.items():
                 self._index.put(transaction, PRUNED, id, time_ns)
-            self._pins(transaction, snapshots)
+            for id, time_ns in self._old.pinned.items():
+                # The newest copies of its blocks are raw.
+                if id in snapshots:
+                    self._index.put(transaction, PINNED, id, time_ns)
         return len(pruned)
-
-    def _pins(
-        self, transaction: IndexTransaction, snapshots: dict[SnapshotId, SnapshotRecord]
-    ) -> None:
-        """Mark the snapshots that the old index says are pinned: their newest copies are raw."""
-        for id, time_ns in self._old.pinned.items():
-            if id in snapshots:
-                self._index.put(transaction, PINNED, id, time_ns)

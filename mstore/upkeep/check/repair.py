@@ -23,13 +23,11 @@ from pathlib import Path
 
 from mstore.blocks import codecs, location
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
-from mstore.blocks.index import Index
-from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Location, Row, base_of, pack_number
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import Kind
 from mstore.snapshots import notes
-from mstore.store import leases, listing, pack_list, unnamed
+from mstore.store import leases, listing, pack_list, unnamed_packs
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.objects.canonical import decode
@@ -38,10 +36,9 @@ from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.terms.errors import Corrupt, Incompatible, NotFound, Unreadable
 from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.terms.phrases import call
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.upkeep.check.copies import Copies, Copy, Form, PackCopies, copies_at
-from mstore.upkeep.check.findings import Findings, typed
+from mstore.upkeep.check.findings import Findings, typed_id
 from mstore.upkeep.check.fsck import Checker, CheckReport, Scope
 
 _DROPS = 3
@@ -115,7 +112,7 @@ class Repair:
                 hint=call("reindex"),
             )
         if before.problems:
-            with closing(Catalog(self._layout)) as catalog:
+            with closing(Catalog.opened(self._layout)) as catalog:
                 damage = self._healing(catalog, checker.findings)
                 for _ in range(_DROPS):
                     condemned += self._give_up(catalog, damage)
@@ -190,10 +187,10 @@ class Repair:
                     shelf.put(copy, damage.rows[copy.key])
             healed = shelf.publish(damage)
         except BaseException:
-            shelf.abandon()
+            shelf.packs.abandon()
             raise
         self._healed += sorted(healed)
-        self._written += shelf.bytes_written
+        self._written += shelf.packs.bytes_written
         damage.remove(healed)
         return bool(healed)
 
@@ -208,7 +205,7 @@ class Repair:
             if kind == Kind.BLOCK:
                 catalog.read_block(BlockId(id), location)
             else:
-                catalog.record_bytes(typed(kind, id), location)
+                catalog.record_bytes(typed_id(kind, id), location)
             stored = catalog.packs.read(location.pack, location.offset, location.stored_length)
         except Corrupt as error:
             if isinstance(error, Unreadable):
@@ -236,7 +233,8 @@ class Repair:
                 pack_list.add(catalog.layout, index, (), catalog.packs.is_there)
         snapshots = list(_readable(catalog, damage.incomplete))
         noted = notes.stored(catalog)
-        dropped, condemned = [], []
+        dropped: list[Key] = []
+        condemned: list[PackId] = []
         with catalog.committing() as transaction:
             for key, row in damage.can_be_dropped().items():
                 if index.delete_row_if(transaction, key, row):
@@ -244,14 +242,16 @@ class Repair:
             for snapshot in snapshots:
                 listing.insert(index, transaction, snapshot)
             for kind, id in damage.rows:
-                if kind == Kind.SNAPSHOT:
-                    _unlist_if_lost(index, transaction, SnapshotId(id))
+                # Healing the record of a snapshot lists it again.
+                if kind == Kind.SNAPSHOT and not index.has_record(transaction, kind, id):
+                    listing.unlist(index, transaction, SnapshotId(id))
             notes.list_again(index, transaction, noted.values())
-            condemned = [
-                pack
-                for pack in sorted(damage.packs)
-                if _condemn(catalog, transaction, pack, damage.kept_numbers())
-            ]
+            kept = damage.kept_numbers()
+            for pack in sorted(damage.packs):
+                number = index.pack_number(transaction, pack)
+                if number is not None and number not in kept:
+                    unnamed_packs.condemn(index, transaction, pack)
+                    condemned.append(pack)
         self._dropped += sorted(dropped)
         return condemned
 
@@ -330,14 +330,9 @@ class _Shelf:
 
     def __init__(self, catalog: Catalog, lease: leases.Lease, max_pack: int) -> None:
         self._catalog = catalog
-        self._packs = NewPacks(catalog, lease.directory, prefix="r", max_pack=max_pack)
+        self.packs = NewPacks(catalog, lease.directory, prefix="r", max_pack=max_pack)
         self._snapshots: list[SnapshotRecord] = []
         self.keys: set[Key] = set()
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of the sealed packs."""
-        return sum(pack.size for pack in self._packs.sealed)
 
     def put(self, copy: Copy, row: Row | None) -> None:
         """Add a copy from elsewhere, encoded as its row says, or else as in its source.
@@ -351,7 +346,7 @@ class _Shelf:
             self._put_record(copy.key, bytes(copy.data))
             return
         encoded = self._encoded(copy, _form(row, len(copy.data)) or copy.form)
-        self._packs.writer.append_encoded(id, encoded, copy.file, copy.offset)
+        self.packs.writer.append_encoded(id, encoded, copy.file, copy.offset)
         self.keys.add(copy.key)
 
     def _encoded(self, copy: Copy, form: Form) -> Encoded:
@@ -375,24 +370,15 @@ class _Shelf:
         kind, id = key
         if kind == Kind.SNAPSHOT:
             self._snapshots.append(decode(SnapshotRecord, data, id.hex()))
-        self._packs.writer.append_small(id, kind, Codec.RAW, 1, data, len(data))
+        self.packs.writer.append_small(id, kind, Codec.RAW, 1, data, len(data))
         self.keys.add(key)
 
     def put_as_it_is(self, key: Key, location: Location, payload: bytes) -> None:
         """Add a payload of this store that was found whole in a damaged pack."""
-        kind, id = key
-        if kind != Kind.BLOCK:
+        if key[0] != Kind.BLOCK:
             self._put_record(key, payload)
             return
-        encoded = Encoded(
-            Codec(location.codec),
-            location.width,
-            payload,
-            location.raw_length,
-            BlockId(location.base) if Codec(location.codec).is_delta else None,
-        )
-        # Keep the page alignment of the old pack.
-        self._packs.writer.append_encoded(id, encoded, location.pack.hex(), location.offset)
+        self.packs.copy(key, location, payload)
         self.keys.add(key)
 
     def publish(self, damage: Damage) -> set[Key]:
@@ -400,21 +386,17 @@ class _Shelf:
         if not self.keys:
             return set()
         index = self._catalog.index
-        with self._packs.committing() as transaction:
+        with self.packs.committing() as transaction:
             for key in self.keys:
                 row = damage.rows.get(key)
                 if row is not None:
                     index.delete_row_if(transaction, key, row)
-            for pack in self._packs.sealed:
+            for pack in self.packs.sealed:
                 # A row that someone else healed meanwhile stays.
                 index.insert_pack(transaction, pack)
             for snapshot in self._snapshots:
                 listing.insert(index, transaction, snapshot)
         return set(self.keys)
-
-    def abandon(self) -> None:
-        """Remove what is not published."""
-        self._packs.abandon()
 
 
 def _form(row: Row | None, length: int) -> Form | None:
@@ -443,22 +425,6 @@ def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[Snapshot
     for id in sorted(snapshots):
         with suppress(NotFound, Corrupt):
             yield catalog.snapshot(id)
-
-
-def _unlist_if_lost(index: Index, transaction: IndexTransaction, id: SnapshotId) -> None:
-    """Unlist a snapshot whose record is gone; healing the record lists it again."""
-    if not index.has_record(transaction, Kind.SNAPSHOT, id):
-        listing.unlist(index, transaction, id)
-
-
-def _condemn(catalog: Catalog, transaction: IndexTransaction, pack: PackId, kept: set[int]) -> bool:
-    """Condemn a pack: gc removes its file once no one can be reading it."""
-    index = catalog.index
-    number = index.pack_number(transaction, pack)
-    if number is None or number in kept:
-        return False
-    unnamed.condemn(index, transaction, pack)
-    return True
 
 
 def _shown(key: Key) -> str:

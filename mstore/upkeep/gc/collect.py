@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,26 +34,24 @@ from mstore.blocks.location import pack_number
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES, PINNED, PLANS, PRUNED, Condemned
 from mstore.models.stats.store import StatsStore
-from mstore.store import generation, leases, listing, unnamed
+from mstore.store import generation, leases, listing, unnamed_packs
 from mstore.store import layout as layouts
-from mstore.store.catalog import Catalog, now_ns
+from mstore.store.catalog import Catalog
 from mstore.store.leases import Leftover
 from mstore.store.memo import Memo
 from mstore.store.publishing import MAX_PACK_BYTES
 from mstore.store.transaction import RefMove, apply_moves
 from mstore.terms.errors import StorageFailed
-from mstore.terms.ids import PackId, PlanId, SnapshotId
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
+from mstore.terms.ids import PackId, SnapshotId
+from mstore.terms.report import Progress, ProgressCallback, Report
 from mstore.terms.sizes import format_size
 from mstore.upkeep.gc import proof
 from mstore.upkeep.gc.repack import Copies
-from mstore.upkeep.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
-from mstore.upkeep.reachability import NS_A_DAY, Inventory, Reach, Roots
+from mstore.upkeep.gc.survey import DEAD_SHARE, Choice, DeadRows, PackUse, choose, places, uses
+from mstore.upkeep.reachability import Inventory, Reach, Roots, window_start
 
 RESERVE_BYTES = 8 << 20
 """Free space, in bytes, that copies leave to others."""
-NEVER_NS = 1 << 64
 _POLL_SECONDS = 0.05
 
 
@@ -123,19 +122,19 @@ class Limits(msgspec.Struct, frozen=True):
     empty_lost_found: bool = False
 
 
-@dataclass(slots=True)
+@dataclass
 class _Tally:
-    """What a run has done so far."""
+    """What a run has done so far, by the fields of its report."""
 
-    snapshots: list[SnapshotId] = field(default_factory=list)
-    blocks: int = 0
-    records: int = 0
-    plans: int = 0
-    candidates: list[str] = field(default_factory=list)
+    snapshots_dropped: list[SnapshotId] = field(default_factory=list)
+    blocks_dropped: int = 0
+    records_dropped: int = 0
+    plans_dropped: int = 0
+    candidates_dropped: list[str] = field(default_factory=list)
     dropped_bytes: int = 0
-    removed: list[str] = field(default_factory=list)
-    rewritten: list[str] = field(default_factory=list)
-    joined: list[str] = field(default_factory=list)
+    packs_removed: list[str] = field(default_factory=list)
+    packs_rewritten: list[str] = field(default_factory=list)
+    packs_joined: list[str] = field(default_factory=list)
     copied_bytes: int = 0
     freed_bytes: int = 0
     joined_bytes: int = 0
@@ -149,39 +148,21 @@ class _Tally:
     lost_found_bytes: int = 0
     emptied_bytes: int = 0
 
-    def drop(self, dead: Dead) -> None:
-        self.snapshots += dead.snapshots
-        self.blocks += dead.count(Kind.BLOCK)
-        self.records += dead.count(*(kind for kind in Kind if kind != Kind.BLOCK))
-        self.plans += dead.count(Kind.PLAN)
+    def drop(self, dead: DeadRows) -> None:
+        self.snapshots_dropped += dead.snapshots
+        self.blocks_dropped += dead.count(Kind.BLOCK)
+        self.records_dropped += dead.count(*(kind for kind in Kind if kind != Kind.BLOCK))
+        self.plans_dropped += dead.count(Kind.PLAN)
         self.dropped_bytes += dead.stored_bytes
 
     def report(self, *, dry_run: bool, seconds: float) -> GcReport:
-        return GcReport(
-            dry_run=dry_run,
-            snapshots_dropped=tuple(self.snapshots),
-            blocks_dropped=self.blocks,
-            records_dropped=self.records,
-            plans_dropped=self.plans,
-            candidates_dropped=tuple(self.candidates),
-            dropped_bytes=self.dropped_bytes,
-            packs_removed=tuple(sorted(self.removed)),
-            packs_rewritten=tuple(sorted(self.rewritten)),
-            packs_joined=tuple(sorted(self.joined)),
-            copied_bytes=self.copied_bytes,
-            freed_bytes=self.freed_bytes,
-            joined_bytes=self.joined_bytes,
-            dead_bytes=self.dead_bytes,
-            leftover_files=self.leftover_files,
-            leftover_bytes=self.leftover_bytes,
-            waiting_bytes=self.waiting_bytes,
-            waiting_for=tuple(self.waiting_for),
-            left=tuple(self.left),
-            put_aside=tuple(sorted(self.put_aside)),
-            lost_found_bytes=self.lost_found_bytes,
-            emptied_bytes=self.emptied_bytes,
-            seconds=seconds,
-        )
+        for packs in (self.packs_removed, self.packs_rewritten, self.packs_joined, self.put_aside):
+            packs.sort()
+        done: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in vars(self).items()
+        }
+        return GcReport(dry_run=dry_run, seconds=seconds, **done)
 
 
 class Collector:
@@ -198,13 +179,12 @@ class Collector:
         self._catalog = catalog
         self._limits = limits
         self._progress = progress
-        # Zero days keep nothing, whatever the clock says.
-        self._since = now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
+        self._since = window_start(reflog_days)
         self._tally = _Tally()
 
     # -- looking -----------------------------------------------------------------------------
 
-    def _survey(self) -> tuple[Roots, Reach, Dead, Choice]:
+    def _survey(self) -> tuple[Roots, Reach, DeadRows, Choice]:
         catalog = self._catalog
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
@@ -214,12 +194,12 @@ class Collector:
         proof.require_rows(catalog, reach)
         found = uses(reach, catalog.packs)
         choice = choose(found, self._room(), self._limits.dead_share)
-        return roots, reach, Dead.of(reach), choice
+        return roots, reach, DeadRows.of(reach), choice
 
     def _room(self) -> int:
         if self._limits.room is not None:
             return self._limits.room
-        return max(0, self._catalog.packs.room() - RESERVE_BYTES)
+        return max(0, self._catalog.packs.free_bytes() - RESERVE_BYTES)
 
     def dry_run(self) -> GcReport:
         """Report what `run` would do now. Changes nothing."""
@@ -228,36 +208,36 @@ class Collector:
         roots, _, dead, choice = self._survey()
         catalog, tally = self._catalog, self._tally
         tally.drop(dead)
-        tally.candidates += [name for name, _ in roots.expired]
+        tally.candidates_dropped += [name for name, _ in roots.expired]
         tally.left += choice.left
         copied = sum(use.live_bytes for use in choice.rewrite)
         self._count_packs(choice, choice.remove, choice.rewrite, copied)
         self._count_leftovers(leases.leftovers(catalog.layout), [])
         unknown = generation.unknown_packs(catalog.packs, catalog.index)
         self._tally.put_aside += map(bytes.hex, unknown)
-        waiting = unnamed.listed(catalog.index)
-        held = unnamed.holders(catalog.layout, waiting)
+        waiting = unnamed_packs.listed(catalog.index)
+        held = unnamed_packs.holders(catalog.layout, waiting)
         self._count_condemned([pack for pack in waiting if held.isdisjoint(pack.leases)])
         self._count_waiting(waiting, held)
-        tally.lost_found_bytes = unnamed.aside_bytes(catalog.layout)
+        tally.lost_found_bytes = unnamed_packs.aside_bytes(catalog.layout)
         if self._limits.empty_lost_found:
             tally.emptied_bytes, tally.lost_found_bytes = tally.lost_found_bytes, 0
             tally.freed_bytes += tally.emptied_bytes
         return tally.report(dry_run=True, seconds=time.monotonic() - began)
 
     def _count_packs(
-        self, choice: Choice, removed: Iterable[Use], rewritten: Iterable[Use], copied: int
+        self, choice: Choice, removed: Iterable[PackUse], rewritten: Iterable[PackUse], copied: int
     ) -> None:
         tally = self._tally
         tally.dead_bytes = choice.stays
         for use in removed:
-            tally.removed.append(use.pack.hex())
+            tally.packs_removed.append(use.pack.hex())
             tally.freed_bytes += use.size
         for use in rewritten:
-            tally.rewritten.append(use.pack.hex())
+            tally.packs_rewritten.append(use.pack.hex())
             tally.freed_bytes += use.size
             if use.number in choice.joined:
-                tally.joined.append(use.pack.hex())
+                tally.packs_joined.append(use.pack.hex())
                 tally.joined_bytes += use.size - use.live_bytes
         tally.copied_bytes += copied
         tally.freed_bytes -= copied
@@ -292,12 +272,12 @@ class Collector:
                 leftovers = leases.leftovers(catalog.layout)
                 leases.sweep(catalog.layout, catalog.index)
                 self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
-                gone = unnamed.sweep(catalog.layout, catalog.index, catalog.places)
+                gone = unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
                 self._count_condemned(gone)
             if self._limits.empty_lost_found:
                 # Empty it before anything is added: packs that this run moves there must stay
                 # recoverable.
-                tally.emptied_bytes = unnamed.empty_aside(catalog.layout)
+                tally.emptied_bytes = unnamed_packs.empty_aside(catalog.layout)
                 tally.freed_bytes += tally.emptied_bytes
             self._put_unknown_aside()
             again = True
@@ -306,7 +286,7 @@ class Collector:
                 again = self._round() and tally.freed_bytes > freed
             self._wait_for_others()
             tally.left += self._tidy(memo, statistics)
-            tally.lost_found_bytes = unnamed.aside_bytes(catalog.layout)
+            tally.lost_found_bytes = unnamed_packs.aside_bytes(catalog.layout)
         return tally.report(dry_run=False, seconds=time.monotonic() - began)
 
     def _round(self) -> bool:
@@ -362,7 +342,7 @@ class Collector:
             reach.grow(roots, transaction)
             moves = [RefMove(name, ref, None, "gc") for name, ref in roots.expired]
             apply_moves(catalog, transaction, moves)
-            dead = Dead.of(reach)
+            dead = DeadRows.of(reach)
             gone: Counter[int] = Counter()
             for pack in copies.packs.sealed:
                 replaced = catalog.index.move_into(transaction, pack, copies.rows)
@@ -382,14 +362,14 @@ class Collector:
                 why = footers.why_not(transaction, reach, use.pack)
                 if why is None:
                     empty[use.number] = use
-                    unnamed.condemn(catalog.index, transaction, use.pack)
+                    unnamed_packs.condemn(catalog.index, transaction, use.pack)
                 else:
                     tally.left.append(f"pack {use.pack.hex()}: {why}")
         for one in useless:
             with suppress(StorageFailed):
                 catalog.packs.remove(one)
         tally.drop(dead)
-        tally.candidates += [move.name for move in moves]
+        tally.candidates_dropped += [move.name for move in moves]
         self._count_packs(
             choice,
             [use for use in choice.remove if use.number in empty],
@@ -409,12 +389,12 @@ class Collector:
     def _sweep(self) -> list[Condemned]:
         with self._catalog.publishing():
             catalog = self._catalog
-            gone = unnamed.sweep(catalog.layout, catalog.index, catalog.places)
+            gone = unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
         self._catalog.packs.forget_removed()
         return gone
 
     def _count_condemned(self, packs: list[Condemned]) -> None:
-        self._tally.removed += [pack.pack.hex() for pack in packs]
+        self._tally.packs_removed += [pack.pack.hex() for pack in packs]
         self._tally.freed_bytes += sum(pack.size for pack in packs)
 
     def _put_unknown_aside(self) -> None:
@@ -423,7 +403,7 @@ class Collector:
         # Packs get their names under this lock, so none of them is a running writer's.
         with catalog.publishing(packs=True):
             unknown = generation.unknown_packs(catalog.packs, catalog.index)
-            moved = unnamed.put_aside(catalog.layout, catalog.packs, unknown)
+            moved = unnamed_packs.put_aside(catalog.layout, catalog.packs, unknown)
         self._tally.put_aside += map(bytes.hex, moved)
 
     def _wait_for_others(self) -> None:
@@ -432,8 +412,8 @@ class Collector:
         end = time.monotonic() + self._limits.wait
         while True:
             self._sweep()
-            waiting = unnamed.listed(catalog.index)
-            held = unnamed.holders(catalog.layout, waiting)
+            waiting = unnamed_packs.listed(catalog.index)
+            held = unnamed_packs.holders(catalog.layout, waiting)
             if not held or time.monotonic() >= end:
                 break
             time.sleep(_POLL_SECONDS)
@@ -445,18 +425,27 @@ class Collector:
         self._tally.waiting_for = sorted(_purposes(self._catalog, held))
 
     def _tidy(self, memo: Memo, statistics: Callable[[], StatsStore]) -> list[str]:
-        others = leases.live(self._catalog.layout)
-        if others:
+        catalog, index = self._catalog, self._catalog.index
+        if leases.live(catalog.layout):
             return ["memo table and statistics: others are at work"]
-        _tidy_memo(self._catalog, memo)
-        # They may have been removed to make room; opening makes new ones.
-        if self._catalog.layout.stats.exists():
-            _tidy_statistics(self._catalog, statistics())
+        with index.env.read() as transaction:
+            memo.tidy(
+                lambda blocks: index.has_blocks(transaction, blocks),
+                lambda plan: index.has_record(transaction, Kind.PLAN, plan),
+            )
+            # They may have been removed to make room; opening makes new ones.
+            if catalog.layout.stats.exists():
+                statistics().tidy(
+                    lambda tensors: [
+                        index.row(transaction, (Kind.TENSOR, tensor)) is not None
+                        for tensor in tensors
+                    ]
+                )
         return []
 
 
 def _drop_rows(
-    catalog: Catalog, transaction: IndexTransaction, inventory: Inventory, dead: Dead
+    catalog: Catalog, transaction: IndexTransaction, inventory: Inventory, dead: DeadRows
 ) -> Iterator[int]:
     """Delete the rows of the dead if they are unchanged; yield the pack number of each."""
     index = catalog.index
@@ -471,7 +460,7 @@ def _drop_rows(
                 yield pack_number(found)
 
 
-def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: Dead) -> None:
+def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: DeadRows) -> None:
     """Delete all index rows of snapshots that are gone, except their reflogs."""
     index = catalog.index
     for id in dead.snapshots:
@@ -505,32 +494,6 @@ def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
     found = []
     with catalog.index.env.read() as transaction:
         for name in names:
-            told = leases.told(catalog.index, transaction, name)
-            found.append(name if told is None else f"{told.purpose} (process {told.pid})")
+            row = leases.row_of(catalog.index, transaction, name)
+            found.append(name if row is None else f"{row.purpose} (process {row.pid})")
     return found
-
-
-def _tidy_memo(catalog: Catalog, table: Memo) -> None:
-    """Drop outputs whose blocks are gone, and requests whose plan is gone."""
-    index = catalog.index
-    with index.env.read() as transaction:
-
-        def stored(blocks: Sequence[bytes]) -> list[bool]:
-            return index.has_blocks(transaction, blocks)
-
-        def planned(plan: PlanId) -> bool:
-            return index.has_record(transaction, Kind.PLAN, plan)
-
-        table.tidy(stored, planned)
-
-
-def _tidy_statistics(catalog: Catalog, store: StatsStore) -> None:
-    """Drop the statistics of tensors that are gone."""
-    index = catalog.index
-    with index.env.read() as transaction:
-
-        def stored(tensors: Sequence[bytes]) -> list[bool]:
-            rows = (index.row(transaction, (Kind.TENSOR, tensor)) for tensor in tensors)
-            return [row is not None for row in rows]
-
-        store.tidy(stored)

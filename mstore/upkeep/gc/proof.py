@@ -16,7 +16,7 @@ from mstore.blocks.location import Key
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Entry, Kind, SealedPack
 from mstore.blocks.reader import located
-from mstore.store import generation, mirror, unnamed
+from mstore.store import generation, mirror, unnamed_packs
 from mstore.store.catalog import Catalog
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId, PackId
@@ -77,7 +77,7 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
         )
     if not reach.missing:
         return
-    with closing(unnamed.aside_packs(catalog.layout)) as aside:
+    with closing(unnamed_packs.aside_packs(catalog.layout)) as aside:
         for packs in (catalog.packs, aside):
             for pack in packs.listed():
                 _require_none(catalog, reach, packs, pack)

@@ -23,7 +23,7 @@ from mstore.terms.errors import BadRequest, NotFound
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.report import Report
-from mstore.upkeep.reachability import NS_A_DAY, Roots
+from mstore.upkeep.reachability import Roots, window_start
 
 NS_A_SECOND = 1_000_000_000
 
@@ -46,7 +46,7 @@ class PruneReport(Report, frozen=True):
     """how long it took"""
 
 
-class Wish(msgspec.Struct, frozen=True):
+class PruneRules(msgspec.Struct, frozen=True):
     """What to prune: of each branch (all for no names), every snapshot that no rule keeps.
 
     keep_last: the newest so many; the tip always stays. keep_daily, keep_weekly, keep_monthly,
@@ -66,25 +66,24 @@ class Wish(msgspec.Struct, frozen=True):
     unnamed_inputs: bool = False
 
 
-def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> PruneReport:
+def prune(catalog: Catalog, rules: PruneRules, *, reflog_days: int, dry_run: bool) -> PruneReport:
     """Prune, or with `dry_run` only report. Raises BadRequest, NotFound, StorageFailed."""
     began = time.monotonic()
-    counts = (wish.keep_last, *(count for count, _ in _periods(wish)))
+    counts = (rules.keep_last, *(count for count, _ in _periods(rules)))
     if min(counts) < 0 or not any(counts):
         raise BadRequest(
             "at least one snapshot of a branch is kept", hint=call("prune", keep_last=1)
         )
     if dry_run:
-        chosen, tags = _choose(catalog, wish)
+        chosen, tags = _choose(catalog, rules)
     else:
         # Hold the lock, so that no one publishes between the choice and its commit.
         with catalog.publishing():
-            chosen, tags = _choose(catalog, wish)
+            chosen, tags = _choose(catalog, rules)
             if chosen:
                 _write(catalog, chosen, tags)
-    since = now_ns() - reflog_days * NS_A_DAY if reflog_days else 1 << 64
     with catalog.index.env.read() as transaction:
-        roots = Roots.read(catalog, transaction, since)
+        roots = Roots.read(catalog, transaction, window_start(reflog_days))
     return PruneReport(
         dry_run=dry_run,
         snapshots=tuple(chosen),
@@ -103,15 +102,15 @@ def _write(catalog: Catalog, chosen: Sequence[SnapshotId], tags: dict[str, refs.
         apply_moves(catalog, transaction, moves)
 
 
-def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, refs.Ref]]:
+def _choose(catalog: Catalog, rules: PruneRules) -> tuple[list[SnapshotId], dict[str, refs.Ref]]:
     """Return the snapshots to prune, newest first, and the tags to remove with them."""
     named = catalog.refs()
     branches = {name: ref for name, ref in named.items() if ref.kind == refs.BRANCH}
-    for name in wish.branches:
+    for name in rules.branches:
         if name not in branches:
             what = f"is a {named[name].kind}" if name in named else "no such branch"
             raise NotFound(what, where=name, hint=call("refs"))
-    asked = set(wish.branches or branches)
+    asked = set(rules.branches or branches)
     kept: set[SnapshotId] = {ref.snapshot_id() for ref in branches.values()}
     older: set[SnapshotId] = set()
     chains: set[SnapshotId] = set()
@@ -119,17 +118,17 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
         chain = _chain(catalog, ref.snapshot_id())
         chains.update(chain)
         # Keep everything on branches that were not requested.
-        stays = _kept(catalog, chain, wish) if name in asked else set(chain)
+        stays = _kept(catalog, chain, rules) if name in asked else set(chain)
         kept.update(stays)
         older.update(set(chain) - stays)
-    if wish.unnamed_inputs:
+    if rules.unnamed_inputs:
         tips = [branches[name].snapshot_id() for name in asked]
         older.update(set(ancestry(catalog, tips)) - chains)
     tagged = {name: ref for name, ref in named.items() if ref.kind == refs.TAG}
     kept.update(
         ref.snapshot_id() for ref in named.values() if ref.kind not in (refs.BRANCH, refs.TAG)
     )
-    if wish.keep_tagged:
+    if rules.keep_tagged:
         kept.update(ref.snapshot_id() for ref in tagged.values())
     else:
         # A tag outside all branches is not an old state of one of them.
@@ -140,20 +139,20 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
     return order, tags
 
 
-def _periods(wish: Wish) -> list[tuple[int, str]]:
+def _periods(rules: PruneRules) -> list[tuple[int, str]]:
     """Return, for each kind of period, how many to keep and its strftime form."""
     return [
-        (wish.keep_daily, "%Y-%m-%d"),
-        (wish.keep_weekly, "%G-%V"),
-        (wish.keep_monthly, "%Y-%m"),
-        (wish.keep_yearly, "%Y"),
+        (rules.keep_daily, "%Y-%m-%d"),
+        (rules.keep_weekly, "%G-%V"),
+        (rules.keep_monthly, "%Y-%m"),
+        (rules.keep_yearly, "%Y"),
     ]
 
 
-def _kept(catalog: Catalog, chain: Sequence[SnapshotId], wish: Wish) -> set[SnapshotId]:
+def _kept(catalog: Catalog, chain: Sequence[SnapshotId], rules: PruneRules) -> set[SnapshotId]:
     """Return what to keep of a branch, listed newest first. Unknown times count for no period."""
-    kept = {*chain[:1], *chain[: wish.keep_last]}
-    periods = [(count, form) for count, form in _periods(wish) if count]
+    kept = {*chain[:1], *chain[: rules.keep_last]}
+    periods = [(count, form) for count, form in _periods(rules) if count]
     if not periods:
         return kept
     dates = {

@@ -11,23 +11,22 @@ import errno
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from mstore.blocks.codecs import Codec, Encoded
-from mstore.blocks.location import Key, Row
-from mstore.blocks.packs import NO_BASE, Kind, SealedPack
+from mstore.blocks.location import Key, Location, Row
+from mstore.blocks.packs import NO_BASE, Kind
 from mstore.blocks.reader import BlockReader, decoded, verify
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.terms.errors import Corrupt, StorageFailed
 from mstore.terms.ids import BlockId, Buffer
-from mstore.upkeep.check.findings import typed
+from mstore.upkeep.check.findings import typed_id
 from mstore.upkeep.gc.survey import Place
 from mstore.upkeep.reachability import Inventory
 
 
 class Copies:
-    """Packs of copies. Belongs to one thread; `packs` and `rows` describe what was sealed.
+    """Packs of copies. Belongs to one thread.
 
-    rows: each row as it was when its payload was copied.
+    rows: each row as it was when its payload was copied, also for a pack that was not sealed.
     """
 
     def __init__(
@@ -41,14 +40,10 @@ class Copies:
         self._catalog = catalog
         self._reader = BlockReader(catalog.packs, catalog.block_size)
         self._inventory = inventory
-        self.packs = NewPacks(
-            catalog, directory, prefix="c", max_pack=max_pack, sealing=self._sealed
-        )
+        self.packs = NewPacks(catalog, directory, prefix="c", max_pack=max_pack)
         self.rows: dict[Key, Row] = {}
         self.left: list[str] = []
-        self.copied_bytes = 0
         self.ran_out = False
-        self._unsealed: list[tuple[Key, Row, int]] = []
 
     def copy(self, places: Iterable[Place], tick: Callable[[int], None]) -> None:
         """Copy the payloads at these places, and seal.
@@ -60,19 +55,19 @@ class Copies:
                 tick(self._copy(place))
             self.packs.seal()
         except StorageFailed as error:
-            self.abandon()
+            self.packs.abandon()
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self.ran_out = True
             self.left.append("the disk is full: not all packs could be rewritten")
         except BaseException:
-            self.abandon()
+            self.packs.abandon()
             raise
 
-    def abandon(self) -> None:
-        """Discard the unsealed pack."""
-        self.packs.abandon()
-        self._unsealed.clear()
+    @property
+    def copied_bytes(self) -> int:
+        """Payload bytes in the sealed packs."""
+        return sum(entry.stored_length for pack in self.packs.sealed for entry in pack.entries)
 
     def _copy(self, place: Place) -> int:
         table = self._inventory.tables[place.kind]
@@ -83,31 +78,18 @@ class Copies:
             self.left.append(f"{place.kind.name.lower()} {id.hex()}: its base is missing")
             return length
         try:
-            payload = self._payload(place, id)
+            payload = self._payload(place.kind, id, location)
         except Corrupt as error:
             self.left.append(f"{place.kind.name.lower()} {id.hex()}: {error.what}")
             return length
-        writer = self.packs.writer
-        if place.kind == Kind.BLOCK:
-            base = None if location.base == NO_BASE else BlockId(location.base)
-            encoded = Encoded(
-                Codec(location.codec), location.width, payload, location.raw_length, base
-            )
-            # Pass the old pack as the file, so that adjacent payloads stay adjacent.
-            writer.append_encoded(id, encoded, location.pack.hex(), location.offset)
-        else:
-            writer.append_small(
-                id, place.kind, Codec(location.codec), location.width, bytes(payload), length
-            )
-        self._unsealed.append(((place.kind, id), row, length))
+        self.packs.copy((place.kind, id), location, payload)
+        self.rows[place.kind, id] = row
         return length
 
-    def _payload(self, place: Place, id: bytes) -> Buffer:
+    def _payload(self, kind: Kind, id: bytes, location: Location) -> Buffer:
         """Return the stored bytes, after checking them against the id."""
-        table = self._inventory.tables[place.kind]
-        location = self._inventory.location(table, place.row)
-        if place.kind != Kind.BLOCK:
-            return self._catalog.record_bytes(typed(place.kind, id), location)
+        if kind != Kind.BLOCK:
+            return self._catalog.record_bytes(typed_id(kind, id), location)
         block = BlockId(id)
         payload = self._reader.payload(block, location)
         base: Buffer | None = None
@@ -117,9 +99,3 @@ class Copies:
             self._catalog.read_block_into(BlockId(location.base), lies, base)
         verify(block, location, decoded(block, location, payload, base), base)
         return payload
-
-    def _sealed(self, pack: SealedPack) -> None:
-        for key, row, length in self._unsealed:
-            self.rows[key] = row
-            self.copied_bytes += length
-        self._unsealed.clear()

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from mstore.blocks.id_search import Flags, Numbers
-from mstore.blocks.location_arrays import Table
+from mstore.blocks.id_search import Flags
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import ENTRY, PAGE, Kind
 from mstore.terms.errors import Corrupt
@@ -30,7 +29,7 @@ SMALL_PACKS = 8
 _STEP = 1 << 20
 
 
-class Use(msgspec.Struct, frozen=True):
+class PackUse(msgspec.Struct, frozen=True):
     """A pack and its rows; `rows` includes dead ones.
 
     dead_bytes: None if the pack is damaged.
@@ -57,15 +56,15 @@ class Choice(msgspec.Struct, frozen=True):
     bytes of packs that are left as they are.
     """
 
-    remove: tuple[Use, ...]
-    rewrite: tuple[Use, ...]
+    remove: tuple[PackUse, ...]
+    rewrite: tuple[PackUse, ...]
     left: tuple[str, ...]
     short_of_room: bool
     joined: frozenset[int]
     stays: int
 
 
-class Dead(msgspec.Struct, frozen=True):
+class DeadRows(msgspec.Struct, frozen=True):
     """The rows to delete, by kind."""
 
     rows: dict[Kind, Flags]
@@ -73,7 +72,7 @@ class Dead(msgspec.Struct, frozen=True):
     stored_bytes: int
 
     @classmethod
-    def of(cls, reach: Reach) -> Dead:
+    def of(cls, reach: Reach) -> DeadRows:
         """Collect everything that is not reached."""
         rows = {kind: ~live for kind, live in reach.live.items()}
         stored = sum(
@@ -88,37 +87,21 @@ class Dead(msgspec.Struct, frozen=True):
         return sum(int(self.rows[kind].sum()) for kind in kinds)
 
 
-def uses(reach: Reach, packs: Packs) -> list[Use]:
+def uses(reach: Reach, packs: Packs) -> list[PackUse]:
     """Return how each pack is used, by pack number.
 
     Reads the table of a footer only if it lists more rows than are live.
     """
     inventory = reach.inventory
-    tops = [int(table.heads["pack"].max()) for table in inventory.tables.values() if len(table)]
-    length = 1 + max([*inventory.packs, *tops], default=-1)
-    rows = np.zeros(length, np.int64)
-    live_rows = np.zeros(length, np.int64)
-    live_bytes = np.zeros(length, np.int64)
-    for kind, table in inventory.tables.items():
-        _count(table, reach.live[kind], rows, live_rows, live_bytes)
+    rows, _ = inventory.count_by_pack()
+    live_rows, live_bytes = inventory.count_by_pack(reach.live)
     found = []
     for number, (pack, size) in sorted(inventory.packs.items()):
         live = int(live_rows[number])
         used = int(live_bytes[number])
         dead = _dead_bytes(packs, pack, size, live, used)
-        found.append(Use(number, pack, size, int(rows[number]), live, used, dead))
+        found.append(PackUse(number, pack, size, int(rows[number]), live, used, dead))
     return found
-
-
-def _count(
-    table: Table, live: Flags, rows: Numbers, live_rows: Numbers, live_bytes: Numbers
-) -> None:
-    for start in range(0, len(table), _STEP):
-        heads, flags = table.heads[start : start + _STEP], live[start : start + _STEP]
-        numbers = heads["pack"].astype(np.int64)
-        np.add.at(rows, numbers, 1)
-        np.add.at(live_rows, numbers[flags], 1)
-        np.add.at(live_bytes, numbers[flags], heads["stored"][flags].astype(np.int64))
 
 
 def _dead_bytes(
@@ -132,7 +115,7 @@ def _dead_bytes(
         return None
 
 
-def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> Choice:
+def choose(found: Sequence[PackUse], room: int, dead_share: float = DEAD_SHARE) -> Choice:
     """Choose packs to remove and to rewrite, with `room` bytes for copies."""
     remove, wanted, small = [], [], []
     left: list[str] = []
@@ -172,7 +155,7 @@ def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> C
     )
 
 
-def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[Use]) -> list[Place]:
+def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[PackUse]) -> list[Place]:
     """Return the live rows of some packs, in the order in which their payloads lie."""
     numbers = np.array([use.number for use in packs], np.int64)
     found = []

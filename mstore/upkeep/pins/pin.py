@@ -1,34 +1,52 @@
-"""Pin: rewrite the blocks of a snapshot raw and in file order.
+"""Pin and unpin: write the blocks of a snapshot raw and in file order, or code them again.
 
-Threads read and check groups of neighbouring blocks; the calling thread writes the groups in file
-order.  Memory: a few groups per thread, and about 300 bytes for each block that is copied.
+Threads read groups of neighbouring blocks, and check or encode them; the calling thread writes the
+groups in file order. Memory: a few groups per thread, and about 400 bytes for each block written.
+
+Unpin codes blocks as adding them would: by the store's policy, and against the base that the
+snapshot's lineage names. A block that another pinned snapshot has stays raw.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mstore.blocks.codecs import Codec, Encoded
-from mstore.blocks.location import Location, Row, width
+from mstore.blocks.codecs import Codec, Encoded, encode
+from mstore.blocks.location import Location, Row, base_of, width
+from mstore.blocks.reader import ThreadBuffer
 from mstore.blocks.schema import PINNED
+from mstore.models.stats.analysis import BaseBlocks
 from mstore.store import contents
+from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.objects.manifest import File
+from mstore.store.models import tensors_of
+from mstore.store.objects.manifest import File, Manifest
+from mstore.store.objects.snapshot import BASE, SnapshotRecord
+from mstore.store.objects.tensor import Tensor
 from mstore.store.publishing import MAX_PACK_BYTES
-from mstore.terms.ahead import in_order
-from mstore.terms.errors import Corrupt, NotFound, StorageFailed
-from mstore.terms.ids import BlockId, SnapshotId
-from mstore.terms.progress import Progress, ProgressCallback
-from mstore.terms.report import Report
-from mstore.upkeep.pins import spots as places_of
+from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
+from mstore.terms.ids import BlockId, Buffer, SnapshotId
+from mstore.terms.phrases import call, phrase
+from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.upkeep.pins.positions import (
+    GROUP_BYTES,
+    LONG_RUN,
+    FileRuns,
+    Neighbours,
+    Position,
+    blocks_of_other_pins,
+    neighbours,
+    positions_in,
+    runs_in,
+    to_copy,
+)
 from mstore.upkeep.pins.rewriting import Rewriting
-from mstore.upkeep.pins.spots import GROUP_BYTES, LONG_RUN, Group, Layout, Spot, layout, to_copy
 
 
 class PinReport(Report, frozen=True):
@@ -67,7 +85,7 @@ class _Loaded(NamedTuple):
 class _Plan:
     """What to copy, and sums over the snapshot's different blocks."""
 
-    groups: list[Group]
+    groups: list[Neighbours]
     blocks: int = 0
     bytes_before: int = 0
     bytes_after: int = 0
@@ -104,7 +122,7 @@ def pin(
                 transaction, PINNED, snapshot, now_ns(), overwrite=False
             )
         )
-        lies = _layout(catalog, manifest.files)
+        lies = _runs_now(catalog, manifest.files)
     return PinReport(
         snapshot=snapshot,
         files=len(manifest.files),
@@ -120,13 +138,13 @@ def pin(
     )
 
 
-def _layout(catalog: Catalog, files: Sequence[File]) -> Layout:
+def _runs_now(catalog: Catalog, files: Sequence[File]) -> FileRuns:
     """Return how the files lie now that they are pinned.  Errors say so."""
     runs = unmapped = 0
     for file in files:
         try:
-            found = list(places_of.of_file(catalog, file))
-            lies = layout(found, catalog.locate([spot.block for spot in found]))
+            found = list(positions_in(catalog, file))
+            lies = runs_in(found, catalog.locate([position.block for position in found]))
         except (NotFound, Corrupt, StorageFailed) as error:
             kind = StorageFailed if isinstance(error, StorageFailed) else Corrupt
             raise kind(
@@ -136,44 +154,44 @@ def _layout(catalog: Catalog, files: Sequence[File]) -> Layout:
             ) from error
         runs += lies.runs
         unmapped += lies.unmapped_bytes
-    return Layout(runs, unmapped)
+    return FileRuns(runs, unmapped)
 
 
 def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_run: int) -> _Plan:
-    others = places_of.of_others(catalog, snapshot)
+    others = blocks_of_other_pins(catalog, snapshot)
     plan = _Plan([])
     seen: set[BlockId] = set()
     for file in files:
-        spots = list(places_of.of_file(catalog, file))
-        places = catalog.locate([spot.block for spot in spots])
+        positions = list(positions_in(catalog, file))
+        places = catalog.locate([position.block for position in positions])
         taken = {
-            spot.block
-            for spot, place in zip(spots, places, strict=True)
-            if spot.block in seen or (spot.block in others and place.codec == Codec.RAW)
+            position.block
+            for position, place in zip(positions, places, strict=True)
+            if position.block in seen or (position.block in others and place.codec == Codec.RAW)
         }
-        chosen = to_copy(spots, places, taken, long_run=long_run)
-        plan.groups += places_of.groups(file.path, chosen)
+        chosen = to_copy(positions, places, taken, long_run=long_run)
+        plan.groups += neighbours(file.path, chosen)
         plan.copied += len(chosen)
-        plan.copied_bytes += sum(spot.length for spot in chosen)
-        copied = {spot.block for spot in chosen}
-        _count(plan, spots, places, seen, copied)
+        plan.copied_bytes += sum(position.length for position in chosen)
+        copied = {position.block for position in chosen}
+        _count(plan, positions, places, seen, copied)
     return plan
 
 
 def _count(
     plan: _Plan,
-    spots: Sequence[Spot],
+    positions: Sequence[Position],
     places: Sequence[Location],
     seen: set[BlockId],
     copied: set[BlockId],
 ) -> None:
     """Add the blocks of a file that are in no earlier one to the sums, and to `seen`."""
-    for spot, place in zip(spots, places, strict=True):
-        if spot.block not in seen:
-            seen.add(spot.block)
+    for position, place in zip(positions, places, strict=True):
+        if position.block not in seen:
+            seen.add(position.block)
             plan.blocks += 1
             plan.bytes_before += place.stored_length
-            plan.bytes_after += spot.length if spot.block in copied else place.stored_length
+            plan.bytes_after += position.length if position.block in copied else place.stored_length
 
 
 def _copy(
@@ -186,12 +204,12 @@ def _copy(
     # Buffers of earlier groups: reused, so that the kernel need not zero new pages.
     spare: deque[bytearray] = deque()
 
-    def load(group: Group) -> _Loaded:
+    def load(group: Neighbours) -> _Loaded:
         try:
             buffer = spare.pop()
         except IndexError:
             buffer = bytearray(max(GROUP_BYTES, catalog.block_size))
-        return _Loaded(_read(catalog, group.spots, memoryview(buffer)), buffer)
+        return _Loaded(_read(catalog, group.positions, memoryview(buffer)), buffer)
 
     done = 0
     with ThreadPoolExecutor(threads, "pin") as pool:
@@ -199,22 +217,249 @@ def _copy(
         with closing(loading):
             for group, (rows, buffer) in loading:
                 at = 0
-                for spot, row in zip(group.spots, rows, strict=True):
-                    payload = memoryview(buffer)[at : at + spot.length]
-                    raw = Encoded(Codec.RAW, width(row), payload, spot.length, None)
-                    rewriting.put(spot, row, raw, group.file)
-                    at += spot.length
+                for position, row in zip(group.positions, rows, strict=True):
+                    payload = memoryview(buffer)[at : at + position.length]
+                    raw = Encoded(Codec.RAW, width(row), payload, position.length, None)
+                    rewriting.put(position, row, raw, group.file)
+                    at += position.length
                 spare.append(buffer)
                 done += at
                 if progress is not None:
                     progress(Progress("pin", done, plan.copied_bytes))
 
 
-def _read(catalog: Catalog, spots: Sequence[Spot], room: memoryview) -> list[Row]:
+def _read(catalog: Catalog, positions: Sequence[Position], room: memoryview) -> list[Row]:
     """Fill `room` with the checked bytes of these blocks; return the rows that they have."""
-    rows, places = catalog.rows_of([spot.block for spot in spots])
+    rows, places = catalog.rows_of([position.block for position in positions])
     at = 0
-    for spot, place in zip(spots, places, strict=True):
-        catalog.read_block_into(spot.block, place, room[at : at + spot.length])
-        at += spot.length
+    for position, place in zip(positions, places, strict=True):
+        catalog.read_block_into(position.block, place, room[at : at + position.length])
+        at += position.length
     return rows
+
+
+class UnpinReport(Report, frozen=True):
+    """What `unpin` coded again."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    base: SnapshotId | None
+    """the base whose blocks it was compared with; None: its lineage names none that is stored"""
+    blocks: int
+    """different blocks in its files"""
+    blocks_coded: int
+    """those that were coded again; the others are best stored raw, or needed so"""
+    blocks_kept: int
+    """those that stay raw because another pinned snapshot has them"""
+    bytes_before: int
+    """size of all these blocks in packs before"""
+    bytes_after: int
+    """size of all these blocks in packs now"""
+    bytes_written: int
+    """bytes added to the store; garbage collection frees what they replace"""
+    seconds: float
+    """how long it took"""
+
+
+class _Coded(NamedTuple):
+    """Blocks with their rows and their new form; None for one that stays raw."""
+
+    rows: list[Row]
+    encoded: list[Encoded | None]
+
+
+def unpin(
+    catalog: Catalog,
+    snapshot: SnapshotId,
+    called: str,
+    *,
+    threads: int,
+    max_pack: int = MAX_PACK_BYTES,
+    progress: ProgressCallback | None = None,
+) -> UnpinReport:
+    """Code the raw blocks of a snapshot by the store's policy, and remove the mark of its pin.
+
+    Publishes everything in one transaction.  Raises BadRequest if it is not pinned, NotFound,
+    Corrupt, Conflict, StorageFailed; then nothing is changed.
+    """
+    began = time.monotonic()
+    record = catalog.snapshot(snapshot)
+    manifest = catalog.manifest(record.manifest_id())
+    with (
+        contents.held(catalog, [snapshot]),
+        Rewriting.begin(catalog, f"unpin {snapshot.short}", max_pack=max_pack) as rewriting,
+    ):
+        _require_pinned(catalog, snapshot, called)
+        work = _Unpinning(catalog, snapshot, record, manifest)
+        work.run(rewriting, threads, progress)
+        rewriting.publish(lambda transaction: catalog.index.delete(transaction, PINNED, snapshot))
+        blocks = list(work.blocks)
+        after = int(catalog.stored_lengths(blocks).sum()) if blocks else 0
+    return UnpinReport(
+        snapshot=snapshot,
+        base=work.base,
+        blocks=len(work.blocks),
+        blocks_coded=rewriting.blocks,
+        blocks_kept=work.kept,
+        bytes_before=work.bytes_before,
+        bytes_after=after,
+        bytes_written=rewriting.bytes_written,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _require_pinned(catalog: Catalog, snapshot: SnapshotId, called: str) -> None:
+    with catalog.index.env.read() as transaction:
+        if catalog.index.get(transaction, PINNED, snapshot) is not None:
+            return
+    raise BadRequest(
+        "is not pinned",
+        where=called,
+        hint=phrase("{refs} says which branches and tags are", refs=call("refs")),
+    )
+
+
+class _Unpinning:
+    """One unpin: which blocks to code, and against what.
+
+    blocks: all different ones.  A *candidate* is raw, and no other pinned snapshot has it.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        snapshot: SnapshotId,
+        record: SnapshotRecord,
+        manifest: Manifest,
+    ) -> None:
+        self._catalog = catalog
+        self._files = manifest.files
+        self._policy = catalog.config.codec
+        self._bases = BaseBlocks(catalog)
+        self._room = ThreadBuffer(catalog.block_size)
+        self.base, self._base_tensors = _base_of(catalog, record, manifest)
+        self.blocks: set[BlockId] = set()
+        self.bytes_before = 0
+        self.kept = 0
+        self._candidates: set[BlockId] = set()
+        self._needed = 0
+        self._find(blocks_of_other_pins(catalog, snapshot))
+        # What others are differences to must not become a difference itself.
+        self._referred = _referred(catalog, self._candidates)
+
+    def _find(self, others: set[BlockId]) -> None:
+        for file in self._files:
+            new = {
+                position.block: position
+                for position in positions_in(self._catalog, file)
+                if position.block not in self.blocks
+            }
+            self.blocks.update(new)
+            for place, block in zip(self._catalog.locate(new), new, strict=True):
+                self.bytes_before += place.stored_length
+                if place.codec == Codec.RAW and block in others:
+                    self.kept += 1
+                elif place.codec == Codec.RAW:
+                    self._candidates.add(block)
+                    self._needed += place.stored_length
+
+    def run(self, rewriting: Rewriting, threads: int, progress: ProgressCallback | None) -> None:
+        """Code the candidates in file order."""
+        done = 0
+        with ThreadPoolExecutor(threads, "unpin") as pool:
+            loading = in_order(
+                lambda one: pool.submit(self._code, one[1]), self._groups(), ahead=2 * threads
+            )
+            with closing(loading):
+                for (file, positions), coded in loading:
+                    for position, row, encoded in zip(positions, *coded, strict=True):
+                        if encoded is not None:
+                            rewriting.put(position, row, encoded, file)
+                        done += position.length
+                    if progress is not None:
+                        progress(Progress("unpin", done, self._needed))
+
+    def _groups(self) -> Iterator[Neighbours]:
+        seen: set[BlockId] = set()
+        for file in self._files:
+            yield from neighbours(file.path, self._own_positions(file, seen))
+
+    def _own_positions(self, file: File, seen: set[BlockId]) -> Iterator[Position]:
+        for position in positions_in(self._catalog, file):
+            if position.block in self._candidates and position.block not in seen:
+                seen.add(position.block)
+                yield position
+
+    # -- in the threads of a pool --------------------------------------------------------------
+
+    def _code(self, positions: Sequence[Position]) -> _Coded:
+        rows, places = self._catalog.rows_of([position.block for position in positions])
+        bases = self._bases.locate_stored([self._base_block(position) for position in positions])
+        return _Coded(
+            rows,
+            [
+                self._encoded(position, place, base)
+                for position, place, base in zip(positions, places, bases, strict=True)
+            ],
+        )
+
+    def _encoded(self, position: Position, place: Location, at: Location | None) -> Encoded | None:
+        data = self._room(position.length)
+        self._catalog.read_block_into(position.block, place, data)
+        encoded = encode(data, position.elements, self._policy, self._delta_base(position, at))
+        # Of all codecs only raw has the bytes themselves for a payload.
+        return None if encoded.codec is Codec.RAW else encoded
+
+    def _base_block(self, position: Position) -> BlockId | None:
+        """Return the base's block at the same place, if this block may be a difference to it."""
+        tensor = None if position.tensor is None else self._base_tensors.get(position.tensor)
+        if tensor is None or position.block in self._referred:
+            return None
+        block = tensor.block(position.number)
+        return None if block == position.block else block
+
+    def _delta_base(self, position: Position, at: Location | None) -> tuple[BlockId, Buffer] | None:
+        block = self._base_block(position)
+        if block is None or at is None:
+            return None
+        try:
+            found, data = self._bases.delta_base(block, at, self._bases.read(block, at))
+        except Corrupt:
+            # As in `add`: what cannot be read is no base.
+            return None
+        # It may become a difference itself, in this same commit.
+        return None if found in self._candidates else (found, data)
+
+
+def _base_of(
+    catalog: Catalog, record: SnapshotRecord, own: Manifest
+) -> tuple[SnapshotId | None, dict[str, Tensor]]:
+    """Return the base that the lineage names, and its tensors of equal name, type and shape."""
+    for parent in record.parents:
+        if parent.role == BASE:
+            id = parent.snapshot_id()
+            base = catalog.snapshot_if_there(id)
+            manifest = None if base is None else catalog.manifest_if_there(base.manifest_id())
+            if manifest is not None:
+                return id, dict(_alike(catalog, own, manifest))
+    return None, {}
+
+
+def _alike(catalog: Catalog, own: Manifest, base: Manifest) -> Iterator[tuple[str, Tensor]]:
+    bases = tensors_of(catalog, base)
+    for name, id in tensors_of(catalog, own).items():
+        # What of the base is virtual, pruned or damaged is no base.
+        with suppress(NotFound, Corrupt, BadRequest):
+            if name in bases:
+                mine, theirs = catalog.tensor(id), catalog.tensor(bases[name])
+                if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape):
+                    yield name, theirs
+
+
+def _referred(catalog: Catalog, candidates: set[BlockId]) -> set[bytes]:
+    """Return those of these blocks that any stored block is a difference to."""
+    found: set[bytes] = set()
+    for batch in catalog.index.block_batches():
+        bases = (base_of(row) for _, row in batch)
+        found.update(base for base in bases if base is not None and base in candidates)
+    return found

@@ -1,15 +1,13 @@
 """New places for stored blocks: copied or coded again into new packs, published as one step.
 
-    lock of garbage collection -> lease -> payloads into tmp/ -> footer, fsync -> writer lock
-    -> pack list, fsync -> rename into packs/ -> fsync of the directories -> ONE index transaction:
-       point rows at the copies, and set or remove the mark of the pin -> acknowledge
+Packs are written and published in the order that `mstore.store.transaction` promises. Its index
+transaction points rows at the copies, and sets or removes the mark of the pin: a crash before it
+leaves only garbage, and after it all is done. Old payloads are garbage that gc frees, once those
+who may be reading them have ended.
 
-A crash before the index commit leaves only garbage; after it, everything is done.  Old payloads are
-garbage that gc frees, once those who may be reading them have ended.
-
-The lock of garbage collection is held throughout: it is the lock of whoever changes rows of stored
-blocks, and then no row changes under a copy, and no base of a difference is collected before the
-difference is published.  `add` and `merge` need no lock: they only add rows.
+The lock of garbage collection is held throughout, as by all who change rows of stored blocks: so no
+row changes under a copy, and no base of a difference is collected before the difference is
+published. `add` and `merge` do not need it: they only add rows.
 
 Belongs to one thread.
 """
@@ -23,15 +21,15 @@ from contextlib import contextmanager
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Row
-from mstore.blocks.packs import ENTRY, PAGE, Kind, SealedPack
-from mstore.store import leases, unnamed
+from mstore.blocks.packs import ENTRY, PAGE, Kind
+from mstore.store import leases, unnamed_packs
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.terms.errors import Conflict, StorageFailed
 from mstore.terms.ids import BlockId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.sizes import format_size
-from mstore.upkeep.pins.spots import Spot
+from mstore.upkeep.pins.positions import Position
 
 RESERVE_BYTES = 8 << 20
 """Free space, in bytes, that new packs leave to others."""
@@ -46,15 +44,12 @@ class Rewriting:
     def __init__(self, catalog: Catalog, lease: leases.Lease, max_pack: int) -> None:
         self._catalog = catalog
         self._lease = lease
-        self._packs = NewPacks(
-            catalog, lease.directory, prefix="p", max_pack=max_pack, sealing=self._count
-        )
+        self._packs = NewPacks(catalog, lease.directory, prefix="p", max_pack=max_pack)
         self._rows: dict[Key, Row] = {}
         self._bases: set[bytes] = set()
         self._deltas: set[BlockId] = set()
         with catalog.index.env.read() as transaction:
             self._generation = catalog.index.generation(transaction)
-        self.bytes_written = 0
         self.blocks = 0
 
     @classmethod
@@ -69,7 +64,7 @@ class Rewriting:
         with leases.collecting(catalog.layout):
             with catalog.publishing(packs=True):
                 leases.sweep(catalog.layout, catalog.index)
-                unnamed.sweep(catalog.layout, catalog.index, catalog.places)
+                unnamed_packs.sweep(catalog.layout, catalog.index, catalog.places)
             lease = leases.Lease(catalog.layout, catalog.index, purpose)
             try:
                 own = cls(catalog, lease, max_pack)
@@ -80,11 +75,13 @@ class Rewriting:
             finally:
                 lease.release()
 
-    def require_room(self, spots: int, plain_bytes: int) -> None:
+    def require_room(self, positions: int, plain_bytes: int) -> None:
         """Raise StorageFailed unless the disk has room for so many blocks, stored raw."""
         directory = self._catalog.layout.packs
-        needed = room_for(spots, plain_bytes)
-        free = max(0, self._catalog.packs.room() - RESERVE_BYTES)
+        packs = 1 + plain_bytes // MAX_PACK_BYTES
+        # With footers and alignment.
+        needed = plain_bytes + positions * ENTRY.size + packs * 4 * PAGE if positions else 0
+        free = max(0, self._catalog.packs.free_bytes() - RESERVE_BYTES)
         if needed > free:
             raise StorageFailed(
                 f"the copies take {format_size(needed)}, and the disk has {format_size(free)} free",
@@ -93,20 +90,22 @@ class Rewriting:
                 errno=errno.ENOSPC,
             )
 
-    def put(self, spot: Spot, row: Row, encoded: Encoded, file: str) -> None:
+    def put(self, position: Position, row: Row, encoded: Encoded, file: str) -> None:
         """Store a block at a new place.
 
         row: the one that it has now.  Blocks of one file come in file order.  `encoded` decodes to
         bytes that the caller has checked.
         """
-        self._packs.writer.append_encoded(spot.block, encoded, file, spot.offset)
-        self._rows[Kind.BLOCK, spot.block] = row
+        self._packs.writer.append_encoded(position.block, encoded, file, position.offset)
+        self._rows[Kind.BLOCK, position.block] = row
         if encoded.base is not None:
             self._bases.add(encoded.base)
-            self._deltas.add(spot.block)
+            self._deltas.add(position.block)
 
-    def _count(self, pack: SealedPack) -> None:
-        self.bytes_written += pack.size
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the packs that are sealed by now."""
+        return self._packs.bytes_written
 
     def publish(self, also: Callable[[IndexTransaction], None]) -> None:
         """Point the rows of all these blocks at their new places, in one index transaction.
@@ -149,9 +148,3 @@ class Rewriting:
                     where=f"block {base.hex()}",
                     hint="run the command again",
                 )
-
-
-def room_for(spots: int, plain_bytes: int) -> int:
-    """Return the bytes that so many raw blocks take at most, with footers and alignment."""
-    packs = 1 + plain_bytes // MAX_PACK_BYTES
-    return plain_bytes + spots * ENTRY.size + packs * 4 * PAGE if spots else 0

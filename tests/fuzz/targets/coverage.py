@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from mutation import Form
 
 from mstore.store.objects.canonical import decode
-from mstore.store.objects.coverage import Coverage, bit
+from mstore.store.objects.plan import Coverage, bit
 from targets import samples
 
 FORM = Form.MESSAGEPACK

@@ -11,10 +11,10 @@ import msgspec
 from families import BLOCK
 
 from mstore import Store
-from mstore.store.objects.coverage import Coverage, TensorCoverage
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.note import ED25519, REMOVAL, SIGNATURE, VALUE, Note, packed
 from mstore.store.objects.plan import (
+    Coverage,
     Criteria,
     Mixture,
     Plan,
@@ -22,6 +22,7 @@ from mstore.store.objects.plan import (
     PlanOperation,
     PlanTensor,
     Taken,
+    TensorCoverage,
     Threshold,
 )
 from mstore.store.objects.snapshot import (

@@ -1,1 +1,1 @@
-"""Combinations, one file each: how a method makes one number of what it selected."""
+"""Combinations that several methods share: how a method makes one number of what it selected."""

@@ -12,7 +12,8 @@ import numpy as np
 from mstore.merge.arithmetic.tiles import CONSENSUS
 from mstore.merge.measures.estimates import elected
 from mstore.merge.measures.grid import Bools, Floats, Grid
-from mstore.merge.methods.method import Combination, Operation
+from mstore.merge.methods.combination import Combination
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import Model, scaled
 
 

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mstore.merge.arithmetic.turns import STILL, Turn
+from mstore.merge.arithmetic.row_factors import RowFactors
 from mstore.merge.measures import BEYOND
 from mstore.merge.methods.combinations.sum import Sum
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Scalar, Value
-from mstore.merge.methods.selections.selection import Measured, Selection
+from mstore.merge.methods.selection import Measured, Selection
 from mstore.store.objects.plan import Mixture
 from mstore.terms.errors import BadRequest
 from mstore.terms.phrases import Option
@@ -37,9 +37,11 @@ class Mixed(Sum):
 
     mix: makes them of inner products, parameters and weights.  pairs: whether it needs the inner
     products of experts with each other, not only with the base. of_deltas: whether they are those
-    of deltas although whole experts are mixed. turn: says for parameters whether factors are those
-    of each row by itself, and how they follow; such an operation has no facts.
+    of deltas although whole experts are mixed. row_factors: says for parameters how the factors of
+    each row follow, None for those of the tensor; an operation with factors of rows has no facts.
     """
+
+    by_norms = False
 
     def __init__(
         self,
@@ -47,16 +49,20 @@ class Mixed(Sum):
         *,
         pairs: bool = False,
         of_deltas: bool = False,
-        turn: Callable[[Mapping[str, Value]], Turn] = lambda _: STILL,
+        row_factors: Callable[[Mapping[str, Value]], RowFactors | None] = lambda _: None,
     ) -> None:
         self._mix = mix
         self._pairs = pairs
         self._of_deltas = of_deltas
-        self._turn = turn
+        self._row_factors = row_factors
 
     def check(self, operation: Operation) -> None:
         """Raise BadRequest for rows of nothing."""
-        if operation.turns and operation.selection.is_whole and not any(operation.given):
+        if (
+            operation.row_factors is not None
+            and operation.selection.is_whole
+            and not any(operation.given)
+        ):
             raise BadRequest(
                 f"{operation.method.name} of two experts of weight 0 is nothing",
                 hint="give one of them a weight",
@@ -69,22 +75,17 @@ class Mixed(Sum):
         others = "of all inputs with each other" if self._pairs else "of each expert with the base"
         return f"inner products {others}"
 
-    @property
-    def by_norms(self) -> bool:
-        """Directions count."""
-        return False
-
     def counts_base(self, selection: Selection) -> bool:
         """Return whether inner products are those of whole tensors, not of deltas."""
         return selection.is_whole and not self._of_deltas
 
     def needs_facts(self, operation: Operation) -> bool:
         """Return whether factors are the tensor's."""
-        return not operation.turns
+        return operation.row_factors is None
 
     def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
         """Return the operation with what `mix` makes of the inner products."""
-        if operation.turns:
+        if operation.row_factors is not None:
             return operation
         nothing = operation.settled(Mixture(1.0, (0.0,) * len(facts.experts), keeps_base=True))
         if operation.outer == 0:
@@ -134,9 +135,9 @@ class Mixed(Sum):
             gram[i][j] = gram[j][i] = (gram[i][i] + gram[j][j] - apart) / 2
         return gram
 
-    def turn(self, parameters: Mapping[str, Value]) -> Turn:
+    def row_factors(self, parameters: Mapping[str, Value]) -> RowFactors | None:
         """Return what the method says."""
-        return self._turn(parameters)
+        return self._row_factors(parameters)
 
     def most(self, operation: Operation) -> tuple[float, ...]:
         """Return 1 for each: means on spheres are no longer than what they are means of."""

@@ -5,7 +5,8 @@ only expert.
 from __future__ import annotations
 
 from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE
-from mstore.merge.methods.method import Combination, Operation
+from mstore.merge.methods.combination import Combination
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import Model
 
 

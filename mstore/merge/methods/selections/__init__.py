@@ -1,1 +1,1 @@
-"""Selections, one file each: what of an expert a method takes."""
+"""Selections that several methods share: what of an expert a method takes."""

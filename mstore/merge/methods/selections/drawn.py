@@ -1,7 +1,10 @@
-"""DRAWN: d_k with probability density, times 1 / density if `rescale`; else 0.
+"""Selections at random.
 
-If `rescale` is "l1", times the ratio of the L1 norms of d_k and of what is left of it, over the
-whole tensor.
+DRAWN: d_k with probability density, times 1 / density if `rescale`; else 0.  If `rescale` is "l1",
+times the ratio of the L1 norms of d_k and of what is left of it, over the whole tensor.
+
+RANKED: d_k with a probability that rises with the rank of |d_k| in its row from density - epsilon
+to density + epsilon (`arithmetic.masks`); times that ratio of L1 norms if `rescale`; else 0.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from mstore.merge.arithmetic import masks
-from mstore.merge.arithmetic.random import mask_keys
-from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.arithmetic.arguments import Chunk
+from mstore.merge.arithmetic.masks import mask_keys
 from mstore.merge.measures import BEYOND
 from mstore.merge.measures.grid import Floats, Grid
-from mstore.merge.methods.parameters import MASK_DENSITY, NORM, SEED, Value, single
-from mstore.merge.methods.selections.selection import Measured, Selection, each
+from mstore.merge.methods.parameters import EPSILON, MASK_DENSITY, NORM, SEED, Value, single
+from mstore.merge.methods.selection import EVERY, Cut, Masks, Measured, Selection, each
+from mstore.models.stats.chunks import row_length as length_of
 from mstore.store.objects.plan import Mixture
+from mstore.terms.errors import BadRequest
 
 if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
+
 
 Sides = tuple[npt.NDArray[np.uint8], str, npt.NDArray[np.uint8], str, int]
 """Stored bytes of base and expert, each with its element type, and the number of elements."""
@@ -50,6 +56,7 @@ class Drawn(Selection, frozen=True):
 
     facts = f"L1 norms of deltas before and after the mask, with rescale={NORM}"
     weighs = False
+    masked = 1
 
     @classmethod
     def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
@@ -140,11 +147,6 @@ class Drawn(Selection, frozen=True):
         return np.sqrt(self.shares) if self.rescale else super().thinning
 
     @property
-    def masked(self) -> int:
-        """By keys, or by masks in their place."""
-        return 1
-
-    @property
     def limits(self) -> tuple[int, ...]:
         """round(density * 2^32), so 2^32 keeps all."""
         return tuple([round(density * 2**32) for density in self.densities])
@@ -168,3 +170,72 @@ class Drawn(Selection, frozen=True):
     def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
         """Return where in the tensor the chunk is: draws follow from that."""
         return first_index.to_bytes(8, "little")
+
+
+class Ranked(Drawn, frozen=True):
+    """As `Drawn`, larger ones more often; epsilons: by how much at most."""
+
+    epsilons: tuple[float, ...]
+
+    facts = "L1 norms of deltas before and after the mask, with rescale"
+    needs_rows = True
+    masked = 2
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        """Return it with the parameters density, epsilon, seed and rescale."""
+        rescale, seed = bool(parameters["rescale"]), parameters[SEED.name]
+        assert isinstance(seed, int)
+        densities, epsilons = (each(parameters, one, experts) for one in (MASK_DENSITY, EPSILON))
+        return cls(experts, densities, seed, rescale, rescale, epsilons)
+
+    def check(self, weights: Sequence[float], method: str) -> None:
+        """Raise BadRequest for probabilities beyond 0 and 1."""
+        for density, epsilon in zip(self.densities, self.epsilons, strict=True):
+            if density < 1 and not epsilon < density < 1 - epsilon:
+                raise BadRequest(
+                    f"density - epsilon and density + epsilon are between 0 and 1; density is "
+                    f"{density:g}, epsilon {epsilon:g}",
+                    where=method,
+                )
+
+    def _chances(self, expert: int) -> tuple[float, float]:
+        return self.densities[expert], self.epsilons[expert]
+
+    def _norms(
+        self,
+        facts: TensorFacts,
+        expert: int,
+        sides: Sides,
+        key: npt.NDArray[np.uint32],
+        first: int,
+    ) -> tuple[float, float]:
+        moved = masks.deltas(*sides)
+        row = length_of(facts.base.shape)
+        return masks.norms(moved, masks.ranked(moved, key, first, row, *self._chances(expert)))
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """All: each element has a probability of its own."""
+        return (EVERY,) * self.experts
+
+    def mask_bytes(self, read: int) -> int:
+        """Return a byte for each that is read."""
+        return read
+
+    def masks(
+        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+    ) -> Masks:
+        """Return the draws of each expert by the ranks in its rows."""
+        found = np.ones((len(chunk.row_of), chunk.n), dtype=np.uint8)
+        for k, row in enumerate(chunk.row_of):
+            if row >= 0 and self.densities[k] < 1:
+                expert = chunk.rows[row], chunk.row_dtypes[row]
+                moved = masks.deltas(chunk.base, chunk.base_dtype, *expert, chunk.n)
+                chances = row_length, *self._chances(k)
+                found[k] = masks.ranked(moved, chunk.keys[k], chunk.first_index, *chances)
+        return found
+
+    def chances(self) -> tuple[bytes, ...]:
+        """Return density and epsilon."""
+        return tuple([struct.pack("<2d", *self._chances(k)) for k in range(self.experts)])

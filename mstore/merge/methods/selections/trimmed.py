@@ -1,4 +1,8 @@
-"""TRIMMED: d_k if it is among the max(1, int(density * n)) largest |d_k| of a tensor."""
+"""Selections by the rank of |d_k| in its tensor.
+
+TRIMMED: d_k if it is among the max(1, int(density * n)) largest.  BAND: d_k if int(gamma * n) are
+larger, and it is among the int(density * n) largest of the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from typing import Literal
 import numpy as np
 
 from mstore.merge.measures.grid import Bools, Floats, Grid
-from mstore.merge.methods.parameters import TRIM_DENSITY, Value
-from mstore.merge.methods.selections.selection import Cuts, Selection, each
+from mstore.merge.methods.parameters import GAMMA, TRIM_DENSITY, Value
+from mstore.merge.methods.selection import Cuts, Selection, each
 from mstore.models.stats.histogram import exp_of_minus, tail_squares
 from mstore.store.objects.plan import Threshold
 
@@ -118,3 +122,50 @@ def kept_above(grid: Grid, threshold: Floats, ceiling: Floats | None = None) -> 
         finite = np.where(np.isfinite(ceiling), ceiling, np.inf)
         above = above - exp_of_minus(np.minimum(finite / mean, 2048.0))
     return np.where(usable, grid.moved * np.maximum(above, 0.0), 0.0)
+
+
+class Band(Trimmed, frozen=True, dict=True):
+    """The largest elements but the very largest; gammas: the share of those."""
+
+    gammas: tuple[float, ...]
+
+    facts = "the magnitudes at which density and gamma end"
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Value], experts: int) -> Selection:
+        """Return it with the parameters density and gamma."""
+        densities = each(parameters, TRIM_DENSITY, experts)
+        return cls(experts, densities, each(parameters, GAMMA, experts))
+
+    def ranks(self, elements: int, expert: int = 0) -> tuple[int, ...]:
+        """Return two; elements up to the second are dropped.
+
+        If fewer than int(gamma * n) can be dropped, as many as can.
+        """
+        if not self.trims:
+            return ()
+        kept = int(self.densities[expert] * elements)
+        last = min(elements, kept + int(self.gammas[expert] * elements))
+        return last, last - kept
+
+    def squares(self, grid: Grid) -> Floats:
+        """Return roughly those above the threshold, without those above the ceiling."""
+        if not self.trims:
+            return grid.whole
+        found = []
+        for rows, low, high in zip(grid.rows, grid.threshold, grid.ceiling, strict=True):
+            own = tail_squares(rows, np.where(np.isnan(low), 0.0, low))
+            above = tail_squares(rows, np.where(np.isnan(high), np.inf, high))
+            # A NaN (infinity minus infinity) stays unknown.
+            with np.errstate(invalid="ignore"):
+                found.append(np.where(np.isinf(own), own, np.maximum(own - above, 0.0)))
+        return np.where(grid.known, grid.fitted(found), np.inf)
+
+    def kept(self, grid: Grid) -> Floats:
+        """Return the share between threshold and ceiling."""
+        return kept_above(grid, grid.threshold, grid.ceiling) if self.trims else grid.moved
+
+    @property
+    def cuts(self) -> int:
+        """Two, where something is trimmed."""
+        return 2 * int(self.trims)

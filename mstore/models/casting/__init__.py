@@ -1,1 +1,0 @@
-"""Casting: a model stored again with elements of another type."""
