@@ -267,7 +267,7 @@ def test_a_read_only_filesystem(place: World, filled: Path) -> None:
 
 
 COMPLETION = (
-    "_MSTORE_COMPLETE=complete_bash COMP_WORDS='mstore show ' COMP_CWORD=2 mstore 2>&1; true"
+    "_MSTORE_COMPLETE=bash_complete COMP_WORDS='mstore show ' COMP_CWORD=2 mstore 2>&1; true"
 )
 
 

@@ -10,11 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mstore_cli import errors, output, tree
+from mstore_cli import completion, errors, output, tree
 from mstore_cli.command import Line
-
-_COMPLETES = "_MSTORE_COMPLETE"
-"""Set by the shell's script when it requests completions."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -64,7 +61,7 @@ def main() -> None:
         if reconfigure is not None:
             # A name that the locale cannot encode must not turn a success into a failure.
             reconfigure(errors="backslashreplace")
-    if _COMPLETES in os.environ:
+    if completion.VARIABLE in os.environ:
         # Exits the process.
         tree.build()(prog_name=tree.PROGRAM)
     sys.exit(run(sys.argv[1:]))

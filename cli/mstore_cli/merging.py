@@ -16,12 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-from typer import Option
-
 from mstore.merge.methods import MODULES
 from mstore_cli import completion
 from mstore_cli.errors import UsageError
-from mstore_cli.options import HOW_MUCH, RESULT, WHAT, WHICH
+from mstore_cli.options import HOW_MUCH, RESULT, WHAT, WHICH, Option
 from mstore_cli.recipes import (
     RecipeFile,
     RecipeText,
@@ -103,47 +101,47 @@ _BASE = Option(
     "--base",
     metavar="REF[:MODEL]",
     help="The model to merge into; of a snapshot of several models, all, or the one named.",
-    autocompletion=completion.refs,
-    rich_help_panel=WHAT,
+    shell_complete=completion.refs,
+    group=WHAT,
 )
 _EXPERT = Option(
     "--expert",
     metavar="REF[:MODEL][=WEIGHT]",
-    autocompletion=completion.refs,
+    shell_complete=completion.refs,
     help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
     "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch, and "
     "'runs/*' all refs of this pattern but the base and the result.",
-    rich_help_panel=WHAT,
+    group=WHAT,
 )
 Base = Annotated[str, _BASE]
-Experts = Annotated[list[str], _EXPERT]
+Experts = Annotated[tuple[str, ...], _EXPERT]
 Budget = Annotated[
     str | None,
     Option(
         "--budget",
         metavar="SIZE|SHARE",
         help="The most bytes to read from experts: 2GiB, 512MB, or 30% of the full cost.",
-        rich_help_panel=HOW_MUCH,
+        group=HOW_MUCH,
     ),
 ]
 
 
 Only = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         "--only",
         metavar="PATTERN",
         help="Merge only tensors whose names match; take the rest from the base. Repeatable.",
-        rich_help_panel=WHICH,
+        group=WHICH,
     ),
 ]
 Skip = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         "--skip",
         metavar="PATTERN",
         help="Take tensors whose names match from the base. Repeatable.",
-        rich_help_panel=WHICH,
+        group=WHICH,
     ),
 ]
 AllowMissing = Annotated[
@@ -152,7 +150,7 @@ AllowMissing = Annotated[
         "--allow-missing",
         help="Let experts lack tensors of the base (the base's count for them), or have others "
         "(they are left out).",
-        rich_help_panel=WHICH,
+        group=WHICH,
     ),
 ]
 AllowNoop = Annotated[
@@ -160,7 +158,7 @@ AllowNoop = Annotated[
     Option(
         "--allow-noop",
         help="Accept a plan that reads nothing, or whose result is the base itself.",
-        rich_help_panel=RESULT,
+        group=RESULT,
     ),
 ]
 
@@ -303,7 +301,7 @@ def parse_share(text: str, option: str = "--top-p") -> float:
     return value
 
 
-def parse_parameters(texts: list[str]) -> dict[str, object]:
+def parse_parameters(texts: Iterable[str]) -> dict[str, object]:
     """Parse `k=v` pairs; whole numbers, numbers, shares, `true` and `false` are converted.
 
     Raises BadRequest for a missing `=` and for a key given twice.
@@ -331,47 +329,47 @@ class Wanted:
     recipe: RecipeFile = None
     strict: Strict = False
     base: Annotated[str | None, _BASE] = None
-    expert: Annotated[list[str] | None, _EXPERT] = None
+    expert: Annotated[tuple[str, ...], _EXPERT] = ()
     with_: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--with",
             metavar="ROLE:EXPERT=REF",
             help="A further input that the method needs (a companion), of an expert as `--expert` "
             "names it. `--method fisher` needs `fisher:EXPERT=REF` for each expert: its diagonal "
             "Fisher, as a checkpoint in the store. Repeatable.",
-            rich_help_panel=WHAT,
+            group=WHAT,
         ),
-    ] = None
+    ] = ()
     method: Annotated[
         str | None,
         Option(
             "--method",
             metavar="NAME",
             help=f"How experts are combined: {method_names()}.",
-            autocompletion=completion.methods,
-            rich_help_panel=WHAT,
+            shell_complete=completion.methods,
+            group=WHAT,
         ),
     ] = None
     param: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--param",
             metavar="KEY=VALUE",
             help="A parameter of the method; with commas, a value for each expert. Repeatable.",
-            rich_help_panel=WHAT,
+            group=WHAT,
         ),
-    ] = None
+    ] = ()
     budget: Budget = None
     max_error: Annotated[
         float | None,
         Option(
             "--max-error",
             metavar="E",
-            parser=_parse_error,
+            type=_parse_error,
             help="Find the cheapest plan whose error (relative to the base's norm) is at most E: "
             "the bound, or the estimate for methods that have none.",
-            rich_help_panel=HOW_MUCH,
+            group=HOW_MUCH,
         ),
     ] = None
     dtype: Annotated[
@@ -380,7 +378,7 @@ class Wanted:
             "--dtype",
             metavar="DTYPE",
             help="The dtype of the output [default: the base's].",
-            rich_help_panel=RESULT,
+            group=RESULT,
         ),
     ] = None
     no_analyze: Annotated[
@@ -388,7 +386,7 @@ class Wanted:
         Option(
             "--no-analyze",
             help="Do not read experts to compute missing statistics; choose whole tensors instead.",
-            rich_help_panel=HOW_MUCH,
+            group=HOW_MUCH,
         ),
     ] = False
     score: Annotated[
@@ -397,12 +395,12 @@ class Wanted:
             "--score",
             metavar="NAME",
             help="Rank blocks by norm, trimmed, conflict or random [default: the method's own].",
-            autocompletion=completion.scores,
-            rich_help_panel=HOW_MUCH,
+            shell_complete=completion.scores,
+            group=HOW_MUCH,
         ),
     ] = None
-    only: Only = None
-    skip: Skip = None
+    only: Only = ()
+    skip: Skip = ()
     allow_missing: AllowMissing = False
     per_expert_budget: Annotated[
         str | None,
@@ -410,7 +408,7 @@ class Wanted:
             "--per-expert-budget",
             metavar="SIZE|SHARE",
             help="The most bytes to read from any one expert: a size, or a share of the full cost.",
-            rich_help_panel=HOW_MUCH,
+            group=HOW_MUCH,
         ),
     ] = None
     top_p: Annotated[
@@ -420,7 +418,7 @@ class Wanted:
             metavar="SHARE",
             help="Write only this share of the blocks that would change, the largest changes "
             "first.",
-            rich_help_panel=HOW_MUCH,
+            group=HOW_MUCH,
         ),
     ] = None
     vocab: Vocab = None
@@ -430,7 +428,7 @@ class Wanted:
         """Return whether any of them is given."""
         own = (getattr(self, one.name) for one in dataclasses.fields(self) if one.init)
         # Compared by identity: a 0 counts as given.
-        return any(one is not None and one is not False and one != [] for one in own)
+        return any(one is not None and one is not False and one != () for one in own)
 
     def is_complete(self, hint: str) -> bool:
         """Return whether they describe a merge.
@@ -471,17 +469,17 @@ class Wanted:
         own = self.per_expert_budget
         return MergeRequest(
             base=self.base or "",
-            experts=experts_of(self.expert or ()),
-            companions=parse_companions(self.with_ or []),
+            experts=experts_of(self.expert),
+            companions=parse_companions(self.with_),
             method=self.method or "",
-            parameters=parse_parameters(self.param or []),
+            parameters=parse_parameters(self.param),
             budget=None if self.budget is None else Budget(parse_budget(self.budget)),
             max_error=self.max_error,
             dtype=self.dtype,
             analyze=not self.no_analyze,
             score=self.score,
-            only=tuple(self.only or ()),
-            skip=tuple(self.skip or ()),
+            only=self.only,
+            skip=self.skip,
             expert_budget=None
             if own is None
             else Budget(parse_budget(own, option="--per-expert-budget")),

@@ -1,13 +1,20 @@
-"""Arguments and options that several commands share, declared once so that they read alike."""
+"""How commands declare arguments and options, and those that several commands share.
+
+A command declares a parameter as `Annotated[KIND, Option(...)]` in the signature of its function:
+`KIND` and its default say what click is to make of its words (`parameter_of`).
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from types import EllipsisType, NoneType
+from typing import Annotated, Any, get_args, get_origin
 
-from typer import Argument, BadParameter, Option
+import click
 
 from mstore_cli import completion
 from mstore_cli.errors import UsageError
@@ -26,10 +33,72 @@ _FORMATS = frozenset(
 """Suffixes of file names that promise a format."""
 
 
-def parse_path(word: str) -> Path:
-    """Refuse an empty path, as of `--store=$UNSET`, which typer takes for the working directory."""
+class Option:
+    """An option by its names, and what else click.Option takes.
+
+    group: its heading in help. min: the smallest number.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        group: str = OPTIONS,
+        min: int | None = None,
+        metavar: str | None = None,
+        **more: Any,
+    ) -> None:
+        self.names = names
+        self.group = group
+        self.min = min
+        self.more = {"metavar": metavar, **more}
+        # The name of a file may be any bytes.
+        self.is_text = "FILE" not in (metavar or "")
+
+
+class Argument:
+    """A word by its place, or several."""
+
+    min = None
+    is_text = False
+
+    def __init__(self, *, help: str, **more: Any) -> None:
+        self.help = help
+        self.more = more
+
+
+def parameter_of(one: inspect.Parameter) -> click.Parameter:
+    """Return what click is to parse: `X`, `X | None`, or any number of them, `tuple[X, ...]`."""
+    whole, declared = get_args(one.annotation)
+    is_several = get_origin(whole) is tuple
+    parts = [part for part in get_args(whole) if part not in (NoneType, EllipsisType, ...)]
+    kind = parts[0] if parts else whole
+    more = {"required": one.default is one.empty, **_conversion(kind, declared), **declared.more}
+    if not (more["required"] or is_several):
+        more["default"] = one.default.value if isinstance(one.default, Enum) else one.default
+    if isinstance(declared, Argument):
+        return click.Argument([one.name], nargs=-1 if is_several else 1, **more)
+    return click.Option([one.name, *declared.names], multiple=is_several, **more)
+
+
+def _conversion(kind: Any, declared: Option | Argument) -> dict[str, Any]:
+    """Return how click converts words to this kind."""
+    if kind is bool:
+        return {"is_flag": True}
+    if kind is Path:
+        return {"type": parse_path}
+    if kind in (int, float):
+        least = click.IntRange if kind is int else click.FloatRange
+        return {"type": kind if declared.min is None else least(declared.min)}
+    if issubclass(kind, Enum):
+        words = click.Choice([one.value for one in kind])
+        return {"type": words, "callback": lambda _context, _parameter, word: kind(word)}
+    return {"type": parse_text if declared.is_text else str}
+
+
+def parse_path(word: str | Path) -> Path:
+    """Refuse an empty path, as of `--store=$UNSET`: it would be the working directory."""
     if not word:
-        raise BadParameter("a path cannot be empty")
+        raise ValueError("a path cannot be empty")
     return Path(word)
 
 
@@ -38,26 +107,8 @@ def parse_text(word: str) -> str:
     try:
         word.encode()
     except UnicodeEncodeError:
-        raise BadParameter(f"text, not bytes that are not UTF-8: {word!r}") from None
+        raise ValueError(f"text, not bytes that are not UTF-8: {word!r}") from None
     return word
-
-
-def parse_number(
-    kind: type[int | float], least: float | None
-) -> Callable[[str | float], int | float]:
-    """Return the parser of numbers of this kind."""
-
-    def parse(word: str | float) -> int | float:
-        try:
-            number = kind(word)
-        except ValueError:
-            whole = "whole " if kind is int else ""
-            raise BadParameter(f"a {whole}number, not {word!r}") from None
-        if least is not None and not number >= least:
-            raise BadParameter(f"at least {least}, not {word}")
-        return number
-
-    return parse
 
 
 def file_of(form: str) -> Callable[[str], Path]:
@@ -79,14 +130,14 @@ def file_of(form: str) -> Callable[[str], Path]:
     return parse
 
 
-drawing = partial(Option, "--svg", metavar="FILE", parser=file_of("svg"))
+drawing = partial(Option, "--svg", metavar="FILE", type=file_of("svg"))
 """Declares `--svg FILE`; the help says what is drawn."""
-png = partial(Option, "--png", metavar="FILE", parser=file_of("png"))
+png = partial(Option, "--png", metavar="FILE", type=file_of("png"))
 """Declares `--png FILE`."""
 _REVISION = Argument(
     metavar="REF",
     help="A branch, tag, snapshot id or its beginning (4 digits or more), REF~N, or REF@{N}.",
-    autocompletion=completion.refs,
+    shell_complete=completion.refs,
 )
 Revision = Annotated[str, _REVISION]
 OneModel = Annotated[
@@ -94,19 +145,22 @@ OneModel = Annotated[
     Argument(
         metavar="REF[:MODEL]",
         help="A snapshot, or one model of it with what lies beside it.",
-        autocompletion=completion.refs,
+        shell_complete=completion.refs,
     ),
 ]
 MaybeRevision = Annotated[str | None, _REVISION]
 RefNames = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Argument(
         metavar="REF",
         help="Refs, or patterns [default: all].",
-        autocompletion=completion.refs,
+        shell_complete=completion.refs,
     ),
 ]
-Message = Annotated[str, Option("--message", "-m", metavar="MSG", help="A message that says why.")]
+Message = Annotated[
+    str,
+    Option("--message", "-m", metavar="MSG", help="A message that says why.", show_default=False),
+]
 Threads = Annotated[
     int | None,
     Option("--threads", metavar="N", min=1, help="Worker threads [default: one per processor]."),
@@ -117,15 +171,15 @@ Codec = Annotated[
         "--codec",
         metavar="auto|raw|dense",
         help="How new blocks are stored [default: as `mstore config codec` says].",
-        autocompletion=completion.codecs,
+        shell_complete=completion.codecs,
     ),
 ]
 OnlyCompared = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option("--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeatable."),
 ]
 SkipCompared = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         "--skip",
         metavar="PATTERN",
@@ -134,7 +188,7 @@ SkipCompared = Annotated[
     ),
 ]
 Exclude = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         "--exclude",
         metavar="PATTERN",

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from typer import Option
 
 from mstore_cli import completion
 from mstore_cli.errors import remarks, warn
-from mstore_cli.options import WHAT
+from mstore_cli.options import WHAT, Option
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -37,8 +36,8 @@ Vocab = Annotated[
         metavar="union|base|common|REF",
         help="First align the models' vocabularies: union keeps the tokens of all, base those of "
         "the base, common those that all have, REF those of this model (see `mstore align`).",
-        autocompletion=completion.refs,
-        rich_help_panel=WHAT,
+        shell_complete=completion.refs,
+        group=WHAT,
     ),
 ]
 
@@ -78,7 +77,7 @@ RecipeFile = Annotated[
         metavar="FILE",
         help="Merge as this recipe of mergekit (YAML) says, instead of --base, --expert, --method "
         "and --param; - reads standard input.",
-        rich_help_panel=WHAT,
+        group=WHAT,
     ),
 ]
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from typer.core import TyperGroup
+import click
 
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter
@@ -75,7 +75,7 @@ def of_commands() -> str:
     return "\n".join(parts)
 
 
-def _help(group: TyperGroup, path: Sequence[str]) -> str:
+def _help(group: click.Group, path: Sequence[str]) -> str:
     """Return a help text as the program prints it on a terminal of 80 columns."""
     context = group.make_context(PROGRAM, ["--version"], resilient_parsing=True)
     context.terminal_width = WIDTH - 2

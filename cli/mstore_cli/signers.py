@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Option
 
 if TYPE_CHECKING:
     from mstore.api.reports import SignatureReport, SnapshotReport, VerifyReport

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from typer.core import TyperGroup
+import click
 
-from mstore_cli import errors
+from mstore_cli import completion, errors
 from mstore_cli.command import (
     CONTEXT,
-    GLOBALS,
     WRONG_USAGE,
     Command,
     Line,
     find,
+    global_options,
     refuse_ambiguous,
-    with_parameters,
 )
 from mstore_cli.errors import Ended, UsageError, with_store
 from mstore_cli.session import Choices, Session
@@ -39,12 +36,6 @@ EPILOG = (
     f"\b\nExit status:\n  0  success\n  1  an error\n  {WRONG_USAGE}\n"
     "  130  interrupted"
 )
-_VERSION = inspect.Parameter(
-    "version",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[bool, typer.Option("--version", "-V", help="Print the version.")],
-)
 
 
 def parse(words: Sequence[str]) -> Line | None:
@@ -52,100 +43,99 @@ def parse(words: Sequence[str]) -> Line | None:
 
     Raises UsageError for what is wrong, and Ended for help that nobody asked for.
     """
-    # The class of contexts is private to typer.
-    root: Any = None
+    root: click.Context | None = None
     try:
         root = build().make_context(PROGRAM, list(words))
         with root:
             line = root.command.invoke(root)
-    except typer.Exit as end:
+    except click.exceptions.Exit as end:
         if end.exit_code != errors.SUCCESS:
             raise Ended(end.exit_code) from end
         return None
-    except typer.TyperException as error:
+    except click.UsageError as error:
         # Only some errors know their command.
-        context = getattr(error, "ctx", None)
-        hint = f"{PROGRAM if context is None else context.command_path} --help"
-        message = error.format_message().replace(": Value error, ", ": ")
-        raise _for_store(UsageError(message, hint=hint), root) from error
+        hint = f"{error.ctx.command_path if error.ctx else PROGRAM} --help"
+        raise _for_store(UsageError(error.format_message(), hint=hint), root) from error
     except UsageError as error:
         raise _for_store(error, root) from None
     assert isinstance(line, Line)
     return line
 
 
-def _for_store(error: UsageError, root: Any) -> UsageError:
+def _for_store(error: UsageError, root: click.Context | None) -> UsageError:
     """Let commands in the hint act on the store that the line names."""
     if error.hint is not None and root is not None and root.obj is not None:
         error.hint = with_store(error.hint, root.obj.store)
     return error
 
 
-def build() -> TyperGroup:
+def build() -> Program:
     """Build the program, whose commands are imported when used."""
-    app = typer.Typer(
-        name=PROGRAM,
-        cls=Program,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
+    return Program(
+        PROGRAM,
+        callback=_top,
+        params=[
+            click.Option(["--version", "-V"], is_flag=True, help="Print the version."),
+            *global_options(),
+            *completion.options(),
+        ],
+        help="git for model checkpoints, with merging built in.",
         invoke_without_command=True,
+        subcommand_metavar="COMMAND [ARGS]...",
         context_settings=dict(CONTEXT),
         epilog=EPILOG,
     )
-    app.callback()(with_parameters(_top, [_VERSION, *GLOBALS]))
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    return group
 
 
-def _top(context: typer.Context, version: bool, **given: Any) -> None:
-    """git for model checkpoints, with merging built in."""
+@click.pass_context
+def _top(context: click.Context, /, version: bool, **given: Any) -> None:
     context.obj = Choices(**given)
     if version:
         # Before the command, which it makes superfluous, is parsed.
         from mstore_cli.commands.version import show
 
         show(Session(context.obj))
-        raise typer.Exit(errors.SUCCESS)
+        context.exit()
     if context.invoked_subcommand is None:
         if context.obj != Choices():
             raise UsageError("no command was given")
         sys.stderr.write(f"{context.get_help()}\n")
-        raise typer.Exit(errors.USAGE)
+        context.exit(errors.USAGE)
 
 
-# The types of contexts and formatters are private to typer.
-class Program(TyperGroup):
+class Program(click.Group):
     """The program: imports one command, and suggests one for words of other programs."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         refuse_ambiguous(self, ctx, args)
         return super().parse_args(ctx, args)
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Command | None:
         return find(cmd_name) if cmd_name in VERBS else None
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name == "help":
             if len(args) == 1:
-                typer.echo(ctx.get_help())
-                raise typer.Exit
+                click.echo(ctx.get_help())
+                ctx.exit()
             return self.resolve_command(ctx, [args[1], "--help"])
-        if name not in VERBS and not name.startswith("-"):
+        if name not in VERBS and not name.startswith("-") and not ctx.resilient_parsing:
             from mstore.terms.errors import did_you_mean
 
             hint = OTHER_WORDS.get(name) or str(did_you_mean(name, VERBS, f"{PROGRAM} --help"))
             raise UsageError(f"no such command: {name!r}", hint=hint)
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         longest = max(map(len, VERBS))
         for title, verbs in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl(
-                    [(f"{verb:<{longest}}", find(verb).short_help) for verb in verbs]
+                    [(f"{verb:<{longest}}", find(verb).short_help or "") for verb in verbs]
                 )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Argument, Option
-
 from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.options import OnlyCompared, SkipCompared, Threads
+from mstore_cli.options import Argument, OnlyCompared, Option, SkipCompared, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size
@@ -22,7 +20,7 @@ def analyze(
     session: Session,
     expert: Annotated[
         str,
-        Argument(metavar="EXPERT", help="The fine-tuned snapshot.", autocompletion=completion.refs),
+        Argument(metavar="EXPERT", help="The fine-tuned snapshot.", shell_complete=completion.refs),
     ],
     base: Annotated[
         str,
@@ -30,11 +28,11 @@ def analyze(
             "--base",
             metavar="REF",
             help="The snapshot to compare it with.",
-            autocompletion=completion.refs,
+            shell_complete=completion.refs,
         ),
     ],
-    only: OnlyCompared = None,
-    skip: SkipCompared = None,
+    only: OnlyCompared = (),
+    skip: SkipCompared = (),
     threads: Threads = None,
 ) -> None:
     """Measure how an expert differs from a base, for merges.
@@ -44,9 +42,7 @@ def analyze(
     interruption the same command continues.
     """
     with session.open() as store, session.progress() as tick:
-        report = store.analyze(
-            expert, base, only=only or (), skip=skip or (), threads=threads, progress=tick
-        )
+        report = store.analyze(expert, base, only=only, skip=skip, threads=threads, progress=tick)
 
     def human(screen: Screen) -> None:
         if report.tensors_measured:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument
-
 from mstore_cli.command import command
 from mstore_cli.commands.fsck import show_damage
 from mstore_cli.errors import FAILURE, Ended
-from mstore_cli.options import Threads
+from mstore_cli.options import Argument, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size

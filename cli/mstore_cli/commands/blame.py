@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
-
 from mstore_cli import plots
 from mstore_cli.command import command
 from mstore_cli.groups import By, Group, draw_groups
-from mstore_cli.options import Revision, Threads, drawing
+from mstore_cli.options import Argument, Option, Revision, Threads, drawing
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_percent, format_seconds, format_size

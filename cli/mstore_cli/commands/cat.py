@@ -7,10 +7,9 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from typer import Argument
-
 from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Argument
 from mstore_cli.output import Mode, printing
 from mstore_cli.session import Session
 

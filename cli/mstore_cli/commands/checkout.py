@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
-
 from mstore_cli.command import command
-from mstore_cli.options import OneModel, Threads
+from mstore_cli.options import Argument, OneModel, Option, Threads
 from mstore_cli.output import Screen, near, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
@@ -24,9 +22,9 @@ def checkout(
     revision: OneModel,
     directory: Annotated[Path, Argument(metavar="DIR", help="A directory that is new or empty.")],
     patterns: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Argument(metavar="PATTERN", help="Only files that match, as '*.json' [else all]."),
-    ] = None,
+    ] = (),
     shared: Annotated[
         bool,
         Option(
@@ -56,7 +54,7 @@ def checkout(
             directory,
             threads=threads,
             shared=shared,
-            only=patterns or (),
+            only=patterns,
             reflink=reflink,
             progress=tick,
         )

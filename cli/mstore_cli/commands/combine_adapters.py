@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Option
-
 from mstore_cli import completion
 from mstore_cli.command import Mistakes, command
 from mstore_cli.commands.extract_lora import show_worst
 from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters, with_patterns
-from mstore_cli.options import Message
+from mstore_cli.options import Message, Option
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_percent, format_seconds, format_size
@@ -35,13 +33,13 @@ PEFT_WORDS = {
 def combine_adapters(
     session: Session,
     expert: Annotated[
-        list[str],
+        tuple[str, ...],
         Option(
             "--expert",
             metavar="REF[=WEIGHT]",
             help="A LoRA adapter [default weight: 1]. Repeatable; 'loras/*' are all refs of this "
             "pattern but the result.",
-            autocompletion=completion.refs,
+            shell_complete=completion.refs,
         ),
     ],
     method: Annotated[
@@ -52,21 +50,21 @@ def combine_adapters(
             help="How they are combined: cat, linear, ties, dare_linear, dare_ties or "
             "magnitude_prune combine factors; svd, ties_svd, dare_linear_svd, dare_ties_svd or "
             "magnitude_prune_svd combine products and truncate the result.",
-            autocompletion=completion.combinations,
+            shell_complete=completion.combinations,
         ),
     ],
     name: Annotated[
         str, Option("--name", metavar="REF", help="The branch that will point at the result.")
     ],
     param: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--param",
             metavar="KEY=VALUE",
             help="A parameter of the method: density, majority_sign_method (total or frequency), "
             "clamp, seed. Repeatable.",
         ),
-    ] = None,
+    ] = (),
     rank: Annotated[
         int | None,
         Option(
@@ -98,7 +96,7 @@ def combine_adapters(
             with_patterns(store, experts_of(expert), name),
             method,
             name=name,
-            parameters=parse_parameters(param or []),
+            parameters=parse_parameters(param),
             rank=rank,
             dtype=dtype,
             message=message,

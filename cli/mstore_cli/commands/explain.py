@@ -9,12 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
-
 from mstore_cli import plots
 from mstore_cli.command import command
 from mstore_cli.groups import WIDTH, By, Group, draw_groups
-from mstore_cli.options import Revision, drawing
+from mstore_cli.options import Argument, Option, Revision, drawing
 from mstore_cli.output import Column, Screen, distinct, printable, short
 from mstore_cli.plan_output import draw_plan
 from mstore_cli.session import Session

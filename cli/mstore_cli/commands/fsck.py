@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from mstore_cli.command import command
 from mstore_cli.errors import FAILURE, Ended, UsageError
 from mstore_cli.merging import parse_share
-from mstore_cli.options import Threads
+from mstore_cli.options import Option, Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_share, format_size
@@ -63,13 +61,13 @@ def fsck(
         Option("--repair", help="Replace damaged blocks by good copies."),
     ] = False,
     places: Annotated[
-        list[Path] | None,
+        tuple[Path, ...],
         Option(
             "--from",
             metavar="PLACE",
             help="Another store or a checkpoint that may have good copies. Repeatable.",
         ),
-    ] = None,
+    ] = (),
     threads: Threads = None,
 ) -> None:
     """Check the store; repair it with --repair.
@@ -87,7 +85,7 @@ def fsck(
     if sample is not None and (repair or read_data):
         raise UsageError("--sample stands alone", hint="mstore fsck --sample 5%")
     if repair:
-        _repair(session, places or [], read_data=read_data, threads=threads)
+        _repair(session, places, read_data=read_data, threads=threads)
         return
     share = None if sample is None else parse_share(sample, "--sample")
     seed = secrets.randbelow(1 << 32) if seed is None else seed
@@ -104,7 +102,9 @@ def fsck(
         raise Ended(FAILURE)
 
 
-def _repair(session: Session, places: list[Path], *, read_data: bool, threads: int | None) -> None:
+def _repair(
+    session: Session, places: Sequence[Path], *, read_data: bool, threads: int | None
+) -> None:
     with session.open_checked() as store, session.progress() as tick:
         report = store.repair(sources=places, read_data=read_data, threads=threads, progress=tick)
         session.settled()

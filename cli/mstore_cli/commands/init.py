@@ -7,11 +7,10 @@ import stat
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
-
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen
 from mstore_cli.session import STORE_NAME, Session
 from mstore_cli.sizes import format_size, parse_size
@@ -38,7 +37,7 @@ def init(
             "--codec",
             metavar="POLICY",
             help="auto, raw or dense; see mstore config.",
-            autocompletion=completion.codecs,
+            shell_complete=completion.codecs,
         ),
     ] = None,
     shared: Annotated[

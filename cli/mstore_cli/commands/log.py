@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
-
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Column, Screen, noted, short, when
 from mstore_cli.session import Session
 from mstore_cli.signers import lines_on_unknown_keys, signatures_of, states_of, trusted_signers
@@ -40,7 +39,7 @@ def log(
         Argument(
             metavar="REF",
             help="Start here [default: all branches and tags].",
-            autocompletion=completion.refs,
+            shell_complete=completion.refs,
         ),
     ] = None,
     graph: Annotated[

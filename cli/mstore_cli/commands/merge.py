@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import replace
-from typer import Option
 
 from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import Interrupted, UsageError, remarks
@@ -20,7 +19,7 @@ from mstore_cli.merging import (
     as_options,
     hinting_at_directories,
 )
-from mstore_cli.options import RESULT, WHAT, Codec, Message, Threads
+from mstore_cli.options import RESULT, WHAT, Codec, Message, Option, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.plan_output import draw_remarks, error_fields, format_bound
 from mstore_cli.session import Session
@@ -58,7 +57,7 @@ def merge(
             "--name",
             metavar="REF",
             help="The branch that will point at the result.",
-            rich_help_panel=RESULT,
+            group=RESULT,
         ),
     ],
     candidate: Annotated[
@@ -67,7 +66,7 @@ def merge(
             "--candidate",
             metavar="RUN",
             help="Leave the branch; name the result candidates/RUN/REF, to test it first.",
-            rich_help_panel=RESULT,
+            group=RESULT,
         ),
     ] = None,
     plan: Annotated[
@@ -77,7 +76,7 @@ def merge(
             metavar="ID|FILE|REF",
             help="Run this plan: its id, the beginning of the id, a file made by `plan -o`, or "
             "the plan of this merged snapshot.",
-            rich_help_panel=WHAT,
+            group=WHAT,
         ),
     ] = None,
     wanted: Wanted,
@@ -88,7 +87,7 @@ def merge(
         Option(
             "--virtual",
             help="Commit only the plan: read and write no blocks now, compute them when read.",
-            rich_help_panel=RESULT,
+            group=RESULT,
         ),
     ] = False,
     no_memo: Annotated[

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument
-
 from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.options import Argument
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
@@ -27,7 +26,7 @@ def methods(
     session: Session,
     name: Annotated[
         str | None,
-        Argument(metavar="NAME", help="The method to describe.", autocompletion=completion.methods),
+        Argument(metavar="NAME", help="The method to describe.", shell_complete=completion.methods),
     ] = None,
 ) -> None:
     """List the merge methods, or describe one.

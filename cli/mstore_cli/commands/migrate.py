@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Option
-
 from mstore_cli.command import command
+from mstore_cli.options import Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 

@@ -9,11 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
-
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen, near
 from mstore_cli.session import Session
 from mstore_fuse.drivers import Driver, Verify
@@ -32,12 +31,12 @@ SERVING = (
 def mount(
     session: Session,
     target: Annotated[
-        list[str],
+        tuple[str, ...],
         Argument(
             metavar="[REF[:MODEL]] DIR",
             help="The snapshot, or one model of it, and an empty directory; with --all only the "
             "directory.",
-            autocompletion=completion.mounted,
+            shell_complete=completion.mounted,
         ),
     ],
     everything: Annotated[
@@ -49,8 +48,9 @@ def mount(
     driver: Annotated[
         Driver,
         Option(
+            "--driver",
             help="fuse: a process serves it; erofs: the kernel reads the packs (root, stored raw); "
-            "auto: erofs where it works, else fuse."
+            "auto: erofs where it works, else fuse.",
         ),
     ] = Driver.FUSE,
     follow: Annotated[
@@ -73,8 +73,9 @@ def mount(
     verify: Annotated[
         Verify,
         Option(
+            "--verify",
             help="once: check each block when it is first read (erofs: all of them at mounting); "
-            "always: whenever it is read; never (only erofs): not at all."
+            "always: whenever it is read; never (only erofs): not at all.",
         ),
     ] = Verify.ONCE,
 ) -> None:

@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from typer import Argument, Option
-
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
-from mstore_cli.options import Revision
+from mstore_cli.options import Argument, Option, Revision
 from mstore_cli.output import Column, Screen, noted, short, when
 from mstore_cli.session import Session
 from mstore_cli.signers import lines_on_unknown_keys, states_of, trusted_signers
@@ -36,11 +34,11 @@ def note(
     session: Session,
     revision: Revision,
     values: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Argument(
             metavar="KEY=VALUE", help="What to note; VALUE is JSON if it reads as JSON, else text."
         ),
-    ] = None,
+    ] = (),
     kind: Annotated[
         str | None,
         Option(
@@ -50,13 +48,13 @@ def note(
         ),
     ] = None,
     remove: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--remove",
             metavar="NOTE",
             help="Remove a note, by its id or the beginning of it. Repeatable.",
         ),
-    ] = None,
+    ] = (),
     every: Annotated[bool, Option("--all", help="List replaced and removed notes, too.")] = False,
 ) -> None:
     """Note something about a snapshot, or list its notes.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from mstore_cli import plots
 from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import UsageError
@@ -19,7 +17,7 @@ from mstore_cli.merging import (
     as_options,
     hinting_at_directories,
 )
-from mstore_cli.options import RESULT, Threads, drawing, file_of
+from mstore_cli.options import RESULT, Option, Threads, drawing, file_of
 from mstore_cli.output import Screen, short
 from mstore_cli.plan_output import draw_plan, draw_sweep, plan_document
 from mstore_cli.session import Session
@@ -49,8 +47,8 @@ def plan(
             *("--output", "-o"),
             metavar="FILE",
             help="Also write the plan to FILE, as JSON.",
-            parser=file_of("json"),
-            rich_help_panel=RESULT,
+            type=file_of("json"),
+            group=RESULT,
         ),
     ] = None,
     sweep: Annotated[

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
-
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
 def prune(
     session: Session,
     branches: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Argument(
             metavar="REF",
             help="Branches [default: all of them].",
-            autocompletion=completion.refs,
+            shell_complete=completion.refs,
         ),
-    ] = None,
+    ] = (),
     keep_last: Annotated[
         int, Option("--keep-last", metavar="N", min=0, help="Keep the newest N snapshots.")
     ] = 0,
@@ -97,7 +96,7 @@ def prune(
         )
     with session.open() as store:
         report = store.prune(
-            branches or (),
+            branches,
             keep_last=keep_last,
             keep_daily=keep_daily,
             keep_weekly=keep_weekly,

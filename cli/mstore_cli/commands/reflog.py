@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument
-
 from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.options import Argument
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
 
@@ -31,7 +30,7 @@ def reflog(
         Argument(
             metavar="NAME",
             help="A branch or tag, also a removed one [default: all that ever were].",
-            autocompletion=completion.ever,
+            shell_complete=completion.ever,
         ),
     ] = None,
 ) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Option
-
 from mstore_cli.command import command
 from mstore_cli.errors import warn
+from mstore_cli.options import Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Argument
-
 from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.options import Argument
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 
@@ -18,7 +17,7 @@ from mstore_cli.session import Session
 def rename(
     session: Session,
     old: Annotated[
-        str, Argument(metavar="OLD", help="A branch or tag.", autocompletion=completion.refs)
+        str, Argument(metavar="OLD", help="A branch or tag.", shell_complete=completion.refs)
     ],
     new: Annotated[str, Argument(metavar="NEW", help="Its new name.")],
 ) -> None:

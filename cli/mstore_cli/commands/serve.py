@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from mstore_cli.command import command
 from mstore_cli.errors import warn
+from mstore_cli.options import Option
 from mstore_cli.output import Mode, Screen
 from mstore_cli.session import Session
 
@@ -33,13 +32,13 @@ def serve(
     ] = HOST,
     port: Annotated[int, Option("--port", metavar="N", help="The port; 0: any free one.")] = PORT,
     allow_name: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--allow-name",
             metavar="NAME",
             help="Another host name that requests at a loopback address may use (repeatable).",
         ),
-    ] = None,
+    ] = (),
     connections: Annotated[
         int, Option("--connections", metavar="N", help="Requests at once; more get status 503.")
     ] = CONNECTIONS,
@@ -82,7 +81,7 @@ def serve(
             store,
             host=host,
             port=port,
-            names=allow_name or (),
+            names=allow_name,
             connections=connections,
             timeout=timeout,
             log=log,

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
-
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
-from mstore_cli.options import Revision
+from mstore_cli.options import Option, Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.signers import ask_passphrase, read_passphrase

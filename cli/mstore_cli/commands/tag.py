@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Argument
-
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
-from mstore_cli.options import MaybeRevision
+from mstore_cli.options import Argument, MaybeRevision
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
-
 from mstore_cli.command import command
 from mstore_cli.errors import FAILURE, Ended, UsageError, warn
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen, near
 from mstore_cli.session import Session
 
