@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-import mstore.add
+import mstore.snapshots.add
 import mstore.upkeep.disk_usage  # noqa: F401 -- what tasks import late must not be in their seconds
 from mstore import Store
 from mstore.blocks.packs import Kind

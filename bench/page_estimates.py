@@ -67,7 +67,7 @@ def extremes(told: Told) -> tuple[float, float]:
     unbounded = {
         f"`{name}`"
         for name, method in METHODS.items()
-        if not method.has_bound and method.select.is_told
+        if not method.has_bound and method.select.sized_by_norms
     }
     ratios = [own for ((method, _, _), _), own in found.items() if method in unbounded]
     every = list(itertools.chain.from_iterable(ratios))

@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
         return True
 
 
-class Sample(Report, frozen=True):
+class Sample(Report):
     """A report like those of the library."""
 
     snapshot: SnapshotId

@@ -18,7 +18,7 @@ TOLD = [
     if registry.METHODS[name].combine.by_norms
     and not registry.METHODS[name].combine.stacks
     # How many experts need an element is not known before they are read.
-    and registry.METHODS[name].select.is_told
+    and registry.METHODS[name].select.sized_by_norms
 ]
 """Methods of which a plan says how much the whole merge changes."""
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import kernels as build
+import msgspec
 import pytest
 from blake3 import blake3
 
@@ -124,8 +125,8 @@ def test_only_what_changed_is_compiled(tmp_path: Path, monkeypatch: pytest.Monke
     for other in (
         b"",
         good[:-1],
-        sealed(b"code", made._replace(stamp=bytes(32))),
-        sealed(b"code", made._replace(maker=bytes(32))),
+        sealed(b"code", msgspec.structs.replace(made, stamp=bytes(32))),
+        sealed(b"code", msgspec.structs.replace(made, maker=bytes(32))),
     ):
         path.write_bytes(other)
         assert left() == 1

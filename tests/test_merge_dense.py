@@ -34,7 +34,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.planning.request import resolve
 from mstore.merge.planning.session import request_key
 from mstore.merge.running.engine import RESERVE, Resources, bounds, run_plan
-from mstore.merge.running.finished import Leftovers
+from mstore.merge.running.finished import sound_pack
 from mstore.merge.running.loading import SPARE_SIDES, Scratch, load, will_need
 from mstore.merge.running.slices import batch_chunks
 from mstore.merge.running.task import ChunkTask, Row, StoredBlock, Tasks
@@ -813,10 +813,9 @@ def test_leftovers_are_decoded_with_their_bases(
         return writer.seal().path
 
     unknown = BlockId.of(b"nobody has it")
-    left = Leftovers(tmp_path, catalog)
-    assert left.pack(leave("good.pack", base, plain)) is not None
-    assert left.pack(leave("gone.pack", unknown, plain)) is None
-    assert left.pack(leave("other.pack", tensor.block(1), plain)) is None
+    assert sound_pack(leave("good.pack", base, plain), catalog) is not None
+    assert sound_pack(leave("gone.pack", unknown, plain), catalog) is None
+    assert sound_pack(leave("other.pack", tensor.block(1), plain), catalog) is None
 
 
 RESUME = """

@@ -63,9 +63,7 @@ class OpenStore:
     ) -> None:
         """Set the fields.  catalog: None opens it when it is first used."""
         if not is_text(author) and not callable(author):
-            raise BadRequest(
-                "an author is text, or something to call for it", where=Option("author")
-            )
+            raise BadRequest("an author is text, or something to call for it")
         self._author = author
         if catalog is not None:
             catalog.author = lambda: self.author

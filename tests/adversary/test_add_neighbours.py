@@ -158,7 +158,8 @@ def test_what_was_listed_is_what_is_read(
 WAITING = """
 import os, sys
 from pathlib import Path
-from mstore import Store, add as adding
+from mstore import Store
+from mstore.snapshots import add as adding
 from mstore.terms.errors import MstoreError
 model, add = Path(sys.argv[1]), adding.add
 def swapped(*arguments, **named):

@@ -32,7 +32,7 @@ from proof_models import BLOCK, model_files, write_files  # noqa: E402
 
 from mstore import MergeRequest  # noqa: E402
 from mstore.api import Store  # noqa: E402
-from mstore.signing import SigningKey  # noqa: E402
+from mstore.snapshots.signing import SigningKey  # noqa: E402
 
 
 def make(target: Path) -> None:

@@ -303,10 +303,7 @@ class Leftovers:
         if found is None:
             return None
         if found.pack not in self._packs:
-            try:
-                self._packs[found.pack] = _sound(found.pack, self._catalog)
-            except (Corrupt, Incompatible):
-                self._packs[found.pack] = None
+            self._packs[found.pack] = sound_pack(found.pack, self._catalog)
         pack = self._packs[found.pack]
         return None if pack is None else (found, pack)
 
@@ -324,8 +321,15 @@ def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
         return []
 
 
-def _sound(path: Path, catalog: Catalog) -> SealedPack | None:
-    """Return the pack if it holds only blocks, and each matches its id."""
+def sound_pack(path: Path, catalog: Catalog) -> SealedPack | None:
+    """Return the pack if it holds only blocks, each of which matches its id, or None."""
+    try:
+        return _read_whole(path, catalog)
+    except (Corrupt, Incompatible):
+        return None
+
+
+def _read_whole(path: Path, catalog: Catalog) -> SealedPack | None:
     footer = read_footer(path)
     id, entries = footer.id, footer.entries
     with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
