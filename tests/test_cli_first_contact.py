@@ -218,7 +218,7 @@ def completed(line: str, store: Path) -> list[str]:
     """What Tab offers behind a line, as bash asks for it."""
     words = line.split(" ")
     asked = {
-        "_MSTORE_COMPLETE": "complete_bash",
+        "_MSTORE_COMPLETE": "bash_complete",
         "COMP_WORDS": line,
         "COMP_CWORD": str(len(words) - 1),
         "MSTORE_STORE": str(store),
@@ -228,7 +228,7 @@ def completed(line: str, store: Path) -> list[str]:
         command, env={**os.environ, **asked}, capture_output=True, text=True, check=False
     )
     assert done.stderr == ""
-    return done.stdout.split()
+    return [line.partition(",")[2] for line in done.stdout.split("\n") if line]
 
 
 def test_completion(mstore: Program, tmp_path: Path) -> None:
@@ -258,10 +258,10 @@ def test_completion(mstore: Program, tmp_path: Path) -> None:
 def test_the_shell_script(shell: str) -> None:
     """The script that a shell needs is printed."""
     command = [sys.executable, "-m", "mstore_cli"]
-    asked = {**os.environ, "_MSTORE_COMPLETE": f"source_{shell}"}
+    asked = {**os.environ, "_MSTORE_COMPLETE": f"{shell}_source"}
     done = subprocess.run(command, env=asked, capture_output=True, text=True, check=True)
     assert "_MSTORE_COMPLETE" in done.stdout
-    assert f"complete_{shell}" in done.stdout
+    assert f"{shell}_complete" in done.stdout
 
 
 def test_the_script_of_this_shell() -> None:
@@ -269,7 +269,7 @@ def test_the_script_of_this_shell() -> None:
     # A second command keeps bash from giving its place to the first.
     command = ["bash", "-c", f"{sys.executable} -m mstore_cli --show-completion; true"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "complete_bash" in done.stdout
+    assert "bash_complete" in done.stdout
 
 
 @pytest.mark.parametrize(

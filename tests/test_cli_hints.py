@@ -219,7 +219,7 @@ def test_init_says_with_which_group_it_shares(is_setgid: bool, tmp_path: Path) -
         os.chown(above, -1, team)
         above.chmod(0o2775)
     store = Program(above / "store")
-    done = store.succeed("init", "--shared")
+    done = store.succeed("init", "--shared", "group")
     group = name_of(team if is_setgid else os.getegid())
     told = done.lines[1:]
     assert told[0] == f"shared with the group {group}"
@@ -234,7 +234,7 @@ def test_init_says_with_which_group_it_shares(is_setgid: bool, tmp_path: Path) -
     assert all(path.stat().st_mode & 0o2000 for path in made if path.is_dir())
     other = Program(tmp_path / "other")
     assert len(other.succeed("init").lines) == 1
-    third = Program(tmp_path / "third").succeed("init", "--shared", "--json").document
+    third = Program(tmp_path / "third").succeed("init", "--shared", "group", "--json").document
     assert third["group"] == name_of(os.getegid())
 
 

@@ -15,13 +15,8 @@ from families import layered, read_checkpoint
 from mstore import Budget
 from mstore.api.reports import MergeReport
 from mstore.terms.errors import BadRequest
-from mstore_cli.merging import (
-    Wanted,
-    error_fields,
-    parse_expert,
-    parse_experts,
-    parse_parameters,
-)
+from mstore_cli.merging import Wanted, parse_expert, parse_experts, parse_parameters
+from mstore_cli.plan_output import error_fields
 
 
 @pytest.mark.parametrize(

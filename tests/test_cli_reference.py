@@ -31,14 +31,19 @@ def test_page_is_current() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_help_is_complete(verb: str) -> None:
-    """Each command's help states an example of itself and its exit statuses."""
-    # The page is what the program says, see above.
+    """Each command's help states an example of itself, its exit statuses and the global options;
+    the page says the last two once."""
+    text = reference._help(find(verb), verb)
+    example = text.split("Example:\n")[1].splitlines()[0].strip()
+    assert example.startswith(f"mstore {verb}")
+    assert "Exit status:\n    0  success\n    1  " in text
+    assert "    2  wrong usage" in text
     page = PAGE.read_text(encoding="utf-8")
     section = page.split(f"## mstore {verb}\n")[1].split("\n## ")[0]
-    example = section.split("Example:\n")[1].splitlines()[0].strip()
-    assert example.startswith(f"mstore {verb}")
-    assert "Exit status:\n    0  success\n    1  " in section
-    assert "    2  wrong usage" in section
+    assert example in section
+    for shared in ("--store DIR ", "--no-progress ", "wrong usage"):
+        assert shared in text
+        assert shared not in section
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda one: one.__name__)
@@ -113,7 +118,7 @@ def test_every_command_is_in_one_group() -> None:
 def test_help_fits(path: tuple[str, ...]) -> None:
     """No line of help is wider than a terminal of 80 columns, no word is broken, and each command
     takes one line of the list."""
-    text = reference._help(reference.build(), path)
+    text = reference._help(find(path[0]) if path else reference.build(), *path)
     example = find(path[0]).epilog.split("Exit status")[0] if path else ""
     for line in text.splitlines():
         assert len(line) <= 80 or line.strip() in example, line
@@ -125,7 +130,7 @@ def test_help_fits(path: tuple[str, ...]) -> None:
 
 def test_options_of_a_merge_are_in_groups() -> None:
     """The help of `merge` lists its options by what they are about, and the rest under Options."""
-    text = reference._help(reference.build(), ("merge",))
+    text = reference._help(find("merge"), "merge")
     groups = [line for line in text.splitlines() if re.fullmatch(r"[A-Z][a-z ]+:", line)]
     assert groups == [
         *("What to merge:", "Which tensors:", "How much to read:", "The result:"),

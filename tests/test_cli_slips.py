@@ -244,7 +244,8 @@ def test_a_message_that_is_no_text(mstore: Program, tmp_path: Path) -> None:
     """Text that is not UTF-8 is refused in the words of the command line."""
     done = mstore("add", tmp_path / "base", "--name", "m", "-m", "\udcff")
     assert done.status == 2
-    assert done.err.startswith("error: --message takes text, not bytes that are not UTF-8: ")
+    told = "error: invalid value for '--message' / '-m': text, not bytes that are not UTF-8: "
+    assert done.err.startswith(told)
 
 
 def test_a_model_of_another_shape(mstore: Program, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from mstore_cli.spelling import Typed
         ),
         (call("add", "x", max_sparse_bytes=7), "mstore add x --max-sparse 7"),
         (Option("top_p"), "--top-p"),
-        (Option("reflink", "auto"), "--reflink=auto"),
+        (Option("reflink", "auto"), "--reflink auto"),
         (call("pin", "x", raw=True), "mstore pin x --raw"),
         (Option("skip", ("a b", "c")), "--skip 'a b' --skip c"),
         (phrase("{a}, then {b}", a=call("gc"), b=Option("shared")), "mstore gc, then --shared"),

@@ -20,14 +20,12 @@ from mstore.merge.planning import tensors, validate
 from mstore.store.objects.shapes import difference_hint
 from mstore.terms.phrases import Call, Option, Phrase, Text, as_phrase, call, phrase
 from mstore.terms.report import plain
+from mstore_cli.command import find
 from mstore_cli.spelling import Typed, flag
-from mstore_cli.tree import build
+from mstore_cli.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = {
-    name: {option for one in command.params for option in one.opts}
-    for name, command in build().commands.items()
-}
+FLAGS = {name: {option for one in find(name).params for option in one.opts} for name in VERBS}
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_no_umask_closes_a_groups_store(tmp_path: Path) -> None:
     mstore = Program(tmp_path / "store")
     merge = ["merge", "--base", "base", "--method", "linear", "--name"]
     lines = [
-        ["init", "--shared"],
+        ["init", "--shared", "group"],
         *(["add", str(tmp_path / name), "--name", name] for name in ("base", "tuned", "third")),
         ["analyze", "third", "--base", "base"],
         [*merge, "merged", "--expert", "tuned"],

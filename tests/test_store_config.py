@@ -156,25 +156,20 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     ("words", "shared"),
     [
         (("init",), "umask"),
-        (("init", "--shared"), "group"),
+        (("init", "--shared", "group"), "group"),
         (("init", "--shared=all"), "all"),
         (("init", "--shared=umask"), "umask"),
-        (("init", "--shared", "--codec", "raw"), "group"),
     ],
 )
 def test_init_shared(tmp_path: Path, words: tuple[str, ...], shared: str) -> None:
-    """`init --shared` is for the group; a value is joined to it, so that a directory may follow."""
+    """`init --shared` says who may use the store."""
     mstore = Program(tmp_path / "store")
     assert mstore.succeed(*words, "--json").document["shared"] == shared
     assert mstore.succeed("config", "shared", "-q").out == f"{shared}\n"
 
 
-def test_init_shared_takes_a_directory_after_it(tmp_path: Path) -> None:
-    """What follows a bare --shared is the store, and no value of it."""
-    store = tmp_path / "team"
-    assert Program(store).succeed("init", "--shared", str(store)).status == 0
-    with Store.open(store) as opened:
-        assert opened.config["shared"] == "group"
+def test_init_shared_refuses_other_words(tmp_path: Path) -> None:
+    """A word that says nothing about sharing is refused, and nothing is made."""
     refused = Program(tmp_path / "other")("init", "--shared=some")
     assert refused.status == 2
     assert "umask, group, all" in refused.err

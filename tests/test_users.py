@@ -267,7 +267,7 @@ def test_a_read_only_filesystem(place: World, filled: Path) -> None:
 
 
 COMPLETION = (
-    "_MSTORE_COMPLETE=complete_bash COMP_WORDS='mstore show ' COMP_CWORD=2 mstore 2>&1; true"
+    "_MSTORE_COMPLETE=bash_complete COMP_WORDS='mstore show ' COMP_CWORD=2 mstore 2>&1; true"
 )
 
 
@@ -395,7 +395,7 @@ def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
     turns |= {"mstore add math": alice, "mstore merge": bob, "mstore log": alice}
     for command, told in pairs(README.read_text()):
         user = next((who for words, who in turns.items() if command.startswith(words)), bob)
-        line = command.replace("mstore init", "mstore init --shared")
+        line = command.replace("mstore init", "mstore init --shared group")
         printed = done(place, user, line, at, store)
         # The directory is setgid: there is no other group to speak of.
         more = f"\nshared with the group {TEAM}" if command == "mstore init" else ""

@@ -8,10 +8,6 @@ import gc
 import os
 import sys
 
-# What decomposes matrices with numpy.  Nothing else needs the threads that OpenBLAS starts when
-# numpy is imported, which take a third of that import.
-_DECOMPOSES = frozenset({"combine-adapters", "extract-lora"})
-
 
 def _open_closed_streams() -> None:
     """Open the null device as each standard stream that the caller closed (`>&-`).
@@ -35,8 +31,8 @@ def main() -> None:
     _open_closed_streams()
     # Imported objects are permanent; scanning them every 700 allocations costs a tenth of a run.
     gc.set_threshold(100_000, 10, 10)
-    if _DECOMPOSES.isdisjoint(sys.argv):
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # The threads that OpenBLAS starts when numpy is imported take a third of that import.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from mstore_cli.main import main as run
     except KeyboardInterrupt:

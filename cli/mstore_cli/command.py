@@ -1,109 +1,203 @@
-"""From a Python function to a command: its parameters, the global options, help texts, session.
+"""From a Python function to a command of click: its parameters, the global options, help, session.
 
 With `command`, a command function declares only its own parameters.  The global options stand
-before the verb or after it.
+before the command or after it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
-from pathlib import Path
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args
 
-from mstore_cli.declared import Option, Parameter, parameters_of
-from mstore_cli.errors import remarks
+import click
+
+from mstore_cli.errors import UsageError, remarks
+from mstore_cli.options import GROUPS, OPTIONS, Argument, Option, parameter_of, parse_path
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
 
-
-def _global_options(
-    store: Annotated[
-        Path | None,
-        Option(
-            "--store",
-            metavar="DIR",
-            show_default=False,
-            help=f"The store [else ${STORE_VARIABLE}, the nearest .mstore upward, the user's own].",
-        ),
-    ] = None,
-    json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
-    quiet: Annotated[
-        bool,
-        Option("--quiet", "-q", help="Print only ids or names, one per line; warnings stay."),
-    ] = False,
-    no_progress: Annotated[
-        bool, Option("--no-progress", help="Never show a progress bar.")
-    ] = False,
-) -> None:
-    """Declares the options of every command; only the signature is used."""
+WRONG_USAGE = "2  wrong usage of the command line, or a value or request that is wrong"
+CONTEXT = MappingProxyType(
+    {"help_option_names": ["--help", "-h"], "max_content_width": 100, "show_default": True}
+)
+ARGUMENTS, GLOBAL_OPTIONS = "Arguments", "Global options"
+_NO_BREAK = "\u2011"
+"""A hyphen at which no line ends."""
 
 
-def _declared(function: Callable[..., None]) -> list[inspect.Parameter]:
-    return list(inspect.signature(function, eval_str=True).parameters.values())
+def global_options(*, has_json: bool = True) -> list[click.Parameter]:
+    """Return the options of every command, by the names of `Choices`."""
+    where = f"The store [else ${STORE_VARIABLE}, the nearest .mstore upward, the user's own]."
+    few = "Print only ids or names, one per line; warnings stay."
+    switch = partial(click.Option, is_flag=True)
+    return [
+        click.Option(["--store"], metavar="DIR", type=parse_path, help=where),
+        switch(["--json"], help="Print one JSON object.", hidden=not has_json),
+        switch(["--quiet", "-q"], help=few),
+        switch(["--no-progress"], help="Never show a progress bar."),
+    ]
 
 
-def _is_group(one: inspect.Parameter) -> bool:
-    return dataclasses.is_dataclass(one.annotation)
+class Line(NamedTuple):
+    """A command line that was parsed: its global options, and what runs the command."""
+
+    choices: Choices
+    run: Callable[[], None]
 
 
-def _unfolded(group: Any) -> Iterator[inspect.Parameter]:
-    """Yield the declarations of a group of options: the fields of a dataclass."""
-    hints = get_type_hints(group, include_extras=True)
-    for one in dataclasses.fields(group):
-        if one.init:
-            kind = inspect.Parameter.KEYWORD_ONLY
-            yield inspect.Parameter(one.name, kind, default=one.default, annotation=hints[one.name])
+class Mistakes(NamedTuple):
+    """Command lines that people type by mistake, and what to type instead.
 
-
-def _version_option(
-    version: Annotated[bool, Option("--version", "-V", help="Print the version.")] = False,
-) -> None:
-    """Declares the option that runs a command of its own; only the signature is used."""
-
-
-GLOBALS = parameters_of(_declared(_global_options))
-(VERSION,) = parameters_of(_declared(_version_option))
-
-
-def choices_of(values: Mapping[str, Any]) -> Choices:
-    """Return the global options of some values by name."""
-    return Choices(**{one.name: values[one.name] for one in GLOBALS})
-
-
-class Verb(NamedTuple):
-    """A command: its own parameters, what runs it with a value for each, and its help.
-
-    summary, text: the first line of its help, and all of it. bare: the value of an option given
-    without one. foreign: file name endings of other programs that people may pass, and the message
-    for each; foreign_hint: what to type instead. mistaken: options that do not exist, and what to
-    type instead. misplaced: of the values
-    of a line, and arguments beyond those that the command takes: what to type instead, if known.
-    has_json: whether it has a JSON form.
+    options: options that do not exist. files: file name endings of other programs, and the message
+    for each; files_hint: what to type instead. arguments: called with the values of a line and the
+    arguments beyond those that the command takes.
     """
 
-    name: str
-    summary: str
-    text: str
-    parameters: tuple[Parameter, ...]
-    run: Callable[..., None]
-    epilog: str
-    bare: Mapping[str, str]
-    foreign: Mapping[str, str]
-    foreign_hint: str
-    mistaken: Mapping[str, str]
-    misplaced: Callable[[Mapping[str, Any], list[str]], str | None] | None
-    has_json: bool
+    options: Mapping[str, str] = MappingProxyType({})
+    files: Mapping[str, str] = MappingProxyType({})
+    files_hint: str = ""
+    arguments: Callable[[Mapping[str, Any], list[str]], str | None] | None = None
 
 
-def find(name: str) -> Verb:
-    """Import the command of this name."""
-    own = name.replace("-", "_")
-    verb = getattr(import_module(f"mstore_cli.commands.{own}"), own)
-    assert isinstance(verb, Verb)
-    return verb
+_NO_MISTAKES = Mistakes()
+
+
+class Command(click.Command):
+    """A command whose help lists options by what they are for, and that knows common mistakes.
+
+    declared: its own parameters by name.
+    """
+
+    mistakes = _NO_MISTAKES
+    declared: Mapping[str | None, Option | Argument] = MappingProxyType({})
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        refuse_ambiguous(self, ctx, given)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            self._raise_mistake(ctx, given, error)
+            # Without it, the hint would be the help of the whole program.
+            error.ctx = error.ctx or ctx
+            raise
+
+    def _raise_mistake(self, ctx: click.Context, args: list[str], error: click.UsageError) -> None:
+        """Raise UsageError, with what to type instead, if the mistake is a common one."""
+        # The file of an option is where it should be.
+        words = [] if "--recipe" in args else args
+        for ending, message in self.mistakes.files.items():
+            if any(word.endswith(ending) for word in words):
+                raise UsageError(message, hint=self.mistakes.files_hint) from error
+        if isinstance(error, click.NoSuchOption):
+            raise self._no_such_option(ctx, error.option_name, args) from error
+        instead = self._arguments_meant(ctx, args)
+        if instead is not None:
+            raise UsageError("unexpected arguments", hint=instead) from error
+
+    def _no_such_option(self, ctx: click.Context, name: str, args: list[str]) -> UsageError:
+        message = f"no such option: {name}"
+        if re.fullmatch("-[0-9].*", name):
+            if any("-n" in one.opts and not _is_flag(one) for one in self.params):
+                words = [re.sub("^-([0-9]+)$", r"-n \1", shlex.quote(word)) for word in args]
+                return UsageError(message, hint=f"{ctx.command_path} {' '.join(words)}")
+            return UsageError(
+                f"{message}; values that begin with - come after --",
+                hint=f"{ctx.command_path} -- {shlex.join(args)}",
+            )
+        from mstore.terms.errors import did_you_mean
+
+        options = [one for parameter in self.get_params(ctx) for one in parameter.opts]
+        otherwise = f"{ctx.command_path} --help"
+        meant = self.mistakes.options.get(name)
+        return UsageError(
+            message, hint=meant or str(did_you_mean(name, options, otherwise, prefix="--"))
+        )
+
+    def _arguments_meant(self, ctx: click.Context, args: list[str]) -> str | None:
+        """Return what to type instead of arguments beyond those that the command takes."""
+        if self.mistakes.arguments is None:
+            return None
+        try:
+            values, loose, _ = self.make_parser(ctx).parse_args(args=list(args))
+        except click.UsageError:
+            return None
+        return self.mistakes.arguments(values, loose) if loose else None
+
+    def get_help(self, ctx: click.Context) -> str:
+        return super().get_help(ctx).replace(_NO_BREAK, "-")
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [
+            "[OPTIONS]",
+            *(_usage(one) for one in self.params if isinstance(one, click.Argument)),
+        ]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {
+            title: [] for title in (ARGUMENTS, *GROUPS, GLOBAL_OPTIONS)
+        }
+        for one in self.get_params(ctx):
+            declared = self.declared.get(one.name)
+            record = one.get_help_record(ctx)
+            if isinstance(declared, Argument):
+                sections[ARGUMENTS].append((_usage(one), unbroken(declared.help)))
+            elif record is not None:
+                shared = GLOBAL_OPTIONS if one.name in Choices._fields else OPTIONS
+                title = declared.group if declared else shared
+                sections[title].append((record[0], unbroken(record[1])))
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def refuse_ambiguous(command: click.Command, ctx: click.Context, args: list[str]) -> None:
+    """Refuse what click takes without a word: a wrong value, or the last of two.
+
+    Of an option without its value it takes the next option for the value.  A value that looks so
+    is written `--name=--value`.
+    """
+    known = [one for one in command.get_params(ctx) if isinstance(one, click.Option)]
+    options = {name: one for one in known for name in (*one.opts, *one.secondary_opts)}
+    end = args.index("--") if "--" in args else len(args)
+    for word, following in pairwise(args[:end]):
+        if word in options and not options[word].is_flag and following in options:
+            raise click.BadOptionUsage(word, f"Option {word!r} requires an argument.", ctx)
+    try:
+        _, _, order = command.make_parser(ctx).parse_args(args=list(args))
+    except click.UsageError:
+        # It is raised again when values are taken.
+        return
+    for one in known:
+        if order.count(one) > 1 and not (one.multiple or one.is_flag or ctx.resilient_parsing):
+            raise UsageError(
+                f"{max(one.opts, key=len)} is given twice", hint=f"{ctx.command_path} --help"
+            )
+
+
+def _is_flag(parameter: click.Parameter) -> bool:
+    return isinstance(parameter, click.Option) and parameter.is_flag
+
+
+def unbroken(text: str) -> str:
+    """Let no line of a help text end at a hyphen inside a word; `get_help` puts hyphens back."""
+    return re.sub(r"(?<=\w)-(?=\w)", _NO_BREAK, text)
+
+
+def _usage(argument: click.Parameter) -> str:
+    """Return an argument as usage lines have it: `REF`, `[REF]`, `REF...` or `[REF]...`."""
+    name = str(argument.metavar)
+    if " " in name:
+        # Arguments that are told apart by their number, written as one.
+        return name
+    return f"{name if argument.required else f'[{name}]'}{'' if argument.nargs == 1 else '...'}"
 
 
 def command(
@@ -111,63 +205,75 @@ def command(
     example: str,
     failure: str = "an error",
     decodes: bool = False,
-    bare: Mapping[str, str] = MappingProxyType({}),
-    foreign: Mapping[str, str] = MappingProxyType({}),
-    foreign_hint: str = "",
-    mistaken: Mapping[str, str] = MappingProxyType({}),
-    misplaced: Callable[[Mapping[str, Any], list[str]], str | None] | None = None,
+    mistakes: Mistakes = _NO_MISTAKES,
     has_json: bool = True,
-) -> Callable[[Callable[..., None]], Verb]:
-    """Make a Verb from a function `(session, its own parameters) -> None`.
+) -> Callable[[Callable[..., None]], Command]:
+    """Make a command from a function `(session, its own parameters) -> None`.
 
-    A parameter whose type is a dataclass stands for its fields: options that commands share.
-    The function's name, with dashes, is the verb, its docstring the help.  `example` is a realistic
-    command line; `failure` says when the exit status is 1. decodes: whether it mostly reads blocks,
-    one after the other (`mstore.terms.heap`). bare: options whose value follows an
-    equals sign or is left out, and the value if left out. foreign, foreign_hint, mistaken,
-    misplaced, has_json: as in `Verb`.
+    A parameter whose type is a class, not `Annotated`, stands for those of that class: options that
+    commands share.
+    The function's name, with dashes, is the command's, its docstring the help.  `example` is a
+    realistic command line; `failure` says when the exit status is 1. decodes: whether it mostly
+    reads blocks, one after the other (`mstore.terms.heap`).
     """
 
-    def decorate(function: Callable[..., None]) -> Verb:
-        _session, *declared = _declared(function)
-        groups = {one.name: one.annotation for one in declared if _is_group(one)}
-        parts = [list(_unfolded(one.annotation)) if _is_group(one) else [one] for one in declared]
-        own = [one for part in parts for one in part]
+    def decorate(function: Callable[..., None]) -> Command:
+        _session, *own = _declared(function)
+        groups = {
+            one.name: (one.annotation, _declared(one.annotation))
+            for one in own
+            if isinstance(one.annotation, type)
+        }
+        parameters = [
+            each for one in own for each in (groups[one.name][1] if one.name in groups else [one])
+        ]
 
-        def run(choices: Choices, **given: Any) -> None:
+        def run(choices: Choices, given: dict[str, Any]) -> None:
             session = Session(choices)
             if decodes:
                 from mstore.terms import heap
 
                 heap.keep_freed()
-            for name, group in groups.items():
-                fields = [one.name for one in _unfolded(group)]
-                given[name] = group(**{field: given.pop(field) for field in fields})
+            for name, (group, fields) in groups.items():
+                given[name] = group(**{field.name: given.pop(field.name) for field in fields})
             try:
                 function(session, **given)
             finally:
                 remarks(map(session.typed, session.remarks()))
 
+        @click.pass_context
+        def parsed(context: click.Context, /, **given: Any) -> Line:
+            root = context.find_root()
+            root.obj = Choices(**{name: given.pop(name) for name in Choices._fields}).over(root.obj)
+            return Line(root.obj, partial(run, root.obj, given))
+
         text = inspect.getdoc(function) or ""
-        return Verb(
-            name=function.__name__.replace("_", "-"),
-            summary=text.partition("\n")[0],
-            text=text,
-            parameters=parameters_of(own),
-            run=run,
+        made = Command(
+            function.__name__.replace("_", "-"),
+            callback=parsed,
+            params=[*map(parameter_of, parameters), *global_options(has_json=has_json)],
+            help=unbroken(text),
+            short_help=text.partition("\n")[0],
             epilog=_epilog(example, failure),
-            bare=bare,
-            foreign=foreign,
-            foreign_hint=foreign_hint,
-            mistaken=mistaken,
-            misplaced=misplaced,
-            has_json=has_json,
+            context_settings=dict(CONTEXT),
         )
+        made.mistakes = mistakes
+        made.declared = {one.name: get_args(one.annotation)[1] for one in parameters}
+        return made
 
     return decorate
 
 
-WRONG_USAGE = "2  wrong usage of the command line, or a value or request that is wrong"
+def find(name: str) -> Command:
+    """Import the command of this name."""
+    own = name.replace("-", "_")
+    found = getattr(import_module(f"mstore_cli.commands.{own}"), own)
+    assert isinstance(found, Command)
+    return found
+
+
+def _declared(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function, eval_str=True).parameters.values())
 
 
 def _epilog(example: str, failure: str) -> str:

@@ -16,12 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import msgspec
-
 from mstore.merge.methods import MODULES
-from mstore_cli.declared import HOW_MUCH, RESULT, WHAT, WHICH, Option
+from mstore_cli import completion
 from mstore_cli.errors import UsageError
-from mstore_cli.output import Column, Screen
+from mstore_cli.options import HOW_MUCH, RESULT, WHAT, WHICH, Option
 from mstore_cli.recipes import (
     RecipeFile,
     RecipeText,
@@ -33,16 +31,11 @@ from mstore_cli.recipes import (
 )
 from mstore_cli.session import Session
 from mstore_cli.sizes import (
-    format_percent,
-    format_seconds,
-    format_share,
-    format_size,
     parse_budget,
 )
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
-    from mstore.api.reports import MergeReport, MergeWarning, PlanReport, SweepReport
     from mstore.terms.ids import Revision
 
 
@@ -108,50 +101,20 @@ _BASE = Option(
     "--base",
     metavar="REF[:MODEL]",
     help="The model to merge into; of a snapshot of several models, all, or the one named.",
-    completes="refs",
+    shell_complete=completion.refs,
     group=WHAT,
 )
 _EXPERT = Option(
     "--expert",
     metavar="REF[:MODEL][=WEIGHT]",
-    completes="refs",
+    shell_complete=completion.refs,
     help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
     "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch, and "
     "'runs/*' all refs of this pattern but the base and the result.",
     group=WHAT,
 )
-Method = Annotated[
-    str | None,
-    Option(
-        "--method",
-        metavar="NAME",
-        help=f"How experts are combined: {method_names()}.",
-        completes="methods",
-        group=WHAT,
-    ),
-]
-Companions = Annotated[
-    list[str] | None,
-    Option(
-        "--with",
-        metavar="ROLE:EXPERT=REF",
-        help="A further input that the method needs (a companion), of an expert as `--expert` "
-        "names it. `--method fisher` needs `fisher:EXPERT=REF` for each expert: its diagonal "
-        "Fisher, as a checkpoint in the store. Repeatable.",
-        group=WHAT,
-    ),
-]
 Base = Annotated[str, _BASE]
-Experts = Annotated[list[str], _EXPERT]
-Parameters = Annotated[
-    list[str] | None,
-    Option(
-        "--param",
-        metavar="KEY=VALUE",
-        help="A parameter of the method; with commas, a value for each expert. Repeatable.",
-        group=WHAT,
-    ),
-]
+Experts = Annotated[tuple[str, ...], _EXPERT]
 Budget = Annotated[
     str | None,
     Option(
@@ -161,48 +124,10 @@ Budget = Annotated[
         group=HOW_MUCH,
     ),
 ]
-MaxError = Annotated[
-    float | None,
-    Option(
-        "--max-error",
-        metavar="E",
-        parser=_parse_error,
-        help="Find the cheapest plan whose error (relative to the base's norm) is at most E: the "
-        "bound, or the estimate for methods that have none.",
-        group=HOW_MUCH,
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    Option(
-        "--dtype",
-        metavar="DTYPE",
-        help="The dtype of the output [default: the base's].",
-        group=RESULT,
-    ),
-]
-NoAnalyze = Annotated[
-    bool,
-    Option(
-        "--no-analyze",
-        help="Do not read experts to compute missing statistics; choose whole tensors instead.",
-        group=HOW_MUCH,
-    ),
-]
 
 
-Score = Annotated[
-    str | None,
-    Option(
-        "--score",
-        metavar="NAME",
-        help="Rank blocks by norm, trimmed, conflict or random [default: the method's own].",
-        completes="scores",
-        group=HOW_MUCH,
-    ),
-]
 Only = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         "--only",
         metavar="PATTERN",
@@ -211,7 +136,7 @@ Only = Annotated[
     ),
 ]
 Skip = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         "--skip",
         metavar="PATTERN",
@@ -228,24 +153,6 @@ AllowMissing = Annotated[
         group=WHICH,
     ),
 ]
-PerExpertBudget = Annotated[
-    str | None,
-    Option(
-        "--per-expert-budget",
-        metavar="SIZE|SHARE",
-        help="The most bytes to read from any one expert: a size, or a share of the full cost.",
-        group=HOW_MUCH,
-    ),
-]
-TopP = Annotated[
-    str | None,
-    Option(
-        "--top-p",
-        metavar="SHARE",
-        help="Write only this share of the blocks that would change, the largest changes first.",
-        group=HOW_MUCH,
-    ),
-]
 AllowNoop = Annotated[
     bool,
     Option(
@@ -257,7 +164,7 @@ AllowNoop = Annotated[
 
 
 @contextmanager
-def directories_told(request: MergeRequest) -> Iterator[None]:
+def hinting_at_directories(request: MergeRequest) -> Iterator[None]:
     """If an unknown model is a directory, make the hint the command that adds it."""
     from mstore.terms.errors import NotFound
     from mstore.terms.phrases import phrase
@@ -394,7 +301,7 @@ def parse_share(text: str, option: str = "--top-p") -> float:
     return value
 
 
-def parse_parameters(texts: list[str]) -> dict[str, object]:
+def parse_parameters(texts: Iterable[str]) -> dict[str, object]:
     """Parse `k=v` pairs; whole numbers, numbers, shares, `true` and `false` are converted.
 
     Raises BadRequest for a missing `=` and for a key given twice.
@@ -422,20 +329,98 @@ class Wanted:
     recipe: RecipeFile = None
     strict: Strict = False
     base: Annotated[str | None, _BASE] = None
-    expert: Annotated[list[str] | None, _EXPERT] = None
-    with_: Companions = None
-    method: Method = None
-    param: Parameters = None
+    expert: Annotated[tuple[str, ...], _EXPERT] = ()
+    with_: Annotated[
+        tuple[str, ...],
+        Option(
+            "--with",
+            metavar="ROLE:EXPERT=REF",
+            help="A further input that the method needs (a companion), of an expert as `--expert` "
+            "names it. `--method fisher` needs `fisher:EXPERT=REF` for each expert: its diagonal "
+            "Fisher, as a checkpoint in the store. Repeatable.",
+            group=WHAT,
+        ),
+    ] = ()
+    method: Annotated[
+        str | None,
+        Option(
+            "--method",
+            metavar="NAME",
+            help=f"How experts are combined: {method_names()}.",
+            shell_complete=completion.methods,
+            group=WHAT,
+        ),
+    ] = None
+    param: Annotated[
+        tuple[str, ...],
+        Option(
+            "--param",
+            metavar="KEY=VALUE",
+            help="A parameter of the method; with commas, a value for each expert. Repeatable.",
+            group=WHAT,
+        ),
+    ] = ()
     budget: Budget = None
-    max_error: MaxError = None
-    dtype: Dtype = None
-    no_analyze: NoAnalyze = False
-    score: Score = None
-    only: Only = None
-    skip: Skip = None
+    max_error: Annotated[
+        float | None,
+        Option(
+            "--max-error",
+            metavar="E",
+            type=_parse_error,
+            help="Find the cheapest plan whose error (relative to the base's norm) is at most E: "
+            "the bound, or the estimate for methods that have none.",
+            group=HOW_MUCH,
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="The dtype of the output [default: the base's].",
+            group=RESULT,
+        ),
+    ] = None
+    no_analyze: Annotated[
+        bool,
+        Option(
+            "--no-analyze",
+            help="Do not read experts to compute missing statistics; choose whole tensors instead.",
+            group=HOW_MUCH,
+        ),
+    ] = False
+    score: Annotated[
+        str | None,
+        Option(
+            "--score",
+            metavar="NAME",
+            help="Rank blocks by norm, trimmed, conflict or random [default: the method's own].",
+            shell_complete=completion.scores,
+            group=HOW_MUCH,
+        ),
+    ] = None
+    only: Only = ()
+    skip: Skip = ()
     allow_missing: AllowMissing = False
-    per_expert_budget: PerExpertBudget = None
-    top_p: TopP = None
+    per_expert_budget: Annotated[
+        str | None,
+        Option(
+            "--per-expert-budget",
+            metavar="SIZE|SHARE",
+            help="The most bytes to read from any one expert: a size, or a share of the full cost.",
+            group=HOW_MUCH,
+        ),
+    ] = None
+    top_p: Annotated[
+        str | None,
+        Option(
+            "--top-p",
+            metavar="SHARE",
+            help="Write only this share of the blocks that would change, the largest changes "
+            "first.",
+            group=HOW_MUCH,
+        ),
+    ] = None
     vocab: Vocab = None
     _read: list[RecipeText] = dataclasses.field(default_factory=list, init=False)
 
@@ -443,7 +428,7 @@ class Wanted:
         """Return whether any of them is given."""
         own = (getattr(self, one.name) for one in dataclasses.fields(self) if one.init)
         # Compared by identity: a 0 counts as given.
-        return any(one is not None and one is not False and one != [] for one in own)
+        return any(one is not None and one is not False and one != () for one in own)
 
     def is_complete(self, hint: str) -> bool:
         """Return whether they describe a merge.
@@ -484,17 +469,17 @@ class Wanted:
         own = self.per_expert_budget
         return MergeRequest(
             base=self.base or "",
-            experts=experts_of(self.expert or ()),
-            companions=parse_companions(self.with_ or []),
+            experts=experts_of(self.expert),
+            companions=parse_companions(self.with_),
             method=self.method or "",
-            parameters=parse_parameters(self.param or []),
+            parameters=parse_parameters(self.param),
             budget=None if self.budget is None else Budget(parse_budget(self.budget)),
             max_error=self.max_error,
             dtype=self.dtype,
             analyze=not self.no_analyze,
             score=self.score,
-            only=tuple(self.only or ()),
-            skip=tuple(self.skip or ()),
+            only=self.only,
+            skip=self.skip,
             expert_budget=None
             if own is None
             else Budget(parse_budget(own, option="--per-expert-budget")),
@@ -541,7 +526,7 @@ class Wanted:
                 return limits
             from mstore import Vocabulary
 
-            with directories_told(limits):
+            with hinting_at_directories(limits):
                 return aligned(session, store, limits, Vocabulary(source=self.vocab))
         found = request_of_recipe(
             *(session, store, self._text(self.recipe), step, earlier),
@@ -583,146 +568,3 @@ def _refuse(what: str, option: str, hint: str) -> NoReturn:
     from mstore.terms.errors import BadRequest
 
     raise BadRequest(what, where=option, hint=hint)
-
-
-def plan_document(report: PlanReport, file: Path | None) -> dict[str, object]:
-    """Return a plan as JSON: its report, and the keys of a merge that has not happened yet."""
-    own = msgspec.structs.asdict(report)
-    return own | {
-        "snapshot": None,
-        "manifest": None,
-        "expert_bytes_read": 0,
-        "resumed_expert_bytes": 0,
-        "base_bytes_read": 0,
-        "bytes_written": 0,
-        "blocks_total": None,
-        "blocks_reused": None,
-        "file": None if file is None else str(file),
-    }
-
-
-def draw_plan(screen: Screen, report: PlanReport) -> None:
-    """Print a plan: inputs, what is read, what is left out, and the error."""
-    from mstore.merge.methods.parameters import written
-
-    experts = ", ".join(f"{name}={weight:g}" for name, weight in report.experts)
-    parameters = " ".join(f"{key}={written(value)}" for key, value in report.parameters.items())
-    budget = "none" if report.budget_bytes is None else format_size(report.budget_bytes)
-    share = format_share(report.planned_expert_bytes, report.full_expert_bytes)
-    full = format_size(report.full_expert_bytes)
-    screen.fields(
-        [
-            ("method", f"{report.method} {parameters}".rstrip()),
-            ("base", report.base),
-            ("experts", experts),
-            ("with", ", ".join(f"{role}={name}" for role, name in report.companions) or None),
-            ("layers", _layers(report)),
-            ("ranked by", None if report.layers else report.score),
-            ("budget", None if report.layers else budget),
-            *_criteria(report),
-            ("experts to read", f"{format_size(report.planned_expert_bytes)} ({share} of {full})"),
-            ("  to read now", _to_read_now(report)),
-            ("analysis read", format_size(report.analyze_bytes_read)),
-            *_chunks(report),
-            *([] if report.layers else error_fields(report)),
-            # A plan that is only displayed took no time.
-            ("time", format_seconds(report.seconds) if report.seconds else None),
-        ]
-    )
-    draw_remarks(screen, report.remarks, report.warnings)
-
-
-def _chunks(report: PlanReport) -> Iterable[tuple[str, int | None]]:
-    """Yield what becomes of pairs of an expert and a chunk, not blocks of the output."""
-    if report.layers:
-        return
-    yield "expert chunks", report.chunks_total
-    yield "  equal to base", report.chunks_equal_base
-    yield "  shared", report.chunks_shared
-    yield "  below threshold", report.chunks_below_threshold
-    yield "  selected", report.chunks_selected
-    yield "  left out", report.chunks_omitted
-    yield "  outside top-p", report.chunks_outside_top_p or None
-
-
-def _layers(report: PlanReport) -> str | None:
-    """Format the runs of a stack's layers; None if there are none."""
-    total = sum(end - first for _, first, end in report.layers)
-    runs = ", ".join(f"{name} [{first}, {end}]" for name, first, end in report.layers)
-    return f"{total}: {runs}" if report.layers else None
-
-
-def _criteria(report: PlanReport) -> Iterable[tuple[str, str | None]]:
-    """Yield the plan's other constraints; lines without a value are not printed."""
-    cap, share = report.expert_budget_bytes, report.top_p
-    yield "  of one expert", None if cap is None else format_size(cap)
-    yield "max error", None if report.max_error is None else format_bound(report.max_error)
-    yield "only", " ".join(report.only) or None
-    yield "skip", " ".join(report.skip) or None
-    yield "top-p", None if share is None else f"{share:.3g} of the blocks that would change"
-
-
-def _to_read_now(report: PlanReport) -> str | None:
-    """Format the bytes left to read after memo table hits, if fewer than planned."""
-    if not report.memo_expert_bytes:
-        return None
-    return format_size(report.planned_expert_bytes - report.memo_expert_bytes)
-
-
-def draw_sweep(screen: Screen, report: SweepReport) -> None:
-    """Print a sweep: one line per budget."""
-    measured = any(point.measured_error is not None for point in report.points)
-    columns = [("BUDGET", True), ("READS", True), ("TO READ NOW", True)]
-    columns += [("LOST, ABOUT", True), ("BOUND", True)]
-    columns += [("REALLY LOST", True), ("ERROR", True)] * measured
-    rows = []
-    for point in report.points:
-        row = [
-            format_percent(point.share, ".0f"),
-            format_size(point.planned_expert_bytes),
-            format_size(point.unread_expert_bytes),
-            format_loss(point.error_share_estimate),
-            format_bound(point.error_bound),
-        ]
-        if measured:
-            row += [format_loss(point.measured_error_share), format_bound(point.measured_error)]
-        rows.append(row)
-    screen.table([Column(title, right=right) for title, right in columns], rows)
-    screen.line(f"full cost {format_size(report.full_expert_bytes)}, ranked by {report.score}")
-    screen.line("lost: of what the full merge changes; bound and error: of the base's norm")
-    if measured:
-        screen.line(f"measuring read {format_size(report.measure_bytes_read)} from experts")
-
-
-def draw_remarks(
-    screen: Screen, remarks: Iterable[str], warnings: Iterable[MergeWarning] = ()
-) -> None:
-    """Print warnings of likely mistakes, and the planner's remarks."""
-    for warning in warnings:
-        screen.line(f"warning: {screen.typed(warning.text)}", style="yellow")
-    for remark in remarks:
-        screen.line(f"remark: {screen.typed(remark)}")
-
-
-def error_fields(report: PlanReport | MergeReport) -> Iterable[tuple[str, str]]:
-    """Return a merge's errors: first what people can judge, then what is certified."""
-    share, bound, estimate = report.error_share_estimate, report.error_bound, report.error_estimate
-    yield "change lost", format_loss(share) if share is None else f"{format_loss(share)} (estimate)"
-    yield (
-        "error bound",
-        "none" if bound is None else f"{format_bound(bound)} of the base's norm (certified)",
-    )
-    of_norm = "" if estimate is None else " of the base's norm"
-    yield "error estimate", f"{format_bound(estimate)}{of_norm}"
-
-
-def format_loss(value: float | None) -> str:
-    """Format a share of what the full merge changes; more than 100 % is worse than the base."""
-    if value is None:
-        return "not known"
-    return format_percent(value, ".3g")
-
-
-def format_bound(value: float | None) -> str:
-    """Format an error relative to the base's norm; `none` for None."""
-    return "none" if value is None else f"{value:.3g}"

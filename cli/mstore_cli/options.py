@@ -1,22 +1,143 @@
-"""Arguments and options that several commands share, declared once so that they read alike."""
+"""How commands declare arguments and options, and those that several commands share.
+
+A command declares a parameter as `Annotated[KIND, Option(...)]` in the signature of its function:
+`KIND` and its default say what click is to make of its words (`parameter_of`).
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from enum import Enum
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from types import EllipsisType, NoneType
+from typing import Annotated, Any, get_args, get_origin
 
-from mstore_cli import values
-from mstore_cli.declared import Argument, Option
+import click
 
-drawing = partial(Option, "--svg", metavar="FILE", show_default=False, parser=values.file_of("svg"))
+from mstore_cli import completion
+from mstore_cli.errors import UsageError
+
+WHAT, WHICH, HOW_MUCH, RESULT, OPTIONS = GROUPS = (
+    *("What to merge", "Which tensors", "How much to read", "The result"),
+    "Options",
+)
+"""The headings of options in help, in their order; OPTIONS is that of options without another."""
+_FORMATS = frozenset(
+    {
+        *("bmp", "eps", "gif", "jpeg", "jpg", "pdf", "png", "ps", "svg", "svgz", "tif", "tiff"),
+        *("csv", "htm", "html", "json", "md", "safetensors", "toml", "webp", "yaml", "yml"),
+    }
+)
+"""Suffixes of file names that promise a format."""
+
+
+class Option:
+    """An option by its names, and what else click.Option takes.
+
+    group: its heading in help. min: the smallest number.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        group: str = OPTIONS,
+        min: int | None = None,
+        metavar: str | None = None,
+        **more: Any,
+    ) -> None:
+        self.names = names
+        self.group = group
+        self.min = min
+        self.more = {"metavar": metavar, **more}
+        # The name of a file may be any bytes.
+        self.is_text = "FILE" not in (metavar or "")
+
+
+class Argument:
+    """A word by its place, or several."""
+
+    min = None
+    is_text = False
+
+    def __init__(self, *, help: str, **more: Any) -> None:
+        self.help = help
+        self.more = more
+
+
+def parameter_of(one: inspect.Parameter) -> click.Parameter:
+    """Return what click is to parse: `X`, `X | None`, or any number of them, `tuple[X, ...]`."""
+    whole, declared = get_args(one.annotation)
+    is_several = get_origin(whole) is tuple
+    parts = [part for part in get_args(whole) if part not in (NoneType, EllipsisType, ...)]
+    kind = parts[0] if parts else whole
+    more = {"required": one.default is one.empty, **_conversion(kind, declared), **declared.more}
+    if not (more["required"] or is_several):
+        more["default"] = one.default.value if isinstance(one.default, Enum) else one.default
+    if isinstance(declared, Argument):
+        return click.Argument([one.name], nargs=-1 if is_several else 1, **more)
+    return click.Option([one.name, *declared.names], multiple=is_several, **more)
+
+
+def _conversion(kind: Any, declared: Option | Argument) -> dict[str, Any]:
+    """Return how click converts words to this kind."""
+    if kind is bool:
+        return {"is_flag": True}
+    if kind is Path:
+        return {"type": parse_path}
+    if kind in (int, float):
+        least = click.IntRange if kind is int else click.FloatRange
+        return {"type": kind if declared.min is None else least(declared.min)}
+    if issubclass(kind, Enum):
+        words = click.Choice([one.value for one in kind])
+        return {"type": words, "callback": lambda _context, _parameter, word: kind(word)}
+    return {"type": parse_text if declared.is_text else str}
+
+
+def parse_path(word: str | Path) -> Path:
+    """Refuse an empty path, as of `--store=$UNSET`: it would be the working directory."""
+    if not word:
+        raise ValueError("a path cannot be empty")
+    return Path(word)
+
+
+def parse_text(word: str) -> str:
+    """Refuse bytes that are no text in this locale."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"text, not bytes that are not UTF-8: {word!r}") from None
+    return word
+
+
+def file_of(form: str) -> Callable[[str], Path]:
+    """Return the parser of a file that is written in this format: its suffix in small letters.
+
+    It raises UsageError for a name that promises another format.
+    """
+
+    def parse(word: str) -> Path:
+        path = parse_path(word)
+        promised = path.suffix[1:].lower()
+        if promised in _FORMATS - {form}:
+            raise UsageError(
+                f"{word} would hold {form.upper()}, not {promised.upper()}",
+                hint=f"name it {path.with_suffix(f'.{form}')}",
+            )
+        return path
+
+    return parse
+
+
+drawing = partial(Option, "--svg", metavar="FILE", type=file_of("svg"))
 """Declares `--svg FILE`; the help says what is drawn."""
-png = partial(Option, "--png", metavar="FILE", show_default=False, parser=values.file_of("png"))
+png = partial(Option, "--png", metavar="FILE", type=file_of("png"))
 """Declares `--png FILE`."""
 _REVISION = Argument(
     metavar="REF",
     help="A branch, tag, snapshot id or its beginning (4 digits or more), REF~N, or REF@{N}.",
-    show_default=False,
-    completes="refs",
+    shell_complete=completion.refs,
 )
 Revision = Annotated[str, _REVISION]
 OneModel = Annotated[
@@ -24,18 +145,16 @@ OneModel = Annotated[
     Argument(
         metavar="REF[:MODEL]",
         help="A snapshot, or one model of it with what lies beside it.",
-        show_default=False,
-        completes="refs",
+        shell_complete=completion.refs,
     ),
 ]
 MaybeRevision = Annotated[str | None, _REVISION]
 RefNames = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Argument(
         metavar="REF",
         help="Refs, or patterns [default: all].",
-        show_default=False,
-        completes="refs",
+        shell_complete=completion.refs,
     ),
 ]
 Message = Annotated[
@@ -44,13 +163,7 @@ Message = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    Option(
-        "--threads",
-        metavar="N",
-        least=1,
-        help="Worker threads [default: one per processor].",
-        show_default=False,
-    ),
+    Option("--threads", metavar="N", min=1, help="Worker threads [default: one per processor]."),
 ]
 Codec = Annotated[
     str | None,
@@ -58,16 +171,15 @@ Codec = Annotated[
         "--codec",
         metavar="auto|raw|dense",
         help="How new blocks are stored [default: as `mstore config codec` says].",
-        show_default=False,
-        completes="codecs",
+        shell_complete=completion.codecs,
     ),
 ]
 OnlyCompared = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option("--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeatable."),
 ]
 SkipCompared = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         "--skip",
         metavar="PATTERN",
@@ -76,12 +188,11 @@ SkipCompared = Annotated[
     ),
 ]
 Exclude = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         "--exclude",
         metavar="PATTERN",
         help="Leave out files or directories whose names match, as in a .gitignore. Repeatable.",
-        show_default=False,
     ),
 ]
 NoDefaultExcludes = Annotated[

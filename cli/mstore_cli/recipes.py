@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from mstore_cli.declared import WHAT, Option
+from mstore_cli import completion
 from mstore_cli.errors import remarks, warn
+from mstore_cli.options import WHAT, Option
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ Vocab = Annotated[
         metavar="union|base|common|REF",
         help="First align the models' vocabularies: union keeps the tokens of all, base those of "
         "the base, common those that all have, REF those of this model (see `mstore align`).",
-        completes="refs",
+        shell_complete=completion.refs,
         group=WHAT,
     ),
 ]

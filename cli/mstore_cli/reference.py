@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from pathlib import Path
 
-from typer.core import TyperCommand, TyperGroup
+import click
 
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import Parameter
 from mstore.merge.methods.registry import METHODS
 from mstore_cli import api_reference
+from mstore_cli.command import Command, find
 from mstore_cli.keys import DOCUMENTS, OBJECTS, SERVED, Key, keys_of
+from mstore_cli.session import Choices
 from mstore_cli.tree import PROGRAM, build
 from mstore_cli.verbs import VERBS
 from mstore_serve import documents
@@ -35,6 +38,12 @@ ADDRESSES: dict[str, type] = {
     "an error": documents.ErrorDocument,
 }
 """The document of each address of `mstore serve`."""
+_LEFT_OUT = (
+    "The sections below leave out what holds for every command: `--help` and the global options "
+    "above, and the exit statuses; status 1 is listed where it says more than an error.\n"
+)
+_FEW = 8
+"""Of fewer keys than half of these, and of less than half of a document, all are told again."""
 _METHODS = re.compile(r"\A(\n|\|.*\n)*")
 
 
@@ -57,54 +66,80 @@ def renewed(page: str, text: str) -> str:
 
 
 def of_commands() -> str:
-    """Return the generated part of docs/cli.md: one section per command, then nested objects."""
-    group = build()
-    parts = [f"## {PROGRAM}\n\n{_block(_help(group, ()))}"]
+    """Return the generated part of docs/cli.md: one section per command, then nested objects.
+
+    What holds for every command stands in the first section only.
+    """
+    parts = [f"## {PROGRAM}\n\n{_block(_help(build()))}\n{_LEFT_OUT}"]
     for verb in VERBS:
-        parts.append(f"## {PROGRAM} {verb}\n\n{_block(_help(group, (verb,)))}")
+        parts.append(f"## {PROGRAM} {verb}\n\n{_block(_help(_own(find(verb)), verb))}")
         if verb in DOCUMENTS:
             for line in (name for name in DOCUMENTS if name.split()[0] == verb):
                 options = " ".join((*line.split()[1:], "--json"))
-                parts.append(f"With `{options}`:\n\n{table(DOCUMENTS[line])}")
+                parts.append(f"With `{options}`:\n\n{_document(DOCUMENTS[line], OBJECTS)}")
         else:
             parts.append("It has no JSON form.\n")
     parts.append("## Objects inside objects\n")
-    for word, report in sorted(OBJECTS.items()):
-        parts.append(f"### {word}\n\n{table(keys_of(report))}")
+    words = sorted(OBJECTS)
+    for number, word in enumerate(words):
+        parts.append(f"### {word}\n\n{_document(keys_of(OBJECTS[word]), words[:number])}")
     return "\n".join(parts)
 
 
-def _help(group: TyperGroup, path: Sequence[str]) -> str:
+def _own(command: Command) -> Command:
+    """Return a command whose help says only what is its own."""
+    own = copy(command)
+    own.params = [one for one in command.params if one.name not in Choices._fields]
+    own.add_help_option = False
+    example, status, _ = str(command.epilog).partition("\b\nExit status:")
+    failure = next(line for line in str(command.epilog).splitlines() if line.startswith("  1  "))
+    own.epilog = example if failure.endswith("  an error") else f"{example}{status}\n{failure}"
+    return own
+
+
+def _document(keys: Sequence[Key], objects: Collection[str]) -> str:
+    """Return a list of keys, but only the names of those that one of these objects has, too."""
+    shared: dict[str, list[Key]] = {word: [] for word in objects}
+    for word, same in shared.items():
+        known = keys_of(OBJECTS[word])
+        same += [key for key in keys if key in known]
+    word = max(shared, key=lambda one: len(shared[one]), default="")
+    if 2 * len(shared.get(word, ())) < max(_FEW, len(keys)):
+        return listed(keys)
+    same = shared[word]
+    which = "all" if len(same) == len(keys_of(OBJECTS[word])) else _names(same)
+    rest = [key for key in keys if key not in same]
+    link = f"As in [{word}](#{word.replace(' ', '-')}): {which}.\n"
+    return f"{link}\n{listed(rest)}" if rest else link
+
+
+def _names(keys: Sequence[Key]) -> str:
+    return ", ".join(f"`{key.name}`" for key in keys)
+
+
+def _help(command: click.Command, *path: str) -> str:
     """Return a help text as the program prints it on a terminal of 80 columns."""
-    context = group.make_context(PROGRAM, ["--version"], resilient_parsing=True)
+    context = build().make_context(PROGRAM, ["--version"], resilient_parsing=True)
     context.terminal_width = WIDTH - 2
     for name in path:
-        command = group.commands[name]
-        assert isinstance(command, TyperCommand)
         context = command.make_context(name, [], parent=context, resilient_parsing=True)
-    return context.get_help()
+    return command.get_help(context)
 
 
 def _block(text: str) -> str:
     return f"```text\n{text}\n```\n"
 
 
-def table(keys: Sequence[Key]) -> str:
-    """Return the table of some keys."""
-    return "".join(_rows(keys))
-
-
-def _rows(keys: Sequence[Key]) -> Iterator[str]:
-    yield "| key | value | meaning |\n| --- | --- | --- |\n"
-    for key in keys:
-        yield f"| `{key.name}` | {key.kind} | {key.meaning} |\n"
+def listed(keys: Sequence[Key]) -> str:
+    """Return a list of some keys: each with the kind of its value, and its meaning."""
+    return "".join(f"- `{key.name}` ({key.kind}): {key.meaning}\n" for key in keys)
 
 
 def of_documents() -> str:
-    """Return the generated part of docs/serving.md: a table for each document and object."""
-    parts = [f"### {address}\n\n{table(keys_of(one))}" for address, one in ADDRESSES.items()]
+    """Return the generated part of docs/serving.md: a list of keys for each document and object."""
+    parts = [f"### {address}\n\n{listed(keys_of(one))}" for address, one in ADDRESSES.items()]
     objects = {"ref": OBJECTS["ref"], "tensor": OBJECTS["tensor"], **SERVED}
-    parts += [f"### Object: {word}\n\n{table(keys_of(one))}" for word, one in objects.items()]
+    parts += [f"### Object: {word}\n\n{listed(keys_of(one))}" for word, one in objects.items()]
     return "\n".join(parts)
 
 

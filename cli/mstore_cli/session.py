@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 STORE_VARIABLE = "MSTORE_STORE"
 AUTHOR_VARIABLE = "MSTORE_AUTHOR"
+STORE_NAME = ".mstore"
+"""What a store is called that commands find by looking upward."""
 
 
 class Choices(NamedTuple):
@@ -89,10 +91,8 @@ class Session:
         if self.named_store is not None:
             _require_not_around(self.named_store)
             return self.named_store
-        from mstore_cli import found, user_config
-
-        store = found.nearest(Path.cwd())
-        found.require_own(store, lambda: user_config.read()["safe_stores"])
+        store = nearest_store(Path.cwd())
+        _require_own(store)
         return store
 
     def open(self) -> Store:
@@ -216,10 +216,51 @@ def _user_at_host() -> str:
     return f"{user}@{os.uname().nodename}"
 
 
+def nearest_store(here: Path) -> Path:
+    """Return the nearest `.mstore` upward, else the user's own store.  Raises NotFound."""
+    for directory in (here, *here.parents):
+        if (directory / STORE_NAME).is_dir():
+            return directory / STORE_NAME
+    from platformdirs import user_data_path
+
+    users = user_data_path("mstore") / "store"
+    if users.is_dir():
+        return users
+    from mstore.terms.errors import NotFound
+
+    raise NotFound(
+        f"no store: no {STORE_NAME} in {here} or above it, and none at {users}",
+        hint="mstore init",
+    )
+
+
+def _require_own(store: Path) -> None:
+    """Raise Conflict, with the ways to use it, unless the store is this user's or listed as safe.
+
+    Whoever may create a directory above the one where a command runs decides which store it finds,
+    as in /tmp; and who writes a store decides what its models are (CVE-2022-24765 was the same in
+    git).
+    """
+    from mstore import fs
+    from mstore_cli import user_config
+
+    stranger = next((one for one in fs.owners(store) if one not in user_config.own_users()), None)
+    if stranger is None or os.path.realpath(store) in user_config.read()["safe_stores"]:
+        return
+    from mstore.terms.errors import Conflict
+
+    named = shlex.quote(str(store))
+    raise Conflict(
+        f"this store belongs to user {fs.user_name(stranger)}, and was only found, not named",
+        where=str(store),
+        hint=f"if you trust it: mstore --store {named} ...    (for one command)\n"
+        f"export MSTORE_STORE={named}    (for this shell)\n"
+        f"mstore config --user safe_stores {named}    (for all your commands)",
+    )
+
+
 def _require_not_around(named: Path) -> None:
     """Raise NotFound if this is no store, but the directory that a store lies in."""
-    from mstore_cli.found import STORE_NAME
-
     inside = named / STORE_NAME
     if (inside / "format").exists() and not (named / "format").exists():
         from mstore.terms.errors import NotFound

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli.declared import Option
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Option
 
 if TYPE_CHECKING:
     from mstore.api.reports import SignatureReport, SnapshotReport, VerifyReport
@@ -26,7 +26,6 @@ SignersOption = Annotated[
         "--signers",
         metavar="FILE",
         help=f"Trusted keys [default: {SIGNERS_NAME} in the user's own mstore configuration].",
-        show_default=False,
     ),
 ]
 
@@ -70,7 +69,7 @@ def signatures_of(report: SnapshotReport | VerifyReport) -> Iterator[SignatureRe
         yield from note.signatures
 
 
-def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:
+def lines_on_unknown_keys(signatures: Iterable[SignatureReport]) -> Iterator[str]:
     """Yield lines that name untrusted keys and explain how to trust them; none if all are."""
     from mstore.snapshots.notes import UNKNOWN_KEY
 

@@ -37,8 +37,6 @@ _FLAGS: Final[Mapping[str, str]] = {
 """Options whose flag is not their name with two dashes."""
 _SIZES: Final = frozenset({"block_size", "memory"})
 """Options whose value is a number of bytes, of whole MiB or else of whole KiB."""
-_JOINED: Final = frozenset({"reflink"})
-"""Options that also go without a value: one is joined to them, as in `--reflink=never`."""
 
 
 class Typed(NamedTuple):
@@ -99,8 +97,6 @@ def _given(name: str, value: object) -> Iterator[str]:
     elif isinstance(value, tuple):
         for one in value:
             yield from _given(name, one)
-    elif name in _JOINED:
-        yield f"{flag(name)}={value}"
     else:
         yield flag(name)
         if isinstance(value, int) and name in _SIZES:

@@ -21,12 +21,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from mstore_cli.session import STORE_NAME
+
 MAX_BYTES: Final = 1 << 16
 _NAME: Final = "config.toml"
 _MOST_AUTHOR: Final = 256
 _AT_LINE: Final = re.compile(r" \(at line ([0-9]+), column [0-9]+\)$")
 
 Value = list[str] | str
+
+
+def own_users() -> frozenset[int]:
+    """Return the numbers of whoever runs this program: for root, also of the caller of sudo."""
+    me = os.geteuid()
+    caller = os.environ.get("SUDO_UID", "") if me == 0 else ""
+    is_number = caller.isascii() and caller.isdigit()
+    return frozenset({me, int(caller)} if is_number else {me})
 
 
 class Key(NamedTuple):
@@ -47,8 +57,6 @@ class Key(NamedTuple):
 
 def _store(word: str) -> str:
     """Return the path of a store.  Raises NotFound if there is none: a slip would be kept."""
-    from mstore_cli.found import STORE_NAME
-
     if not word or not os.path.exists(os.path.join(word, "format")):
         from mstore.terms.errors import NotFound
 
@@ -177,7 +185,6 @@ def _text(file: Path) -> str:
         return ""
     from mstore import fs
     from mstore.terms.errors import Conflict, StorageFailed
-    from mstore_cli.found import own_users
 
     # A fifo is refused, not waited for.
     with fs.translated(file), open(file, "rb", opener=_without_waiting) as opened:

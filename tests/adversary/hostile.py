@@ -173,7 +173,7 @@ class Stage:
     def _fill(self) -> None:
         store = ("--quiet", "--store", str(self.store))
         lines = [
-            ("init", "--block-size", "64KiB", *(["--shared"] if self.side.shared else [])),
+            ("init", "--block-size", "64KiB", *(["--shared", "group"] if self.side.shared else [])),
             *(("add", f"models/{name}", "--name", name) for name in ("base", "tuned", "third")),
             (*_MERGE, "--name", "merged"),
             (*_MERGE[:4], "third", *_MERGE[5:], "--virtual", "--name", "virtual"),

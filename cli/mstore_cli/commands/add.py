@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore.terms.phrases import few
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import Interrupted, UsageError, remarks
 from mstore_cli.options import (
+    Argument,
     Codec,
     Exclude,
     Message,
     NoDefaultExcludes,
     OnlyCompared,
+    Option,
     SkipCompared,
     Threads,
 )
@@ -55,30 +58,25 @@ COLUMNS = (
 def add(
     session: Session,
     paths: Annotated[
-        list[Path],
+        tuple[Path, ...],
         Argument(
             metavar="PATH",
             help="Checkpoint directories, .safetensors files, or models of the Hugging Face cache: "
             "their directories, or ORG/NAME[@REVISION].",
-            show_default=False,
         ),
     ],
     name: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--name",
             metavar="REF",
             help="The branch that will point at it; one per PATH, in the same order.",
-            show_default=False,
         ),
-    ] = None,
+    ] = (),
     name_prefix: Annotated[
         str | None,
         Option(
-            "--name-prefix",
-            metavar="TEXT",
-            help="Name each branch TEXT plus the name of its PATH.",
-            show_default=False,
+            "--name-prefix", metavar="TEXT", help="Name each branch TEXT plus the name of its PATH."
         ),
     ] = None,
     base: Annotated[
@@ -89,8 +87,7 @@ def add(
             help="The model that it was fine-tuned from: compare block by block, keep statistics. "
             "It may be one that this command adds: that one is stored first. "
             f"[default: the nearest stored model, if one is near; {NO_BASE!r}: no base]",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ] = None,
     kind: Annotated[
@@ -101,9 +98,9 @@ def add(
             help="delta: the tensors are differences to --base; base + difference is stored.",
         ),
     ] = "full",
-    only: OnlyCompared = None,
-    skip: SkipCompared = None,
-    exclude: Exclude = None,
+    only: OnlyCompared = (),
+    skip: SkipCompared = (),
+    exclude: Exclude = (),
     no_default_excludes: NoDefaultExcludes = False,
     codec: Codec = None,
     convert: Annotated[
@@ -120,7 +117,6 @@ def add(
             metavar="SIZE",
             help="The most bytes of files that are mostly holes, all together "
             "[default: the free space of the store's disk].",
-            show_default=False,
         ),
     ] = None,
     message: Message = "",
@@ -141,7 +137,7 @@ def add(
     expert like any other, and a tensor that PATH lacks is the base's.
     """
     found = [checkpoint(path) for path in paths]
-    named = _named(paths, found, name or [], name_prefix)
+    named = _named(paths, found, name, name_prefix)
     limits = None if max_sparse is None else _limits(max_sparse)
     from mstore.terms.errors import MstoreError
 
@@ -158,9 +154,9 @@ def add(
                         base=None if is_base or base == NO_BASE else own or base,
                         detect_base=is_base or base is None,
                         kind="full" if is_base else kind,
-                        only=() if is_base else only or (),
-                        skip=() if is_base else skip or (),
-                        exclude=exclude or (),
+                        only=() if is_base else only,
+                        skip=() if is_base else skip,
+                        exclude=exclude,
                         default_excludes=not no_default_excludes,
                         codec=codec,
                         convert=_conversion() if convert else None,
@@ -223,7 +219,7 @@ def _ordered(named: list[tuple[Path, str]], base: str | None) -> list[tuple[Path
 
 
 def _named(
-    paths: list[Path], found: list[Path], names: list[str], prefix: str | None
+    paths: Sequence[Path], found: list[Path], names: Sequence[str], prefix: str | None
 ) -> list[tuple[Path, str]]:
     """Return each path with its future branch.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.merging import Base, Experts, experts_of, with_patterns
+from mstore_cli.options import Option
 from mstore_cli.output import Column, Screen
 from mstore_cli.recipes import told_change
 from mstore_cli.session import Session
@@ -36,7 +37,7 @@ def align(
             help="Whose tokens all models get: union adds those that only experts have to the "
             "base's; common drops those of the base that an expert lacks; REF is the base or an "
             "expert.",
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ] = "union",
     pad_to: Annotated[
@@ -49,8 +50,7 @@ def align(
         ),
     ] = None,
     drop_padding: Annotated[
-        bool,
-        Option("--drop-padding", help="Keep no rows after those of tokens."),
+        bool, Option("--drop-padding", help="Keep no rows after those of tokens.")
     ] = False,
 ) -> None:
     """Give models with different tokens one vocabulary.

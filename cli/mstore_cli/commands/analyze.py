@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
-from mstore_cli.options import OnlyCompared, SkipCompared, Threads
+from mstore_cli.options import Argument, OnlyCompared, Option, SkipCompared, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size
@@ -20,19 +20,19 @@ def analyze(
     session: Session,
     expert: Annotated[
         str,
-        Argument(
-            metavar="EXPERT",
-            help="The fine-tuned snapshot.",
-            show_default=False,
-            completes="refs",
-        ),
+        Argument(metavar="EXPERT", help="The fine-tuned snapshot.", shell_complete=completion.refs),
     ],
     base: Annotated[
         str,
-        Option("--base", metavar="REF", help="The snapshot to compare it with.", completes="refs"),
+        Option(
+            "--base",
+            metavar="REF",
+            help="The snapshot to compare it with.",
+            shell_complete=completion.refs,
+        ),
     ],
-    only: OnlyCompared = None,
-    skip: SkipCompared = None,
+    only: OnlyCompared = (),
+    skip: SkipCompared = (),
     threads: Threads = None,
 ) -> None:
     """Measure how an expert differs from a base, for merges.
@@ -42,9 +42,7 @@ def analyze(
     interruption the same command continues.
     """
     with session.open() as store, session.progress() as tick:
-        report = store.analyze(
-            expert, base, only=only or (), skip=skip or (), threads=threads, progress=tick
-        )
+        report = store.analyze(expert, base, only=only, skip=skip, threads=threads, progress=tick)
 
     def human(screen: Screen) -> None:
         if report.tensors_measured:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
 from mstore_cli.commands.fsck import show_damage
-from mstore_cli.declared import Argument
 from mstore_cli.errors import FAILURE, Ended
-from mstore_cli.options import Threads
+from mstore_cli.options import Argument, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
@@ -30,7 +29,6 @@ def backup(
         Argument(
             metavar="DEST",
             help="A new directory, or an earlier backup of this store; a local disk.",
-            show_default=False,
         ),
     ],
     threads: Threads = None,

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import plots
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import By, Group, draw_groups
-from mstore_cli.options import Revision, Threads, drawing
+from mstore_cli.options import Argument, Option, Revision, Threads, drawing
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_percent, format_seconds, format_size
@@ -27,16 +26,12 @@ COLUMNS = ("SHARE", "NORM", "MOVED")
 def blame(
     session: Session,
     revision: Revision,
-    tensor: Annotated[
-        str | None,
-        Argument(metavar="TENSOR", help="Only this tensor.", show_default=False),
-    ] = None,
+    tensor: Annotated[str | None, Argument(metavar="TENSOR", help="Only this tensor.")] = None,
     by: Annotated[
         By, Option("--by", help="Shares of each tensor, of each layer, or of the whole.")
     ] = By.TENSOR,
     svg: Annotated[
-        Path | None,
-        drawing(help="Also draw the norms by layer and expert as a heat map, as SVG."),
+        Path | None, drawing(help="Also draw the norms by layer and expert as a heat map, as SVG.")
     ] = None,
     threads: Threads = None,
 ) -> None:

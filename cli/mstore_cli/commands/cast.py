@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.merging import AllowNonfinite
-from mstore_cli.options import Message, Revision, Threads
+from mstore_cli.options import Message, Option, Revision, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session, replaced
 from mstore_cli.sizes import counted, format_seconds, format_size
@@ -37,15 +36,15 @@ def cast(
         ),
     ] = None,
     only: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--only", metavar="PATTERN", help="Cast only tensors whose names match. Repeatable."
         ),
-    ] = None,
+    ] = (),
     skip: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option("--skip", metavar="PATTERN", help="Leave tensors whose names match. Repeatable."),
-    ] = None,
+    ] = (),
     allow_nonfinite: AllowNonfinite = False,
     message: Message = "",
     threads: Threads = None,
@@ -63,8 +62,8 @@ def cast(
             revision,
             dtype=dtype,
             name=name,
-            only=tuple(only or ()),
-            skip=tuple(skip or ()),
+            only=only,
+            skip=skip,
             message=message,
             allow_nonfinite=allow_nonfinite,
             threads=threads,

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from mstore_cli.command import command
-from mstore_cli.declared import Argument
+from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Argument
 from mstore_cli.output import Mode, printing
 from mstore_cli.session import Session
 
@@ -21,16 +21,13 @@ def _joined(values: Mapping[str, Any], loose: list[str]) -> str | None:
 
 @command(
     example="mstore cat llama/merged:config.json",
-    misplaced=_joined,
+    mistakes=Mistakes(arguments=_joined),
     has_json=False,
     failure="an error; the bytes written before it are correct but incomplete",
 )
 def cat(
     session: Session,
-    target: Annotated[
-        str,
-        Argument(metavar="REF:PATH", help="A snapshot and a file in it.", show_default=False),
-    ],
+    target: Annotated[str, Argument(metavar="REF:PATH", help="A snapshot and a file in it.")],
 ) -> None:
     """Write one file of a snapshot to standard output.
 

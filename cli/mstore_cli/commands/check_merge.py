@@ -32,8 +32,8 @@ def check_merge(
     session: Session,
     base: Base,
     expert: Experts,
-    only: Only = None,
-    skip: Skip = None,
+    only: Only = (),
+    skip: Skip = (),
     allow_missing: AllowMissing = False,
 ) -> None:
     """Compare models with a base before you merge them.
@@ -52,8 +52,8 @@ def check_merge(
             base=base,
             experts=with_patterns(store, experts, base),
             method="linear",
-            only=tuple(only or ()),
-            skip=tuple(skip or ()),
+            only=only,
+            skip=skip,
             allow_missing=allow_missing,
         )
         report = store.check_merge(request)

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
-from mstore_cli.options import OneModel, Threads
+from mstore_cli.options import Argument, OneModel, Option, Threads
 from mstore_cli.output import Screen, near, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
@@ -17,23 +16,15 @@ from mstore_cli.sizes import counted, format_seconds, format_size
     decodes=True,
     example="mstore checkout llama/merged ./llama-merged",
     failure="an error; no directory was made",
-    bare={"--reflink": "always"},
 )
 def checkout(
     session: Session,
     revision: OneModel,
-    directory: Annotated[
-        Path,
-        Argument(metavar="DIR", help="A directory that is new or empty.", show_default=False),
-    ],
+    directory: Annotated[Path, Argument(metavar="DIR", help="A directory that is new or empty.")],
     patterns: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="PATTERN",
-            help="Only files that match, as '*.json' [else all].",
-            show_default=False,
-        ),
-    ] = None,
+        tuple[str, ...],
+        Argument(metavar="PATTERN", help="Only files that match, as '*.json' [else all]."),
+    ] = (),
     shared: Annotated[
         bool,
         Option(
@@ -47,7 +38,7 @@ def checkout(
             "--reflink",
             metavar="WHEN",
             help="Share space on the disk with the store, on XFS and btrfs, where blocks lie raw: "
-            "auto, always or never. Without =WHEN: always.",
+            "auto, always or never.",
         ),
     ] = "auto",
     threads: Threads = None,
@@ -63,7 +54,7 @@ def checkout(
             directory,
             threads=threads,
             shared=shared,
-            only=patterns or (),
+            only=patterns,
             reflink=reflink,
             progress=tick,
         )

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
 from mstore_cli.errors import UsageError
-from mstore_cli.options import Threads
+from mstore_cli.options import Argument, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
@@ -21,13 +20,8 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 )
 def clone(
     session: Session,
-    source: Annotated[
-        Path, Argument(metavar="SRC", help="A store or a backup.", show_default=False)
-    ],
-    destination: Annotated[
-        Path,
-        Argument(metavar="DST", help="A new or empty directory.", show_default=False),
-    ],
+    source: Annotated[Path, Argument(metavar="SRC", help="A store or a backup.")],
+    destination: Annotated[Path, Argument(metavar="DST", help="A new or empty directory.")],
     threads: Threads = None,
 ) -> None:
     """Make an independent copy of a store.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from mstore_cli.command import command
+from mstore_cli import completion
+from mstore_cli.command import Mistakes, command
 from mstore_cli.commands.extract_lora import show_worst
-from mstore_cli.declared import Option
 from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters, with_patterns
-from mstore_cli.options import Message
+from mstore_cli.options import Message, Option
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_percent, format_seconds, format_size
@@ -28,18 +28,18 @@ PEFT_WORDS = {
     example="mstore combine-adapters --expert math/lora --expert code/lora=0.5 --method svd "
     "--name both/lora",
     failure="an error; nothing was published",
-    mistaken={**MISTAKEN, **PEFT_WORDS},
+    mistakes=Mistakes({**MISTAKEN, **PEFT_WORDS}),
 )
 def combine_adapters(
     session: Session,
     expert: Annotated[
-        list[str],
+        tuple[str, ...],
         Option(
             "--expert",
             metavar="REF[=WEIGHT]",
             help="A LoRA adapter [default weight: 1]. Repeatable; 'loras/*' are all refs of this "
             "pattern but the result.",
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ],
     method: Annotated[
@@ -50,22 +50,21 @@ def combine_adapters(
             help="How they are combined: cat, linear, ties, dare_linear, dare_ties or "
             "magnitude_prune combine factors; svd, ties_svd, dare_linear_svd, dare_ties_svd or "
             "magnitude_prune_svd combine products and truncate the result.",
-            completes="combinations",
+            shell_complete=completion.combinations,
         ),
     ],
     name: Annotated[
-        str,
-        Option("--name", metavar="REF", help="The branch that will point at the result."),
+        str, Option("--name", metavar="REF", help="The branch that will point at the result.")
     ],
     param: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--param",
             metavar="KEY=VALUE",
             help="A parameter of the method: density, majority_sign_method (total or frequency), "
             "clamp, seed. Repeatable.",
         ),
-    ] = None,
+    ] = (),
     rank: Annotated[
         int | None,
         Option(
@@ -73,7 +72,6 @@ def combine_adapters(
             metavar="R",
             help="The rank of each product, for methods that truncate "
             "[default: the largest of the adapters'].",
-            show_default=False,
         ),
     ] = None,
     dtype: Annotated[
@@ -82,7 +80,6 @@ def combine_adapters(
             "--dtype",
             metavar="DTYPE",
             help="The dtype of the factors [default: the adapters' own].",
-            show_default=False,
         ),
     ] = None,
     message: Message = "",
@@ -99,7 +96,7 @@ def combine_adapters(
             with_patterns(store, experts_of(expert), name),
             method,
             name=name,
-            parameters=parse_parameters(param or []),
+            parameters=parse_parameters(param),
             rank=rank,
             dtype=dtype,
             message=message,

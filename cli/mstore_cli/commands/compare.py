@@ -6,12 +6,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli import plots
+from mstore_cli import completion, plots
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import Group, draw_groups
 from mstore_cli.merging import with_patterns
-from mstore_cli.options import OnlyCompared, SkipCompared, Threads, drawing, png
+from mstore_cli.options import Argument, OnlyCompared, Option, SkipCompared, Threads, drawing, png
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_percent, format_size
@@ -32,12 +31,11 @@ class By(StrEnum):
 def compare(
     session: Session,
     models: Annotated[
-        list[str],
+        tuple[str, ...],
         Argument(
             metavar="REF[:MODEL]",
             help="The models; 'runs/*' means all refs that match.",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ],
     base: Annotated[
@@ -47,18 +45,16 @@ def compare(
             metavar="REF[:MODEL]",
             help="The model that they were made from [default: the nearest one that the lineage of "
             "all of them names].",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ] = None,
     by: Annotated[
         By, Option("--by", help="Compare each tensor, each layer, or whole models.")
     ] = By.LAYER,
-    only: OnlyCompared = None,
-    skip: SkipCompared = None,
+    only: OnlyCompared = (),
+    skip: SkipCompared = (),
     exact: Annotated[
-        bool,
-        Option("--exact", help="Read blocks where statistics only estimate a cosine."),
+        bool, Option("--exact", help="Read blocks where statistics only estimate a cosine.")
     ] = False,
     svg: Annotated[
         Path | None, drawing(help="Also draw the cosines of whole models as a matrix, as SVG.")
@@ -83,8 +79,8 @@ def compare(
             *(name for name, _ in chosen),
             base=base,
             by=str(by),
-            only=only or (),
-            skip=skip or (),
+            only=only,
+            skip=skip,
             exact=exact,
             threads=threads,
             progress=tick,

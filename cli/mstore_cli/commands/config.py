@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session, author_and_why
 
@@ -23,19 +24,17 @@ def config(
         Argument(
             metavar="KEY",
             help="The setting [default: show all].",
-            show_default=False,
-            completes="settings",
+            shell_complete=completion.settings,
         ),
     ] = None,
     values: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Argument(
             metavar="VALUE",
             help="The new value; of a list, values to add.",
-            show_default=False,
-            completes="setting_values",
+            shell_complete=completion.setting_values,
         ),
-    ] = None,
+    ] = (),
     user: Annotated[bool, Option("--user", help="Your own settings, whatever the store.")] = False,
     unset: Annotated[
         bool,
@@ -82,8 +81,8 @@ def config(
     session.output.emit(settings, ids=ids, human=human)
 
 
-def _of_store(session: Session, key: str | None, values: list[str] | None) -> Mapping[str, object]:
-    if values and len(values) > 1:
+def _of_store(session: Session, key: str | None, values: Sequence[str]) -> Mapping[str, object]:
+    if len(values) > 1:
         raise UsageError(f"{key} takes one value", hint="mstore config --help")
     if key == "filesystem" and values:
         from mstore import Store
@@ -98,11 +97,11 @@ def _of_store(session: Session, key: str | None, values: list[str] | None) -> Ma
         return dict(store.config)
 
 
-def _of_user(key: str | None, values: list[str] | None, *, unset: bool) -> Mapping[str, object]:
+def _of_user(key: str | None, values: Sequence[str], *, unset: bool) -> Mapping[str, object]:
     from mstore_cli import user_config
 
     if key is not None and unset:
-        user_config.remove(key, values or [])
+        user_config.remove(key, values)
     elif key is not None and values:
         user_config.add(key, values)
     return user_config.read()

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore.terms.phrases import few
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError, remarks
-from mstore_cli.options import Exclude, NoDefaultExcludes, Threads
+from mstore_cli.options import Argument, Exclude, NoDefaultExcludes, Option, Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
@@ -48,8 +48,7 @@ def diff(
         Argument(
             metavar="A",
             help="From this snapshot, or from one model of it (REF:MODEL).",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ],
     b: Annotated[
@@ -58,18 +57,16 @@ def diff(
             metavar="B",
             help="To this snapshot or model; or to this directory or file, where no snapshot has "
             "the name or it begins with / or ./.",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ],
     blocks: Annotated[
         bool, Option("--blocks", help="Name the changed blocks of every tensor.")
     ] = False,
     exact: Annotated[
-        bool,
-        Option("--exact", help="Read the blocks of both for exact distances."),
+        bool, Option("--exact", help="Read the blocks of both for exact distances.")
     ] = False,
-    exclude: Exclude = None,
+    exclude: Exclude = (),
     no_default_excludes: NoDefaultExcludes = False,
     threads: Threads = None,
 ) -> None:
@@ -105,7 +102,7 @@ def diff(
             found = store.diff_directory(
                 a,
                 directory,
-                exclude=exclude or (),
+                exclude=exclude,
                 default_excludes=not no_default_excludes,
                 blocks=blocks,
                 threads=threads,

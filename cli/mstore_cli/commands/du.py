@@ -48,10 +48,9 @@ WORDS = {"raw": "as they are", "constant": "constant", "zstd": "zstd", "floats":
 @command(example="mstore du llama/old llama/older")
 def du(
     session: Session,
-    names: RefNames = None,
+    names: RefNames = (),
     svg: Annotated[
-        Path | None,
-        drawing(help="Also draw a treemap, as SVG (needs the extra `plot`)."),
+        Path | None, drawing(help="Also draw a treemap, as SVG (needs the extra `plot`).")
     ] = None,
 ) -> None:
     """Print the space that refs use, share, and would free.
@@ -63,7 +62,7 @@ def du(
     if svg is not None:
         plots.require()
     with session.open() as store:
-        report = store.usage(names or ())
+        report = store.usage(names)
         path = str(store.path)
     # Computing this for all refs takes time quadratic in their number.
     told = (tuple(ref.shared_with) if names else () for ref in report.refs)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import plots
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.groups import WIDTH, By, Group, draw_groups
-from mstore_cli.merging import draw_plan
-from mstore_cli.options import Revision, drawing
+from mstore_cli.options import Argument, Option, Revision, drawing
 from mstore_cli.output import Column, Screen, distinct, printable, short
+from mstore_cli.plan_output import draw_plan
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -50,15 +49,13 @@ def explain(
     session: Session,
     revision: Revision,
     tensor: Annotated[
-        str | None,
-        Argument(metavar="TENSOR", help="Only this tensor, with every block.", show_default=False),
+        str | None, Argument(metavar="TENSOR", help="Only this tensor, with every block.")
     ] = None,
     by: Annotated[
         By, Option("--by", help="Sums over each tensor, each layer, or each expert.")
     ] = By.LAYER,
     svg: Annotated[
-        Path | None,
-        drawing(help="Also draw layers and experts as a heat map, as SVG."),
+        Path | None, drawing(help="Also draw layers and experts as a heat map, as SVG.")
     ] = None,
 ) -> None:
     """Print what a merge read of each expert, and left out.

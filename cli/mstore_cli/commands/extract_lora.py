@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Option
-from mstore_cli.options import Message, Revision
+from mstore_cli.options import Message, Option, Revision
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_percent, format_seconds, format_size
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 Only = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option("--only", metavar="PATTERN", help="Extract only tensors whose names match. Repeatable."),
 ]
 Skip = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option("--skip", metavar="PATTERN", help="Leave out tensors whose names match. Repeatable."),
 ]
 
@@ -39,19 +39,18 @@ def extract_lora(
             "--base",
             metavar="REF",
             help="The model that it was tuned from.",
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ],
     name: Annotated[
-        str,
-        Option("--name", metavar="REF", help="The branch that will point at the adapter."),
+        str, Option("--name", metavar="REF", help="The branch that will point at the adapter.")
     ],
     rank: Annotated[int, Option("--rank", metavar="R", help="The rank of each product.")] = 32,
     dtype: Annotated[
         str, Option("--dtype", metavar="DTYPE", help="The dtype of the factors.")
     ] = "bfloat16",
-    only: Only = None,
-    skip: Skip = None,
+    only: Only = (),
+    skip: Skip = (),
     message: Message = "",
 ) -> None:
     """Make a LoRA adapter of what a fine-tune changed.
@@ -67,8 +66,8 @@ def extract_lora(
             name=name,
             rank=rank,
             dtype=dtype,
-            only=tuple(only or ()),
-            skip=tuple(skip or ()),
+            only=only,
+            skip=skip,
             message=message,
             progress=tick,
         )

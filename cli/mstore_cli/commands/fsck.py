@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.errors import FAILURE, Ended, UsageError
 from mstore_cli.merging import parse_share
-from mstore_cli.options import Threads
+from mstore_cli.options import Option, Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_share, format_size
@@ -49,17 +48,12 @@ def fsck(
             "--sample",
             metavar="SHARE",
             help="Read and verify a random share of the blocks, such as 5%.",
-            show_default=False,
         ),
     ] = None,
     seed: Annotated[
         int | None,
         Option(
-            "--seed",
-            metavar="N",
-            least=0,
-            help="Seed of the sample, to read the same blocks again.",
-            show_default=False,
+            "--seed", metavar="N", min=0, help="Seed of the sample, to read the same blocks again."
         ),
     ] = None,
     repair: Annotated[
@@ -67,14 +61,13 @@ def fsck(
         Option("--repair", help="Replace damaged blocks by good copies."),
     ] = False,
     places: Annotated[
-        list[Path] | None,
+        tuple[Path, ...],
         Option(
             "--from",
             metavar="PLACE",
             help="Another store or a checkpoint that may have good copies. Repeatable.",
-            show_default=False,
         ),
-    ] = None,
+    ] = (),
     threads: Threads = None,
 ) -> None:
     """Check the store; repair it with --repair.
@@ -92,7 +85,7 @@ def fsck(
     if sample is not None and (repair or read_data):
         raise UsageError("--sample stands alone", hint="mstore fsck --sample 5%")
     if repair:
-        _repair(session, places or [], read_data=read_data, threads=threads)
+        _repair(session, places, read_data=read_data, threads=threads)
         return
     share = None if sample is None else parse_share(sample, "--sample")
     seed = secrets.randbelow(1 << 32) if seed is None else seed
@@ -109,7 +102,9 @@ def fsck(
         raise Ended(FAILURE)
 
 
-def _repair(session: Session, places: list[Path], *, read_data: bool, threads: int | None) -> None:
+def _repair(
+    session: Session, places: Sequence[Path], *, read_data: bool, threads: int | None
+) -> None:
     with session.open_checked() as store, session.progress() as tick:
         report = store.repair(sources=places, read_data=read_data, threads=threads, progress=tick)
         session.settled()

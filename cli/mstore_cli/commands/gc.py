@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
+from mstore_cli.errors import UsageError
+from mstore_cli.options import Option
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_size
@@ -27,7 +28,7 @@ def gc(
         Option(
             "--wait",
             metavar="SECONDS",
-            least=0,
+            min=0,
             help="Wait up to this long for running operations that may still read it.",
         ),
     ] = 5.0,
@@ -50,9 +51,8 @@ def gc(
         Option(
             "--reflog-days",
             metavar="DAYS",
-            least=0,
+            min=0,
             help="Keep what refs pointed at in the last DAYS days [default: reflog_days].",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -63,6 +63,8 @@ def gc(
     the same time. A pack that the index does not know is not deleted: it moves to lost+found/ in
     the store.
     """
+    if wait != wait:  # not a number: click lets it pass
+        raise UsageError("--wait takes a number of seconds, not nan", hint="mstore gc --help")
     with session.open() as store, session.progress() as progress:
         report = store.gc(
             dry_run=dry_run,

@@ -7,38 +7,29 @@ import stat
 from pathlib import Path
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
-from mstore_cli.found import STORE_NAME
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen
-from mstore_cli.session import Session
+from mstore_cli.session import STORE_NAME, Session
 from mstore_cli.sizes import format_size, parse_size
 
 
 @command(
     example="mstore init --block-size 1MiB",
     failure="the store exists already, or another error",
-    bare={"--shared": "group"},
 )
 def init(
     session: Session,
     directory: Annotated[
         Path | None,
         Argument(
-            metavar="DIR",
-            help=f"The store itself [default: --store, else {STORE_NAME} here].",
-            show_default=False,
+            metavar="DIR", help=f"The store itself [default: --store, else {STORE_NAME} here]."
         ),
     ] = None,
     block_size: Annotated[
-        str,
-        Option(
-            "--block-size",
-            metavar="SIZE",
-            help="A power of two, 64KiB to 16MiB.",
-            show_default=True,
-        ),
+        str, Option("--block-size", metavar="SIZE", help="A power of two, 64KiB to 16MiB.")
     ] = "1MiB",
     codec: Annotated[
         str | None,
@@ -46,18 +37,16 @@ def init(
             "--codec",
             metavar="POLICY",
             help="auto, raw or dense; see mstore config.",
-            show_default=False,
-            completes="codecs",
+            shell_complete=completion.codecs,
         ),
     ] = None,
     shared: Annotated[
         str | None,
         Option(
             "--shared",
-            metavar="[=WHO]",
+            metavar="WHO",
             help="Who may use the store: group (its group reads and writes), all (others also "
-            "read), umask [default without =WHO: group].",
-            show_default=False,
+            "read), umask [default: umask].",
         ),
     ] = None,
     filesystem: Annotated[
@@ -66,7 +55,6 @@ def init(
             "--filesystem",
             metavar="NAME",
             help="Use this type of filesystem, too; see mstore config.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -75,10 +63,10 @@ def init(
     The block size is fixed for the life of the store. Smaller blocks find more equal parts and
     make the index larger.
 
-    --shared lets the group of the store's directory read and write everything in it, whatever the
-    umask of its members. A new directory gets the group of its parent directory if that has the
-    setgid bit (set it first: chgrp GROUP DIR; chmod g+s DIR), else your own group. The command
-    prints which. To change the group later: chgrp -R GROUP STORE.
+    --shared group lets the group of the store's directory read and write everything in it,
+    whatever the umask of its members. A new directory gets the group of its parent directory if
+    that has the setgid bit (set it first: chgrp GROUP DIR; chmod g+s DIR), else your own group. The
+    command prints which. To change the group later: chgrp -R GROUP STORE.
     """
     if directory and session.named_store and directory.absolute() != session.named_store.absolute():
         raise UsageError(

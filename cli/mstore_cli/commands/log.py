@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Column, Screen, noted, short, when
 from mstore_cli.session import Session
-from mstore_cli.signers import signatures_of, states_of, told_unknown, trusted_signers
+from mstore_cli.signers import lines_on_unknown_keys, signatures_of, states_of, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -38,15 +39,14 @@ def log(
         Argument(
             metavar="REF",
             help="Start here [default: all branches and tags].",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ] = None,
     graph: Annotated[
         bool, Option("--graph", help="Draw parents and their roles: base, expert, previous.")
     ] = False,
     limit: Annotated[
-        int | None, Option("--limit", "-n", metavar="N", least=1, help="At most N snapshots.")
+        int | None, Option("--limit", "-n", metavar="N", min=1, help="At most N snapshots.")
     ] = None,
     every: Annotated[
         bool, Option("--all", help="Every stored snapshot, also those that no ref reaches.")
@@ -79,7 +79,7 @@ def log(
             columns = (*COLUMNS[:-1], *((BY,) if by else ()), COLUMNS[-1], *more)
             rows = (_row(snapshot, by=by, notes=notes) for snapshot in snapshots)
             screen.table(columns, rows)
-            for line in told_unknown(one for each in snapshots for one in each.signatures):
+            for line in lines_on_unknown_keys(one for each in snapshots for one in each.signatures):
                 screen.line(line)
 
     session.output.emit(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
-from mstore_cli.options import OneModel
+from mstore_cli.options import OneModel, Option
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size

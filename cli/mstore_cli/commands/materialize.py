@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
 from mstore_cli.merging import AllowNonfinite
-from mstore_cli.options import Message, Threads
+from mstore_cli.options import Argument, Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size
@@ -24,8 +24,7 @@ def materialize(
         Argument(
             metavar="REF",
             help="A branch that holds a virtual merge.",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ],
     allow_nonfinite: AllowNonfinite = False,

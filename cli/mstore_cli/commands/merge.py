@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import replace
 
-from mstore_cli.command import command
-from mstore_cli.declared import RESULT, WHAT, Option
+from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import Interrupted, UsageError, remarks
 from mstore_cli.merging import (
     MISTAKEN,
@@ -18,13 +17,11 @@ from mstore_cli.merging import (
     AllowNoop,
     Wanted,
     as_options,
-    directories_told,
-    draw_remarks,
-    error_fields,
-    format_bound,
+    hinting_at_directories,
 )
-from mstore_cli.options import Codec, Message, Threads
+from mstore_cli.options import RESULT, WHAT, Codec, Message, Option, Threads
 from mstore_cli.output import Screen, short
+from mstore_cli.plan_output import draw_remarks, error_fields, format_bound
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
 
@@ -40,14 +37,16 @@ PLAN_HINT = "mstore plan --help"
 @command(
     example="mstore merge --plan plan.json --name llama/merged",
     failure="an error; nothing was published",
-    misplaced=as_options,
-    foreign=RECIPES,
-    foreign_hint=f"mstore merge {RECIPE_HINT}",
-    mistaken={
-        **MISTAKEN,
-        "--abort": "nothing to abort: a merge publishes all or nothing, and Ctrl-C stops it",
-        "--continue": "the same command continues an interrupted merge",
-    },
+    mistakes=Mistakes(
+        {
+            **MISTAKEN,
+            "--abort": "nothing to abort: a merge publishes all or nothing, and Ctrl-C stops it",
+            "--continue": "the same command continues an interrupted merge",
+        },
+        RECIPES,
+        f"mstore merge {RECIPE_HINT}",
+        as_options,
+    ),
 )
 def merge(
     session: Session,
@@ -101,10 +100,7 @@ def merge(
     memory: Annotated[
         str | None,
         Option(
-            "--memory",
-            metavar="SIZE",
-            help="The most anonymous memory to use [default: 512MiB].",
-            show_default=False,
+            "--memory", metavar="SIZE", help="The most anonymous memory to use [default: 512MiB]."
         ),
     ] = None,
     codec: Codec = None,
@@ -167,7 +163,7 @@ def merge(
         planned = None
         with session.progress() as tick:
             if request is not None:
-                with directories_told(request):
+                with hinting_at_directories(request):
                     planned = store.plan(
                         request, allow_noop=allow_noop, keep=True, threads=threads, progress=tick
                     )

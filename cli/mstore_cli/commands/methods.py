@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
+from mstore_cli.options import Argument
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
@@ -24,7 +25,8 @@ PARAMETERS = (
 def methods(
     session: Session,
     name: Annotated[
-        str | None, Argument(metavar="NAME", help="The method to describe.", completes="methods")
+        str | None,
+        Argument(metavar="NAME", help="The method to describe.", shell_complete=completion.methods),
     ] = None,
 ) -> None:
     """List the merge methods, or describe one.

@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen, near
 from mstore_cli.session import Session
 from mstore_fuse.driver import DriverName, MountInfo, Verify
@@ -30,13 +31,12 @@ SERVING = (
 def mount(
     session: Session,
     target: Annotated[
-        list[str],
+        tuple[str, ...],
         Argument(
             metavar="[REF[:MODEL]] DIR",
             help="The snapshot, or one model of it, and an empty directory; with --all only the "
             "directory.",
-            show_default=False,
-            completes="mounted",
+            shell_complete=completion.mounted,
         ),
     ],
     everything: Annotated[
@@ -48,8 +48,9 @@ def mount(
     driver: Annotated[
         DriverName,
         Option(
+            "--driver",
             help="fuse: a process serves it; erofs: the kernel reads the packs (root, stored raw); "
-            "auto: erofs where it works, else fuse."
+            "auto: erofs where it works, else fuse.",
         ),
     ] = DriverName.FUSE,
     follow: Annotated[
@@ -60,27 +61,21 @@ def mount(
         bool, Option("--allow-other", help="Let other users read, too.")
     ] = False,
     show_meta: Annotated[
-        bool,
-        Option("--show-meta", help="List .mstore, with manifest.json and lineage.json."),
+        bool, Option("--show-meta", help="List .mstore, with manifest.json and lineage.json.")
     ] = False,
     log: Annotated[
         Path | None,
-        Option(
-            "--log",
-            metavar="FILE",
-            help="Append to FILE what goes wrong [default: syslog].",
-            show_default=False,
-        ),
+        Option("--log", metavar="FILE", help="Append to FILE what goes wrong [default: syslog]."),
     ] = None,
     cache: Annotated[
-        str,
-        Option("--cache", metavar="SIZE", help="Decoded blocks kept in memory.", show_default=True),
+        str, Option("--cache", metavar="SIZE", help="Decoded blocks kept in memory.")
     ] = "64MiB",
     verify: Annotated[
         Verify,
         Option(
+            "--verify",
             help="once: check each block when it is first read (erofs: all of them at mounting); "
-            "always: whenever it is read; never (only erofs): not at all."
+            "always: whenever it is read; never (only erofs): not at all.",
         ),
     ] = Verify.ONCE,
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
+from mstore_cli.options import Option
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 

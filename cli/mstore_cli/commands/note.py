@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
-from mstore_cli.options import Revision
+from mstore_cli.options import Argument, Option, Revision
 from mstore_cli.output import Column, Screen, noted, short, when
 from mstore_cli.session import Session
-from mstore_cli.signers import states_of, told_unknown, trusted_signers
+from mstore_cli.signers import lines_on_unknown_keys, states_of, trusted_signers
 
 if TYPE_CHECKING:
     from mstore.api.reports import NoteReport
@@ -35,31 +34,27 @@ def note(
     session: Session,
     revision: Revision,
     values: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Argument(
-            metavar="KEY=VALUE",
-            help="What to note; VALUE is JSON if it reads as JSON, else text.",
-            show_default=False,
+            metavar="KEY=VALUE", help="What to note; VALUE is JSON if it reads as JSON, else text."
         ),
-    ] = None,
+    ] = (),
     kind: Annotated[
         str | None,
         Option(
             "--kind",
             metavar="KIND",
             help="What the values are: value, evaluation, verdict or link [default: value].",
-            show_default=False,
         ),
     ] = None,
     remove: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--remove",
             metavar="NOTE",
             help="Remove a note, by its id or the beginning of it. Repeatable.",
-            show_default=False,
         ),
-    ] = None,
+    ] = (),
     every: Annotated[bool, Option("--all", help="List replaced and removed notes, too.")] = False,
 ) -> None:
     """Note something about a snapshot, or list its notes.
@@ -113,7 +108,7 @@ def note(
 def _table(screen: Screen, notes: Sequence[NoteReport], *, every: bool) -> None:
     columns = (*COLUMNS[:-1], STATE, COLUMNS[-1]) if every else COLUMNS
     screen.table(columns, (_row(one, every=every) for one in notes))
-    for line in told_unknown(one for note in notes for one in note.signatures):
+    for line in lines_on_unknown_keys(one for note in notes for one in note.signatures):
         screen.line(line)
 
 

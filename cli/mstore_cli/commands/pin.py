@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
-from mstore_cli.options import Revision, Threads
+from mstore_cli.options import Option, Revision, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
@@ -21,14 +20,13 @@ def pin(
     session: Session,
     revision: Revision,
     raw: Annotated[
-        bool,
-        Option("--raw", help="Raw and in file order: required, as the only form there is."),
+        bool, Option("--raw", help="Raw and in file order: required, as the only form there is.")
     ] = False,
     threads: Threads = None,
 ) -> None:
     """Store the blocks of a snapshot raw, for fast reading.
 
-    The blocks lie in file order then: mounts and Python map them, and checkout --reflink shares
+    The blocks lie in file order then: mounts and Python map them, and checkout shares
     them. Contents and ids stay the same; the store grows. `mstore unpin` undoes it. A pin does not
     protect the snapshot from gc.
     """

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import plots
-from mstore_cli.command import command
-from mstore_cli.declared import RESULT, Option
+from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
     MISTAKEN,
@@ -16,16 +15,13 @@ from mstore_cli.merging import (
     AllowNoop,
     Wanted,
     as_options,
-    directories_told,
-    draw_plan,
-    draw_sweep,
-    plan_document,
+    hinting_at_directories,
 )
-from mstore_cli.options import Threads, drawing
+from mstore_cli.options import RESULT, Option, Threads, drawing, file_of
 from mstore_cli.output import Screen, short
+from mstore_cli.plan_output import draw_plan, draw_sweep, plan_document
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
-from mstore_cli.values import file_of
 
 if TYPE_CHECKING:
     from mstore import MergeRequest
@@ -37,10 +33,7 @@ HELP = "mstore plan --help"
     example="mstore plan --base llama/base --expert llama/math --expert llama/code=0.5 "
     "--method ties --param density=0.2 --budget 30%",
     failure="an error; no plan was kept",
-    misplaced=as_options,
-    foreign=RECIPES,
-    foreign_hint=f"mstore plan {RECIPE_HINT}",
-    mistaken=MISTAKEN,
+    mistakes=Mistakes(MISTAKEN, RECIPES, f"mstore plan {RECIPE_HINT}", as_options),
 )
 def plan(
     session: Session,
@@ -54,7 +47,7 @@ def plan(
             *("--output", "-o"),
             metavar="FILE",
             help="Also write the plan to FILE, as JSON.",
-            parser=file_of("json"),
+            type=file_of("json"),
             group=RESULT,
         ),
     ] = None,
@@ -70,10 +63,7 @@ def plan(
             "--measure", help="With --sweep: also measure the real error; reads all experts once."
         ),
     ] = False,
-    svg: Annotated[
-        Path | None,
-        drawing(help="With --sweep: also draw it to FILE, as SVG."),
-    ] = None,
+    svg: Annotated[Path | None, drawing(help="With --sweep: also draw it to FILE, as SVG.")] = None,
 ) -> None:
     """Choose what a merge reads, and print its cost and error.
 
@@ -103,7 +93,7 @@ def plan(
         return
     with session.open() as store:
         request = wanted.request(session, store, request)
-        with session.progress() as tick, directories_told(request):
+        with session.progress() as tick, hinting_at_directories(request):
             report = store.plan(request, allow_noop=allow_noop, threads=threads, progress=tick)
         if output is not None:
             from mstore.fs import replace_file
@@ -135,7 +125,7 @@ def _sweep(
 ) -> None:
     with session.open() as store:
         request = wanted.request(session, store, request)
-        with session.progress() as tick, directories_told(request):
+        with session.progress() as tick, hinting_at_directories(request):
             report = store.sweep(request, measure=measure, threads=threads, progress=tick)
     if svg is not None:
         points = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mstore_cli.command import command
-from mstore_cli.merging import format_bound, format_loss
 from mstore_cli.output import Column, Screen, short
+from mstore_cli.plan_output import format_bound, format_loss
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import UsageError
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
@@ -19,23 +20,22 @@ if TYPE_CHECKING:
 def prune(
     session: Session,
     branches: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Argument(
             metavar="REF",
             help="Branches [default: all of them].",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
-    ] = None,
+    ] = (),
     keep_last: Annotated[
-        int, Option("--keep-last", metavar="N", least=0, help="Keep the newest N snapshots.")
+        int, Option("--keep-last", metavar="N", min=0, help="Keep the newest N snapshots.")
     ] = 0,
     keep_daily: Annotated[
         int,
         Option(
             "--keep-daily",
             metavar="N",
-            least=0,
+            min=0,
             help="Keep the newest of each of the last N days that have one.",
         ),
     ] = 0,
@@ -44,7 +44,7 @@ def prune(
         Option(
             "--keep-weekly",
             metavar="N",
-            least=0,
+            min=0,
             help="Keep the newest of each of the last N weeks that have one.",
         ),
     ] = 0,
@@ -53,7 +53,7 @@ def prune(
         Option(
             "--keep-monthly",
             metavar="N",
-            least=0,
+            min=0,
             help="Keep the newest of each of the last N months that have one.",
         ),
     ] = 0,
@@ -62,7 +62,7 @@ def prune(
         Option(
             "--keep-yearly",
             metavar="N",
-            least=0,
+            min=0,
             help="Keep the newest of each of the last N years that have one.",
         ),
     ] = 0,
@@ -96,7 +96,7 @@ def prune(
         )
     with session.open() as store:
         report = store.prune(
-            branches or (),
+            branches,
             keep_last=keep_last,
             keep_daily=keep_daily,
             keep_weekly=keep_weekly,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
+from mstore_cli.options import Argument
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
 
@@ -29,8 +30,7 @@ def reflog(
         Argument(
             metavar="NAME",
             help="A branch or tag, also a removed one [default: all that ever were].",
-            show_default=False,
-            completes="ever",
+            shell_complete=completion.ever,
         ),
     ] = None,
 ) -> None:

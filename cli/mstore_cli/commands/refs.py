@@ -24,7 +24,7 @@ COLUMNS = (
 @command(example="mstore refs 'llama/*'")
 def refs(
     session: Session,
-    names: RefNames = None,
+    names: RefNames = (),
 ) -> None:
     """List refs and what they point at.
 
@@ -34,7 +34,7 @@ def refs(
     from mstore.store.refs import is_candidate
 
     with session.open_to_look() as store:
-        found = store.refs(*(names or ()))
+        found = store.refs(*names)
         removed = [one for one in store.reflog() if one.new is None] if not found else []
         candidates = 0 if names else sum(map(is_candidate, store.ref_ids()))
 

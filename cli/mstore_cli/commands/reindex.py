@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.errors import warn
+from mstore_cli.options import Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
+from mstore_cli.options import Argument
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 
@@ -16,15 +17,9 @@ from mstore_cli.session import Session
 def rename(
     session: Session,
     old: Annotated[
-        str,
-        Argument(
-            metavar="OLD",
-            help="A branch or tag.",
-            show_default=False,
-            completes="refs",
-        ),
+        str, Argument(metavar="OLD", help="A branch or tag.", shell_complete=completion.refs)
     ],
-    new: Annotated[str, Argument(metavar="NEW", help="Its new name.", show_default=False)],
+    new: Annotated[str, Argument(metavar="NEW", help="Its new name.")],
 ) -> None:
     """Rename a branch or tag.
 

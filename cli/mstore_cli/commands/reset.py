@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
-from mstore_cli.options import Revision
+from mstore_cli.options import Argument, Option, Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 
@@ -15,8 +15,7 @@ from mstore_cli.session import Session
 def reset(
     session: Session,
     name: Annotated[
-        str,
-        Argument(metavar="NAME", help="The branch.", show_default=False, completes="ever"),
+        str, Argument(metavar="NAME", help="The branch.", shell_complete=completion.ever)
     ],
     revision: Revision,
     expect: Annotated[

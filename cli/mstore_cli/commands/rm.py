@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
 def rm(
     session: Session,
     names: Annotated[
-        list[str],
+        tuple[str, ...],
         Argument(
             metavar="REF",
             help="Refs, or patterns such as 'old/*' or 'candidates/RUN/*'.",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
     ],
     dry_run: Annotated[

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.errors import warn
+from mstore_cli.options import Option
 from mstore_cli.output import Mode, Screen
 from mstore_cli.session import Session
 
@@ -32,17 +32,15 @@ def serve(
     ] = HOST,
     port: Annotated[int, Option("--port", metavar="N", help="The port; 0: any free one.")] = PORT,
     allow_name: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Option(
             "--allow-name",
             metavar="NAME",
             help="Another host name that requests at a loopback address may use (repeatable).",
-            show_default=False,
         ),
-    ] = None,
+    ] = (),
     connections: Annotated[
-        int,
-        Option("--connections", metavar="N", help="Requests at once; more get status 503."),
+        int, Option("--connections", metavar="N", help="Requests at once; more get status 503.")
     ] = CONNECTIONS,
     timeout: Annotated[
         float,
@@ -55,12 +53,7 @@ def serve(
     ] = TIMEOUT,
     log: Annotated[
         Path | None,
-        Option(
-            "--log",
-            metavar="FILE",
-            help="Append the log to a file, not to standard error.",
-            show_default=False,
-        ),
+        Option("--log", metavar="FILE", help="Append the log to a file, not to standard error."),
     ] = None,
 ) -> None:
     """Serve refs, snapshots and their files over HTTP.
@@ -88,7 +81,7 @@ def serve(
             store,
             host=host,
             port=port,
-            names=allow_name or (),
+            names=allow_name,
             connections=connections,
             timeout=timeout,
             log=log,

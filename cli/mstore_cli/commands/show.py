@@ -10,7 +10,7 @@ from mstore_cli.graph import how, revision_of
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, noted, when
 from mstore_cli.session import Session
-from mstore_cli.signers import signatures_of, states_of, told_unknown, trusted_signers
+from mstore_cli.signers import lines_on_unknown_keys, signatures_of, states_of, trusted_signers
 from mstore_cli.sizes import counted, format_size
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def show(session: Session, revision: Revision) -> None:
                 ("message", report.message or None),
             ]
         )
-        for line in told_unknown(signatures_of(report)):
+        for line in lines_on_unknown_keys(signatures_of(report)):
             screen.line(line)
 
     session.output.emit(report, ids=[report.snapshot], human=human)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Option
 from mstore_cli.errors import UsageError
-from mstore_cli.options import Revision
+from mstore_cli.options import Option, Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.signers import ask_passphrase, read_passphrase
@@ -27,7 +26,6 @@ def sign(
             "--key",
             metavar="FILE",
             help="The private key that signs, ed25519, of ssh-keygen or openssl.  [required]",
-            show_default=False,
         ),
     ] = None,
     note: Annotated[
@@ -36,17 +34,11 @@ def sign(
             "--note",
             metavar="NOTE",
             help="Sign this note of the snapshot instead: its id, or the beginning of it.",
-            show_default=False,
         ),
     ] = None,
     signer: Annotated[
         str | None,
-        Option(
-            "--as",
-            metavar="NAME",
-            help="Who signs, for people to read [default: the author].",
-            show_default=False,
-        ),
+        Option("--as", metavar="NAME", help="Who signs, for people to read [default: the author]."),
     ] = None,
     passphrase_file: Annotated[
         Path | None,
@@ -54,7 +46,6 @@ def sign(
             "--passphrase-file",
             metavar="FILE",
             help="The key's passphrase [default: asked for on the terminal].",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Argument
 from mstore_cli.errors import UsageError
-from mstore_cli.options import MaybeRevision
+from mstore_cli.options import Argument, MaybeRevision
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
 
@@ -18,8 +17,7 @@ COLUMNS = (Column("TAG", style="green"), Column("SNAPSHOT", style="yellow"), Col
 def tag(
     session: Session,
     name: Annotated[
-        str | None,
-        Argument(metavar="NAME", help="The new tag; alone, a pattern of tags.", show_default=False),
+        str | None, Argument(metavar="NAME", help="The new tag; alone, a pattern of tags.")
     ] = None,
     revision: MaybeRevision = None,
 ) -> None:

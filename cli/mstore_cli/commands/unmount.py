@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import FAILURE, Ended, UsageError, warn
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen, near
 from mstore_cli.session import Session
 
@@ -18,15 +18,12 @@ from mstore_cli.session import Session
 )
 def unmount(
     session: Session,
-    directory: Annotated[
-        Path | None, Argument(metavar="DIR", help="The mount point.", show_default=False)
-    ] = None,
+    directory: Annotated[Path | None, Argument(metavar="DIR", help="The mount point.")] = None,
     everything: Annotated[
         bool, Option("--all", help="Every mount of this user, of all stores.")
     ] = False,
     lazy: Annotated[
-        bool,
-        Option("--lazy", help="At once; files that are open stay readable until closed."),
+        bool, Option("--lazy", help="At once; files that are open stay readable until closed.")
     ] = False,
 ) -> None:
     """End a mount, or remove one whose process died."""

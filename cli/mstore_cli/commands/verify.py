@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.declared import Argument, Option
 from mstore_cli.errors import FAILURE, Ended
+from mstore_cli.options import Argument, Option
 from mstore_cli.output import Column, Screen, noted, short
 from mstore_cli.session import Session
 from mstore_cli.signers import SignersOption, how_to_trust, signatures_of, state_of, trusted_signers
@@ -33,14 +34,13 @@ COLUMNS = (
 def verify(
     session: Session,
     revisions: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         Argument(
             metavar="REF",
             help="What to check [default: all branches and tags].",
-            show_default=False,
-            completes="refs",
+            shell_complete=completion.refs,
         ),
-    ] = None,
+    ] = (),
     signers: SignersOption = None,
     read_data: Annotated[
         bool, Option("--read-data", help="Also read every byte that was signed.")

@@ -6,9 +6,8 @@ from mstore_cli.command import command
 from mstore_cli.session import Session
 
 
-@command(example="mstore version")
-def version(session: Session) -> None:
-    """Print the version, as --version and -V do."""
+def show(session: Session) -> None:
+    """Print the version."""
     from mstore.terms import __version__
 
     session.output.emit(
@@ -16,3 +15,9 @@ def version(session: Session) -> None:
         ids=[__version__],
         human=lambda screen: screen.line(f"mstore {__version__}"),
     )
+
+
+@command(example="mstore version")
+def version(session: Session) -> None:
+    """Print the version, as --version and -V do."""
+    show(session)
