@@ -296,7 +296,8 @@ def require(place: Place, row: Row, found: Arrays, plan: Plan, *, dtype: str | N
         assert float((gap / np.maximum(size, 1e-30).reshape(base.shape)).max()) <= 2.0**-21, name
         if not row.is_whole or row.method == "guarded":
             still = np.all([families.bits(wide[0]) == families.bits(one) for one in read], axis=0)
-            assert np.array_equal(families.bits(found[name])[still], families.bits(wide[0])[still])
+            own_bits = families.bits(found[name].astype(np.float32))
+            assert np.array_equal(own_bits[still], families.bits(wide[0])[still]), name
 
 
 def terms(row: Row, base: Array, sides: Sequence[Array], read: Sequence[Array]) -> list[Double]:

@@ -286,14 +286,16 @@ def spread(deltas: Sequence[Single]) -> Single:
 
 
 def spread_cut(share: float, deltas: Sequence[Single]) -> tuple[np.float32, int]:
-    """The least spread that is selected, and the index of the last element of it that is."""
+    """The least spread that is selected, and up to which index; all of it: up to any."""
     spreads = spread(deltas)
     count = int(np.float32(np.count_nonzero(spreads)) * np.float32(share))
     if not count:
         return np.float32(np.inf), -1
     chosen = first(spreads, count)
     value = spreads[chosen].min()
-    return value, int(np.flatnonzero(chosen & (spreads == value))[-1])
+    equal = np.flatnonzero(spreads == value)
+    kept = equal[chosen[equal]]
+    return value, spreads.size if kept.size == equal.size else int(kept[-1])
 
 
 def energies(share: float, base: Array, experts: Sequence[Array]) -> list[np.float32]:
