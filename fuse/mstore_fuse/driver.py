@@ -115,6 +115,11 @@ class Driver(ABC):
     def status(self, entry: TableEntry) -> MountInfo | None:
         """Return what a mount of this driver shows; None for any other, or for a part of one."""
 
+    def _mounted(
+        self, at: Path, store: Path, revision: str | None, user: int, pid: int | None, alive: bool
+    ) -> MountInfo:
+        return MountInfo(at, store, revision, pid, alive, user, self.name.value)
+
     def stop(self, mounted: MountInfo, *, lazy: bool) -> None:
         """Unmount; `lazy` keeps open files readable. Raises OSError as `mount_table.detach`."""
         mount_table.detach(mounted.mountpoint, lazy=lazy or not mounted.alive)

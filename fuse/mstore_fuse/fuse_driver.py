@@ -102,8 +102,8 @@ class Fuse(Driver):
             return None
         alive = serves(source.pid)
         pid = source.pid if alive else None
-        return MountInfo(
-            entry.mountpoint, source.store, source.revision, pid, alive, entry.user, self.name.value
+        return self._mounted(
+            entry.mountpoint, source.store, source.revision, entry.user, pid, alive
         )
 
     def stop(self, mounted: MountInfo, *, lazy: bool) -> None:

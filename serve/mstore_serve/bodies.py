@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Send
@@ -135,7 +135,7 @@ class Body:
         source = self._shown.source
         pieces = self._cut()
         if source is None or self.length <= PIECE:
-            await self._send(start, pieces, _Staying(), send)
+            await self._send(start, pieces, None, send)
             return
         release = await self._threads.look_up(partial(self._showing.hold, source.snapshot))
         self._ahead.begin()
@@ -148,15 +148,20 @@ class Body:
             self._threads.put(release)
 
     async def _send(
-        self, start: Message, pieces: Iterator[_Piece | bytes], gone: Gone, send: Send
+        self,
+        start: Message,
+        pieces: Iterator[_Piece | bytes],
+        gone: asyncio.Future[None] | None,
+        send: Send,
     ) -> None:
+        """gone: is done once the client has left; None for an answer too short to ask."""
         piece = next(pieces, b"")
         data = await self._begun(piece)
         await send(start)
         while True:
             # Sends nothing, and returns when the connection has room again.
             await send(_message(b"", more=True))
-            if gone.done():
+            if gone is not None and gone.done():
                 return
             following = next(pieces, None)
             reading = None if following is None else self._begun(following)
@@ -203,19 +208,6 @@ class Body:
             # What is wrong with these bytes is an error when they are read.
             with suppress(MstoreError, OSError):
                 prefetch(start, stop - start)
-
-
-class Gone(Protocol):
-    """Whether the client has left."""
-
-    def done(self) -> bool: ...
-
-
-class _Staying:
-    """A client of whom nobody asks: the answer is short."""
-
-    def done(self) -> bool:
-        return False
 
 
 async def _gone(receive: Receive) -> None:

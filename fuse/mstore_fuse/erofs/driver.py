@@ -64,7 +64,7 @@ class Erofs(Driver):
             return None
         store, revision = Path(found["store"]), unescaped(found["revision"])
         # Only root mounts by the kernel, which always answers.
-        return MountInfo(entry.mountpoint, store, revision, None, True, 0, self.name.value)
+        return self._mounted(entry.mountpoint, store, revision, 0, None, True)
 
 
 def _refused(request: MountRequest) -> str | None:
