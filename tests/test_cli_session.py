@@ -114,9 +114,9 @@ def test_contradiction_across_the_verb(line: list[str], capsys: pytest.CaptureFi
     [
         (["frobnicate"], "no such command: 'frobnicate'", "mstore --help"),
         (["log", "--nothing"], "--nothing", "mstore log --help"),
-        (["log", "-n", "0"], "'--limit' / '-n': 0 is not in the range x>=1", "mstore log --help"),
-        (["log", "-n", "many"], "'many' is not a valid integer range", "mstore log --help"),
-        (["log", "-n", "1.5"], "'1.5' is not a valid integer range", "mstore log --help"),
+        (["log", "-n", "0"], "'--limit' / '-n': at least 1, not 0", "mstore log --help"),
+        (["log", "-n", "many"], "a whole number, not 'many'", "mstore log --help"),
+        (["log", "-n", "1.5"], "a whole number, not '1.5'", "mstore log --help"),
         (["add", "", "--name", "m"], "'PATH': a path cannot be empty", "mstore add --help"),
         (["add", "a", "", "--name", "m"], "'PATH': a path cannot be empty", "mstore add --help"),
         (["checkout", "m", ""], "'DIR': a path cannot be empty", "mstore checkout --help"),

@@ -110,9 +110,9 @@ def test_an_option_is_given_once(line: str, option: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("log -n x", "not a valid integer"),
-        ("log -n 0", "not in the range x>=1"),
-        ("fsck --sample 1 --threads 1.5", "not a valid integer"),
+        ("log -n x", "a whole number, not 'x'"),
+        ("log -n 0", "at least 1, not 0"),
+        ("fsck --sample 1 --threads 1.5", "a whole number, not '1.5'"),
         ("explain m --by word", "word"),
     ],
 )

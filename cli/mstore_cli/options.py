@@ -7,6 +7,7 @@ A command declares a parameter as `Annotated[KIND, Option(...)]` in the signatur
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -87,12 +88,29 @@ def _conversion(kind: Any, declared: Option | Argument) -> dict[str, Any]:
     if kind is Path:
         return {"type": parse_path}
     if kind in (int, float):
-        least = click.IntRange if kind is int else click.FloatRange
-        return {"type": kind if declared.min is None else least(declared.min)}
+        return {"type": number_of(kind, declared.min)}
     if issubclass(kind, Enum):
         words = click.Choice([one.value for one in kind])
         return {"type": words, "callback": lambda _context, _parameter, word: kind(word)}
     return {"type": parse_text if declared.is_text else str}
+
+
+def number_of(kind: type[int | float], least: float | None) -> Callable[[str | float], float]:
+    """Return the parser of a number of this kind, which is not below `least`."""
+    noun = "a whole number" if kind is int else "a number"
+
+    def parse(word: str | float) -> float:
+        try:
+            number = kind(word)
+        except ValueError:
+            number = math.nan
+        if math.isnan(number):
+            raise ValueError(f"{noun}, not {word!r}")
+        if least is not None and number < least:
+            raise ValueError(f"at least {least:g}, not {word}")
+        return number
+
+    return parse
 
 
 def parse_path(word: str | Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
-from mstore_cli.errors import UsageError
 from mstore_cli.options import Option
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -63,8 +62,6 @@ def gc(
     the same time. A pack that the index does not know is not deleted: it moves to lost+found/ in
     the store.
     """
-    if wait != wait:  # not a number: click lets it pass
-        raise UsageError("--wait takes a number of seconds, not nan", hint="mstore gc --help")
     with session.open() as store, session.progress() as progress:
         report = store.gc(
             dry_run=dry_run,
