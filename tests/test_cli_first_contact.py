@@ -231,6 +231,7 @@ def completed(line: str, store: Path) -> list[str]:
     return [line.partition(",")[2] for line in done.stdout.split("\n") if line]
 
 
+@pytest.mark.rest
 def test_completion(mstore: Program, tmp_path: Path) -> None:
     """Refs, methods, settings and commands are completed, in the store that the line names; else
     nothing."""

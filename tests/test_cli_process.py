@@ -209,6 +209,7 @@ def test_errors_that_nobody_hears(
     assert in_shell(closed, "--store", store.store, *line).returncode == status
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(tmp_path: Path, closed: str) -> None:
     """A command whose standard streams are closed does its work, succeeds, and writes what is to be

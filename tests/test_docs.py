@@ -294,6 +294,7 @@ def test_pipelines(kind: str, tmp_path: Path) -> None:
     assert run(changed).returncode != 0
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the lines use jq")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_command_before_the_branch_moves(fails: bool, tmp_path: Path) -> None:
@@ -334,6 +335,7 @@ def test_a_command_before_the_branch_moves(fails: bool, tmp_path: Path) -> None:
     assert "expected" in moved, moved
 
 
+@pytest.mark.rest
 def test_nightly_backup(tmp_path: Path) -> None:
     """The script of docs/howto/backup.md makes a backup, brings it up to date, and it restores."""
     page = (DOCS / "howto" / "backup.md").read_text()

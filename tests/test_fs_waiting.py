@@ -150,6 +150,7 @@ def test_a_free_lock_costs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) 
     other.release()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["lock", "packs"])
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_command_that_waits(name: str, quiet: bool, tmp_path: Path) -> None:

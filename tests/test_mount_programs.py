@@ -96,6 +96,7 @@ READING = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("program", READING)
 def test_programs_that_read_print_the_same(
     driver: Driver, cold: tuple[Path, Path], program: str

@@ -16,6 +16,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "tutorial.md"
 STEPS = ("init", "add", "log", "diff", "plan", "merge", "explain", "mount", "checkout", "fsck")
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="the tutorial mounts")
 def test_tutorial(quick_family: family.Family, tmp_path: Path) -> None:
     """Each command of the tutorial prints the page's words, and numbers near the page's."""
