@@ -59,7 +59,7 @@ class PacksSuite(ABC):
         for offset, length in ((0, 1), (0, len(data)), (4097, 5000), (len(data) - 1, 1), (7, 0)):
             assert bytes(packs.read(pack, offset, length)) == data[offset : offset + length]
             target = bytearray(length)
-            packs.read_into(pack, offset, memoryview(target))
+            packs.read_scattered(pack, offset, [memoryview(target)])
             assert target == data[offset : offset + length]
 
     def test_neighbours_are_read_into_several_targets(

@@ -325,7 +325,7 @@ def test_missing_and_short_packs_are_corrupt(tmp_path: Path) -> None:
         files.read(pack.id, pack.size - 10, 20)
     assert short.value.where == str(pack.path)
     with pytest.raises(Corrupt, match="too early"):
-        files.read_into(pack.id, pack.size - 10, memoryview(bytearray(20)))
+        files.read_scattered(pack.id, pack.size - 10, [memoryview(bytearray(20))])
     for nowhere in (1 << 63, 1 << 64):
         with pytest.raises(Corrupt, match="too early"):
             files.read(pack.id, nowhere, 1)
@@ -409,7 +409,7 @@ def test_open_packs_are_bounded(tmp_path: Path) -> None:
         which = number * 7 % len(packs)
         files.will_need(packs[which].id, PAGE, 500)
         target = bytearray(500)
-        files.read_into(packs[which].id, PAGE, memoryview(target))
+        files.read_scattered(packs[which].id, PAGE, [memoryview(target)])
         return files.read(packs[which].id, PAGE, 500) == bytes(target) == payloads[which]
 
     before = descriptors()
