@@ -233,8 +233,8 @@ def completed(line: str, store: Path) -> list[str]:
 
 @pytest.mark.rest
 def test_completion(mstore: Program, tmp_path: Path) -> None:
-    """Refs, methods, settings and commands are completed, in the store that the line names; else
-    nothing."""
+    """Refs, methods, settings and commands are completed, in the store that the line names; the
+    shell completes files; else nothing."""
     assert completed("mstore show ti", mstore.store) == ["tiny/base"]
     assert completed("mstore rm v", mstore.store) == ["v1"]
     assert completed("mstore merge --base ", mstore.store) == ["tiny/base", "v1"]
@@ -247,7 +247,10 @@ def test_completion(mstore: Program, tmp_path: Path) -> None:
     assert completed("mstore config reflog_days ", mstore.store) == []
     assert completed("mstore reset v", mstore.store) == ["v1"]
     assert completed("mstore mount ti", mstore.store) == ["tiny/base"]
-    assert completed("mstore mount v1 ti", mstore.store) == []
+    assert completed("mstore mount v1 ti", mstore.store) == ["ti"]
+    assert "merge" in completed("mstore help me", mstore.store)
+    for line in ("add x", "checkout v1 x", "--store x", "merge --recipe x"):
+        assert completed(f"mstore {line}", mstore.store) == ["x"]
     assert completed("mstore add x --base v", mstore.store) == ["v1"]
     assert completed("mstore methods dare_t", mstore.store) == ["dare_ties"]
     assert completed("mstore merge --score c", mstore.store) == ["conflict"]

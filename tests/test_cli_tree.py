@@ -107,6 +107,13 @@ def test_an_option_is_given_once(line: str, option: str) -> None:
     assert parsed("add --name a -m m -- x -m m")
 
 
+def test_an_unknown_option_of_the_program() -> None:
+    """An option before the command that does not exist is refused like a command's own."""
+    with pytest.raises(UsageError, match=r"^no such option: --verison$") as caught:
+        tree.parse(["--verison"])
+    assert str(caught.value.hint).startswith("did you mean --version?")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_args
 
 import click
 
+from mstore_cli import completion
 from mstore_cli.errors import UsageError, remarks
 from mstore_cli.options import GROUPS, OPTIONS, Argument, Option, parameter_of, parse_path
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
@@ -37,7 +38,13 @@ def global_options(*, has_json: bool = True) -> list[click.Parameter]:
     few = "Print only ids or names, one per line; warnings stay."
     switch = partial(click.Option, is_flag=True)
     return [
-        click.Option(["--store"], metavar="DIR", type=parse_path, help=where),
+        click.Option(
+            ["--store"],
+            metavar="DIR",
+            type=parse_path,
+            shell_complete=completion.files,
+            help=where,
+        ),
         switch(["--json"], help="Print one JSON object.", hidden=not has_json),
         switch(["--quiet", "-q"], help=few),
         switch(["--no-progress"], help="Never show a progress bar."),
@@ -68,6 +75,32 @@ class Mistakes(NamedTuple):
 _NO_MISTAKES = Mistakes()
 
 
+def no_such_option(
+    command: click.Command,
+    ctx: click.Context,
+    name: str,
+    args: list[str],
+    meant: Mapping[str, str] = MappingProxyType({}),
+) -> UsageError:
+    """Return the error of an option that a command has not, with what is likely meant."""
+    message = f"no such option: {name}"
+    if re.fullmatch("-[0-9].*", name):
+        if any("-n" in one.opts and not _is_flag(one) for one in command.params):
+            words = [re.sub("^-([0-9]+)$", r"-n \1", shlex.quote(word)) for word in args]
+            return UsageError(message, hint=f"{ctx.command_path} {' '.join(words)}")
+        return UsageError(
+            f"{message}; values that begin with - come after --",
+            hint=f"{ctx.command_path} -- {shlex.join(args)}",
+        )
+    from mstore.terms.errors import did_you_mean
+
+    options = [one for parameter in command.get_params(ctx) for one in parameter.opts]
+    otherwise = f"{ctx.command_path} --help"
+    return UsageError(
+        message, hint=meant.get(name) or str(did_you_mean(name, options, otherwise, prefix="--"))
+    )
+
+
 class Command(click.Command):
     """A command whose help lists options by what they are for, and that knows common mistakes.
 
@@ -96,29 +129,11 @@ class Command(click.Command):
             if any(word.endswith(ending) for word in words):
                 raise UsageError(message, hint=self.mistakes.files_hint) from error
         if isinstance(error, click.NoSuchOption):
-            raise self._no_such_option(ctx, error.option_name, args) from error
+            meant = self.mistakes.options
+            raise no_such_option(self, ctx, error.option_name, args, meant) from error
         instead = self._arguments_meant(ctx, args)
         if instead is not None:
             raise UsageError("unexpected arguments", hint=instead) from error
-
-    def _no_such_option(self, ctx: click.Context, name: str, args: list[str]) -> UsageError:
-        message = f"no such option: {name}"
-        if re.fullmatch("-[0-9].*", name):
-            if any("-n" in one.opts and not _is_flag(one) for one in self.params):
-                words = [re.sub("^-([0-9]+)$", r"-n \1", shlex.quote(word)) for word in args]
-                return UsageError(message, hint=f"{ctx.command_path} {' '.join(words)}")
-            return UsageError(
-                f"{message}; values that begin with - come after --",
-                hint=f"{ctx.command_path} -- {shlex.join(args)}",
-            )
-        from mstore.terms.errors import did_you_mean
-
-        options = [one for parameter in self.get_params(ctx) for one in parameter.opts]
-        otherwise = f"{ctx.command_path} --help"
-        meant = self.mistakes.options.get(name)
-        return UsageError(
-            message, hint=meant or str(did_you_mean(name, options, otherwise, prefix="--"))
-        )
 
     def _arguments_meant(self, ctx: click.Context, args: list[str]) -> str | None:
         """Return what to type instead of arguments beyond those that the command takes."""

@@ -15,6 +15,8 @@ import click
 from mstore_cli.session import Choices, Session
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from mstore import Store
 
 VARIABLE = "_MSTORE_COMPLETE"
@@ -81,6 +83,13 @@ def _shell() -> str:
     return found
 
 
+def files(_context: click.Context, _of: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Leave it to the shell: it knows its files."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
+
+
 def refs(context: click.Context, _of: click.Parameter, incomplete: str) -> list[str]:
     """Return matching refs of the store of this command line; REF=WEIGHT is left as it is."""
     return _of_store(context, incomplete, lambda store: (ref.name for ref in store.refs()))
@@ -93,9 +102,11 @@ def ever(context: click.Context, _of: click.Parameter, incomplete: str) -> list[
     )
 
 
-def mounted(context: click.Context, _of: click.Parameter, incomplete: str) -> list[str]:
-    """Return matching refs for the first word, and nothing for the directory after it."""
-    return [] if context.params.get("target") else refs(context, _of, incomplete)
+def mounted(
+    context: click.Context, of: click.Parameter, incomplete: str
+) -> list[str] | list[CompletionItem]:
+    """Return matching refs for the first word, and files for the directory after it."""
+    return (files if context.params.get("target") else refs)(context, of, incomplete)
 
 
 def methods(_context: click.Context, _of: click.Parameter, incomplete: str) -> list[str]:

@@ -233,7 +233,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
         Key("failed", "list of text", "those that still are; standard error says why"),
     ),
     "serve": keys_of(ServeInfo),
-    "refs": (Key("refs", "list of ref", "branches and tags"),),
+    "refs": (Key("refs", "list of ref", "what the patterns match [default: all but candidates]"),),
     "tag": keys_of(reports.RefReport),
     "tag [PATTERN]": (Key("refs", "list of ref", "tags"),),
     "reset": keys_of(reports.RefReport),

@@ -67,6 +67,10 @@ class Argument:
         self.more = more
 
 
+_FILES = ("FILE", "DIR", "PATH")
+"""What help calls words that name files, so that the shell completes them."""
+
+
 def parameter_of(one: inspect.Parameter) -> click.Parameter:
     """Return what click is to parse: `X`, `X | None`, or any number of them, `tuple[X, ...]`."""
     whole, declared = get_args(one.annotation)
@@ -74,6 +78,8 @@ def parameter_of(one: inspect.Parameter) -> click.Parameter:
     parts = [part for part in get_args(whole) if part not in (NoneType, EllipsisType, ...)]
     kind = parts[0] if parts else whole
     more = {"required": one.default is one.empty, **_conversion(kind, declared), **declared.more}
+    if kind is Path or more.get("metavar") in _FILES:
+        more.setdefault("shell_complete", completion.files)
     if not (more["required"] or is_several):
         more["default"] = one.default.value if isinstance(one.default, Enum) else one.default
     if isinstance(declared, Argument):

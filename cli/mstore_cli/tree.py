@@ -16,6 +16,7 @@ from mstore_cli.command import (
     Line,
     find,
     global_options,
+    no_such_option,
     refuse_ambiguous,
 )
 from mstore_cli.errors import Ended, UsageError, with_store
@@ -107,8 +108,12 @@ class Program(click.Group):
     """The program: imports one command, and suggests one for words of other programs."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        refuse_ambiguous(self, ctx, args)
-        return super().parse_args(ctx, args)
+        given = list(args)
+        refuse_ambiguous(self, ctx, given)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise no_such_option(self, ctx, error.option_name, given) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -121,6 +126,8 @@ class Program(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name == "help":
+            if ctx.resilient_parsing:
+                return None, None, []
             if len(args) == 1:
                 click.echo(ctx.get_help())
                 ctx.exit()

@@ -28,7 +28,8 @@ def gc(
             "--wait",
             metavar="SECONDS",
             min=0,
-            help="Wait up to this long for running operations that may still read it.",
+            help="Wait up to this long for commands that may still read what is removed; a later "
+            "gc frees the space of those that run longer.",
         ),
     ] = 5.0,
     everything: Annotated[

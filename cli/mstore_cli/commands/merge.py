@@ -35,7 +35,8 @@ PLAN_HINT = "mstore plan --help"
 
 
 @command(
-    example="mstore merge --plan plan.json --name llama/merged",
+    example="mstore merge --base llama/base --expert llama/math --expert llama/code=0.5 "
+    "--method ties --budget 50% --name llama/merged",
     failure="an error; nothing was published",
     mistakes=Mistakes(
         {
