@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tables import Told, table
+from tables import MIB, Told, table
 
 HEAD = """\
 *Ratio* is mstore against the peer in the same run. *Limit* is mstore's wall time in multiples of
@@ -25,6 +25,20 @@ Before blocks had one code ([040](design/040-rans.md)). Aims in seconds were set
 """
 
 
+MERGES = """\
+## Beside other programs
+
+Merging 4 experts of {millions:.0f} million parameters, stored raw, reading everything:
+"""
+
+FAMILY = """\
+Keeping a base and 8 fine-tunes made for the test, {plain:.1f} GB in all; the
+[details](benchmarks-details.md#density-what-a-family-takes-on-disk) have a trained family:
+"""
+
+
+KEEPERS = ("mstore auto", "borg (zstd 3)", "restic (auto)", "hf-xet", "zipnn", "plain copies")
+"""Programs of the second table; the details have more."""
 COLUMNS = ("work", "peer", "peer s", "mstore s", "ratio", "limit", "aim", "")
 
 
@@ -52,12 +66,48 @@ def section(told: dict[str, Told], earlier: dict[str, Told]) -> str:
         own = {name: one for name, one in told.items() if one["machine"].get("avx512") is has}
         tables.append((NOW.format(words=words), own))
     tables.append((EARLIER, earlier))
-    parts = [HEAD]
+    parts = [*_beside(told), HEAD]
     for words, results in tables:
         rows = [row for name, make in MAKERS if name in results for row in make(results)]
         if rows:
             parts += [words, table(COLUMNS, [_line(row) for row in rows])]
     return "\n".join(parts)
+
+
+def _beside(told: dict[str, Told]) -> Iterator[str]:
+    """What a reader wants first: how long and how large, beside mergekit and programs that keep."""
+    if "mergekit" in told:
+        found = told["mergekit"]
+        yield MERGES.format(millions=found["millions"])
+        yield table(
+            ("method", "mergekit", "mstore", "mergekit's memory", "mstore's memory"),
+            [
+                (
+                    method,
+                    *(f"{found[method][name]['wall']:.1f} s" for name in ("mergekit", "mstore")),
+                    *(
+                        f"{found[method][name]['anonymous'] / MIB:.0f} MiB"
+                        for name in ("mergekit", "mstore")
+                    ),
+                )
+                for method in ("ties", "dare_ties", "linear")
+            ],
+        )
+    if "density" in told:
+        family = told["density"]["families"]["generated"]
+        yield FAMILY.format(plain=family["plain_bytes"] / 1e9)
+        yield table(
+            ("program", "stored", "in", "out"),
+            [
+                (
+                    name,
+                    f"{one['stored_bytes'] / 1e9:.2f} GB",
+                    *(f"{one[key]['median']:.0f} MB/s" for key in ("add_mb_s", "read_mb_s")),
+                )
+                for name, one in family["ways"].items()
+                if name in KEEPERS
+            ],
+        )
 
 
 def _seconds(seconds: float | None) -> str:
