@@ -7,6 +7,7 @@ the same questions.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -215,12 +216,16 @@ class Place:
         self.store.close()
         self.other.close()
 
-    def bare(self, path: Path, names: Sequence[str]) -> Store:
-        """One more store, without statistics."""
-        store = Store.init(path, block_size=families.BLOCK)
-        for name in names:
-            store.add(self.root / name, name=name)
-        return store
+    def bare(self, path: Path) -> Store:
+        """One more store of base and experts, without statistics: a copy of one that is made
+        once."""
+        first = self.root / "bare"
+        if not first.exists():
+            with Store.init(first, block_size=families.BLOCK) as store:
+                for name in ("base", *self.family.names):
+                    store.add(self.root / name, name=name)
+        shutil.copytree(first, path)
+        return Store.open(path)
 
     def add(self, name: str, arrays: Arrays) -> None:
         """Store one more model, once."""

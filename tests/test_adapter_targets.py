@@ -78,7 +78,7 @@ def _model(kind: str) -> Any:
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["Llava", "Gemma3", "Qwen2VL"])
 def test_names_in_memory_and_in_files(tmp_path: Path, kind: str) -> None:
     """Each matrix of a model in memory is found among the files that transformers writes of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -148,7 +149,7 @@ MERGES: list[tuple[str, dict[str, float], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["family", "singles"])
 @pytest.mark.parametrize(("method", "experts", "given"), MERGES)
 def test_an_adapter_is_merged_like_the_model_it_makes(
@@ -389,11 +390,20 @@ def test_an_adapter_of_another_model_in_a_recipe(family: Family, change: tuple[s
 # -- what is refused ---------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base, as a directory and in a store."""
+    root = tmp_path_factory.mktemp("alone")
+    adapters.write(root / "base", _base("F32"), {}, "model")
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        store.add(root / "base", name="base")
+    return root
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    adapters.write(tmp_path / "base", _base("F32"), {}, "model")
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
-        store.add(tmp_path / "base", name="base")
+def store(alone: Path, tmp_path: Path) -> Iterator[Store]:
+    shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
+    with Store.open(tmp_path / "store") as store:
         yield store
 
 

@@ -182,8 +182,8 @@ def test_lineage_of_an_add(store: Store, tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A file of 192 MiB is added within 96 MiB of memory, though writing is slower than reading."""
-    size = 192 << 20
+    """A file of 144 MiB is added within 96 MiB of memory, though writing is slower than reading."""
+    size = 144 << 20
     program = """
 import sys, time
 from mstore import Store
@@ -218,7 +218,7 @@ with Store.open(sys.argv[1]) as store:
         check=True,
     )
     grown, blocks = map(int, done.stdout.split())
-    assert blocks == 193
+    assert blocks == 145
     assert grown < 96 << 20
 
 

@@ -105,6 +105,7 @@ def test_docstrings_are_exact(name: str) -> None:
             assert issubclass(getattr(errors, error), mstore.MstoreError)
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="the example mounts")
 def test_example(tmp_path: Path) -> None:
     """The example at the page's head runs and prints what the page says."""

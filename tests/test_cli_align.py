@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,25 @@ from mstore.models.vocabulary.tokenizer import parse
 TOKENS = ["a", "b", "c", "d"]
 
 
-@pytest.fixture
-def mstore(tmp_path: Path) -> Program:
-    """A store with a base, an expert with a token more, and one with tokens in another order."""
-    program = Program(tmp_path / "store")
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, an expert with a token more, and one with tokens in another order, and a store."""
+    root = tmp_path_factory.mktemp("prepared")
+    program = Program(root / "store")
     program.succeed("init")
     for seed, (name, tokens) in enumerate(
         {"base": TOKENS, "chat": [*TOKENS, "<chat>"], "other": ["d", "x", "a"]}.items()
     ):
-        path = model(tmp_path / name, tokens, seed=seed)
+        path = model(root / name, tokens, seed=seed)
         program.succeed("add", path, "--name", f"org/{name}")
-    return program
+    return root
+
+
+@pytest.fixture
+def mstore(prepared: Path, tmp_path: Path) -> Program:
+    """A copy of it."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return Program(tmp_path / "store")
 
 
 def tokens_of(mstore: Program, name: str) -> list[str]:

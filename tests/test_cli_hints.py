@@ -153,6 +153,9 @@ def test_every_command_of_every_message_can_name_the_store() -> None:
     it stands; what the command line prints by itself goes through that."""
     seen = 0
     for source in SOURCES:
+        if not re.search(r"mstore[ \"']", source.read_text(encoding="utf-8")):
+            # Parsing takes long, and a command has these letters, or ends a literal with them.
+            continue
         for text, calls in strings(source):
             found = [one for one in COMMAND.findall(text) if one.split()[1] not in OF_NO_STORE]
             if not found or "--help" in text or " --store " in text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ class Family:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.store = Store.init(root / "store", block_size=BLOCK)
+        where = root / "store"
+        self.store = Store.open(where) if where.exists() else Store.init(where, block_size=BLOCK)
         self.adapters: dict[str, Adapter] = {}
 
     def add(self, name: str, one: Adapter, base: str | None = None) -> None:
@@ -99,11 +101,21 @@ def product(one: Adapter, module: str) -> npt.NDArray[np.float64]:
     return config["lora_alpha"] / root * (up @ down)
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Iterator[Family]:
-    made = Family(tmp_path)
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """A closed store of three adapters, of which tests get copies."""
+    made = Family(tmp_path_factory.mktemp("prepared"))
     for number, name in enumerate(WEIGHTS):
         made.add(name, adapter(number))
+    made.store.close()
+    return made
+
+
+@pytest.fixture
+def family(prepared: Family, tmp_path: Path) -> Iterator[Family]:
+    shutil.copytree(prepared.root, tmp_path, dirs_exist_ok=True)
+    made = Family(tmp_path)
+    made.adapters |= prepared.adapters
     yield made
     made.store.close()
 

@@ -728,7 +728,7 @@ def collect(store: Store) -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(history=STEPS)

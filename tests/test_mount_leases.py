@@ -113,7 +113,7 @@ def test_a_hold_waits_for_who_may_not_have_seen_it(family: Family) -> None:
         with catalog.publishing():
             store.hold(base, sure=True).release()
             thread.start()
-            thread.join(0.5)
+            thread.join(0.2)
             done.append("published")
         thread.join()
     assert done == ["published", "held"]

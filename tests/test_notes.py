@@ -12,7 +12,7 @@ import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program
 from families import BLOCK
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore import Store
@@ -92,6 +92,7 @@ def histories(draw: st.DrawFn) -> dict[NoteId, Note]:
     return found
 
 
+@settings(max_examples=50)
 @given(histories(), st.randoms())
 def test_what_counts_depends_on_no_order(notes: dict[NoteId, Note], draw: Any) -> None:
     """The same notes mean the same in whatever order they came."""
@@ -100,6 +101,7 @@ def test_what_counts_depends_on_no_order(notes: dict[NoteId, Note], draw: Any) -
     assert states({id: notes[id] for id in order}) == states(notes)
 
 
+@settings(max_examples=50)
 @given(histories())
 def test_the_newest_value_counts(notes: dict[NoteId, Note]) -> None:
     """Of the values of a key that are not removed, whatever their kinds, the last by (time, id)
@@ -120,6 +122,7 @@ def test_the_newest_value_counts(notes: dict[NoteId, Note]) -> None:
             assert told[id] == (COUNTS if (one.time_ns, id) == max(rivals) else REPLACED)
 
 
+@settings(max_examples=50)
 @given(histories(), histories())
 def test_stores_that_meet_agree(one: dict[NoteId, Note], other: dict[NoteId, Note]) -> None:
     """The union is one, whoever comes first; what was removed on one side stays removed, and what

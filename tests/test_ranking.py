@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore.merge.methods.combinations import Elected, agreement, dilution
@@ -96,6 +96,7 @@ def reference(units: list[Unit], budget: int | None, cap: int | None) -> list[in
         own[units[best].expert] -= units[best].cost
 
 
+@settings(max_examples=50)
 @given(UNITS, BUDGETS, BUDGETS)
 def test_ranking_is_exact_greedy(units: list[Unit], budget: int | None, cap: int | None) -> None:
     """Unit for unit what the best that fits, over and over, would take; caps on experts included.
@@ -109,6 +110,7 @@ def test_ranking_is_exact_greedy(units: list[Unit], budget: int | None, cap: int
     assert take(table(exact), budget, cap=cap) == reference(exact, budget, cap)
 
 
+@settings(max_examples=50)
 @given(UNITS, st.integers(0, 40))
 def test_what_is_left_out_does_not_fit(units: list[Unit], budget: int) -> None:
     """Nothing that was left out could still be paid for."""
@@ -118,6 +120,7 @@ def test_what_is_left_out_does_not_fit(units: list[Unit], budget: int) -> None:
     assert all(units[u].cost > left for u in set(range(len(units))) - set(taken))
 
 
+@settings(max_examples=50)
 @given(UNITS, BUDGETS, BUDGETS, st.randoms(use_true_random=False))
 def test_order_of_the_arrays_does_not_matter(
     units: list[Unit], budget: int | None, cap: int | None, shuffler: object
@@ -129,6 +132,7 @@ def test_order_of_the_arrays_does_not_matter(
     assert [mixed[u] for u in take(table(mixed), budget, cap=cap)] == one
 
 
+@settings(max_examples=50)
 @given(UNITS, st.data())
 def test_scores_of_their_own(units: list[Unit], data: st.DataObject) -> None:
     """With scores given, the highest first, ties by place; what does not fit is passed over."""
@@ -159,6 +163,7 @@ def test_one_ranking_serves_all_budgets() -> None:
     assert [take(units, budget, cap=7) for budget in range(40)] == first
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_a_nested_order_never_trades(data: st.DataObject) -> None:
     """By lot, a smaller budget takes a beginning of what a larger one takes, with a cap and

@@ -69,7 +69,7 @@ def pytest_on(program: str, directory: Path, *options: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_no_test_ends_the_run_in_silence(workers: int, tmp_path: Path) -> None:
     """Each call that would end pytest, or a worker of it, or the process above, fails its test
     instead, and the tests after it run."""

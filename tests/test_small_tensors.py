@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def filled(path: Path, sources: Path, codec: str = "auto") -> Store:
-    """A store of the family."""
-    store = Store.init(path, block_size=BLOCK, codec=codec)
-    store.add(sources / "base", name="base")
-    for name in ("e0", "e1", "e2"):
-        store.add(sources / name, name=name, base="base")
-    return store
+    """A store of the family: a copy of one that is made once."""
+    first = sources / f"store-{codec}"
+    if not first.exists():
+        with Store.init(first, block_size=BLOCK, codec=codec) as store:
+            store.add(sources / "base", name="base")
+            for name in ("e0", "e1", "e2"):
+                store.add(sources / name, name=name, base="base")
+    shutil.copytree(first, path)
+    return Store.open(path)
 
 
 def merged(store: Store, method: str, budget: str | None) -> tuple[str, ManifestId, int]:
