@@ -354,7 +354,7 @@ def surveys(draw: st.DrawFn) -> Survey:
         members: list[ExpertTensor] = []
         for k in range(count):
             size = draw(st.lists(norms, min_size=chunks, max_size=chunks))
-            cost = draw(st.lists(st.integers(1, 20), min_size=chunks, max_size=chunks))
+            cost = draw(st.lists(st.integers(1, 8), min_size=chunks, max_size=chunks))
             equal = draw(st.sets(st.integers(0, chunks - 1), max_size=2))
             twins = {}
             for chunk in range(chunks):
