@@ -80,21 +80,30 @@ class Program:
         return replace(done, raw=re.sub(rb"\x1b\[[0-9;]*m", b"", done.raw))
 
     def _run(self, out: io.TextIOWrapper, *arguments: str | Path) -> Done:
-        err = io.StringIO()
-        heard = signal.getsignal(signal.SIGINT)
-        try:
-            with redirect_stdout(out), redirect_stderr(err):
-                status = run(["--store", str(self.store), *(str(one) for one in arguments)])
-        finally:
-            # A command that has published hears Ctrl-C no more; the tests do.
-            signal.signal(signal.SIGINT, heard)
-        out.flush()
-        buffer = out.buffer
-        assert isinstance(buffer, io.BytesIO)
-        return Done(status, buffer.getvalue(), err.getvalue())
+        return _run(out, ["--store", str(self.store), *(str(one) for one in arguments)])
 
     def succeed(self, *arguments: str | Path) -> Done:
         """Run one command line that must go well."""
         done = self(*arguments)
         assert done.status == 0, done.err
         return done
+
+
+def run_once(words: list[str]) -> Done:
+    """Run one command line on the store that it finds or names."""
+    return _run(io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), words)
+
+
+def _run(out: io.TextIOWrapper, words: list[str]) -> Done:
+    err = io.StringIO()
+    heard = signal.getsignal(signal.SIGINT)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            status = run(words)
+    finally:
+        # A command that has published hears Ctrl-C no more; the tests do.
+        signal.signal(signal.SIGINT, heard)
+    out.flush()
+    buffer = out.buffer
+    assert isinstance(buffer, io.BytesIO)
+    return Done(status, buffer.getvalue(), err.getvalue())

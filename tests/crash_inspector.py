@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from crash_disk import Crash
@@ -30,28 +31,46 @@ class Inspector:
         self._scratch = scratch
         self.states = 0
 
-    def violations(self, one_of: int = 1) -> Iterator[str]:
+    def violations(self, each: int | None = None) -> Iterator[str]:
         """Everything that is wrong after any crash; each different disk is looked at once.
 
-        one_of: of so many disks that follow each other one is looked at, drawn by a fixed seed.
+        each: of every kind of crash (what was done last, and where) so many disks are looked at,
+        drawn by a fixed seed, in the order in which they occur.
         """
-        seen = set()
-        draw = random.Random(1)
-        for crash in self._life.recording.crashes():
-            key = (crash.digest(), self._life.stage(crash.after))
-            if key in seen:
-                continue
-            if len(seen) % one_of == 0:
-                chosen = len(seen) + draw.randrange(one_of)
-            seen.add(key)
-            if len(seen) - 1 != chosen:
-                continue
+        crashes = self._crashes()
+        for crash in crashes if each is None else self._drawn(crashes, each):
             self.states += 1
             root = self._scratch / f"disk{self.states}"
             crash.build(root)
             for what in self._inspect(root / "store", crash.after):
                 yield f"after {crash.after} operations, {self._last(crash)}: {what}"
             shutil.rmtree(root)
+
+    def _crashes(self) -> Iterator[Crash]:
+        """Each different disk at each stage."""
+        seen = set()
+        for crash in self._life.recording.crashes():
+            key = (crash.digest(), self._life.stage(crash.after))
+            if key not in seen:
+                seen.add(key)
+                yield crash
+
+    def _drawn(self, crashes: Iterable[Crash], each: int) -> list[Crash]:
+        kinds: dict[object, list[Crash]] = defaultdict(list)
+        for crash in crashes:
+            kinds[self._kind(crash)].append(crash)
+        draw = random.Random(1)
+        chosen = [
+            one for alike in kinds.values() for one in draw.sample(alike, min(each, len(alike)))
+        ]
+        return sorted(chosen, key=lambda crash: crash.after)
+
+    def _kind(self, crash: Crash) -> object:
+        """What was done last, and where."""
+        if not crash.after:
+            return None
+        event = self._life.recording.events[crash.after - 1]
+        return event.kind, *event.path.split("/")[:2]
 
     def _last(self, crash: Crash) -> str:
         events = self._life.recording.events[: crash.after]

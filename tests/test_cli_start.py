@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return mstore
 
 
+@cache
 def imported(*arguments: str | Path) -> set[str]:
     """Every module that the program has loaded when a command ends, and Python alone has not."""
     script = (

@@ -78,7 +78,7 @@ def both(store: Store, experts: list[str]) -> None:
 
 
 def add_all(root: Path, seed: int) -> Store:
-    family = families.layered(seed, rows=120, expert_dtypes=("BF16", ("F32", "BF16")[seed % 2]))
+    family = families.layered(seed, rows=40, expert_dtypes=("BF16", ("F32", "BF16")[seed % 2]))
     family.write(root)
     store = Store.init(root / "store", block_size=BLOCK, codec="raw")
     store.add(root / "base", name="base", threads=1)

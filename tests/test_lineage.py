@@ -130,7 +130,7 @@ def test_any_graph(seed: int) -> None:
 
 
 @pytest.mark.parametrize("at_most", [-1, 3])
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**9))
 def test_a_limit_only_shortens_the_list(
     seed: int, at_most: int, monkeypatch: pytest.MonkeyPatch
@@ -220,7 +220,7 @@ def test_records_decide_where_a_row_has_another_time(
             index.put(rows, SNAPSHOTS, id, value)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9))
 def test_what_a_removal_leaves_without_a_name(seed: int) -> None:
     """For any lineage, with records missing too: as many snapshots as only the removed led to."""

@@ -34,7 +34,7 @@ WRITES = (
     "merge --base a --expert b --method linear --name m2",
     "plan --base a --expert b --method ties",
 )
-ROUNDS = 12
+ROUNDS = 5
 
 
 def filled(disk: Path, models: Path) -> Path:

@@ -302,7 +302,7 @@ def settled(method: str, weights: Sequence[float], vectors: Sequence[Double]) ->
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["karcher", "model_stock", "multislerp", "nuslerp"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example(([1.0, 1.0], [[1.0, 0.0], [-1.0, 0.0]]))
 @example(([1.0, 2.0], [[0.0, 0.0], [0.0, 0.0]]))
 @example(([1.0, 2.0], [[1e-30, 0.0], [3e4, 3e-4]]))
@@ -420,7 +420,7 @@ def test_steps_of_karcher_end() -> None:
     for vectors in (far, list(rng.standard_normal((5, 64)))):
         gram = gram_of(vectors)
         found = {}
-        for count in (999, 1000, 10_000, 2**63 - 1):
+        for count in (999, 1000, 2**63 - 1):
             asked = operation("karcher", {"tol": 0, "max_iter": count}, (1.0,) * len(vectors))
             found[count] = mixed(asked, gram).weights
             assert np.isfinite(found[count]).all()

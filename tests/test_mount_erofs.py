@@ -11,6 +11,7 @@ import filecmp
 import json
 import mmap
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import every_dtype_checkpoint
+from cli_runs import Program
 from mount_drivers import EROFS, drop_pages, files_below
 from msgspec import structs
 from safetensors import safe_open
@@ -83,11 +85,19 @@ def root(tmp_path: Path) -> Iterator[Path]:
             unmount(info.mountpoint, lazy=True)
 
 
-@pytest.fixture
-def store(root: Path) -> Path:
-    """A raw store with the model of seed 1 as `team/m`."""
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a raw store, and the model of seed 1 that it has as `team/m`."""
+    root = tmp_path_factory.mktemp("prepared")
     with Store.init(root / "the, store", block_size=BLOCK_SIZE, codec="raw") as made:
         made.add(write_model(root / "model", 1), name="team/m")
+    return root
+
+
+@pytest.fixture
+def store(root: Path, prepared: Path) -> Path:
+    """A copy of that store, beside a copy of the model."""
+    shutil.copytree(prepared, root, dirs_exist_ok=True)
     return root / "the, store"
 
 
@@ -608,8 +618,7 @@ def test_the_command(store: Path, root: Path) -> None:
     (root / "at").mkdir()
 
     def run(*arguments: str) -> str:
-        command = [sys.executable, "-m", "mstore_cli", "--store", str(store), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return Program(store).succeed(*arguments).out
 
     said = run("mount", "team/m", str(root / "at"), "--driver", "erofs", "--verify", "never")
     assert "by the kernel" in said

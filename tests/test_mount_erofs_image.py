@@ -123,6 +123,7 @@ def written(
     return bytes(made), copied.count
 
 
+@settings(max_examples=40)
 @given(TREE)
 def test_an_image_shows_every_file(tree: dict[str, list[Part]]) -> None:
     """Any tree, in whatever way its bytes lie in packs, is read back from image and packs."""
@@ -140,6 +141,7 @@ def test_an_image_shows_every_file(tree: dict[str, list[Part]]) -> None:
         assert inode.labels == labels_of(contents).get(path, {})
 
 
+@settings(max_examples=40)
 @given(TREE)
 def test_directories_hold_exactly_their_names(tree: dict[str, list[Part]]) -> None:
     """Every directory lists its names in the order of their bytes, itself and its parent."""
@@ -165,6 +167,7 @@ def test_directories_hold_exactly_their_names(tree: dict[str, list[Part]]) -> No
     assert seen == set(contents)
 
 
+@settings(max_examples=40)
 @given(TREE)
 def test_inode_numbers_follow_from_names_and_sizes(tree: dict[str, list[Part]]) -> None:
     """Wherever the bytes lie, and in however many packs, a file has the same inode number."""
@@ -176,7 +179,7 @@ def test_inode_numbers_follow_from_names_and_sizes(tree: dict[str, list[Part]]) 
 
 def test_many_long_names() -> None:
     """A directory of more names than one page holds is searched across its pages."""
-    contents = {f"{'n' * 200}{number:04}": b"%d" % number for number in range(500)}
+    contents = {f"{'n' * 200}{number:04}": b"%d" % number for number in range(200)}
     pieces: dict[str, list[MappedPiece]] = {path: [] for path in contents}
     reader = Reader(written(pieces, contents, [])[0], [])
     assert all(reader.read(reader.find(p)).rstrip(b"\0") == c for p, c in contents.items())

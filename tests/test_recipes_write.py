@@ -12,7 +12,7 @@ import pytest
 import small_layers
 import yaml
 from cli_runs import Program
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from printed import by_ids
 from safetensors.numpy import save_file
@@ -216,6 +216,7 @@ def test_a_recipe_of_a_recipe(store: Store) -> None:
 NESTED = ("a.w", "b.a.w", "a.b.w", "w", "x.a.b.w", "a.bb.w", "b.a.ww", "a")
 
 
+@settings(max_examples=40)
 @given(
     st.dictionaries(st.sampled_from(NESTED), st.integers(0, 2)),
     st.lists(st.sampled_from([0.25, 0.5, 0.75]), min_size=3, max_size=3, unique=True),

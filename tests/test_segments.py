@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import random
+import re
 import shutil
 import struct
 import tempfile
@@ -147,7 +147,7 @@ def pack(number: int) -> PackId:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(changes=CHANGES)
 def test_rows_are_those_of_a_dict(changes: list[Any]) -> None:
     """After packs are added and dropped, each row is found in every way, in order, and no other;
@@ -177,12 +177,12 @@ def test_rows_are_those_of_a_dict(changes: list[Any]) -> None:
 
 def test_many_rows(directory: Path) -> None:
     """Rows on many pages, added pack by pack and at once, are found; few segments have them."""
-    tables = {pack(number): entries(60, number) for number in range(12)}
+    tables = {pack(number): entries(40, number) for number in range(12)}
     one_by_one, at_once = Segments.create(directory), Segments.create(directory.with_name("other"))
     for item in tables.items():
         one_by_one.add([item])
     at_once.add(iter(tables.items()))
-    assert at_once.sizes() == [720]
+    assert at_once.sizes() == [480]
     assert len(one_by_one.sizes()) <= 5
     for of in (one_by_one, at_once):
         require_same(of, known(tables))
@@ -320,8 +320,29 @@ def ask(directory: Path, expected: Answer, *, singly: bool = False) -> None:
     of.verify()
 
 
-@pytest.mark.parametrize("bits", [0x01, 0xFF])
-def test_every_flipped_byte_is_an_error(directory: Path, bits: int) -> None:
+PADDING = re.compile(rb"\0{40,}")
+"""What fills pages up, and the fields that are empty: one byte of it is like the next."""
+
+
+def flipped(content: bytes, of_padding: int) -> list[int]:
+    """Every byte, but of padding the first, the last, and one in so many."""
+    left_out = {
+        at
+        for run in PADDING.finditer(content)
+        for at in range(run.start() + 1, run.end() - 1)
+        if (at - run.start()) % of_padding
+    }
+    return [at for at in range(len(content)) if at not in left_out]
+
+
+@pytest.mark.parametrize(
+    ("bits", "of_padding"),
+    [
+        *((0x01, 61), (0xFF, 61)),
+        *(pytest.param(bits, 1, marks=pytest.mark.rest) for bits in (0x01, 0xFF)),
+    ],
+)
+def test_every_flipped_byte_is_an_error(directory: Path, bits: int, of_padding: int) -> None:
     """A flipped byte anywhere in list or segment is an error that names the file, and no answer
     before it is wrong."""
     expected, path = small(directory)
@@ -329,7 +350,7 @@ def test_every_flipped_byte_is_an_error(directory: Path, bits: int) -> None:
     for file in (directory / "list", path):
         with file.open("r+b", buffering=0) as opened:
             whole = opened.read()
-            for at in range(len(whole)):
+            for at in flipped(whole, of_padding):
                 os.pwrite(opened.fileno(), bytes([whole[at] ^ bits]), at)
                 with pytest.raises(Corrupt) as caught:
                     ask(directory, expected, singly=bits == 1)
@@ -542,16 +563,19 @@ def test_another_version_is_refused(directory: Path) -> None:
 
 def test_files_are_closed_with_their_last_user(directory: Path) -> None:
     """Segments that nobody has any more, or that were replaced, keep no file open."""
-    # Failed searches of other tests keep theirs until then.
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+
+    def open_files() -> list[str]:
+        # One that a listing of descriptors opens is closed by the time it is looked at.
+        links = (f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd"))
+        named = (os.readlink(link) for link in links if os.path.lexists(link))
+        return [name for name in named if name.startswith(f"{directory}/")]
+
     of = Segments.create(directory)
     for number in range(5):
         of.add([(pack(number), entries(30, number))])
-    assert len(os.listdir("/proc/self/fd")) <= before + 2 * len(of.sizes())
+    assert 0 < len(open_files()) <= 2 * len(of.sizes())
     del of
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == []
 
 
 def test_packs_that_do_not_ascend_are_refused(directory: Path) -> None:
@@ -637,7 +661,11 @@ def test_a_power_loss_after_a_list_that_was_not_synced(tmp_path: Path) -> None:
     with fs.observed(recording.observe):
         CHANGE["add"](of := Segments(root / "segments"))
     outcomes.append(told(of))
+    seen = set()
     for number, crash in enumerate(recording.crashes()):
+        if crash.digest() in seen:
+            continue
+        seen.add(crash.digest())
         place = tmp_path / f"crash{number}"
         crash.build(place)
         left = Segments(place / "segments")
@@ -651,9 +679,10 @@ def test_a_failed_step_leaves_rows_of_before_or_after(tmp_path: Path, change: st
     """If any step of a change fails, the change is an error, the rows are those of before it or
     after it, here and for whoever opens the directory, and the same change then works."""
     steps = 0
+    before = known(before_change(tmp_path / "before"))
     while True:
         place = tmp_path / f"try{steps}"
-        before = known(before_change(place))
+        shutil.copytree(tmp_path / "before", place)
         of = Segments(place)
         left = steps
 

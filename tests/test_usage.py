@@ -147,7 +147,7 @@ def compare(told: UsageReport, oracle: Oracle) -> None:
     assert told.live_bytes == oracle.stored(live)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(steps)
 def test_sums_add_up_and_agree_with_brute_force(history: list[Step]) -> None:
     """For any history: unique + shared = total; pairs, codecs, freed alone and freed together are

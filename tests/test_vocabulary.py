@@ -155,7 +155,7 @@ def vocabularies(draw: st.DrawFn) -> list[tuple[list[str], list[str]]]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("source", ["base", "union"])
 @pytest.mark.parametrize("base_first", [True, False])
 @settings(max_examples=12, deadline=None)
