@@ -435,6 +435,7 @@ RECORDS: dict[type[Record], st.SearchStrategy[Record]] = {
 ANY_RECORD = st.one_of(*RECORDS.values())
 
 
+@settings(max_examples=50)
 @given(ANY_RECORD)
 def test_records_come_back(record: Record) -> None:
     """Decoding gives the record that was encoded, and encodes to the same bytes again; it is
@@ -456,7 +457,7 @@ def test_different_records_have_different_bytes(one: Record, other: Record) -> N
     assert (one.encode() == other.encode()) == same
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(record=ANY_RECORD, data=st.data())
 def test_random_damage_is_refused_or_another_record(record: Record, data: st.DataObject) -> None:
     """Damaged bytes are Corrupt, or the canonical bytes of some other record: never a second

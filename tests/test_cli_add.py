@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,10 +26,16 @@ def mstore(tmp_path: Path) -> Program:
     return program
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return layered().write(tmp_path_factory.mktemp("written") / "family")
+
+
 @pytest.fixture
-def family(tmp_path: Path) -> Path:
+def family(written: Path, tmp_path: Path) -> Path:
     """Directories base, e0, e1 and e2."""
-    return layered().write(tmp_path / "family")
+    shutil.copytree(written, tmp_path / "family")
+    return tmp_path / "family"
 
 
 def refs(mstore: Program) -> list[str]:

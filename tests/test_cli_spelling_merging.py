@@ -115,7 +115,10 @@ def _named() -> list[tuple[str, Call | Option]]:
 def _search() -> Iterator[tuple[str, Call | Option]]:
     tops = ("mstore", "fuse", "serve")
     for path in (path for top in tops for path in sorted((ROOT / top).rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        if "Option(" not in source and "call(" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
             if (
                 not isinstance(node, ast.Call)
                 or not isinstance(node.func, ast.Name)

@@ -226,8 +226,9 @@ def _compared(found: dict[str, Any]) -> str:
 # -- outside -----------------------------------------------------------------------------------
 
 
-def ask(store: Path, way: str, tasks: Sequence[Sequence[Flip]], workers: int = 2) -> list[Any]:
+def ask(store: Path, tasks: Sequence[tuple[str, Sequence[Flip]]], workers: int = 2) -> list[Any]:
     """The answers to tasks, in their order: look in this way while these bytes are turned."""
+    workers = min(workers, len(tasks))
     shares = [tasks[number::workers] for number in range(workers)]
     processes = []
     for share in shares:
@@ -235,7 +236,7 @@ def ask(store: Path, way: str, tasks: Sequence[Sequence[Flip]], workers: int = 2
         # Not a pipe: the others would wait until the first one's answers are read.
         answered = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed below
         with tempfile.TemporaryFile("w+") as lines:
-            for flips in share:
+            for way, flips in share:
                 told = [[flip.file, flip.offset, flip.bits] for flip in flips]
                 print(json.dumps([way, told]), file=lines)
             lines.seek(0)
@@ -259,7 +260,7 @@ def ask(store: Path, way: str, tasks: Sequence[Sequence[Flip]], workers: int = 2
 
 def ask_each(store: Path, way: str, flips: Sequence[Flip]) -> list[Any]:
     """The answers for each flip alone."""
-    return ask(store, way, [[flip] for flip in flips])
+    return ask(store, [(way, [flip]) for flip in flips])
 
 
 def ask_together(store: Path, way: str, flips: Sequence[Flip], harmless: Any) -> dict[Flip, Any]:
@@ -269,7 +270,8 @@ def ask_together(store: Path, way: str, flips: Sequence[Flip], harmless: Any) ->
     """
     groups = [flips[start : start + TOGETHER] for start in range(0, len(flips), TOGETHER)]
     found = {}
-    for group, answer in zip(groups, ask(store, way, groups), strict=True):
+    answers = ask(store, [(way, group) for group in groups])
+    for group, answer in zip(groups, answers, strict=True):
         if answer == harmless:
             found.update(dict.fromkeys(group, harmless))
         else:
@@ -289,8 +291,9 @@ def flip_all(store: Path, flips: list[Flip]) -> Findings:
     """Flip, read, check; and where fsck finds nothing, look closer."""
     counts: Counter[str] = Counter()
     violations: list[str] = []
-    reads = ask_each(store, "read_all", flips)
-    checks = ask_each(store, "check", flips)
+    asked = [(way, [flip]) for way in ("read_all", "check") for flip in flips]
+    answers = ask(store, asked)
+    reads, checks = answers[: len(flips)], answers[len(flips) :]
     unseen: list[tuple[Flip, str]] = []
     for flip, read, checked in zip(flips, reads, checks, strict=True):
         area = flip.file.partition("/")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,9 +55,10 @@ with Store.open(root) as store:
 """
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Two experts that differ everywhere, in tensors of a dozen blocks."""
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two experts that differ everywhere, in tensors of six blocks: to be copied, never opened."""
+    root = tmp_path_factory.mktemp("prepared")
     rng = np.random.default_rng(0)
     size = 6 * BLOCK // 2
     base = {name: families.cast(rng.standard_normal(size), "BF16") for name in ("a", "b", "c")}
@@ -67,11 +69,21 @@ def store(tmp_path: Path) -> Iterator[Store]:
         }
         for _ in range(2)
     ]
-    Family(base, tuple(experts)).write(tmp_path)
-    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
-        store.add(tmp_path / "base", name="base")
+    Family(base, tuple(experts)).write(root)
+    with Store.init(root / "store", block_size=BLOCK, codec="raw") as store:
+        store.add(root / "base", name="base")
         for name in ("e0", "e1"):
-            store.add(tmp_path / name, name=name, base="base")
+            store.add(root / name, name=name, base="base")
+    return root / "store"
+
+
+@pytest.fixture
+def store(prepared: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of the store; `tmp_path` has its checkpoints, too."""
+    for name in ("base", "e0", "e1"):
+        (tmp_path / name).symlink_to(prepared.with_name(name))
+    shutil.copytree(prepared, tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
         yield store
 
 

@@ -519,8 +519,8 @@ class Stories(RuleBasedStateMachine):
 
 
 SHORT = settings(
-    max_examples=25,
-    stateful_step_count=60,
+    max_examples=20,
+    stateful_step_count=35,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,

@@ -121,6 +121,7 @@ def test_a_damaged_pack_fails_its_own_reads_only(
     assert looked_at(family, whole.point / "refs" / "base", "base") == {}
 
 
+@pytest.mark.sampled(2)
 def test_what_was_checked_is_checked_again_if_asked_for(
     driver: Driver, family: Family, tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_damaged_base_fails_what_is_stored_as_differences_to_it(
     assert (errors["EIO"] > 10) == (driver.codec == "dense")
 
 
+@pytest.mark.sampled(2)
 def test_a_map_over_a_damaged_block_ends_its_reader_alone(
     family: Family, at: Callable[[str | None], Served]
 ) -> None:
@@ -214,6 +216,7 @@ def test_an_error_of_this_machine_is_told_from_damage(
     assert looked_at(family, base.point, "base") == {}
 
 
+@pytest.mark.sampled(2)
 def test_too_few_descriptors_are_told_from_damage(
     family: Family, at: Callable[[str | None], Served]
 ) -> None:
@@ -261,6 +264,7 @@ def test_a_read_that_hangs_delays_no_other(
     assert looked_at(family, refs / "base", "base") == {}
 
 
+@pytest.mark.sampled(2)
 def test_a_snapshot_that_cannot_be_looked_up_delays_no_other(
     family: Family, disk: Disk, at: Callable[[str | None], Served]
 ) -> None:
@@ -341,6 +345,7 @@ def test_a_sibling_that_was_stopped_is_not_waited_for(
             assert looked_at(family, at(None).point / "refs" / ref, ref) == {}
 
 
+@pytest.mark.sampled(2)
 def test_a_mount_whose_process_was_stopped_delays_no_other(
     family: Family, at: Callable[[str | None], Served]
 ) -> None:
@@ -375,6 +380,7 @@ def test_a_mount_whose_process_was_stopped_delays_no_other(
 # -- the store itself ---------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 def test_a_store_that_is_gone_is_an_error_at_most(
     family: Family, at: Callable[[str | None], Served]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,12 +76,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def store(root: Path, tmp_path: Path) -> Iterator[Store]:
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+@pytest.fixture(scope="module")
+def prepared(root: Path) -> Path:
+    """A store of all of them: to be copied, never opened."""
+    with Store.init(root / "store", block_size=BLOCK) as store:
         store.add(root / "base", name="base")
         for name in ("wide", "sick", "sound"):
             store.add(root / name, name=name, base="base")
+    return root / "store"
+
+
+@pytest.fixture
+def store(prepared: Path, tmp_path: Path) -> Iterator[Store]:
+    shutil.copytree(prepared, tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
         yield store
 
 

@@ -32,15 +32,23 @@ from mstore.upkeep.pins.positions import Position, is_mappable, positions_in, ru
 NAMES = ("base", "t1", "t2")
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A dense store with a base and two fine-tunes, most of whose blocks are differences."""
-    root = tmp_path / "store"
-    with Store.init(root, block_size=BLOCK, codec="dense") as store:
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models, and a dense store with the base and two fine-tunes, most of whose blocks are
+    differences: to be copied, never opened."""
+    root = tmp_path_factory.mktemp("prepared")
+    with Store.init(root / "store", block_size=BLOCK, codec="dense") as store:
         for number, name in enumerate(NAMES):
-            source = write_files(tmp_path / name, model_files(7, number))
+            source = write_files(root / name, model_files(7, number))
             store.add(source, name=name, base="base" if number else None, threads=1)
     return root
+
+
+@pytest.fixture
+def path(prepared: Path, tmp_path: Path) -> Path:
+    """A copy of the store; the models are beside it."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -619,7 +627,7 @@ def test_others_work_meanwhile(path: Path, tmp_path: Path) -> None:
     threads = [forever(work) for work in (add, read, collect)]
     try:
         with Store.open(path) as store:
-            for _ in range(4):
+            for _ in range(2):
                 for name in ("t1", "t2"):
                     store.pin(name, raw=True)
                 for name in ("t1", "t2"):

@@ -22,7 +22,7 @@ def model(directory: Path, seed: int) -> Path:
     """Two files of some MiB with odd lengths, and small ones."""
     draw = np.random.default_rng(seed)
     for number in range(2):
-        floats = draw.normal(size=(2000 + number, 517)).astype("f4")
+        floats = draw.normal(size=(700 + number, 517)).astype("f4")
         floats[3, 7] = number
         tensors = [
             (f"a{number}", "F32", floats.shape, floats.tobytes()),
@@ -56,10 +56,21 @@ def disk(
         yield disk
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with such a store and its checkpoints: to be copied, never opened."""
+    root = tmp_path_factory.mktemp("prepared")
+    filled(root / "store", root)
+    return root
+
+
 @pytest.fixture
-def store(disk: Path, tmp_path: Path) -> Iterator[Store]:
+def store(disk: Path, prepared: Path, tmp_path: Path) -> Iterator[Store]:
     """A store on that disk; `tmp_path` has its checkpoints."""
-    with Store.open(filled(disk / "store", tmp_path)) as store:
+    for name in ("base", "tuned"):
+        (tmp_path / name).symlink_to(prepared / name)
+    shutil.copytree(prepared / "store", disk / "store")
+    with Store.open(disk / "store") as store:
         yield store
     for path in disk.iterdir():
         if path.name != "lost+found":
@@ -202,20 +213,25 @@ def test_no_room_to_share_is_room_to_copy(store: Store, disk: Path, tmp_path: Pa
 # -- anywhere ----------------------------------------------------------------------------------
 
 
-def test_another_word_is_refused(tmp_path: Path) -> None:
+@pytest.fixture
+def anywhere(prepared: Path, tmp_path: Path) -> Iterator[Store]:
+    shutil.copytree(prepared / "store", tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
+        yield store
+
+
+def test_another_word_is_refused(anywhere: Store, tmp_path: Path) -> None:
     """The choice has three words, and another one is an error that names them."""
-    with Store.open(filled(tmp_path / "store", tmp_path)) as store:
-        with pytest.raises(BadRequest, match="auto, always, never"):
-            store.checkout("base", tmp_path / "out", reflink="sometimes")
-        assert not (tmp_path / "out").exists()
+    with pytest.raises(BadRequest, match="auto, always, never"):
+        anywhere.checkout("base", tmp_path / "out", reflink="sometimes")
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_virtual_merge_has_nothing_to_share(tmp_path: Path) -> None:
+def test_a_virtual_merge_has_nothing_to_share(anywhere: Store, tmp_path: Path) -> None:
     """`always` refuses a virtual merge, whose blocks are in no pack, and names materialize."""
-    with Store.open(filled(tmp_path / "store", tmp_path)) as store:
-        request = MergeRequest(base="base", experts=["tuned"], method="linear", skip=["*:b*"])
-        store.merge(store.plan(request), name="later", virtual=True)
-        with pytest.raises(BadRequest, match="virtual") as refused:
-            store.checkout("later", tmp_path / "out", reflink="always")
-        assert "materialize" in (refused.value.hint or "")
-        assert store.checkout("later", tmp_path / "out").bytes_shared == 0
+    request = MergeRequest(base="base", experts=["tuned"], method="linear", skip=["*:b*"])
+    anywhere.merge(anywhere.plan(request), name="later", virtual=True)
+    with pytest.raises(BadRequest, match="virtual") as refused:
+        anywhere.checkout("later", tmp_path / "out", reflink="always")
+    assert "materialize" in (refused.value.hint or "")
+    assert anywhere.checkout("later", tmp_path / "out").bytes_shared == 0
