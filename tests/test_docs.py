@@ -266,7 +266,7 @@ def _steps(page: Path) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the pipelines use jq")
 @pytest.mark.parametrize("kind", ["github", "gitlab"])
 def test_pipelines(kind: str, tmp_path: Path) -> None:
