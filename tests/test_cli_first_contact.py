@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +17,23 @@ from cli_runs import Program
 Tensor = tuple[str, str, tuple[int, ...], bytes]
 
 
-@pytest.fixture
-def mstore(tmp_path: Path) -> Program:
-    """A store with `tiny/base` and a tag `v1`."""
-    write_safetensors(tmp_path / "m" / "model.safetensors", [("t", "F32", (4,), bytes(16))])
-    mstore = Program(tmp_path / "store")
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A store with `tiny/base` and a tag `v1`, and the model beside it.  Tests change nothing."""
+    root = tmp_path_factory.mktemp("contact")
+    write_safetensors(root / "m" / "model.safetensors", [("t", "F32", (4,), bytes(16))])
+    mstore = Program(root / "store")
     mstore.succeed("init")
-    mstore.succeed("add", tmp_path / "m", "--name", "tiny/base")
+    mstore.succeed("add", root / "m", "--name", "tiny/base")
     mstore.succeed("tag", "v1", "tiny/base")
     return mstore
+
+
+@pytest.fixture
+def mstore(shared: Program, tmp_path: Path) -> Program:
+    """The same, for a test that changes it."""
+    shutil.copytree(shared.store.parent, tmp_path, dirs_exist_ok=True)
+    return Program(tmp_path / "store")
 
 
 @pytest.mark.parametrize(
@@ -44,18 +53,18 @@ def mstore(tmp_path: Path) -> Program:
         ),
     ],
 )
-def test_near_names(line: list[str], meant: str, mstore: Program) -> None:
+def test_near_names(line: list[str], meant: str, shared: Program) -> None:
     """A ref, method or parameter that is nearly right is named in the hint."""
-    done = mstore(*line)
+    done = shared(*line)
     assert done.status != 0
     assert f"hint: did you mean {meant}?" in done.err
 
 
-def test_far_names(mstore: Program) -> None:
+def test_far_names(shared: Program) -> None:
     """Nothing is suggested where nothing is near; a name with another number is another name."""
-    assert "did you mean" not in mstore("show", "zzzzz").err
-    assert "did you mean" not in mstore("show", "v2").err
-    assert "did you mean" not in mstore("log", "--nonsense").err
+    assert "did you mean" not in shared("show", "zzzzz").err
+    assert "did you mean" not in shared("show", "v2").err
+    assert "did you mean" not in shared("log", "--nonsense").err
 
 
 @pytest.mark.parametrize(
@@ -66,9 +75,9 @@ def test_far_names(mstore: Program) -> None:
     ],
     ids=str,
 )
-def test_near_words_of_the_command_line(line: list[str], meant: str, mstore: Program) -> None:
+def test_near_words_of_the_command_line(line: list[str], meant: str, shared: Program) -> None:
     """For a slip in a command or an option, the one nearest is suggested, and no other."""
-    done = mstore(*line)
+    done = shared(*line)
     assert done.status == 2
     assert f"hint: did you mean {meant}?\n  mstore " in done.err
 
@@ -96,11 +105,11 @@ PAIR = ["--base", "v1", "--expert", "v1"]
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_habits_from_mergekit(line: list[str], hint: str, mstore: Program) -> None:
+def test_habits_from_mergekit(line: list[str], hint: str, shared: Program) -> None:
     """An option, number or method as other programs have it is answered with what to type here."""
     method = [] if "--method" in line else ["--method", "ties"]
     for verb in (["plan"], ["merge", "--name", "m"]):
-        done = mstore(*verb, *PAIR, *method, *line)
+        done = shared(*verb, *PAIR, *method, *line)
         assert done.status != 0
         assert f"hint: {hint}\n" in done.err
 
