@@ -132,11 +132,11 @@ def test_a_directory_is_no_expert(
 
 
 @pytest.mark.parametrize("gone", ["--base", "--expert", "--method"])
-def test_what_a_merge_misses(gone: str, mstore: Program) -> None:
+def test_what_a_merge_misses(gone: str, shared: Program) -> None:
     """`merge` names the option that is missing, and no other."""
     options = {"--base": "v1", "--expert": "v1", "--method": "ties"}
     given = [word for pair in options.items() if pair[0] != gone for word in pair]
-    done = mstore("merge", "--name", "m", *given)
+    done = shared("merge", "--name", "m", *given)
     assert done.status == 2
     assert done.err.startswith(f"error: missing: {gone}\n")
 
@@ -184,9 +184,9 @@ def test_the_nearest_block_size(size: str, nearest: str, tmp_path: Path) -> None
         (["shwo"], "usage", None),
     ],
 )
-def test_errors_as_json(line: list[str], code: str, where: str | None, mstore: Program) -> None:
+def test_errors_as_json(line: list[str], code: str, where: str | None, shared: Program) -> None:
     """Under --json an error is one JSON object on standard output, and words on standard error."""
-    done = mstore("--json", *line)
+    done = shared("--json", *line)
     error = done.document["error"]
     assert (error["code"], error["exit_status"]) == (code, done.status)
     assert where is None or error["where"] == where
@@ -195,9 +195,9 @@ def test_errors_as_json(line: list[str], code: str, where: str | None, mstore: P
     assert done.err.startswith("error: ")
 
 
-def test_a_success_is_no_error(mstore: Program) -> None:
+def test_a_success_is_no_error(shared: Program) -> None:
     """Under --json a command that works prints its own object and no other."""
-    assert "error" not in mstore("--json", "show", "v1").document
+    assert "error" not in shared("--json", "show", "v1").document
 
 
 def test_help_of_a_command(mstore: Program) -> None:
@@ -300,24 +300,24 @@ def test_the_script_of_this_shell() -> None:
 )
 @pytest.mark.parametrize("alone", [True, False], ids=["file", "directory"])
 def test_strange_files(
-    name: str, data: bytes, what: str, hint: str, alone: bool, mstore: Program, tmp_path: Path
+    name: str, data: bytes, what: str, hint: str, alone: bool, shared: Program, tmp_path: Path
 ) -> None:
     """A file that is no checkpoint is called what it is, with what to do."""
     directory = tmp_path / "strange"
     directory.mkdir()
     (directory / name).write_bytes(data)
-    done = mstore("add", directory / name if alone else directory, "--name", "x")
+    done = shared("add", directory / name if alone else directory, "--name", "x")
     assert done.status == 1
     assert f"{directory / name}: " in done.err
     assert what in done.err
     assert hint in done.err
-    assert mstore("refs", "-q").out.split() == ["tiny/base", "v1"]
+    assert shared("refs", "-q").out.split() == ["tiny/base", "v1"]
 
 
-def test_a_recipe_where_a_merge_is_asked_for(mstore: Program) -> None:
+def test_a_recipe_where_a_merge_is_asked_for(shared: Program) -> None:
     """A mergekit recipe in the place of options is called that."""
     for verb in ("merge", "plan"):
-        done = mstore(verb, "recipe.yml")
+        done = shared(verb, "recipe.yml")
         assert done.status == 2
         assert "recipe of mergekit" in done.err
 
@@ -337,12 +337,12 @@ def test_an_adapter_where_a_model_is_needed(mstore: Program, tmp_path: Path) -> 
     )
 
 
-def test_a_tag_of_a_taken_name(mstore: Program) -> None:
+def test_a_tag_of_a_taken_name(shared: Program) -> None:
     """Nobody is told to remove a branch for the sake of a tag."""
-    done = mstore("tag", "tiny/base", "v1")
+    done = shared("tag", "tiny/base", "v1")
     assert "taken by a branch" in done.err
     assert " rm " not in done.err
-    first, second = mstore("tag", "v1", "tiny/base").err.splitlines()[-2:]
+    first, second = shared("tag", "v1", "tiny/base").err.splitlines()[-2:]
     assert first.endswith(" rm v1")
     assert second.endswith(" tag v1 tiny/base")
 
