@@ -378,6 +378,7 @@ def test_python_of_pages() -> None:
                 assert '\nif __name__ == "__main__":\n' in block, page
 
 
+@pytest.mark.rest
 def test_a_merge_in_other_processes_runs_as_a_file(tmp_path: Path) -> None:
     """The first program of docs/howto/cluster.md, saved as a file, merges in its workers."""
     program = tmp_path / "program.py"
