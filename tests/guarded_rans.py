@@ -25,8 +25,10 @@ from mstore.blocks import rans
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
-MOST = 800
-"""Bytes of a long payload that are changed, besides those at either end."""
+ENDS = 800
+"""Bytes at either end of a payload that are changed: classes, their tables; the lanes' states."""
+WITHIN = 160
+"""Bytes between the ends, where one word is like another."""
 
 
 class Guarded:
@@ -51,8 +53,8 @@ class Guarded:
 
 def changed(payload: bytes, draw: random.Random) -> Iterator[bytes]:
     """Each bit flipped and each byte exchanged; of a long payload only where it matters most."""
-    ends = {*range(MOST)} | {len(payload) - 1 - at for at in range(MOST)}
-    places = sorted(ends | {draw.randrange(len(payload)) for _ in range(MOST)})
+    ends = {*range(ENDS)} | {len(payload) - 1 - at for at in range(ENDS)}
+    places = sorted(ends | {draw.randrange(len(payload)) for _ in range(WITHIN)})
     for at in places:
         if 0 <= at < len(payload):
             flips = [payload[at] ^ 1 << bit for bit in range(8)]

@@ -160,7 +160,7 @@ def hard(draw: st.DrawFn) -> tuple[str, list[float]]:
     return dtype, found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(asked=hard(), single=st.booleans())
 def test_every_element_is_rounded_once(asked: tuple[str, list[float]], single: bool) -> None:
     """An element becomes the number nearest to its exact value, ties to even, with its sign."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +17,23 @@ from cli_runs import Program
 Tensor = tuple[str, str, tuple[int, ...], bytes]
 
 
-@pytest.fixture
-def mstore(tmp_path: Path) -> Program:
-    """A store with `tiny/base` and a tag `v1`."""
-    write_safetensors(tmp_path / "m" / "model.safetensors", [("t", "F32", (4,), bytes(16))])
-    mstore = Program(tmp_path / "store")
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A store with `tiny/base` and a tag `v1`, and the model beside it.  Tests change nothing."""
+    root = tmp_path_factory.mktemp("contact")
+    write_safetensors(root / "m" / "model.safetensors", [("t", "F32", (4,), bytes(16))])
+    mstore = Program(root / "store")
     mstore.succeed("init")
-    mstore.succeed("add", tmp_path / "m", "--name", "tiny/base")
+    mstore.succeed("add", root / "m", "--name", "tiny/base")
     mstore.succeed("tag", "v1", "tiny/base")
     return mstore
+
+
+@pytest.fixture
+def mstore(shared: Program, tmp_path: Path) -> Program:
+    """The same, for a test that changes it."""
+    shutil.copytree(shared.store.parent, tmp_path, dirs_exist_ok=True)
+    return Program(tmp_path / "store")
 
 
 @pytest.mark.parametrize(
@@ -44,18 +53,18 @@ def mstore(tmp_path: Path) -> Program:
         ),
     ],
 )
-def test_near_names(line: list[str], meant: str, mstore: Program) -> None:
+def test_near_names(line: list[str], meant: str, shared: Program) -> None:
     """A ref, method or parameter that is nearly right is named in the hint."""
-    done = mstore(*line)
+    done = shared(*line)
     assert done.status != 0
     assert f"hint: did you mean {meant}?" in done.err
 
 
-def test_far_names(mstore: Program) -> None:
+def test_far_names(shared: Program) -> None:
     """Nothing is suggested where nothing is near; a name with another number is another name."""
-    assert "did you mean" not in mstore("show", "zzzzz").err
-    assert "did you mean" not in mstore("show", "v2").err
-    assert "did you mean" not in mstore("log", "--nonsense").err
+    assert "did you mean" not in shared("show", "zzzzz").err
+    assert "did you mean" not in shared("show", "v2").err
+    assert "did you mean" not in shared("log", "--nonsense").err
 
 
 @pytest.mark.parametrize(
@@ -66,9 +75,9 @@ def test_far_names(mstore: Program) -> None:
     ],
     ids=str,
 )
-def test_near_words_of_the_command_line(line: list[str], meant: str, mstore: Program) -> None:
+def test_near_words_of_the_command_line(line: list[str], meant: str, shared: Program) -> None:
     """For a slip in a command or an option, the one nearest is suggested, and no other."""
-    done = mstore(*line)
+    done = shared(*line)
     assert done.status == 2
     assert f"hint: did you mean {meant}?\n  mstore " in done.err
 
@@ -96,11 +105,11 @@ PAIR = ["--base", "v1", "--expert", "v1"]
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_habits_from_mergekit(line: list[str], hint: str, mstore: Program) -> None:
+def test_habits_from_mergekit(line: list[str], hint: str, shared: Program) -> None:
     """An option, number or method as other programs have it is answered with what to type here."""
     method = [] if "--method" in line else ["--method", "ties"]
     for verb in (["plan"], ["merge", "--name", "m"]):
-        done = mstore(*verb, *PAIR, *method, *line)
+        done = shared(*verb, *PAIR, *method, *line)
         assert done.status != 0
         assert f"hint: {hint}\n" in done.err
 
@@ -123,11 +132,11 @@ def test_a_directory_is_no_expert(
 
 
 @pytest.mark.parametrize("gone", ["--base", "--expert", "--method"])
-def test_what_a_merge_misses(gone: str, mstore: Program) -> None:
+def test_what_a_merge_misses(gone: str, shared: Program) -> None:
     """`merge` names the option that is missing, and no other."""
     options = {"--base": "v1", "--expert": "v1", "--method": "ties"}
     given = [word for pair in options.items() if pair[0] != gone for word in pair]
-    done = mstore("merge", "--name", "m", *given)
+    done = shared("merge", "--name", "m", *given)
     assert done.status == 2
     assert done.err.startswith(f"error: missing: {gone}\n")
 
@@ -175,9 +184,9 @@ def test_the_nearest_block_size(size: str, nearest: str, tmp_path: Path) -> None
         (["shwo"], "usage", None),
     ],
 )
-def test_errors_as_json(line: list[str], code: str, where: str | None, mstore: Program) -> None:
+def test_errors_as_json(line: list[str], code: str, where: str | None, shared: Program) -> None:
     """Under --json an error is one JSON object on standard output, and words on standard error."""
-    done = mstore("--json", *line)
+    done = shared("--json", *line)
     error = done.document["error"]
     assert (error["code"], error["exit_status"]) == (code, done.status)
     assert where is None or error["where"] == where
@@ -186,9 +195,9 @@ def test_errors_as_json(line: list[str], code: str, where: str | None, mstore: P
     assert done.err.startswith("error: ")
 
 
-def test_a_success_is_no_error(mstore: Program) -> None:
+def test_a_success_is_no_error(shared: Program) -> None:
     """Under --json a command that works prints its own object and no other."""
-    assert "error" not in mstore("--json", "show", "v1").document
+    assert "error" not in shared("--json", "show", "v1").document
 
 
 def test_help_of_a_command(mstore: Program) -> None:
@@ -294,24 +303,24 @@ def test_the_script_of_this_shell() -> None:
 )
 @pytest.mark.parametrize("alone", [True, False], ids=["file", "directory"])
 def test_strange_files(
-    name: str, data: bytes, what: str, hint: str, alone: bool, mstore: Program, tmp_path: Path
+    name: str, data: bytes, what: str, hint: str, alone: bool, shared: Program, tmp_path: Path
 ) -> None:
     """A file that is no checkpoint is called what it is, with what to do."""
     directory = tmp_path / "strange"
     directory.mkdir()
     (directory / name).write_bytes(data)
-    done = mstore("add", directory / name if alone else directory, "--name", "x")
+    done = shared("add", directory / name if alone else directory, "--name", "x")
     assert done.status == 1
     assert f"{directory / name}: " in done.err
     assert what in done.err
     assert hint in done.err
-    assert mstore("refs", "-q").out.split() == ["tiny/base", "v1"]
+    assert shared("refs", "-q").out.split() == ["tiny/base", "v1"]
 
 
-def test_a_recipe_where_a_merge_is_asked_for(mstore: Program) -> None:
+def test_a_recipe_where_a_merge_is_asked_for(shared: Program) -> None:
     """A mergekit recipe in the place of options is called that."""
     for verb in ("merge", "plan"):
-        done = mstore(verb, "recipe.yml")
+        done = shared(verb, "recipe.yml")
         assert done.status == 2
         assert "recipe of mergekit" in done.err
 
@@ -331,12 +340,12 @@ def test_an_adapter_where_a_model_is_needed(mstore: Program, tmp_path: Path) -> 
     )
 
 
-def test_a_tag_of_a_taken_name(mstore: Program) -> None:
+def test_a_tag_of_a_taken_name(shared: Program) -> None:
     """Nobody is told to remove a branch for the sake of a tag."""
-    done = mstore("tag", "tiny/base", "v1")
+    done = shared("tag", "tiny/base", "v1")
     assert "taken by a branch" in done.err
     assert " rm " not in done.err
-    first, second = mstore("tag", "v1", "tiny/base").err.splitlines()[-2:]
+    first, second = shared("tag", "v1", "tiny/base").err.splitlines()[-2:]
     assert first.endswith(" rm v1")
     assert second.endswith(" tag v1 tiny/base")
 

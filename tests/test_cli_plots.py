@@ -81,12 +81,16 @@ def test_equal_values_give_equal_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["map.svg", "sweep.svg"]
 
 
-def test_large_maps_have_no_numbers_in_their_cells(tmp_path: Path) -> None:
+def test_large_maps_have_no_numbers_in_their_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beyond what can be read, a map is colours only."""
-    rows = tuple(f"layer {n}" for n in range(plots.CELL_NUMBERS + 1))
-    table = HeatMap("m", rows, ("e",), tuple((0.37,) for _ in rows), "share", top=1.0)
-    heat_map(table, tmp_path / "map.svg")
-    assert "37 %" not in texts(tmp_path / "map.svg")
+    monkeypatch.setattr(plots, "CELL_NUMBERS", 4)
+    for count, has_numbers in ((4, True), (5, False)):
+        rows = tuple(f"layer {n}" for n in range(count))
+        table = HeatMap("m", rows, ("e",), tuple((0.37,) for _ in rows), "share", top=1.0)
+        heat_map(table, tmp_path / "map.svg")
+        assert ("37 %" in texts(tmp_path / "map.svg")) == has_numbers
 
 
 def test_without_matplotlib_it_says_what_to_install(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -24,20 +25,28 @@ def write(path: Path, seed: int) -> Path:
     random = np.random.default_rng(seed)
     tensors = []
     for name in ("layers.0.up", "layers.1.up", "norm"):
-        values = random.standard_normal(1 << 16).astype("<f4")
-        tensors.append((name, "F32", (256, 256), values.tobytes()))
+        values = random.standard_normal(1 << 12).astype("<f4")
+        tensors.append((name, "F32", (64, 64), values.tobytes()))
     write_safetensors(path / "model.safetensors", tensors)
     return path
 
 
-@pytest.fixture
-def mstore(tmp_path: Path) -> Program:
-    """A store with a base and an expert."""
-    mstore = Program(tmp_path / "a store")
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A store with a base and an expert, and both beside it.  Tests change nothing in it."""
+    root = tmp_path_factory.mktemp("slips")
+    mstore = Program(root / "a store")
     mstore.succeed("init")
     for seed, name in enumerate(("base", "expert")):
-        mstore.succeed("add", write(tmp_path / name, seed), "--name", name, "--base", "none")
+        mstore.succeed("add", write(root / name, seed), "--name", name, "--base", "none")
     return mstore
+
+
+@pytest.fixture
+def mstore(shared: Program, tmp_path: Path) -> Program:
+    """The same, for a test that changes it."""
+    shutil.copytree(shared.store.parent, tmp_path, dirs_exist_ok=True)
+    return Program(tmp_path / shared.store.name)
 
 
 def typed(mstore: Program, command: str) -> str:
@@ -224,20 +233,20 @@ PLAN = ["plan", "--base", "base", "--expert", "expert"]
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_slips(line: list[str], hint: str, mstore: Program) -> None:
+def test_slips(line: list[str], hint: str, shared: Program) -> None:
     """A common slip is answered with what to type instead, and changes nothing."""
-    done = mstore(*line)
+    done = shared(*line)
     assert done.status != 0
     assert done.out == ""
     told = done.err.partition("hint: ")[2]
-    assert hint in told.replace(f"--store {shlex.quote(str(mstore.store))} ", "")
+    assert hint in told.replace(f"--store {shlex.quote(str(shared.store))} ", "")
     assert "Traceback" not in done.err
 
 
-def test_options_that_are_not_near(mstore: Program) -> None:
+def test_options_that_are_not_near(shared: Program) -> None:
     """Dashes make no two options alike."""
-    assert mstore("add", "code", "--budget", "3").err.endswith(" add --help\n")
-    assert "did you mean" not in mstore("add", "code", "--budget", "3").err
+    assert shared("add", "code", "--budget", "3").err.endswith(" add --help\n")
+    assert "did you mean" not in shared("add", "code", "--budget", "3").err
 
 
 def test_a_message_that_is_no_text(mstore: Program, tmp_path: Path) -> None:
@@ -259,7 +268,7 @@ def test_a_model_of_another_shape(mstore: Program, tmp_path: Path) -> None:
 
 
 def test_a_model_of_the_cache_by_its_address(
-    mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The address of a model that the Hub's cache has is answered with its id."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -267,9 +276,9 @@ def test_a_model_of_the_cache_by_its_address(
     write(model / "snapshots" / "c0", 3)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("c0")
-    hint = f"hint: {typed(mstore, 'add acme/tiny --name REF')}\n"
+    hint = f"hint: {typed(shared, 'add acme/tiny --name REF')}\n"
     for address in ("hf://acme/tiny", "https://huggingface.co/acme/tiny"):
-        assert mstore("add", address, "--name", "m").err.endswith(hint)
+        assert shared("add", address, "--name", "m").err.endswith(hint)
 
 
 def test_a_share_as_a_parameter(mstore: Program) -> None:
@@ -300,9 +309,9 @@ def test_a_file_that_may_not_be_read() -> None:
     assert "hint: ls -ld '/a b/x' says who may read it" in told.getvalue()
 
 
-def test_merge_help_names_recipes(mstore: Program) -> None:
+def test_merge_help_names_recipes(shared: Program) -> None:
     """People who come with a recipe learn from the help how to run it."""
-    told = mstore.succeed("merge", "--help").out
+    told = shared.succeed("merge", "--help").out
     assert "a recipe of mergekit with --recipe" in " ".join(told.split())
 
 
@@ -321,9 +330,9 @@ def test_merge_help_names_recipes(mstore: Program) -> None:
         ("explain", "REF [TENSOR]"),
     ],
 )
-def test_usage_lines(verb: str, usage: str, mstore: Program) -> None:
+def test_usage_lines(verb: str, usage: str, shared: Program) -> None:
     """Usage lines write REF for one, [REF] for at most one, and dots for several."""
-    out = mstore.succeed(verb, "--help").out
+    out = shared.succeed(verb, "--help").out
     assert f"Usage: mstore {verb} [OPTIONS] {usage}\n" in out
     assert "<list[str]>" not in out
 
@@ -367,12 +376,12 @@ def test_a_merge_that_turned_out_to_be_the_base(mstore: Program) -> None:
     ids=" ".join,
 )
 def test_a_file_is_what_its_name_says(
-    mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: list[str]
+    shared: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: list[str]
 ) -> None:
     """A picture or a plan is not written to a file whose name promises another format: the hint
     names one that fits."""
     monkeypatch.chdir(tmp_path)
-    done = mstore(*line)
+    done = shared(*line)
     assert done.status == 2
     assert f"error: {line[-1]} would hold " in done.err
     assert f"hint: name it x.{'json' if '-o' in line else 'svg'}\n" in done.err
@@ -415,6 +424,6 @@ def test_other_names_of_files(
     ],
     ids=" ".join,
 )
-def test_a_wrong_value_is_wrong_usage(mstore: Program, line: list[str]) -> None:
+def test_a_wrong_value_is_wrong_usage(shared: Program, line: list[str]) -> None:
     """A value that no store takes ends with the status of wrong usage, whoever refuses it."""
-    assert mstore(*line).status == 2
+    assert shared(*line).status == 2

@@ -266,7 +266,7 @@ def _steps(page: Path) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the pipelines use jq")
 @pytest.mark.parametrize("kind", ["github", "gitlab"])
 def test_pipelines(kind: str, tmp_path: Path) -> None:
@@ -378,6 +378,7 @@ def test_python_of_pages() -> None:
                 assert '\nif __name__ == "__main__":\n' in block, page
 
 
+@pytest.mark.rest
 def test_a_merge_in_other_processes_runs_as_a_file(tmp_path: Path) -> None:
     """The first program of docs/howto/cluster.md, saved as a file, merges in its workers."""
     program = tmp_path / "program.py"

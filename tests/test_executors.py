@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -25,7 +26,7 @@ from mstore.store import leases
 from mstore.store.objects.plan import Plan
 from mstore.store.plans import sources_of
 from mstore.terms.errors import BadRequest, Corrupt, Interrupted
-from mstore.terms.ids import ManifestId
+from mstore.terms.ids import ManifestId, PlanId
 
 SMALL = 3 * BLOCK
 """Bytes of output a slice, so that a small family has several."""
@@ -54,21 +55,29 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def store(family: Path, tmp_path: Path) -> Iterator[Store]:
-    """The family; nothing is merged yet, so that each slice writes a pack."""
-    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
+@pytest.fixture(scope="module")
+def planned(family: Path) -> tuple[Path, PlanId]:
+    """A store of the family, and a plan of both experts in it."""
+    with Store.init(family / "store", block_size=BLOCK, codec="raw") as store:
         store.add(family / "base", name="base")
         for name in ("e0", "e1"):
             store.add(family / name, name=name, base="base")
+        report = store.plan(MergeRequest(base="base", experts=["e0", "e1"], method="linear"))
+    return family / "store", report.plan
+
+
+@pytest.fixture
+def store(planned: tuple[Path, PlanId], tmp_path: Path) -> Iterator[Store]:
+    """The family; nothing is merged yet, so that each slice writes a pack."""
+    shutil.copytree(planned[0], tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
         yield store
 
 
 @pytest.fixture
-def plan(store: Store) -> Plan:
+def plan(store: Store, planned: tuple[Path, PlanId]) -> Plan:
     """A plan of both experts."""
-    report = store.plan(MergeRequest(base="base", experts=["e0", "e1"], method="linear"))
-    return store._catalog.record(Plan, report.plan)
+    return store._catalog.record(Plan, planned[1])
 
 
 @pytest.fixture

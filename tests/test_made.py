@@ -6,6 +6,7 @@ A caller says how it makes its model and what is different about it. All the res
 from __future__ import annotations
 
 import json
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,46 @@ def write_model(path: Path, seed: int, tokens: list[str]) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a base, two fine-tunes of it, one that has a token more, and a Fisher."""
+    root = tmp_path_factory.mktemp("models")
+    Store.init(root / "store", block_size=BLOCK, codec="raw").close()
+    with Store.open(root / "store", author="Ada") as store:
+        for seed, name in enumerate(("base", "math", "code", "wide", "fisher")):
+            tokens = [*TOKENS, "more"] if name == "wide" else TOKENS
+            path = write_model(root / name, seed, tokens)
+            store.add(path, name=name, base="base" if name in ("math", "code") else None)
+    return root / "store"
+
+
+@pytest.fixture(scope="class")
+def prepared(
+    models: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The same, with the adapters that a class needs."""
+    if not request.cls.adapters:
+        return models
+    root = tmp_path_factory.mktemp("prepared")
+    shutil.copytree(models, root / "store")
+    with Store.open(root / "store", author="Ada") as store:
+        for name in request.cls.adapters:
+            store.extract_lora(name, "base", name=f"lora/{name}", rank=2, skip=["*norm*"])
+    return root / "store"
+
+
+@pytest.fixture(scope="class")
+def directory(
+    prepared: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The model that a class makes, checked out."""
+    root = tmp_path_factory.mktemp("made")
+    shutil.copytree(prepared, root / "store")
+    with Store.open(root / "store", author="Ada") as store:
+        store.checkout(request.cls().make(store), root / "out")
+    return root / "out"
+
+
 class Making(ABC):
     """What holds for every command that makes a model of models.
 
@@ -111,23 +152,11 @@ class Making(ABC):
         """Make the model; return its branch."""
 
     @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[Store]:
-        """A store with a base, two fine-tunes of it, one that has a token more, and a Fisher."""
-        Store.init(tmp_path / "store", block_size=BLOCK, codec="raw").close()
+    def store(self, prepared: Path, tmp_path: Path) -> Iterator[Store]:
+        """A store that a test may change."""
+        shutil.copytree(prepared, tmp_path / "store")
         with Store.open(tmp_path / "store", author="Ada") as store:
-            for seed, name in enumerate(("base", "math", "code", "wide", "fisher")):
-                tokens = [*TOKENS, "more"] if name == "wide" else TOKENS
-                path = write_model(tmp_path / name, seed, tokens)
-                store.add(path, name=name, base="base" if name in ("math", "code") else None)
-            for name in self.adapters:
-                store.extract_lora(name, "base", name=f"lora/{name}", rank=2, skip=["*norm*"])
             yield store
-
-    @pytest.fixture
-    def directory(self, store: Store, tmp_path: Path) -> Path:
-        """The model, checked out."""
-        store.checkout(self.make(store), tmp_path / "out")
-        return tmp_path / "out"
 
     def test_headers(self, directory: Path) -> None:
         """No header has metadata that names other bytes; what says how to read the file stays."""

@@ -4,6 +4,7 @@ changes.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,12 +122,20 @@ def make(root: Path, made: Family) -> Place:
     return Place(store, len(made.experts))
 
 
+@pytest.fixture(scope="module")
+def merged_nothing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a small family of two."""
+    made = make(tmp_path_factory.mktemp("family"), family(1, 2))
+    made.store.close()
+    return made.store.path
+
+
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    """A small family of four."""
-    made = make(tmp_path, family(1, 4))
-    with made.store:
-        yield made
+def place(merged_nothing: Path, tmp_path: Path) -> Iterator[Place]:
+    """The same, for a test that merges."""
+    shutil.copytree(merged_nothing, tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
+        yield Place(store, 2)
 
 
 @pytest.mark.sampled(3)

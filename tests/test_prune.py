@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -308,6 +309,19 @@ def at_days(
     return found
 
 
+@pytest.fixture(scope="module")
+def diary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SnapshotId]]:
+    """A store with snapshots of several days, closed."""
+    root = tmp_path_factory.mktemp("diary")
+    # Two in October 2023, two on 4 November, three on the 14th, one on each of the next two days.
+    days = [-30, -29, -10, -9.9, 0, 0.1, 0.2, 1, 2]
+    with (
+        Store.init(root / "store", block_size=BLOCK) as store,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        return root / "store", at_days(store, root, patch, days)
+
+
 @pytest.mark.parametrize(
     ("wish", "kept"),
     [
@@ -323,7 +337,7 @@ def at_days(
 def test_periods(
     wish: dict[str, int],
     kept: set[int],
-    store: Store,
+    diary: tuple[Path, list[SnapshotId]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -332,14 +346,15 @@ def test_periods(
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     request.addfinalizer(lambda: (monkeypatch.undo(), time.tzset()))
-    # Two in October 2023, two on 4 November, three on the 14th, one on each of the next two days.
-    ids = at_days(store, tmp_path, monkeypatch, [-30, -29, -10, -9.9, 0, 0.1, 0.2, 1, 2])
-    pruned = store.prune(**wish, dry_run=True).snapshots
-    assert {number for number, id in enumerate(ids) if id not in pruned} == kept
-    # The tip stays, whatever is kept.
-    assert store.prune(**wish).snapshots == pruned
-    assert store.show("a").snapshot == ids[8]
-    assert store.prune(**wish).snapshots == ()
+    made, ids = diary
+    shutil.copytree(made, tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
+        pruned = store.prune(**wish, dry_run=True).snapshots
+        assert {number for number, id in enumerate(ids) if id not in pruned} == kept
+        # The tip stays, whatever is kept.
+        assert store.prune(**wish).snapshots == pruned
+        assert store.show("a").snapshot == ids[8]
+        assert store.prune(**wish).snapshots == ()
 
 
 def test_nothing_kept_is_no_wish(store: Store) -> None:

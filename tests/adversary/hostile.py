@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import itertools
 import os
+import pkgutil
 import random
 import shlex
 import shutil
@@ -34,7 +36,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +46,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import other_users  # noqa: E402
 from small_models import small_model  # noqa: E402
 
+import mstore  # noqa: E402
+import mstore_cli  # noqa: E402
 from mstore import fs  # noqa: E402
 from mstore_cli import main as program  # noqa: E402
 from mstore_cli.verbs import VERBS  # noqa: E402
@@ -441,10 +445,20 @@ def main() -> int:
         return done.returncode
 
 
+def _load() -> None:
+    """Import what commands need, once and not in each child."""
+    for package in (mstore, mstore_cli):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(("__main__", "reference", "fsspec")):
+                with suppress(ImportError):
+                    importlib.import_module(module.name)
+
+
 def run(directory: Path, chosen: argparse.Namespace) -> int:
     """Run the chosen trials; print those that failed; return an exit status."""
     until = None if chosen.seconds is None else time.monotonic() + chosen.seconds
     part, parts = map(int, chosen.part.split("/"))
+    _load()
     trials: list[Trial] = []
     for side in sides():
         stage = Stage(directory / side.name, side)

@@ -10,6 +10,7 @@ process has the index open, until the next writer takes the dead one's lock and 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -81,22 +82,32 @@ def killed_unseen(store: Store, name: str, action: str, *arguments: str | Path) 
     assert store._catalog.ref(name) == before, "the commit is to be one that nobody sees"
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three checkpoints of the same tensors."""
-    found = [tmp_path / f"model{number}" for number in range(3)]
+    root = tmp_path_factory.mktemp("models")
+    found = [root / f"model{number}" for number in range(3)]
     for path in found:
         path.mkdir()
         small_model(path, "same", changed=path.name)
     return found
 
 
-@pytest.fixture
-def store(tmp_path: Path, models: list[Path]) -> Iterator[Store]:
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+@pytest.fixture(scope="module")
+def filled(models: list[Path]) -> Path:
+    """A store of two of them, closed."""
+    path = models[0].parent / "store"
+    with Store.init(path, block_size=BLOCK) as store:
         store.add(models[0], name="base")
         store.add(models[0], name="llama")
         store.add(models[1], name="other")
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path, filled: Path) -> Iterator[Store]:
+    shutil.copytree(filled, tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
         yield store
 
 
