@@ -42,6 +42,7 @@ PASSPHRASE = "correct horse"
 
 def ssh_key(path: Path, kind: str = "ed25519", passphrase: str = "") -> Path:
     command = ["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", "", "-f", str(path)]
+    command += ["-b", "2048"] if kind == "rsa" else []
     subprocess.run(command, check=True)
     return path
 
