@@ -262,8 +262,8 @@ with Store.open(sys.argv[1]) as store:
 
 
 def test_memory_is_a_few_blocks(tmp_path: Path) -> None:
-    """Planning and merging tensors of 48 MiB takes less memory than one of them."""
-    elements = 24 << 20
+    """Planning and merging tensors of 24 MiB takes less memory than one of them."""
+    elements = 12 << 20
     rng = np.random.default_rng(0)
     with Store.init(tmp_path / "store", codec="raw") as store:
         for name in ("base", "e0", "e1"):
