@@ -14,11 +14,12 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from conversion_here import convert_here
 from later import Later
 
 import mstore
@@ -51,28 +52,11 @@ def converted(model: Path, scratch: Path, **limits: int) -> Conversion:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the child's program in this process, without its limits: a child imports torch first.
+    """Nothing starts a child.
 
     The child itself is what `family` and the tests of its limits and of its end start.
     """
-    spec = spec_from_file_location("conversion_program_here", conversion.PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    program = module_from_spec(spec)
-    spec.loader.exec_module(program)
-    monkeypatch.setattr(program, "lower", lambda limit, value: None)
-
-    def run(command: list[str], request: dict[str, Any], *_: object) -> int:
-        threads = torch.get_num_threads()
-        with monkeypatch.context() as patch:
-            # What it takes from the environment comes back.
-            patch.setattr(os, "environ", os.environ.copy())
-            answer = program.run(json.loads(json.dumps(request)))
-        torch.set_num_threads(threads)
-        Path(command[-1]).write_text(json.dumps(answer))
-        return 0
-
-    monkeypatch.setattr(conversion, "_spawn", run)
+    convert_here(monkeypatch)
 
 
 def refusal(model: Path, scratch: Path, **limits: int) -> BadCheckpoint:
