@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -139,7 +140,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 # -- bytes and errors ----------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
@@ -153,7 +154,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     ],
 )
 @pytest.mark.parametrize(
-    "percents", [(10, 40, 70, 100), pytest.param(range(10, 101, 10), marks=pytest.mark.slow)]
+    "percents", [(10, 60, 100), pytest.param(range(10, 101, 10), marks=pytest.mark.slow)]
 )
 def test_every_budget_is_kept(
     method: str, kind: str, percents: Sequence[int], request: pytest.FixtureRequest
@@ -193,7 +194,7 @@ def test_every_budget_is_kept(
     assert exactly.error_bound == (None if method in CONSENSUS else 0.0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", ADDITIVE)
 def test_max_error_is_kept(method: str, place: Place) -> None:
     """--max-error reads less the more error is allowed, and keeps what it was asked for."""
@@ -201,7 +202,7 @@ def test_max_error_is_kept(method: str, place: Place) -> None:
     nothing = place.plan(method, budget=1).error_bound
     assert nothing is not None
     previous = -1
-    for share in (1.0, 0.7, 0.4, 0.2, 0.0):
+    for share in (1.0, 0.6, 0.2, 0.0):
         plan = place.plan(method, dtype="F32", max_error=nothing * share)
         report, merged = place.merge(plan)
         assert report.error_bound is not None
@@ -261,8 +262,8 @@ with Store.open(sys.argv[1]) as store:
 
 
 def test_memory_is_a_few_blocks(tmp_path: Path) -> None:
-    """Planning and merging tensors of 48 MiB takes less memory than one of them."""
-    elements = 24 << 20
+    """Planning and merging tensors of 24 MiB takes less memory than one of them."""
+    elements = 12 << 20
     rng = np.random.default_rng(0)
     with Store.init(tmp_path / "store", codec="raw") as store:
         for name in ("base", "e0", "e1"):
@@ -325,7 +326,7 @@ def absent(place: Place, plan: PlanReport) -> dict[str, list[np.ndarray[Any, Any
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Steps of one size, so that nearly everything ties, and float32 that ties off a bin's edge."""
     rng = np.random.default_rng(11)
-    size = 20 * BLOCK // 2
+    size = 8 * BLOCK // 2
 
     def steps(dtype: str, step: float, odd: float) -> np.ndarray[Any, Any]:
         return families.cast(step * rng.integers(-3, 4, size) * odd, dtype)
@@ -706,15 +707,22 @@ def test_below_the_threshold_costs_nothing(tmp_path: Path) -> None:
 # -- statistics ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def bare(place: Place, tmp_path: Path) -> Iterator[Place]:
-    """The same family in a store that took no statistics."""
-    (tmp_path / "bare").mkdir()
+@pytest.fixture(scope="module")
+def closed_bare(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same family in a store that took no statistics, closed."""
+    root = tmp_path_factory.mktemp("bare")
     for name in ("base", *place.family.names, *place.family.fisher_names):
-        (tmp_path / "bare" / name).symlink_to(place.root / name)
-    made = make(tmp_path / "bare", place.family, with_base=False)
-    with made.store:
-        yield made
+        (root / name).symlink_to(place.root / name)
+    make(root, place.family, with_base=False).store.close()
+    return root / "store"
+
+
+@pytest.fixture
+def bare(place: Place, closed_bare: Path, tmp_path: Path) -> Iterator[Place]:
+    """A copy of it, open."""
+    shutil.copytree(closed_bare, tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
+        yield Place(place.root, place.family, store)
 
 
 def test_missing_statistics_are_taken_once(place: Place, bare: Place) -> None:

@@ -40,13 +40,21 @@ def mstore(tmp_path: Path) -> Program:
     return program
 
 
-@pytest.fixture
-def filled(mstore: Program, checkpoints: Path) -> Program:
+@pytest.fixture(scope="module")
+def closed(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the three models as refs."""
+    program = Program(tmp_path_factory.mktemp("filled") / "store")
+    program.succeed("init")
     for name in ("base", "math", "code"):
         base = ["--base", "org/base"] if name != "base" else []
-        mstore.succeed("add", checkpoints / name, "--name", f"org/{name}", *base)
-    return mstore
+        program.succeed("add", checkpoints / name, "--name", f"org/{name}", *base)
+    return program.store
+
+
+@pytest.fixture
+def filled(closed: Path, tmp_path: Path) -> Program:
+    """A copy of it."""
+    return Program(shutil.copytree(closed, tmp_path / "store"))
 
 
 def write(folder: Path, text: str, **models: str) -> Path:

@@ -414,7 +414,7 @@ def test_codecs(tmp_path: Path, index: bool) -> None:
     floats += [np.float16, np.float32, np.float64]
     base, expert = {}, {}
     for kind in (np.dtype(one) for one in floats):
-        count = 100_000 // kind.itemsize
+        count = 40_000 // kind.itemsize
         values = 0.02 * draw.standard_normal(count)
         base[kind.name] = values.astype(kind)
         expert[kind.name] = (values + 1e-4 * draw.standard_normal(count)).astype(kind)
@@ -422,7 +422,7 @@ def test_codecs(tmp_path: Path, index: bool) -> None:
         base[kind.name].view(np.uint8)[5:900] = draw.integers(0, 256, 895)
         expert[kind.name].view(np.uint8)[400:1400] = draw.integers(0, 256, 1000)
     for kind in map(np.dtype, "b?hilBHIL"):
-        values = draw.integers(0, 2 if kind.kind == "b" else 100, 100_000 // kind.itemsize)
+        values = draw.integers(0, 2 if kind.kind == "b" else 100, 40_000 // kind.itemsize)
         base[f"int {kind.name}"] = values.astype(kind)
         expert[f"int {kind.name}"] = (values + (draw.random(values.size) < 0.02)).astype(kind)
     for name, tensors in (("base", base), ("expert", expert)):

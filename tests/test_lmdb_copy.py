@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lmdb_rows import ROWS, put, value
 from small_models import BLOCK, small_model
 
 from mstore import Store, fs
@@ -20,20 +21,8 @@ from mstore.blocks.lmdb_env import Environment
 from mstore.fs import rights
 from mstore.terms.errors import Corrupt, StorageFailed, Unavailable
 
-ROWS = 60
 TESTS = Path(__file__).parent
-
-
-def value(state: int, row: int) -> bytes:
-    """What a row is in a state; some are long enough for pages of their own."""
-    return state.to_bytes(8, "big") * (700 if row % 5 == 0 else 3 + state % 40)
-
-
-def put(env: Environment, state: int) -> None:
-    """One commit in which every row says the same."""
-    with env.write() as transaction:
-        for row in range(ROWS):
-            transaction.put(b"%d" % row, value(state, row), db=env.databases["rows"])
+PYTHONPATH = f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"
 
 
 def seen(env: Environment, pause: float = 0.0) -> set[int]:
@@ -47,16 +36,6 @@ def seen(env: Environment, pause: float = 0.0) -> set[int]:
             found.add(state)
             time.sleep(pause / ROWS)
     return found
-
-
-def write_on(path: str, first: int) -> None:
-    """A writer's process: state after state, and each one told when it is committed."""
-    env = Environment.acquire(Path(path), ("rows",))
-    state = first
-    while True:
-        put(env, state)
-        print(state, flush=True)
-        state += 1
 
 
 @pytest.fixture
@@ -93,23 +72,15 @@ def foreign(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Environment
 
 def commit(path: Path, *states: int) -> None:
     """Commits of another process."""
-    program = (
-        "import sys; from pathlib import Path; from test_lmdb_copy import *\n"
-        "env = Environment.acquire(Path(sys.argv[1]), ('rows',))\n"
-        "for state in sys.argv[2:]: put(env, int(state))"
-    )
-    subprocess.run(
-        [sys.executable, "-c", program, path, *map(str, states)],
-        check=True,
-        env={**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
-    )
+    command = [sys.executable, TESTS / "lmdb_rows.py", path, *map(str, states)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
 
 
 def test_a_reader_beside_a_busy_writer_sees_whole_states(path: Path, foreign: Environment) -> None:
     """Whatever is committed beside it, each read transaction sees one state, all of it, none that
     is older than what was acknowledged before, and none is taken back."""
-    command = [sys.executable, "-c", f"from test_lmdb_copy import *; write_on({str(path)!r}, 2)"]
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", f"from lmdb_rows import write_on; write_on({str(path)!r}, 2)"]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as writer:
         try:
             assert writer.stdout is not None

@@ -372,6 +372,7 @@ def test_the_page_shows_the_example() -> None:
     assert '[project.entry-points."mstore.methods"]\neven = "mstore_even:METHOD"\n' in project
 
 
+@pytest.mark.rest
 def test_the_example_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip installs the example; its method plans under a budget with a bound that holds, merges as
     it says, and is replayed."""

@@ -57,12 +57,22 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write(root / name, seed) for seed, name in enumerate("abc", start=1)}
 
 
-@pytest.fixture
-def store(originals: dict[str, Path], tmp_path: Path) -> Iterator[Store]:
-    with Store.init(tmp_path / "store", block_size=BLOCK_SIZE) as made:
+@pytest.fixture(scope="module")
+def template(originals: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with two of them, closed."""
+    path = tmp_path_factory.mktemp("template") / "store"
+    with Store.init(path, block_size=BLOCK_SIZE) as made:
         made.add(originals["a"], name="a")
         made.add(originals["b"], name="b", base="a")
-        yield made
+    return path
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of it, open."""
+    shutil.copytree(template, tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
+        yield store
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def run(mstore: Program, tmp_path: Path, name: str, *more: str) -> str:
     return done.err.replace(f"{path}, ", "")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_runs(mstore: Program, tmp_path: Path, name: str) -> None:
     """Each runs, and the recipe that mstore prints for it gives the same model."""

@@ -435,9 +435,11 @@ def test_nobody_waits_for_a_client_that_takes_nothing(server: Served, root: Path
     path = "/refs/big/-/files/big.safetensors"
     stalled = [server.begin(path) for _ in range(8)]
     try:
+        small = (root / "one" / "noise.dat").read_bytes()
+        asked = [(path, content)] * 2 + [(f"{of(server)}/files/noise.dat", small)] * 18
         with ThreadPoolExecutor(20) as pool:
-            answers = list(pool.map(server.ask, [path] * 20))
-        assert all(one.body == content for one in answers)
+            answers = list(pool.map(server.ask, [file for file, _ in asked]))
+        assert [one.body for one in answers] == [wanted for _, wanted in asked]
         for client in stalled:
             client.sendall(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             head, _, body = taken(client).partition(b"\r\n\r\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ PASSPHRASE = "correct horse"
 
 def ssh_key(path: Path, kind: str = "ed25519", passphrase: str = "") -> Path:
     command = ["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", "", "-f", str(path)]
+    command += ["-b", "2048"] if kind == "rsa" else []
     subprocess.run(command, check=True)
     return path
 
@@ -61,13 +63,23 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and a store that has it, closed."""
+    root = tmp_path_factory.mktemp("template")
     write_safetensors(
-        tmp_path / "a" / "m.safetensors", [("w", "U8", (200_000,), bytes(range(250)) * 800)]
+        root / "a" / "m.safetensors", [("w", "U8", (200_000,), bytes(range(250)) * 800)]
     )
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
-        store.add(tmp_path / "a", name="a")
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        store.add(root / "a", name="a")
+    return root
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of it, open."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    with Store.open(tmp_path / "store") as store:
         yield store
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from checkpoints import await_tick
 from cli_runs import Program
+from conversion_here import convert_here
 from small_models import BLOCK, files_of, small_model
 from test_checkpoint_tree import cached_model
 
@@ -314,7 +315,7 @@ def test_links_above_a_checkpoint_are_its_owner_s(
 def test_a_pickle_that_becomes_a_link_is_not_loaded(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child that loads a pickle opens the file that was listed, or none."""
+    """The program that loads a pickle opens the file that was listed, or none."""
     import torch
 
     model = tmp_path / "pickled"
@@ -330,6 +331,7 @@ def test_a_pickle_that_becomes_a_link_is_not_loaded(
         path.unlink()
         path.symlink_to(secret)
 
+    convert_here(monkeypatch)
     before(monkeypatch, conversion, "_spawn", swap)
     with pytest.raises(BadCheckpoint, match=CHANGED) as refused:
         store.add(model, name="m", convert=conversion.ConversionLimits())
