@@ -1,25 +1,32 @@
 """A program that does one thing with a store on a machine that refuses something.
 
-    python machine_errors.py DOING STORE OTHER [kernels | files]
+    python machine_errors.py
 
-DOING is a name of `DOINGS`; OTHER is the directory that it makes, updates or reads.  `kernels`:
-compiled code cannot be loaded.  `files`: no file can be opened beyond those that are open once the
-store is, then only one more, and so on until it succeeds.  Prints JSON, for each try: the error, by
-its class, errno and text, or what was reported as damage.
+Each line of standard input is JSON, [DOING, STORE, OTHER] or [DOING, STORE, OTHER, MACHINE], and is
+done by a child of its own, so that nothing is imported twice and nothing is left of the last one.
+DOING is a name of `DOINGS`; OTHER is the directory that it makes, updates or reads.  MACHINE
+`kernels`: compiled code cannot be loaded; `files`: no file can be opened beyond those that are open
+once the store is, then only one more, and so on until it succeeds.  Prints a line of JSON, for each
+try: the error, by its class, errno and text, or what was reported as damage.  A child that fails
+ends it.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
+import pkgutil
 import resource
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mstore
 from mstore import Store
 from mstore.terms.errors import MstoreError, Unavailable
 
@@ -123,8 +130,34 @@ def main(doing: str, path: Path, other: Path, machine: str = "") -> None:
         answers.append(tried(doing, path, other, more))
         if "damage" in answers[-1]:
             break
-    sys.stdout.write(json.dumps(answers))
+    sys.stdout.write(json.dumps(answers) + "\n")
+    sys.stdout.flush()
+
+
+def obey() -> int:
+    """Do each line in a child; nothing of the store is open, and no thread runs, in this process.
+
+    Returns the exit status.
+    """
+    for module in pkgutil.walk_packages(mstore.__path__, "mstore."):
+        # Those are compiled from: they import numba.
+        if not module.name.endswith(("passes", "compiling", "philox")):
+            importlib.import_module(module.name)
+    for line in sys.stdin:
+        doing, path, other, *machine = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                main(doing, Path(path), Path(other), *machine)
+                status = 0
+            except BaseException:  # noqa: BLE001 -- whatever it is, the parent must not go on here
+                traceback.print_exc()
+            os._exit(status)
+        if os.waitpid(child, 0)[1]:
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
+    sys.exit(obey())

@@ -1,5 +1,7 @@
 """A disk that fails when it is told to: a directory seen through FUSE, by a process of its own.
 
+That process is a fork of one that is started with the first disk and ends with the tests.
+
     with sick_disk(directory, orders) as disk:       # `directory` is mounted over itself
         disk.tell({"ab12.pack": "EIO"})              # reads of such a file fail, by any errno
         disk.tell({"ab12.pack": "wait"})             # they wait until they are told otherwise
@@ -9,16 +11,20 @@ Whoever reads gets the error from the kernel, as from a real disk.  Nothing can 
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +58,14 @@ def sick_disk(directory: Path, scratch: Path) -> Iterator[Disk]:
     disk = Disk(scratch / "orders", scratch / "waiting")
     disk.waiting.touch()
     disk.tell({})
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(real), str(directory), str(scratch)],
-        stdout=subprocess.PIPE,
-    )
+    forks = _forks()
+    assert forks.stdin is not None
+    assert forks.stdout is not None
+    forks.stdin.write(json.dumps([str(real), str(directory), str(scratch)]).encode() + b"\n")
+    forks.stdin.flush()
+    said, _, number = forks.stdout.readline().partition(b" ")
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
+        assert said == b"ready"
         deadline = time.monotonic() + 60
         while not os.path.ismount(directory):
             assert time.monotonic() < deadline
@@ -66,11 +73,24 @@ def sick_disk(directory: Path, scratch: Path) -> Iterator[Disk]:
         yield disk
     finally:
         disk.tell({})
-        process.kill()
-        process.wait()
+        if said == b"ready":
+            os.kill(int(number), signal.SIGKILL)
+            while Path("/proc", str(int(number))).exists():
+                time.sleep(_POLL)
         subprocess.run(["fusermount3", "-uz", str(directory)], check=False)
         directory.rmdir()
         real.rename(directory)
+
+
+@cache
+def _forks() -> subprocess.Popen[bytes]:
+    """The process that all disks of this one are forks of."""
+    made = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    # After its last line it ends.
+    atexit.register(made.communicate)
+    return made
 
 
 class _Files:
@@ -133,12 +153,31 @@ class _Files:
         return 0
 
 
-def main(real: Path, point: Path, scratch: Path) -> None:
+def main() -> None:
+    """Make a disk of each line of standard input, in a child."""
     os.environ["FUSE_LIBRARY_NAME"] = "fuse3"
+    import mfusepy  # noqa: F401 -- once, for all children
+
+    # Nobody waits for them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            try:
+                serve(*map(Path, json.loads(line)))
+            except BaseException:  # noqa: BLE001 -- whatever it is, the parent must not go on here
+                traceback.print_exc()
+                os.write(1, b"failed\n")
+            os._exit(1)
+
+
+def serve(real: Path, point: Path, scratch: Path) -> None:
+    """Be the disk until this process is killed."""
     import mfusepy
 
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     assert stat.S_ISDIR(real.stat().st_mode)
-    files = _Files(real, Disk(scratch / "orders", scratch / "waiting"), b"ready\n")
+    ready = f"ready {os.getpid()}\n".encode()
+    files = _Files(real, Disk(scratch / "orders", scratch / "waiting"), ready)
     # More reads may wait than libfuse has threads by default.
     mfusepy.FUSE(
         files, str(point), raw_fi=True, foreground=True, nothreads=False, max_threads=64,
@@ -147,4 +186,4 @@ def main(real: Path, point: Path, scratch: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main()

@@ -79,20 +79,31 @@ while True:
 """Somebody at work in a store until it is killed: a writer, or the collector."""
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that tests only add."""
+    root = tmp_path_factory.mktemp("models")
     for name in ("one", "two", "three"):
-        small_model(tmp_path / "models" / name, name)
-    return tmp_path / "models"
+        small_model(root / name, name)
+    return root
 
 
-@pytest.fixture
-def store(models: Path, tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(scope="module")
+def template(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of two models whose reflog keeps nothing."""
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+    root = tmp_path_factory.mktemp("template") / "store"
+    with Store.init(root, block_size=BLOCK) as store:
         store.configure("reflog_days", 0)
         for name in ("one", "two"):
             store.add(models / name, name=name, threads=1)
+    return root
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of it."""
+    shutil.copytree(template, tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
         yield store
 
 

@@ -247,7 +247,7 @@ def cases(draw: Any) -> tuple[list[float], Single, list[Single]]:
 ONES = np.ones(4, dtype=np.float32)
 
 
-SHORT = settings(max_examples=50, deadline=None)
+SHORT = settings(max_examples=25, deadline=None)
 
 
 @pytest.mark.sampled(3)

@@ -36,7 +36,7 @@ def family(root: Path, dtype: str, seed: int) -> Store:
     """A base and two experts: chunk by chunk, none, one or both of them differ from it."""
     draw = np.random.default_rng(seed)
     elements = ELEMENTS * 2 // np.dtype(KINDS[dtype]).itemsize
-    base = {f"t{n}": draw.normal(0, 1, elements) for n in range(6)}
+    base = {f"t{n}": draw.normal(0, 1, elements) for n in range(4)}
     store = Store.init(root / "store", block_size=BLOCK)
     store.add(write(root / "base", dtype, base), name="base")
     common = {name: draw.normal(0, 1e-1, elements) for name in base}
@@ -49,7 +49,7 @@ def family(root: Path, dtype: str, seed: int) -> Store:
                 if draw.integers(3) == 0:
                     part[:] = 0
             moved[name] = values + np.concatenate(parts)
-            if name == "t5":
+            if name == "t3":
                 # Both experts have the same chunk here, which the base has not.
                 moved[name][: BLOCK // 8] = values[: BLOCK // 8] + 0.25
         store.add(write(root / expert, dtype, moved), name=expert, base="base")

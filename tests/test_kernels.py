@@ -197,6 +197,7 @@ def _compare(
     _assert_same_bits(found, wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("method", "parameters"), METHODS, ids=lambda p: p if isinstance(p, str) else str(len(p))
@@ -216,6 +217,7 @@ def test_every_type_in_and_out(method: str, parameters: dict[str, Any], kind: st
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("method", "parameters"), METHODS, ids=lambda p: p if isinstance(p, str) else str(len(p))
@@ -259,7 +261,7 @@ def test_any_weight_of_bfloat_experts(method: str, weight: float) -> None:
     assert (number == ~np.isnan(reference.single(wide))).all()
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     method=st.sampled_from(METHODS),
@@ -380,7 +382,7 @@ def test_zero_times_infinity_is_nan_in_a_sum(method: str) -> None:
     _assert_same_bits(found, reference.merge(*given_merge))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     kind=st.sampled_from(KINDS),
@@ -452,7 +454,7 @@ def test_any_quotas_at_both_cuts(
     assert list(found) == told.reshape(-1).tolist()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     kind=st.sampled_from(KINDS),
     dtypes=st.lists(st.sampled_from(list(DTYPES)), min_size=2, max_size=6),

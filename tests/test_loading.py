@@ -26,7 +26,12 @@ torch = Later("torch")
 safetensors_torch = Later("safetensors.torch")
 transformers = Later("transformers")
 
-pytestmark = pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="no FUSE here")
+# That a mount shows what was added, to programs and to safetensors, is proved by tests of mounts;
+# that transformers loads it, by test_mount_transformers.
+pytestmark = [
+    pytest.mark.rest,
+    pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="no FUSE here"),
+]
 PROMPT = "def add(a, b): return"
 
 
@@ -68,7 +73,6 @@ def point(tmp_path: Path) -> Iterator[Path]:
 MEMBERS = ("base", "code", "prose", "arithmetic", "merged", "odd")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MEMBERS)
 def test_every_file_is_the_same(
     stored: tuple[Path, dict[str, Path]], point: Path, tmp_path: Path, name: str
@@ -96,7 +100,6 @@ def logits(directory: Path) -> torch.Tensor:
     return output
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["base", "code", "prose", "arithmetic", "merged"])
 def test_logits_are_the_same(stored: tuple[Path, dict[str, Path]], point: Path, name: str) -> None:
     """Logits from the mount equal those from the original directory, bit for bit."""

@@ -11,7 +11,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,18 +72,51 @@ def root(template: Path, tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-def tries(doing: str, root: Path, other: str, *machine: str) -> list[dict[str, Any]]:
+class Machine:
+    """The process that does what the tests name, each time in a child of its own."""
+
+    def __init__(self, errors: Path) -> None:
+        self._errors = errors
+        with errors.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def does(self, *line: str) -> list[dict[str, Any]]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(line) + "\n")
+        self.process.stdin.flush()
+        said = self.process.stdout.readline()
+        assert said, self._errors.read_text()
+        found: list[dict[str, Any]] = json.loads(said)
+        return found
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    made = Machine(tmp_path_factory.mktemp("machine") / "errors")
+    yield made
+    # After the last line it ends.
+    made.process.communicate(timeout=300)
+    assert made.process.returncode == 0
+
+
+Tries = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def tries(machine: Machine) -> Tries:
     """What a process on such a machine does and says."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), doing, str(root / "store"), str(root / other), *machine],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+
+    def call(doing: str, root: Path, other: str, *given: str) -> list[dict[str, Any]]:
+        return machine.does(doing, str(root / "store"), str(root / other), *given)
+
+    return call
 
 
 def state(path: Path) -> dict[str, Any]:
@@ -135,7 +168,7 @@ def every_pack(root: Path, code: str) -> dict[str, str]:
     return {pack.name: code for pack in (root / "store" / "packs").glob("*/*.pack")}
 
 
-def test_each_is_done_where_nothing_is_wrong(root: Path) -> None:
+def test_each_is_done_where_nothing_is_wrong(root: Path, tries: Tries) -> None:
     """What the other tests do succeeds on a machine that refuses nothing, and reports no damage."""
     for doing in DOING:
         assert tries(doing, root, other_of(doing)) == [{"damage": []}], doing
@@ -144,7 +177,7 @@ def test_each_is_done_where_nothing_is_wrong(root: Path) -> None:
 
 
 @pytest.mark.parametrize("doing", DOING)
-def test_without_kernels(doing: str, root: Path) -> None:
+def test_without_kernels(doing: str, root: Path, tries: Tries) -> None:
     """Where compiled code cannot be loaded, whoever needs it ends with that, and nobody finds
     damage: fsck, repair, backup, clone, gc, pin, merge, verify and readers."""
     if doing == "reindex":
@@ -158,7 +191,7 @@ def test_without_kernels(doing: str, root: Path) -> None:
     assert not (root / "copy" / "format").exists()
 
 
-def test_a_backup_is_as_it_was_without_kernels(root: Path) -> None:
+def test_a_backup_is_as_it_was_without_kernels(root: Path, tries: Tries) -> None:
     """The same for a backup that is updated: it holds its last state, and tells of no damage."""
     with unchanged(root / "store", root / "older"):
         (said,) = tries("backup", root, "older", "kernels")
@@ -169,7 +202,9 @@ def test_a_backup_is_as_it_was_without_kernels(root: Path) -> None:
 
 @pytest.mark.parametrize("code", ["EACCES", "ENOMEM"])
 @pytest.mark.parametrize("doing", DOING)
-def test_packs_that_this_machine_cannot_read_now(doing: str, code: str, root: Path) -> None:
+def test_packs_that_this_machine_cannot_read_now(
+    doing: str, code: str, root: Path, tries: Tries
+) -> None:
     """Where the system refuses to read packs, it all ends with that errno, and nothing changes."""
     with unchanged(root / "store"), sick_packs(root) as disk:
         disk.tell(every_pack(root, code))
@@ -180,7 +215,9 @@ def test_packs_that_this_machine_cannot_read_now(doing: str, code: str, root: Pa
 
 
 @pytest.mark.parametrize("code", ["EACCES", "ENOMEM"])
-def test_a_backup_is_as_it_was_if_packs_cannot_be_read_now(code: str, root: Path) -> None:
+def test_a_backup_is_as_it_was_if_packs_cannot_be_read_now(
+    code: str, root: Path, tries: Tries
+) -> None:
     """The same for a backup that is updated; the next one, on a sound machine, is whole."""
     with unchanged(root / "store", root / "older"), sick_packs(root) as disk:
         disk.tell(every_pack(root, code))
@@ -191,7 +228,7 @@ def test_a_backup_is_as_it_was_if_packs_cannot_be_read_now(code: str, root: Path
 
 
 @pytest.mark.parametrize("doing", DOING)
-def test_too_few_descriptors(doing: str, root: Path) -> None:
+def test_too_few_descriptors(doing: str, root: Path, tries: Tries) -> None:
     """However many files may be opened: the system's error and nothing changed, or success."""
     before = state(root / "store")
     *refused, done = tries(doing, root, other_of(doing), "files")
@@ -207,7 +244,7 @@ def test_too_few_descriptors(doing: str, root: Path) -> None:
         assert checked(root / "copy").problems == ()
 
 
-def test_a_backup_is_updated_with_few_descriptors(root: Path) -> None:
+def test_a_backup_is_updated_with_few_descriptors(root: Path, tries: Tries) -> None:
     """The same for a backup that is updated."""
     *refused, done = tries("backup", root, "older", "files")
     assert done == {"damage": []}
@@ -215,7 +252,7 @@ def test_a_backup_is_updated_with_few_descriptors(root: Path) -> None:
     assert checked(root / "older").problems == ()
 
 
-def test_an_outdated_index_is_not_taken_for_the_newest(root: Path) -> None:
+def test_an_outdated_index_is_not_taken_for_the_newest(root: Path, tries: Tries) -> None:
     """Where the packs that show that the index is an older one cannot be read now, their names show
     it: nothing is written, and they are not moved to lost+found/."""
     shutil.copytree(root / "store" / "index", root / "index")
@@ -241,7 +278,7 @@ def test_an_outdated_index_is_not_taken_for_the_newest(root: Path) -> None:
 # -- a disk that has lost bytes ------------------------------------------------------------------
 
 
-def test_a_sick_disk_is_damage_for_which_nothing_is_dropped(root: Path) -> None:
+def test_a_sick_disk_is_damage_for_which_nothing_is_dropped(root: Path, tries: Tries) -> None:
     """EIO for every pack: fsck and repair report it, repair drops no row, and once the disk works
     again all is sound."""
     before = state(root / "store")
@@ -261,7 +298,9 @@ def test_a_sick_disk_is_damage_for_which_nothing_is_dropped(root: Path) -> None:
 
 
 @pytest.mark.parametrize("doing", ["clone", "gc", "pin", "verify", "read", "merge"])
-def test_what_a_sick_disk_has_lost_ends_others_as_damage(doing: str, root: Path) -> None:
+def test_what_a_sick_disk_has_lost_ends_others_as_damage(
+    doing: str, root: Path, tries: Tries
+) -> None:
     """EIO for every pack ends a command as other damage does; nothing changes."""
     with unchanged(root / "store"), sick_packs(root) as disk:
         disk.tell(every_pack(root, "EIO"))
@@ -274,7 +313,7 @@ def test_what_a_sick_disk_has_lost_ends_others_as_damage(doing: str, root: Path)
     assert not (root / "copy" / "format").exists()
 
 
-def test_a_backup_gets_away_what_a_sick_disk_can_still_read(root: Path) -> None:
+def test_a_backup_gets_away_what_a_sick_disk_can_still_read(root: Path, tries: Tries) -> None:
     """EIO for one pack: the backup has the others, and its report names this one; the next backup,
     from a disk that works again, is whole."""
     with unchanged(root / "store"), sick_packs(root) as disk:
@@ -286,7 +325,7 @@ def test_a_backup_gets_away_what_a_sick_disk_can_still_read(root: Path) -> None:
     assert checked(root / "copy").problems == ()
 
 
-def test_reindex_leaves_out_what_a_sick_disk_has_lost(root: Path) -> None:
+def test_reindex_leaves_out_what_a_sick_disk_has_lost(root: Path, tries: Tries) -> None:
     """EIO for one pack: reindex says that it leaves it out; the next one takes it again."""
     before = {name: rows for name, rows in state(root / "store").items() if name == "blocks"}
     with sick_packs(root) as disk:
@@ -300,7 +339,7 @@ def test_reindex_leaves_out_what_a_sick_disk_has_lost(root: Path) -> None:
     assert [id for id, _ in after] == [id for id, _ in before["blocks"]]
 
 
-def test_a_copy_that_cannot_be_read_now_drops_nothing(root: Path) -> None:
+def test_a_copy_that_cannot_be_read_now_drops_nothing(root: Path, tries: Tries) -> None:
     """A source of copies that this machine cannot read ends the repair: its copies might heal what
     would be dropped without them."""
     shutil.copytree(root / "store", root / "copies")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -63,11 +64,26 @@ def _upper() -> Pass:
     return Pass(halves._MODULE, "upper", "pip", halves._SOURCES)
 
 
-def _run(program: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own, then the command line with these words, if any."""
-    main = "import sys\nfrom mstore_cli.__main__ import main\nmain()\n" if words else ""
+LINES = """
+import json, sys
+from mstore_cli.__main__ import main
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["mstore", *line]
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            print("at", line, file=sys.stderr)
+            sys.exit(ended.code)
+"""
+
+
+def _run(program: str, *lines: tuple[str | Path, ...]) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, then these lines of the command line, if any, there,
+    until one fails."""
+    words = [json.dumps([[str(word) for word in line] for line in lines])] if lines else []
     return subprocess.run(
-        [sys.executable, "-c", program + main, *words],
+        [sys.executable, "-c", program + (LINES if lines else ""), *words],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -219,7 +235,7 @@ def test_no_written_memory_has_to_become_executable(
     """add, merge, checkout and fsck work where the system refuses to make memory executable."""
     base, tuned = models
     store = ("--store", tmp_path / "store")
-    for words in (
+    lines: list[tuple[str | Path, ...]] = [
         ("init",),
         ("add", base, "--name", "base"),
         ("add", tuned, "--name", "tuned", "--base", "base"),
@@ -227,11 +243,11 @@ def test_no_written_memory_has_to_become_executable(
         ("checkout", "merged", tmp_path / "merged"),
         ("checkout", "tuned", tmp_path / "out"),
         ("fsck", "--read-data"),
-    ):
-        done = _run(STRICT, *store, *words)
-        if done.returncode == 77:
-            pytest.skip("this kernel lets every process make memory executable")
-        assert done.returncode == 0, done.stderr
+    ]
+    done = _run(STRICT, *((*store, *words) for words in lines))
+    if done.returncode == 77:
+        pytest.skip("this kernel lets every process make memory executable")
+    assert done.returncode == 0, done.stderr
     for path in tuned.iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
@@ -251,19 +267,20 @@ def test_where_no_code_can_be_loaded(models: tuple[Path, Path], tmp_path: Path) 
     program = (
         f"from mstore.numeric import passes\npasses.KERNELS = passes.Path('{refused.parent}')\n"
     )
-    for store, *words in (
+    lines: list[tuple[str | Path, ...]] = [
         ("coded", "refs"),
         ("coded", "log", "base"),
         ("coded", "show", "tuned"),
         ("raw", "backup", tmp_path / "backup"),
         ("raw", "fsck", "--read-data"),
         ("raw", "checkout", "tuned", tmp_path / "out"),
-    ):
-        done = _run(program, "--store", tmp_path / store, *words)
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
+    ]
+    given = [("--store", tmp_path / store, *words) for store, *words in lines]
+    done = _run(program, *given)
+    assert done.returncode == 0, (done.stdout, done.stderr)
     for path in models[1].iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-    done = _run(program, "--store", tmp_path / "coded", "checkout", "tuned", tmp_path / "tuned")
+    done = _run(program, ("--store", tmp_path / "coded", "checkout", "tuned", tmp_path / "tuned"))
     assert done.returncode == 1
     [told] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "compiled kernels cannot run here: " in told
@@ -278,14 +295,14 @@ def test_a_group_may_write_the_installation(models: tuple[Path, Path], tmp_path:
         path.chmod(0o775 if path.is_dir() else 0o664)
     first = f"sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
     store = ("--store", tmp_path / "store")
-    for words in (
+    lines: list[tuple[str | Path, ...]] = [
         ("init",),
         ("add", models[0], "--name", "base"),
         ("add", models[1], "--name", "tuned", "--base", "base"),
         ("checkout", "tuned", tmp_path / "out"),
-    ):
-        done = _run(NOT_INSTALLED + first, *store, *words)
-        assert done.returncode == 0, done.stderr
+    ]
+    done = _run(NOT_INSTALLED + first, *((*store, *words) for words in lines))
+    assert done.returncode == 0, done.stderr
 
 
 # -- levels -----------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def text(store: Store) -> str:
 # -- round trip ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_round_trip(
@@ -339,10 +339,15 @@ REFUSED_AS = {
 }
 
 
+@pytest.fixture(scope="module")
+def plan(store: Store, text: str) -> Plan:
+    """The plan of the text."""
+    return store._catalog.record(Plan, store.import_plan(text).plan)
+
+
 @pytest.mark.parametrize("kind", FORGED)
-def test_a_forged_plan_is_refused(kind: str, store: Store, text: str) -> None:
+def test_a_forged_plan_is_refused(kind: str, store: Store, text: str, plan: Plan) -> None:
     """A plan that no planner made, under an id that matches it, is refused before it is run."""
-    plan = store._catalog.record(Plan, store.import_plan(text).plan)
     forged = msgspec.structs.replace(plan, **FORGED[kind](plan))
     assert forged != plan
     value = json.loads(text) | _text_of(forged)

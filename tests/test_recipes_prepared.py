@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,12 +52,22 @@ parameters: {weight: 1.0}
 """
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    small_layers.write(tmp_path)
-    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small models, and a store of them."""
+    root = tmp_path_factory.mktemp("template") / "root"
+    small_layers.write(root)
+    with Store.init(root / "store", block_size=1 << 16) as store:
         for name in MODELS:
-            store.add(tmp_path / name, name=name)
+            store.add(root / name, name=name)
+    return root
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of it, and of its models beside."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    with Store.open(tmp_path / "store") as store:
         yield store
 
 

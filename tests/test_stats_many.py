@@ -7,7 +7,7 @@ from threading import Barrier
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -57,6 +57,7 @@ def is_plain(table: DeltaTable) -> bool:
     )
 
 
+@settings(max_examples=30)
 @given(st.lists(pairs(), max_size=6), st.data())
 def test_together_as_alone(drawn: list[tuple[Words, Words]], data: st.DataObject) -> None:
     """Rows, histograms and thresholds of many are those of `DeltaTable.decode` and `select`; what
@@ -76,6 +77,7 @@ def test_together_as_alone(drawn: list[tuple[Words, Words]], data: st.DataObject
         assert found.thresholds[number] == wanted
 
 
+@settings(max_examples=50)
 @given(pairs(), st.integers(0, 10_000), st.integers(1, 255))
 def test_a_damaged_table_is_left_out(pair: tuple[Words, Words], at: int, flip: int) -> None:
     """Bytes that `DeltaTable.decode` refuses are not decoded with others either."""
@@ -116,6 +118,7 @@ def test_contradictions_are_left_out() -> None:
             assert place not in found.places
 
 
+@settings(max_examples=40)
 @given(pairs(300), st.sampled_from([64, 128, 1024]))
 def test_encoded_as_a_table(pair: tuple[Words, Words], chunk: int) -> None:
     """What a measure encodes is what the table of the same rows and counts encodes to."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Program
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore.api import Store
@@ -26,6 +26,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+@settings(max_examples=30)
 @given(
     codec=st.sampled_from(Policy),
     days=st.integers(0, MAX_REFLOG_DAYS),

@@ -198,6 +198,7 @@ def test_random_access(shared: Store, kind: str) -> None:
         assert view.read(path, start, size) == wanted[path][start : start + size]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["ties", "narrower", "breadcrumbs on a budget"])
 def test_many_threads(store: Store, kind: str) -> None:
     """Threads that read one snapshot from everywhere at once get the real merge's bytes."""
@@ -220,6 +221,7 @@ def test_many_threads(store: Store, kind: str) -> None:
         assert all(stream.result() == wanted for stream in streams)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["ties", "breadcrumbs", "breadcrumbs on a budget"])
 def test_backwards(store: Store, kind: str) -> None:
     """From the last block to the first: the ties of the gap are counted first, and once."""
@@ -269,6 +271,7 @@ def test_a_checkout_is_the_real_one(store: Store, tmp_path: Path) -> None:
         assert families.contents(tmp_path / str(threads)) == families.contents(tmp_path / "real")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["ties", "breadcrumbs", "slerp"])
 def test_another_process_reads_the_same(store: Store, kind: str) -> None:
     """What was computed once is remembered: a later session compares, and finds it the same."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from mstore_cli.keys import DOCUMENTS, OBJECTS, SERVED, keys_of
@@ -26,13 +26,16 @@ KEYS = {
 }
 
 
-def _classes() -> Iterator[tuple[str, str]]:
+@cache
+def _classes() -> list[tuple[str, str]]:
     """(name, file) of each class at the top of a module."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef):
-                    yield node.name, str(path.relative_to(ROOT))
+    return [
+        (node.name, str(path.relative_to(ROOT)))
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
 
 
 def _homes(*, private: bool) -> dict[str, set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ path = Path(sys.argv[1])
 """
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("template")
     for name in ("base", "one", "two"):
         small_model(tmp_path / name, "family", changed=name)
     with Store.init(tmp_path / "store", block_size=BLOCK) as store:
@@ -37,6 +39,13 @@ def store(tmp_path: Path) -> Path:
             )
         )
         store.merge(plan, name="merged", threads=1)
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(template, tmp_path / "store")
     return tmp_path / "store"
 
 
@@ -103,7 +112,7 @@ inside, told = threading.Event(), []
 def read():
     with env.read() as rows:
         inside.set()
-        time.sleep(0.5)
+        time.sleep(0.2)
         told.append(rows.stat(env.databases["refs"])["entries"])
 thread = threading.Thread(target=read)
 thread.start()
@@ -180,7 +189,7 @@ inside, told = threading.Event(), []
 def read():
     with env.read():
         inside.set()
-        time.sleep(0.3)
+        time.sleep(0.15)
         second = Store.open(path)
         told.append(len(second.refs()))
     second.close()
@@ -248,7 +257,7 @@ inside = threading.Event()
 def write():
     with env.write() as rows:
         inside.set()
-        time.sleep(0.3)
+        time.sleep(0.15)
         rows.put(b"k", b"v", db=env.databases["rows"])
 thread = threading.Thread(target=write)
 thread.start()

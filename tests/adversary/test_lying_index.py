@@ -282,12 +282,12 @@ def flips(row: bytes) -> Iterator[bytes]:
         yield bytes(changed)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("database", sorted(table.name for table in TABLES if table.has_check))
-@pytest.mark.parametrize("part", ["key", "value"])
-def test_a_bit_in_a_row(life: Life, database: str, part: str, extra: Path) -> None:
-    """fsck names a flipped row, nothing is deleted or overwritten by it, and reindex mends it."""
-    with Store.open(life.root) as store:
+@pytest.fixture(scope="module")
+def every_row(template: Life, tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """A store with rows in every database."""
+    root = tmp_path_factory.mktemp("rows") / "store"
+    shutil.copytree(template.root, root)
+    with Store.open(root) as store:
         plan = store.plan(MergeRequest(base="base", experts=["one"], method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
         store.sign("v1", KEY)
@@ -298,15 +298,26 @@ def test_a_bit_in_a_row(life: Life, database: str, part: str, extra: Path) -> No
             for marks in (PRUNED, PINNED):
                 index.put(rows, marks, SnapshotId(b"\1" * 32), 0)
             index.put(rows, BACKUP, 1, ())
-        named = {ref.name: (ref.kind, ref.snapshot) for ref in store.refs()}
+    return Life(root, template.sources, promises=template.promises)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("database", sorted(table.name for table in TABLES if table.has_check))
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_a_bit_in_a_row(
+    every_row: Life, database: str, part: str, extra: Path, tmp_path: Path
+) -> None:
+    """fsck names a flipped row, nothing is deleted or overwritten by it, and reindex mends it."""
+    life = every_row
     keys = keys_of(life, database)
     mirrored = mirror_lines(life)
     with Store.open(life.root) as store:
+        named = {ref.name: (ref.kind, ref.snapshot) for ref in store.refs()}
         index = store._catalog.index
         with index.env.read() as rows:
             row = bytes(rows.get(keys[-1], db=index.db(database)))
     for changed in flips(keys[-1] if part == "key" else row):
-        root = life.root.with_name("copy")
+        root = tmp_path / "copy"
         shutil.copytree(life.root, root)
         with Store.open(root) as store:
             index = store._catalog.index
@@ -316,8 +327,9 @@ def test_a_bit_in_a_row(life: Life, database: str, part: str, extra: Path) -> No
                     rows.put(changed, row, db=index.db(database))
                 else:
                     rows.put(keys[-1], changed, db=index.db(database))
-            assert store.fsck().problems
-            assert store.fsck().hint == "mstore.Store.reindex(PATH)"
+            found = store.fsck()
+            assert found.problems
+            assert found.hint == "mstore.Store.reindex(PATH)"
             with pytest.raises(Corrupt) as refusal:
                 store.repair()
             assert refusal.value.hint == "mstore.Store.reindex(PATH)"
