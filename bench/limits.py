@@ -58,7 +58,7 @@ class Bench(NearStores):
         ready(WARM_GIGABYTES, *sorted((self.family / name).iterdir()))
         return self.scratch.add(self.family / name, name)
 
-    def checkout(self, codec: str, name: str) -> Run:
+    def check_out(self, codec: str, name: str) -> Run:
         out = self.work / "out"
         shutil.rmtree(out, ignore_errors=True)
         ready(WARM_GIGABYTES, *self.packs(codec))
@@ -110,7 +110,7 @@ class Bench(NearStores):
                 if codec == "dense" and name != "base":
                     needs += ["decode base"]
                 found[f"checkout {codec} {name}"] = Work(
-                    partial(self.checkout, codec, name), tuple(needs), ("write model",)
+                    partial(self.check_out, codec, name), tuple(needs), ("write model",)
                 )
             for method in METHODS:
                 needs = [f"read packs {codec}", *["hash model"] * (EXPERTS + 2)]
