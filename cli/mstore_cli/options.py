@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import EllipsisType, NoneType
+from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
 import click
@@ -75,7 +75,7 @@ def parameter_of(one: inspect.Parameter) -> click.Parameter:
     """Return what click is to parse: `X`, `X | None`, or any number of them, `tuple[X, ...]`."""
     whole, declared = get_args(one.annotation)
     is_several = get_origin(whole) is tuple
-    parts = [part for part in get_args(whole) if part not in (NoneType, EllipsisType, ...)]
+    parts = [part for part in get_args(whole) if part not in (NoneType, ...)]
     kind = parts[0] if parts else whole
     more = {"required": one.default is one.empty, **_conversion(kind, declared), **declared.more}
     if kind is Path or more.get("metavar") in _FILES:

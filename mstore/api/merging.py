@@ -299,9 +299,9 @@ class Merging(OpenStore):
 
         Raises BadRequest for an unknown name, Unavailable for a package that cannot be loaded.
         """
-        from mstore.merge.methods import registry as report
+        from mstore.merge.methods import registry
 
-        return report.methods() if name is None else (report.method(name),)
+        return registry.methods() if name is None else (registry.method(name),)
 
     def plans(self) -> list[PlanReport]:
         """Return every stored plan, sorted by base, method and cost."""
