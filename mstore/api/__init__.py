@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from mstore.api.adding import Adding
+from mstore.api.exchanging import Exchanging
 from mstore.api.keeping import Keeping
 from mstore.api.merging import Merging
 from mstore.api.naming import Naming
@@ -26,7 +27,7 @@ from mstore.terms.report import html
 __all__ = ["Snapshot", "Store"]
 
 
-class Store(Reading, Adding, Merging, Naming, Keeping):
+class Store(Reading, Adding, Merging, Naming, Exchanging, Keeping):
     """An open store.  Use it as a context manager, or call `close`.
 
     Iterating gives the names of its branches and tags.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mstore.store.migrations import MigrateReport
     from mstore.terms.ids import Revision
     from mstore.terms.report import ProgressCallback
-    from mstore.upkeep.backup.backup import BackupReport, CloneReport
+    from mstore.upkeep.backup.backup import BackupReport
     from mstore.upkeep.check.fsck import CheckReport
     from mstore.upkeep.check.reindex import ReindexReport
     from mstore.upkeep.check.repair import RepairReport
@@ -275,30 +275,6 @@ class Keeping(OpenStore):
 
         return backup(
             self._catalog,
-            local_path(destination),
-            threads=thread_count(threads),
-            progress=progress,
-        )
-
-    @staticmethod
-    def clone(
-        source: str | Path,
-        destination: str | Path,
-        *,
-        threads: int | None = None,
-        progress: ProgressCallback | None = None,
-    ) -> CloneReport:
-        """Create a store with everything from the one at `source`: refs, reflogs, settings.
-
-        The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
-        checked against its id.  Raises Conflict if something exists at `destination`,
-        BadRequest if that lies inside the source, Corrupt if the source is damaged, NotFound,
-        StorageFailed; then nothing was created.
-        """
-        from mstore.upkeep.backup.backup import clone
-
-        return clone(
-            local_path(source),
             local_path(destination),
             threads=thread_count(threads),
             progress=progress,

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -48,6 +48,7 @@ MAGIC = b"MSTOREPK"
 TAIL_MAGIC = b"KPEROTSM"
 NONCE_BYTES = 32
 NO_BASE = bytes(32)
+MOST_OFFSET = (1 << 63) - 1
 WRITE_BACK_BYTES = 8 << 20
 """Start write-back after this many bytes, so that the final sync has little left to wait for."""
 GATHERED_BYTES = 1 << 20
@@ -110,6 +111,39 @@ class SealedPack(msgspec.Struct, frozen=True):
     entries: tuple[PackEntry, ...]
 
 
+def header(nonce: bytes) -> bytes:
+    """Return the first bytes of a pack's header; zero bytes fill its page."""
+    return _HEADER.pack(MAGIC, VERSION, nonce)
+
+
+def table_of(entries: Iterable[PackEntry]) -> tuple[tuple[PackEntry, ...], bytes]:
+    """Return entries in the order of a table, and the table."""
+    ordered = tuple(sorted(entries, key=lambda entry: (entry.kind, entry.id)))
+    return ordered, b"".join(entry.encode() for entry in ordered)
+
+
+def footer_bytes(table: bytes, offset: int) -> bytes:
+    """Return what follows the payloads of a pack, which end at `offset`: table, padding, tail."""
+    padding = bytes(-(offset + len(table) + _TAIL.size) % PAGE)
+    tail = _TAIL.pack(offset, len(table), blake3(table).digest(), VERSION, TAIL_MAGIC)
+    return table + padding + tail
+
+
+def table_entries(pack: PackId, data: bytes, where: str) -> tuple[PackEntry, ...]:
+    """Return the entries of a pack, of its header's first bytes and its table.
+
+    Raises Corrupt if these are not the pack's, Incompatible for another version.
+    """
+    if PackId.of(data) != pack:
+        raise Corrupt("the table does not match its pack's name", where=where)
+    magic, version, _ = _HEADER.unpack(data[: _HEADER.size])
+    if magic != MAGIC or (len(data) - _HEADER.size) % ENTRY.size:
+        raise Corrupt("not the table of a pack", where=where)
+    if version != VERSION:
+        raise Incompatible(f"pack version {version}; this mstore reads {VERSION}", where=where)
+    return tuple(_entries(data[_HEADER.size :], MOST_OFFSET, where))
+
+
 class PackWriter:
     """Writes one pack under a temporary name.
 
@@ -121,7 +155,7 @@ class PackWriter:
     def __init__(self, path: Path, *, held_limit: int = 8 << 20) -> None:
         self._held_limit = held_limit
         self._file = fs.NewFile(path)
-        self._head = _HEADER.pack(MAGIC, VERSION, os.urandom(NONCE_BYTES))
+        self._head = header(os.urandom(NONCE_BYTES))
         self._entries: list[PackEntry] = []
         self._gathered = bytearray()
         self._held: list[tuple[PackEntry, bytes]] = []
@@ -222,13 +256,8 @@ class PackWriter:
         try:
             self._flush()
             self._write_gathered()
-            entries = tuple(sorted(self._entries, key=lambda entry: (entry.kind, entry.id)))
-            table = b"".join(entry.encode() for entry in entries)
-            offset = self._file.size
-            end = offset + len(table) + _TAIL.size
-            padding = bytes(-end % PAGE)
-            tail = _TAIL.pack(offset, len(table), blake3(table).digest(), VERSION, TAIL_MAGIC)
-            self._file.append(table + padding + tail)
+            entries, table = table_of(self._entries)
+            self._file.append(footer_bytes(table, self._file.size))
             self._file.protect()
             self._file.sync()
             size = self._file.size

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -22,7 +24,7 @@ from mstore.blocks.packs import Kind
 from mstore.store import generation, listing, mirror
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
-from mstore.store.config import Config
+from mstore.store.config import Config, RemoteConfig
 from mstore.store.layout import Layout
 from mstore.store.leases import Hold
 from mstore.store.objects.canonical import MAX_COUNT
@@ -87,6 +89,13 @@ class Catalog(Payloads):
             config = Config.load(self.layout).changed(changes)
             if "shared" in changes:
                 layouts.share(self.layout, config.shared)
+            config.save(self.layout)
+        self.config = config
+
+    def set_remotes(self, remotes: tuple[RemoteConfig, ...]) -> None:
+        """Replace the remotes in the store's settings."""
+        with self.publishing():
+            config = msgspec.structs.replace(Config.load(self.layout), remotes=remotes)
             config.save(self.layout)
         self.config = config
 

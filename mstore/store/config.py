@@ -5,6 +5,11 @@
     shared = "umask"     who besides its creator may use what is created: umask, group, all
     filesystem = ""      a type that behaves as a local filesystem, for whoever uses the store
 
+    [remote.NAME]        a remote (`mstore.remotes`): its address, and how to reach it
+    url = "s3://bucket/models"
+    endpoint = ""        the server, where the provider's own is not meant
+    region = ""
+
 Owns the keys, their allowed values, and the file. Missing keys have their default; so have all keys
 if there is no file. A key or value that this version does not know is an error: no setting is
 ignored silently. Settings say how the store is written, never how it is read.
@@ -13,6 +18,7 @@ ignored silently. Settings say how the store is written, never how it is read.
 from __future__ import annotations
 
 import errno
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -35,6 +41,21 @@ MAX_REFLOG_DAYS: Final = 36_500
 Value = str | int
 
 
+class RemoteConfig(msgspec.Struct, frozen=True):
+    """Where a remote is.  No credential is ever part of it."""
+
+    name: str
+    url: str
+    endpoint: str = ""
+    region: str = ""
+
+    def text(self) -> str:
+        """Return its table in the file."""
+        given = {"url": self.url, "endpoint": self.endpoint, "region": self.region}
+        lines = [f"{key} = {json.dumps(value)}\n" for key, value in given.items() if value]
+        return f"\n[remote.{json.dumps(self.name)}]\n" + "".join(lines)
+
+
 class Config(msgspec.Struct, frozen=True):
     """The settings of a store."""
 
@@ -42,6 +63,7 @@ class Config(msgspec.Struct, frozen=True):
     reflog_days: int = 30
     shared: Sharing = Sharing.UMASK
     filesystem: str = ""
+    remotes: tuple[RemoteConfig, ...] = ()
 
     @classmethod
     def load(cls, layout: Layout) -> Self:
@@ -77,7 +99,10 @@ class Config(msgspec.Struct, frozen=True):
     def changed(self, values: Mapping[str, object]) -> Self:
         """Return a copy with some values replaced. Raises BadRequest."""
         known = msgspec.structs.asdict(self)
-        return type(self)(**known | {key: _parsed(key, value) for key, value in values.items()})
+        own = {key: value for key, value in values.items() if key != "remote"}
+        if "remote" in values:
+            known["remotes"] = _remotes(values["remote"])
+        return type(self)(**known | {key: _parsed(key, value) for key, value in own.items()})
 
     def values(self) -> dict[str, Value]:
         """Return every key with its value, in order."""
@@ -96,14 +121,14 @@ class Config(msgspec.Struct, frozen=True):
             # Omit the default, so that versions without these keys read most stores.
             if (key, value) not in (("shared", Sharing.UMASK), ("filesystem", ""))
         ]
-        return "".join(lines)
+        return "".join([*lines, *(one.text() for one in self.remotes)])
 
     def save(self, layout: Layout) -> None:
         """Replace the file atomically."""
         fs.replace_file(layout.config, self.text(), staging=layout.tmp)
 
 
-KEYS: Final = Config.__struct_fields__
+KEYS: Final = tuple(key for key in Config.__struct_fields__ if key != "remotes")
 WORDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"codec": tuple(Policy), "shared": tuple(Sharing)}
 )
@@ -111,6 +136,15 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 _FILESYSTEM: Final = re.compile(r"[\w.+-]{0,64}", re.ASCII)
+
+
+def _remotes(given: object) -> tuple[RemoteConfig, ...]:
+    """Parse the tables of remotes.  What an address may be is for `mstore.remotes.address`."""
+    try:
+        tables = msgspec.convert(given, dict[str, dict[str, str]])
+        return tuple(RemoteConfig(name, **table) for name, table in tables.items())
+    except (msgspec.ValidationError, TypeError) as error:
+        raise BadRequest(f"the settings of a remote: {error}") from error
 
 
 def _parsed(key: str, value: object) -> Policy | Sharing | str | int:

@@ -23,7 +23,15 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, stored_lengths
 from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import Kind, Outdated, PackGone
-from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader, Meter, ThreadBuffer
+from mstore.blocks.reader import (
+    FSCK,
+    RECORD_LIMIT,
+    BlockReader,
+    Meter,
+    ThreadBuffer,
+    decoded,
+    verify,
+)
 from mstore.store.layout import Layout
 from mstore.store.objects.canonical import Record, decode
 from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
@@ -374,6 +382,22 @@ class Payloads:
         if file is None or file.form != OPAQUE or file.size > limit:
             return None
         return self.read_parts(file.parts)
+
+    def stored(self, id: Id, location: Location) -> Buffer:
+        """Return the stored bytes of a block or record, whose plain bytes match its id.
+
+        Raises Corrupt, and Outdated if it is no longer there.
+        """
+        if not isinstance(id, BlockId):
+            return self._reader.record(id, location)
+        payload = self._reader.payload(id, location)
+        base: Buffer | None = None
+        if _is_delta(location):
+            base = memoryview(bytearray(location.raw_length))
+            [lies] = self.locate([BlockId(location.base)])
+            self.read_block_into(BlockId(location.base), lies, base)
+        verify(id, location, decoded(id, location, payload, base), base)
+        return payload
 
     def read_block_at(self, block: BlockId, location: Location, target: memoryview) -> None:
         """Fill `target` from this very place.  Raises Outdated if the block is no longer there."""

@@ -205,6 +205,18 @@ class Transaction:
         self.blocks_new += known.count(False)
         return known.count(False)
 
+    def receive(self, pack: SealedPack) -> None:
+        """Publish a pack from elsewhere as well, of whose entries those given here get rows."""
+        self._packs.adopt(pack)
+        self._own.update(entry.id for entry in pack.entries if entry.kind == Kind.BLOCK)
+        self._own_records.update(
+            (Kind(entry.kind), entry.id) for entry in pack.entries if entry.kind != Kind.BLOCK
+        )
+
+    def new_packs(self, prefix: str) -> NewPacks:
+        """Return a writer of packs in `directory`, which `receive` takes once they are sealed."""
+        return NewPacks(self._catalog, self._lease.directory, prefix=prefix)
+
     def go_on_with(self, writer: PackWriter, blocks: Iterable[BlockId]) -> None:
         """Take over an unfinished pack in `directory` that holds these blocks, and append to it."""
         self._packs.go_on_with(writer)

@@ -31,9 +31,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Key, Location, Row, pack_number
-from mstore.blocks.packs import NO_BASE, Kind
-from mstore.blocks.reader import BlockReader, decoded, verify
+from mstore.blocks.location import Key, Row, pack_number
+from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES, PINNED, PLANS, PRUNED, Condemned
 from mstore.models.stats.store import StatsStore
 from mstore.store import generation, leases, listing, unnamed_packs
@@ -44,7 +43,7 @@ from mstore.store.memo import Memo
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.store.transaction import RefMove, apply_moves
 from mstore.terms.errors import Corrupt, StorageFailed
-from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId
+from mstore.terms.ids import PackId, SnapshotId
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 from mstore.terms.sizes import format_size
 from mstore.upkeep.check.findings import typed_id
@@ -512,7 +511,6 @@ class PacksOfCopies:
         max_pack: int = MAX_PACK_BYTES,
     ) -> None:
         self._catalog = catalog
-        self._reader = BlockReader(catalog.packs, catalog.block_size)
         self._inventory = inventory
         self.packs = NewPacks(catalog, directory, prefix="c", max_pack=max_pack)
         self.rows: dict[Key, Row] = {}
@@ -552,24 +550,10 @@ class PacksOfCopies:
             self.left.append(f"{place.kind.name.lower()} {id.hex()}: its base is missing")
             return length
         try:
-            payload = self._payload(place.kind, id, location)
+            payload = self._catalog.stored(typed_id(place.kind, id), location)
         except Corrupt as error:
             self.left.append(f"{place.kind.name.lower()} {id.hex()}: {error.what}")
             return length
         self.packs.copy((place.kind, id), location, payload)
         self.rows[place.kind, id] = row
         return length
-
-    def _payload(self, kind: Kind, id: bytes, location: Location) -> Buffer:
-        """Return the stored bytes, after checking them against the id."""
-        if kind != Kind.BLOCK:
-            return self._catalog.record_bytes(typed_id(kind, id), location)
-        block = BlockId(id)
-        payload = self._reader.payload(block, location)
-        base: Buffer | None = None
-        if location.base != NO_BASE:
-            base = memoryview(bytearray(location.raw_length))
-            [lies] = self._catalog.locate([BlockId(location.base)])
-            self._catalog.read_block_into(BlockId(location.base), lies, base)
-        verify(block, location, decoded(block, location, payload, base), base)
-        return payload

@@ -1,0 +1,207 @@
+"""Calls about remotes: add and remove them, push, fetch, pull, clone.
+
+Part of `mstore.api.Store`, which combines all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mstore.api.open_store import OpenStore, local_path, thread_count
+
+if TYPE_CHECKING:
+    from mstore.remotes.fetch import FetchReport
+    from mstore.remotes.push import PushReport
+    from mstore.remotes.registry import RemoteContents, RemoteReport
+    from mstore.terms.report import ProgressCallback
+    from mstore.upkeep.backup.backup import CloneReport
+
+JOBS: Final = 8
+"""Requests at once, unless a caller says otherwise."""
+
+
+class Exchanging(OpenStore):
+    """Calls about remotes: add and remove them, push, fetch, pull."""
+
+    trusted_endpoints: Collection[str] = ()
+    """Servers to which credentials may be sent though only the store's settings name them."""
+
+    def remotes(self) -> list[RemoteReport]:
+        """Return the remotes of this store, by name."""
+        from mstore.remotes import registry
+
+        return registry.listed(self._catalog)
+
+    def add_remote(
+        self, name: str, url: str, *, endpoint: str = "", region: str = ""
+    ) -> RemoteReport:
+        """Give a name to a remote; asks nothing of it, and the first push makes it.
+
+        url: s3://, gs://, az:// or file:///. endpoint: the server, where the provider's own is not
+        meant. Credentials come from the environment and the usual profiles.
+
+        Raises BadName, BadRequest (an address with a password or signature, say), Conflict (there
+        is a remote of this name).
+        """
+        from mstore.remotes import registry
+
+        return registry.add(self._catalog, name, url, endpoint=endpoint, region=region)
+
+    def rename_remote(self, old: str, new: str) -> RemoteReport:
+        """Rename a remote, and its refs in this store. Raises NotFound, Conflict, BadName."""
+        from mstore.remotes import registry
+
+        return registry.rename(self._catalog, old, new)
+
+    def remove_remote(self, name: str) -> RemoteReport:
+        """Forget a remote, and its refs in this store; nothing changes there. Raises NotFound."""
+        from mstore.remotes import registry
+
+        return registry.remove(self._catalog, name)
+
+    def remote_contents(self, name: str) -> RemoteContents:
+        """Return what a remote has now: refs, snapshots, bytes. Raises NotFound, Unavailable."""
+        from mstore.remotes import registry
+
+        with registry.opened(self._catalog, name, self.trusted_endpoints) as remote:
+            return registry.contents(self._catalog, remote)
+
+    def push(
+        self,
+        name: str,
+        refs: Sequence[str] = (),
+        *,
+        every: bool = False,
+        ancestors: bool = False,
+        force_with_lease: bool = False,
+        delete: Sequence[str] = (),
+        dry_run: bool = False,
+        jobs: int = JOBS,
+        progress: ProgressCallback | None = None,
+    ) -> PushReport:
+        """Send what refs need to a remote, then move its refs of the same names, all in one step.
+
+        What the remote has is not sent again.  If the call is interrupted, the same call goes on.
+
+        refs: branches and tags, or patterns of them. every: all of them.
+        ancestors: also send the contents of all ancestors; otherwise only their records.
+        force_with_lease: replace a branch that has other commits there, if it is still where this
+        store saw it last.
+        delete: refs to remove there.
+        dry_run: only report what would be sent.
+        jobs: parts that are sent at once.
+
+        Raises Conflict (a ref has commits there that it lacks here), NotFound, BadRequest,
+        Incompatible (another block size, a server that ignores conditions), Corrupt, Unavailable.
+        """
+        from mstore.remotes import registry
+        from mstore.remotes.push import Push
+
+        chosen = registry.chosen_to_push(self._catalog, name, refs, delete, every=every)
+        with registry.opened(self._catalog, name, self.trusted_endpoints) as remote:
+            return Push(
+                self._catalog,
+                remote,
+                chosen,
+                delete=delete,
+                contents_of_ancestors=ancestors,
+                force_with_lease=force_with_lease,
+                jobs=jobs,
+                progress=progress,
+            ).run(dry_run=dry_run)
+
+    def fetch(
+        self,
+        name: str,
+        refs: Sequence[str] = (),
+        *,
+        jobs: int = JOBS,
+        progress: ProgressCallback | None = None,
+    ) -> FetchReport:
+        """Bring what a remote's refs need, and move the refs below remotes/NAME/; no branch moves.
+
+        refs: the remote's branches and tags, or patterns; none: all, and those that it removed are
+        removed here, too.  Everything is checked against its id before it is published.
+
+        Raises NotFound, Corrupt (what came is not what its id says), Unavailable; then nothing
+        changed.
+        """
+        return self._fetched(name, refs, pulls=False, jobs=jobs, progress=progress)
+
+    def pull(
+        self,
+        name: str,
+        refs: Sequence[str] = (),
+        *,
+        jobs: int = JOBS,
+        progress: ProgressCallback | None = None,
+    ) -> FetchReport:
+        """Fetch, and move branches of the same names, where that loses no commit; make new ones.
+
+        A branch that has other commits than the remote's stays; the report names it in `diverged`.
+        Arguments and errors are those of `fetch`.
+        """
+        return self._fetched(name, refs, pulls=True, jobs=jobs, progress=progress)
+
+    @staticmethod
+    def clone(
+        source: str | Path,
+        destination: str | Path,
+        *,
+        endpoint: str = "",
+        region: str = "",
+        threads: int | None = None,
+        jobs: int = JOBS,
+        progress: ProgressCallback | None = None,
+    ) -> CloneReport:
+        """Create a store with everything from another one, or from a remote.
+
+        source: a store's directory, whose refs, reflogs and settings come along, but for its
+        remotes; or the address of a remote, which the new store knows as `origin`. endpoint,
+        region, jobs: of a remote, as in `add_remote` and `fetch`. threads: for a directory.
+
+        The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
+        checked against its id.  Raises Conflict if something exists at `destination`, BadRequest
+        if that lies inside the source, Corrupt if the source is damaged, NotFound, Unavailable,
+        StorageFailed; then nothing was created.
+        """
+        from mstore.remotes import address
+
+        if address.is_address(str(source)):
+            from mstore.remotes import registry
+
+            return registry.clone(
+                str(source),
+                local_path(destination),
+                endpoint=endpoint,
+                region=region,
+                jobs=jobs,
+                progress=progress,
+            )
+        from mstore.upkeep.backup.backup import clone
+
+        return clone(
+            local_path(source),
+            local_path(destination),
+            threads=thread_count(threads),
+            progress=progress,
+        )
+
+    def _fetched(
+        self,
+        name: str,
+        refs: Sequence[str],
+        *,
+        pulls: bool,
+        jobs: int,
+        progress: ProgressCallback | None,
+    ) -> FetchReport:
+        from mstore.remotes import registry
+        from mstore.remotes.fetch import Fetch
+
+        with registry.opened(self._catalog, name, self.trusted_endpoints) as remote:
+            return Fetch(
+                self._catalog, remote, refs, pulls=pulls, jobs=jobs, progress=progress
+            ).run()

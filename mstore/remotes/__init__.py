@@ -1,0 +1,1 @@
+"""Remotes: a family of models in object storage or a shared directory; push, fetch, pull."""

@@ -1,0 +1,148 @@
+"""Packs that are sent: their tables are known before a byte is read, so that they need no disk.
+
+Owns what goes into which pack, and where. The bytes are those of `mstore.blocks.packs`: blocks in
+file order, raw ones as they lie to pages here, then what is small. Every payload is checked against
+its id while it is sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import msgspec
+
+from mstore.blocks.codecs import Codec
+from mstore.blocks.location import Key, Location
+from mstore.blocks.packs import (
+    NONCE_BYTES,
+    PAGE,
+    Kind,
+    PackEntry,
+    footer_bytes,
+    header,
+    table_of,
+)
+from mstore.store.ahead import in_order
+from mstore.store.payloads import Payloads
+from mstore.terms.ids import PackId
+from mstore.upkeep.check.findings import typed_id
+
+PACK_BYTES: Final = 128 << 20
+_GROUP_BYTES: Final = 4 << 20
+_THREADS: Final = min(4, os.cpu_count() or 1)
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """A pack that can be made: its name, size, header and table, and where its payloads lie here.
+
+    sources: in the order of their offsets in the pack.
+    """
+
+    pack: PackId
+    size: int
+    table: bytes
+    entries: tuple[PackEntry, ...]
+    end: int
+    sources: tuple[tuple[Key, Location, int], ...]
+
+
+class _Filling:
+    """One pack being laid out."""
+
+    def __init__(self) -> None:
+        self._end = PAGE
+        self._run: tuple[PackId, int] | None = None
+        self._sources: list[tuple[Key, Location, int]] = []
+        self._small: list[tuple[Key, Location]] = []
+        self._small_bytes = 0
+
+    @property
+    def size(self) -> int:
+        return self._end + self._small_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._sources or self._small)
+
+    def add(self, key: Key, at: Location) -> None:
+        if key[0] != Kind.BLOCK or at.codec == Codec.CONSTANT:
+            self._small.append((key, at))
+            self._small_bytes += at.stored_length
+            return
+        if at.codec != Codec.RAW:
+            self._run = None
+        else:
+            if self._run != (at.pack, at.offset):
+                self._end += (at.offset - self._end) % PAGE
+            self._run = at.pack, at.offset + at.stored_length
+        self._place(key, at)
+
+    def _place(self, key: Key, at: Location) -> None:
+        self._sources.append((key, at, self._end))
+        self._end += at.stored_length
+
+    def done(self) -> Outgoing:
+        for key, at in self._small:
+            self._place(key, at)
+        entries, table = table_of(
+            PackEntry(
+                id, kind, at.codec, at.width, offset, at.stored_length, at.raw_length, at.base
+            )
+            for (kind, id), at, offset in self._sources
+        )
+        head = header(os.urandom(NONCE_BYTES))
+        data = head + table
+        size = self._end + len(footer_bytes(table, self._end))
+        return Outgoing(PackId.of(data), size, data, entries, self._end, tuple(self._sources))
+
+
+def laid_out(payloads: Iterable[tuple[Key, Location]]) -> Iterator[Outgoing]:
+    """Yield packs of about `PACK_BYTES` with these payloads, in their order."""
+    filling = _Filling()
+    for key, at in payloads:
+        filling.add(key, at)
+        if filling.size >= PACK_BYTES:
+            yield filling.done()
+            filling = _Filling()
+    if not filling.is_empty:
+        yield filling.done()
+
+
+def pieces(
+    store: Payloads, one: Outgoing, tick: Callable[[int], None]
+) -> Iterator[bytes | bytearray]:
+    """Yield the bytes of a pack, in pieces of some MiB. Raises Corrupt, StorageFailed."""
+    head, table = one.table[: len(header(bytes(NONCE_BYTES)))], one.table
+    yield head.ljust(PAGE, b"\0")
+    at = PAGE
+
+    def groups() -> Iterator[tuple[int, Sequence[tuple[Key, Location, int]]]]:
+        nonlocal at
+        some: list[tuple[Key, Location, int]] = []
+        start = at
+        for source in one.sources:
+            end = source[2] + source[1].stored_length
+            if some and end - start > _GROUP_BYTES:
+                yield start, some
+                start, some = at, []
+            some.append(source)
+            at = end
+        if some:
+            yield start, some
+
+    def load(group: tuple[int, Sequence[tuple[Key, Location, int]]]) -> bytearray:
+        start, some = group
+        data = bytearray()
+        for (kind, id), location, offset in some:
+            data += bytes(offset - start - len(data))
+            data += store.stored(typed_id(kind, id), location)
+        return data
+
+    with ThreadPoolExecutor(_THREADS, "send") as pool:
+        for _, data in in_order(lambda group: pool.submit(load, group), groups(), ahead=_THREADS):
+            yield data
+            tick(len(data))
+    yield footer_bytes(table[len(head) :], one.end)

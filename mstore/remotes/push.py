@@ -1,0 +1,442 @@
+"""Push: what refs need goes to a remote, then the refs move there, in one step.
+
+    what the refs need -> which of it no pack of the remote's root has -> new packs of it, put
+    -> their tables, put -> lists with the new rows, put -> the root, replaced if it is the one read
+    -> else read the new root, and again from the second step, but no pack is put twice
+
+A push that is killed leaves objects that no root names, and here the tables of the packs that it
+put (`sent/`), so that the next one counts them as there. Nothing at the remote is visible before
+its root is replaced, and everything is after.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+from uuid import uuid4
+
+import msgspec
+
+from mstore import fs
+from mstore.blocks.location import Key, Location
+from mstore.blocks.packs import NO_BASE, Kind, table_entries
+from mstore.remotes import layout
+from mstore.remotes.layout import (
+    MOST_MOVES,
+    NoteRow,
+    PackRow,
+    PackState,
+    RefRow,
+    RemoteMove,
+    RemoteRoot,
+    SnapshotRow,
+    TableId,
+)
+from mstore.remotes.needs import LocalRecords, gather, is_ancestor
+from mstore.remotes.objects import Absent, Overtaken
+from mstore.remotes.outgoing import Outgoing, laid_out, pieces
+from mstore.remotes.places import RemotePlaces
+from mstore.remotes.state import Changes, Remote, RemoteState, pack_name
+from mstore.remotes.tracking import MovedRef, follow
+from mstore.store import refs
+from mstore.store.catalog import Catalog
+from mstore.store.leases import Lease
+from mstore.store.refs import refs_in
+from mstore.terms.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound
+from mstore.terms.ids import PackId, SnapshotId
+from mstore.terms.phrases import call, phrase
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
+
+_ACTION: Final = "push"
+
+
+class PushReport(Report, frozen=True):
+    """What a push did, or with `dry_run` would do."""
+
+    remote: str
+    """the remote's name"""
+    url: str
+    """its address"""
+    dry_run: bool
+    """whether this only reports what would be sent"""
+    moved: tuple[MovedRef, ...]
+    """refs that moved at the remote"""
+    snapshots: int
+    """snapshots that are new there"""
+    blocks: int
+    """blocks that were sent"""
+    packs: int
+    """packs that were put"""
+    bytes_sent: int
+    """their size"""
+    generation: int
+    """number of changes that the remote has seen"""
+    seconds: float
+    """how long it took"""
+
+
+class _Sent(msgspec.Struct, frozen=True):
+    """A pack that lies at the remote, and that no root names yet."""
+
+    pack: PackId
+    size: int
+    table: bytes
+
+
+class Push:
+    """One push."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        remote: Remote,
+        names: Sequence[str],
+        *,
+        delete: Sequence[str] = (),
+        contents_of_ancestors: bool = False,
+        force_with_lease: bool = False,
+        jobs: int,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        self._catalog = catalog
+        self._remote = remote
+        self._delete = delete
+        self._force = force_with_lease
+        self._jobs = jobs
+        self._progress = progress
+        self._source = LocalRecords(catalog)
+        self._refs = _refs(catalog, names)
+        self._needs = gather(
+            self._source,
+            [ref.snapshot_id() for ref in self._refs.values()],
+            contents_of_ancestors=contents_of_ancestors,
+        )
+        self._sent: dict[PackId, _Sent] = {}
+        self._at: dict[Key, PackId] = {}
+        self._blocks = self._packs = self._bytes = 0
+
+    def run(self, *, dry_run: bool) -> PushReport:
+        """Push. Raises Conflict for a ref that moved there, Corrupt, Unavailable."""
+        began = time.monotonic()
+        self._remote.make_directory()
+        lease = Lease(self._catalog.layout, self._catalog.index, f"push to {self._remote.name}")
+        try:
+            state = self._state(dry_run)
+            if state is not None:
+                self._take_up(state)
+            for _ in self._remote.attempts():
+                moved, changes = self._decided(state, dry_run)
+                if dry_run or state is None or not changes:
+                    break
+                try:
+                    state = self._remote.change(state, changes)
+                    break
+                except Overtaken:
+                    state = self._remote.state()
+            if not dry_run and state is not None:
+                self._remote.remember(state)
+                self._forget_sent()
+                self._follow(moved)
+        finally:
+            lease.release()
+        return PushReport(
+            remote=self._remote.name,
+            url=self._remote.where,
+            dry_run=dry_run,
+            moved=tuple(moved),
+            snapshots=len(changes.rows["snapshots"]),
+            blocks=self._blocks,
+            packs=self._packs,
+            bytes_sent=self._bytes,
+            generation=0 if state is None else state.root.generation,
+            seconds=time.monotonic() - began,
+        )
+
+    # -- what is there -----------------------------------------------------------------------
+
+    def _state(self, dry_run: bool) -> RemoteState | None:
+        """Return the remote's state; make a remote where there is none."""
+        size = self._catalog.block_size
+        try:
+            state = self._remote.state()
+        except Absent:
+            if dry_run:
+                return None
+            state = self._remote.create(
+                RemoteRoot(layout.VERSION, uuid4(), size, 0, uuid4().hex, ())
+            )
+        if state.root.block_size != size:
+            raise Incompatible(
+                f"the remote has blocks of {state.root.block_size} bytes, this store of {size}",
+                where=self._remote.where,
+                hint="another address for a remote of this store",
+            )
+        return state
+
+    def _take_up(self, state: RemoteState) -> None:
+        """Count packs as sent that an earlier push put and no root names."""
+        directory = self._remote.directory / "sent"
+        with fs.translated(directory):
+            names = fs.listed(directory)
+        for name in names:
+            path = directory / name
+            with suppress(Corrupt, Absent, ValueError, msgspec.MsgspecError):
+                one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
+                pack = PackId(bytes.fromhex(name))
+                table_entries(pack, one[1], str(path))
+                row = state.packs().get(pack)
+                if row is None and self._remote.objects.size(pack_name(pack)) == one[0]:
+                    self._note_sent(_Sent(pack, *one))
+                    continue
+            fs.unlink(path, missing_ok=True)
+
+    def _note_sent(self, one: _Sent) -> None:
+        self._sent[one.pack] = one
+        for entry in table_entries(one.pack, one.table, ""):
+            self._at.setdefault((Kind(entry.kind), entry.id), one.pack)
+
+    def _forget_sent(self) -> None:
+        for pack in self._sent:
+            fs.unlink(self._remote.directory / "sent" / pack.hex(), missing_ok=True)
+
+    # -- deciding ----------------------------------------------------------------------------
+
+    def _decided(self, state: RemoteState | None, dry_run: bool) -> tuple[list[MovedRef], Changes]:
+        """Send what this state of the remote lacks; return what moves, and the rows that change."""
+        changes = Changes()
+        moved = self._moves(state, changes)
+        if not self._refs:
+            return moved, changes
+        places = None if state is None else RemotePlaces(self._remote, state)
+        used = self._send(places, state, dry_run)
+        if state is not None and not dry_run:
+            self._rows(state, changes, used)
+        return moved, changes
+
+    def _moves(self, state: RemoteState | None, changes: Changes) -> list[MovedRef]:
+        before = {} if state is None else state.refs()
+        generation = 1 if state is None else state.root.generation + 1
+        wanted: dict[str, refs.Ref | None] = {**self._refs, **dict.fromkeys(self._delete)}
+        moved = []
+        for name, ref in wanted.items():
+            row = before.get(name)
+            new = None if ref is None else ref.snapshot
+            old = None if row is None else row.snapshot
+            if old is None and new is None:
+                raise NotFound("the remote has no such ref", where=name)
+            if old == new:
+                continue
+            if row is not None and old is not None and ref is not None:
+                self._require_allowed(name, row.kind, ref.kind, old, ref.snapshot)
+            elif new is not None:
+                _refuse_nesting(name, before)
+            move = RemoteMove(old, new, _ACTION, 0, generation)
+            moves = (*(() if row is None else row.moves), move)[-MOST_MOVES:]
+            kind = ref.kind if ref is not None else row.kind if row is not None else refs.BRANCH
+            changes.put("refs", RefRow(name, kind, new, moves))
+            ids = (None if one is None else SnapshotId(one) for one in (old, new))
+            moved.append(MovedRef(name, *ids))
+        return moved
+
+    def _require_allowed(self, name: str, kind: str, new_kind: str, old: bytes, new: bytes) -> None:
+        """Raise Conflict unless a ref at the remote may move so."""
+        if kind != new_kind or kind == refs.TAG:
+            raise Conflict(
+                f"is another {kind} at {self._remote.name}, and tags do not move",
+                where=name,
+                hint=call("push", self._remote.name, delete=name),
+            )
+        with self._catalog.index.env.read() as transaction:
+            own = refs.below(refs.REMOTE, self._remote.name, name)
+            seen = refs_in(self._catalog.index, transaction).get(own)
+        if self._force:
+            if seen is not None and seen.snapshot == old:
+                return
+            raise Conflict(
+                f"moved at {self._remote.name} since this store looked",
+                where=name,
+                hint=phrase("{fetch}, then look at it", fetch=call("fetch", self._remote.name)),
+            )
+        if not is_ancestor(self._source, SnapshotId(old), [SnapshotId(new)]):
+            raise Conflict(
+                f"{self._remote.name} has {SnapshotId(old).short}, which is no ancestor of "
+                f"{SnapshotId(new).short}",
+                where=name,
+                hint=phrase(
+                    "{fetch}, and merge or add on top of it; or, to replace it, {force}",
+                    fetch=call("fetch", self._remote.name),
+                    force=call("push", self._remote.name, name, force_with_lease=True),
+                ),
+            )
+
+    # -- sending -----------------------------------------------------------------------------
+
+    def _send(
+        self, places: RemotePlaces | None, state: RemoteState | None, dry_run: bool
+    ) -> dict[Key, PackId]:
+        """Put packs with what the remote lacks; return which pack has each thing needed."""
+        used: dict[Key, PackId] = {}
+        lacking: list[tuple[Key, Location]] = []
+        bases: dict[bytes, None] = {}
+
+        def look(kind: Kind, ids: Sequence[bytes], *, as_bases: bool = False) -> list[bytes]:
+            """Note what is there; return what is not."""
+            missing = []
+            if places is None:
+                found: list[Location | None] = [None] * len(ids)
+            elif as_bases:
+                found = [places.alone(id) for id in ids]
+            else:
+                found = places.locate(kind, ids)
+            for id, at in zip(ids, found, strict=True):
+                if at is not None:
+                    used[kind, id] = at.pack
+                    if at.base != NO_BASE:
+                        bases[at.base] = None
+                elif (kind, id) in self._at:
+                    used[kind, id] = self._at[kind, id]
+                else:
+                    missing.append(id)
+            return missing
+
+        for id, at in self._located(look(Kind.BLOCK, list(self._needs.blocks))):
+            lacking.append(((Kind.BLOCK, id), at))
+            if at.base != NO_BASE:
+                bases[at.base] = None
+        sending = {key for key, _ in lacking}
+        # A base must be at the remote in a form that needs none itself.
+        more = look(Kind.BLOCK, list(bases), as_bases=True)
+        lacking += [
+            ((Kind.BLOCK, id), at)
+            for id, at in self._located(more)
+            if (Kind.BLOCK, id) not in sending
+        ]
+        lacking += self._lacking_records(look)
+        order = list(laid_out(lacking))
+        total = sum(one.size for one in order)
+        tick = ProgressCounter("push", total, self._progress)
+        for one in order:
+            self._blocks += sum(entry.kind == Kind.BLOCK for entry in one.entries)
+            self._packs += 1
+            self._bytes += one.size
+            if not dry_run:
+                self._put(one, tick)
+        used.update((key, self._at[key]) for key, _ in lacking if key in self._at)
+        return used
+
+    def _located(self, blocks: Sequence[bytes]) -> Iterator[tuple[bytes, Location]]:
+        found = self._catalog.locate(blocks) if blocks else []  # type: ignore[arg-type]
+        return zip(blocks, found, strict=True)
+
+    def _lacking_records(self, look: object) -> Iterator[tuple[Key, Location]]:
+        index = self._catalog.index
+        by_kind: dict[Kind, list[bytes]] = {}
+        for kind, id in self._needs.records:
+            by_kind.setdefault(kind, []).append(id)
+        for kind, ids in by_kind.items():
+            missing = look(kind, ids)  # type: ignore[operator]
+            with index.env.read() as transaction:
+                rows = [(id, index.row(transaction, (kind, id))) for id in missing]
+                places = [
+                    (id, None if row is None else index.location(transaction, row))
+                    for id, row in rows
+                ]
+            for id, at in places:
+                if at is None:
+                    raise Corrupt(
+                        f"this {kind.name.lower()} is needed, and is neither here nor at "
+                        f"{self._remote.name}",
+                        where=id.hex(),
+                        hint=call("fsck"),
+                    )
+                yield (kind, id), at
+
+    def _put(self, one: Outgoing, tick: ProgressCounter) -> None:
+        # Before the put: whoever is killed in it finds the pack there, or not.
+        record = msgspec.msgpack.encode((one.size, one.table))
+        fs.replace_file(self._remote.directory / "sent" / one.pack.hex(), record)
+        name = pack_name(one.pack)
+        data = pieces(self._catalog, one, tick)
+        self._remote.objects.put(name, one.size, data, jobs=self._jobs)
+        self._note_sent(_Sent(one.pack, one.size, one.table))
+
+    # -- rows --------------------------------------------------------------------------------
+
+    def _rows(self, state: RemoteState, changes: Changes, used: dict[Key, PackId]) -> None:
+        """Add the rows of packs, snapshots and notes."""
+        needed = set(used.values())
+        self._pack_rows(state, changes, needed)
+        for id in self._needs.snapshots:
+            pack = used[Kind.SNAPSHOT, id]
+            is_whole = id in self._needs.whole
+            row = state.snapshot(id)
+            if row is None or not state.packs()[row.pack].is_there or (is_whole > row.is_whole):
+                changes.put("snapshots", SnapshotRow(bytes(id), bytes(pack), is_whole))
+        known = state.rows("notes")
+        for snapshot, note in self._needs.notes:
+            if snapshot + note not in known:
+                pack = used[Kind.NOTE, note]
+                changes.put("notes", NoteRow(bytes(snapshot), bytes(note), bytes(pack)))
+
+    def _pack_rows(self, state: RemoteState, changes: Changes, needed: set[PackId]) -> None:
+        new = [self._sent[pack] for pack in needed if pack in self._sent]
+        if new:
+            data = b"".join(one.table for one in new)
+            table = TableId.of(data)
+            self._remote.objects.put_bytes(f"tables/{table}", data)
+            offset = 0
+            for one in new:
+                count = len(table_entries(one.pack, one.table, ""))
+                changes.put(
+                    "packs",
+                    PackRow(
+                        bytes(one.pack),
+                        one.size,
+                        PackState.LIVE,
+                        0,
+                        count,
+                        bytes(table),
+                        offset,
+                        len(one.table),
+                    ),
+                )
+                offset += len(one.table)
+        for pack in needed:
+            row = state.packs().get(pack)
+            if row is not None and row.state == PackState.CONDEMNED:
+                changes.put("packs", msgspec.structs.replace(row, state=PackState.LIVE, time_ns=0))
+
+    # -- afterwards --------------------------------------------------------------------------
+
+    def _follow(self, moved: Iterable[MovedRef]) -> None:
+        """Let this store's refs of the remote say what it has now."""
+        wanted: dict[str, SnapshotId | None] = {
+            name: ref.snapshot_id() for name, ref in self._refs.items()
+        }
+        wanted |= dict.fromkeys(self._delete)
+        follow(self._catalog, self._remote.name, wanted, _ACTION)
+
+
+def _refs(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
+    """Return the branches and tags of these names. Raises NotFound, BadRequest for others."""
+    found: dict[str, refs.Ref] = {}
+    with catalog.index.env.read() as transaction:
+        known = refs_in(catalog.index, transaction)
+        for name in refs.chosen((one for one, _ in known.walk()), names):
+            ref = known.require(name)
+            if ref.kind not in (refs.BRANCH, refs.TAG):
+                raise BadRequest(f"is a {ref.kind}: only branches and tags are pushed", where=name)
+            found[name] = ref
+    return found
+
+
+def _refuse_nesting(name: str, known: dict[str, RefRow]) -> None:
+    for other, row in known.items():
+        if row.snapshot is None or other == name:
+            continue
+        if name.startswith(f"{other}/") or other.startswith(f"{name}/"):
+            raise Conflict(
+                f"the remote has the ref {other!r}: one would be below the other", where=name
+            )

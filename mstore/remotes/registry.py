@@ -1,0 +1,263 @@
+"""The remotes of a store: their names and addresses, and what each has.
+
+They stand in the store's settings.  What this store keeps of a remote lies in `remotes/NAME/`, and
+goes with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from mstore import fs
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.remotes import address
+from mstore.remotes.fetch import Fetch
+from mstore.remotes.layout import read_root
+from mstore.remotes.objects import Objects
+from mstore.remotes.state import Remote
+from mstore.store import listing, refs
+from mstore.store.catalog import Catalog
+from mstore.store.config import RemoteConfig
+from mstore.store.refs import refs_in
+from mstore.store.transaction import RefMove, choose_moves
+from mstore.terms.errors import BadRequest, Conflict, NotFound, did_you_mean
+from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import call, phrase
+from mstore.terms.report import ProgressCallback, Report
+from mstore.upkeep.backup.backup import CloneReport
+
+ORIGIN = "origin"
+
+
+class RemoteReport(Report, frozen=True):
+    """A remote of a store."""
+
+    name: str
+    """its name"""
+    url: str
+    """its address"""
+    endpoint: str
+    """the server, where the provider's own is not meant; else empty"""
+    region: str
+    """the region; else empty"""
+
+
+class RemoteRef(Report, frozen=True):
+    """A branch or tag of a remote."""
+
+    name: str
+    """its name"""
+    kind: str
+    """branch or tag"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    is_here: bool
+    """whether this store has the snapshot"""
+
+
+class RemoteContents(Report, frozen=True):
+    """What a remote has."""
+
+    name: str
+    """its name in this store"""
+    url: str
+    """its address"""
+    uuid: str
+    """the remote's UUID"""
+    generation: int
+    """number of changes that it has seen"""
+    block_size: int
+    """bytes of a full block"""
+    refs: tuple[RemoteRef, ...]
+    """its branches and tags"""
+    snapshots: int
+    """snapshots"""
+    whole_snapshots: int
+    """those whose contents are there, too"""
+    packs: int
+    """packs"""
+    bytes: int
+    """their size"""
+
+
+def _report(config: RemoteConfig) -> RemoteReport:
+    return RemoteReport(config.name, config.url, config.endpoint, config.region)
+
+
+def listed(catalog: Catalog) -> list[RemoteReport]:
+    """Return the remotes of a store, by name."""
+    return sorted(map(_report, catalog.config.remotes), key=lambda one: one.name)
+
+
+def find(catalog: Catalog, name: str) -> RemoteConfig:
+    """Return the settings of a remote. Raises NotFound with the most similar name."""
+    known = {one.name: one for one in catalog.config.remotes}
+    if name not in known:
+        add = call("add_remote", name, "URL")
+        raise NotFound("no such remote", where=name, hint=did_you_mean(name, known, add))
+    return known[name]
+
+
+def add(
+    catalog: Catalog, name: str, url: str, *, endpoint: str = "", region: str = ""
+) -> RemoteReport:
+    """Give a name to a remote."""
+    config = address.checked(RemoteConfig(name, url, endpoint, region))
+    if any(one.name == name for one in catalog.config.remotes):
+        raise Conflict(
+            "there is a remote of this name", where=name, hint=call("remove_remote", name)
+        )
+    catalog.set_remotes((*catalog.config.remotes, config))
+    return _report(config)
+
+
+def remove(catalog: Catalog, name: str) -> RemoteReport:
+    """Forget a remote and its refs."""
+    config = find(catalog, name)
+    _move_refs(catalog, name, None)
+    catalog.set_remotes(tuple(one for one in catalog.config.remotes if one.name != name))
+    fs.remove_tree(_directory(catalog, name))
+    return _report(config)
+
+
+def rename(catalog: Catalog, old: str, new: str) -> RemoteReport:
+    """Rename a remote and its refs."""
+    config = find(catalog, old)
+    renamed = address.checked(RemoteConfig(new, config.url, config.endpoint, config.region))
+    if any(one.name == new for one in catalog.config.remotes):
+        raise Conflict("there is a remote of this name", where=new)
+    _move_refs(catalog, old, new)
+    others = (one for one in catalog.config.remotes if one.name != old)
+    catalog.set_remotes((*others, renamed))
+    # What is kept of it can be read again; an older root would no longer be noticed, so it moves.
+    if fs.is_there(_directory(catalog, old)):
+        fs.remove_tree(_directory(catalog, new))
+        fs.rename(_directory(catalog, old), _directory(catalog, new))
+    return _report(renamed)
+
+
+def _move_refs(catalog: Catalog, old: str, new: str | None) -> None:
+    begin = refs.directory_of(refs.REMOTE, old)
+
+    def choose(transaction: IndexTransaction) -> list[RefMove]:
+        moves = []
+        known = refs_in(catalog.index, transaction)
+        for name in list(known.names(begin)):
+            ref = known.require(name)
+            moves.append(RefMove(name, ref, None, "remote"))
+            if new is not None:
+                other = refs.directory_of(refs.REMOTE, new) + name.removeprefix(begin)
+                moves.append(RefMove(other, known.get(other), ref, "remote"))
+        return moves
+
+    choose_moves(catalog, choose)
+
+
+def _directory(catalog: Catalog, name: str) -> Path:
+    return catalog.layout.remotes / name
+
+
+@contextmanager
+def opened(catalog: Catalog, name: str, endpoints: Collection[str]) -> Iterator[Remote]:
+    """Open a remote. Raises NotFound, and as `address.opened`."""
+    with closing(address.opened(find(catalog, name), endpoints)) as objects:
+        yield Remote(name, objects, _directory(catalog, name))
+
+
+def contents(catalog: Catalog, remote: Remote) -> RemoteContents:
+    """Return what a remote has now."""
+    remote.make_directory()
+    state = remote.state()
+    packs = [row for row in state.packs().values() if row.is_there]
+    snapshots = state.rows("snapshots").values()
+    with catalog.index.env.read() as transaction:
+        named = tuple(
+            RemoteRef(
+                row.name,
+                row.kind,
+                SnapshotId(row.snapshot),
+                listing.is_listed(catalog.index, transaction, SnapshotId(row.snapshot)),
+            )
+            for row in state.refs().values()
+            if row.snapshot is not None
+        )
+    remote.remember(state)
+    return RemoteContents(
+        name=remote.name,
+        url=remote.where,
+        uuid=str(state.root.uuid),
+        generation=state.root.generation,
+        block_size=state.root.block_size,
+        refs=named,
+        snapshots=len(snapshots),
+        whole_snapshots=sum(row.is_whole for row in snapshots),
+        packs=len(packs),
+        bytes=sum(row.size for row in packs),
+    )
+
+
+def chosen_to_push(
+    catalog: Catalog, name: str, names: Sequence[str], delete: Sequence[str], *, every: bool
+) -> Sequence[str]:
+    """Return the refs to push. Raises BadRequest where none was named."""
+    if every and names:
+        raise BadRequest("all refs, or some: not both", where=name)
+    if every:
+        kinds = (refs.BRANCH, refs.TAG)
+        return [one for one, ref in catalog.refs().items() if ref.kind in kinds]
+    if not names and not delete:
+        raise BadRequest(
+            "no ref was named",
+            where=name,
+            hint=phrase(
+                "{some}, or {all}",
+                some=call("push", name, "REF"),
+                all=call("push", name, every=True),
+            ),
+        )
+    return names
+
+
+def clone(
+    url: str,
+    destination: Path,
+    *,
+    endpoint: str,
+    region: str,
+    jobs: int,
+    progress: ProgressCallback | None,
+) -> CloneReport:
+    """Make a store with all that a remote has; see `Store.clone`."""
+    began = time.monotonic()
+    config = address.checked(RemoteConfig(ORIGIN, url, endpoint, region))
+    with closing(address.opened(config, {config.endpoint})) as objects:
+        size = _block_size(objects)
+        fs.require_empty(destination)
+        with closing(Catalog.create(destination, size)) as catalog:
+            try:
+                catalog.set_remotes((config,))
+                remote = Remote(ORIGIN, objects, _directory(catalog, ORIGIN))
+                report = Fetch(catalog, remote, (), pulls=True, jobs=jobs, progress=progress).run()
+            except BaseException:
+                fs.remove_tree(catalog.layout.root)
+                raise
+            with catalog.index.env.read() as transaction:
+                return CloneReport(
+                    path=str(catalog.layout.root),
+                    uuid=str(catalog.layout.uuid),
+                    source=config.url,
+                    refs=len(report.moved),
+                    snapshots=report.snapshots,
+                    packs=catalog.index.count(transaction, "packs"),
+                    bytes_copied=report.bytes_received,
+                    seconds=time.monotonic() - began,
+                )
+
+
+def _block_size(objects: Objects) -> int:
+    got = objects.read_root()
+    assert got is not None
+    return read_root(got[0], objects.where).block_size

@@ -1,0 +1,237 @@
+"""A remote as a client sees it: one root and the lists that it names, and how they change.
+
+Owns what this store keeps of a remote, in `remotes/NAME/`, all of which can be read again:
+
+    root        the root that was read last, and which it was
+    lists/      lists, by their names
+    places/     where entries lie in the remote's packs (`mstore.blocks.segments`)
+    sent/       tables of packs that were put, and that no root names yet
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from mstore import fs
+from mstore.remotes import layout
+from mstore.remotes.layout import LISTS, Named, NoteRow, PackRow, RefRow, RemoteRoot, SnapshotRow
+from mstore.remotes.objects import MOST_ROOT_BYTES, Objects, Overtaken, RootStamp
+from mstore.terms.errors import Conflict, Corrupt, StorageFailed
+from mstore.terms.ids import PackId, SnapshotId
+
+_ATTEMPTS: Final = 50
+_SAVED: Final = "root"
+
+
+class RemoteState:
+    """What one root says. Lists are read once, when they are needed. For one thread."""
+
+    def __init__(
+        self, root: RemoteRoot, stamp: RootStamp, read: Callable[[Named], list[Any]]
+    ) -> None:
+        self.root = root
+        self.stamp = stamp
+        self._read = read
+        self._rows: dict[str, dict[bytes, Any]] = {}
+
+    def rows(self, kind: str) -> Mapping[bytes, Any]:
+        """Return all rows of a kind by their keys, in order. Raises Corrupt, Unavailable."""
+        if kind not in self._rows:
+            self._rows[kind] = {
+                row.key: row for one in self.root.of(kind) for row in self._read(one)
+            }
+        return self._rows[kind]
+
+    def refs(self) -> dict[str, RefRow]:
+        """Return the refs, removed ones too, by name."""
+        return {row.name: row for row in self.rows("refs").values()}
+
+    def packs(self) -> Mapping[bytes, PackRow]:
+        """Return all packs by id, also those that are deleted."""
+        return self.rows("packs")
+
+    def snapshot(self, id: SnapshotId) -> SnapshotRow | None:
+        """Return the row of a snapshot."""
+        found: SnapshotRow | None = self.rows("snapshots").get(id)
+        return found
+
+    def notes(self) -> Iterable[NoteRow]:
+        """Return the rows of notes."""
+        return self.rows("notes").values()
+
+    def changed(self, kind: str, change: layout.Change) -> Iterator[tuple[Named, bytes | None]]:
+        """Yield the lists of a kind after a change, and the bytes of those that are new."""
+        lists = self.root.of(kind)
+        by_list: dict[int, dict[bytes, Any]] = {}
+        for key, row in change.items():
+            by_list.setdefault(layout.place(lists, key), {})[key] = row
+        for at, named in enumerate(lists or [None]):
+            if at not in by_list:
+                assert named is not None
+                yield named, None
+                continue
+            rows = {} if named is None else {row.key: row for row in self._read(named)}
+            rows |= by_list[at]
+            kept = [rows[key] for key in sorted(rows) if rows[key] is not None]
+            for some in layout.split(kept):
+                id, data = layout.encode_list(kind, some)
+                first, generation = some[0].key.hex(), self.root.generation + 1
+                new = Named(kind, str(id), first, len(some), len(data), generation)
+                if named is not None and named.id == new.id:
+                    yield named, None
+                else:
+                    yield new, data
+
+
+class Changes(msgspec.Struct):
+    """What a command changes at a remote, by kind of list; and what it needs of the state."""
+
+    rows: dict[str, dict[bytes, Any]] = msgspec.field(
+        default_factory=lambda: {kind: {} for kind in LISTS}
+    )
+
+    def put(self, kind: str, row: Any) -> None:
+        """Put a row."""
+        self.rows[kind][row.key] = row
+
+    def __bool__(self) -> bool:
+        return any(self.rows.values())
+
+
+class Remote:
+    """One remote of one store."""
+
+    def __init__(self, name: str, objects: Objects, directory: Path) -> None:
+        self.name = name
+        self.objects = objects
+        self.directory = directory
+        self.lists_put = 0
+
+    @property
+    def where(self) -> str:
+        """Its address."""
+        return self.objects.where
+
+    def make_directory(self) -> None:
+        """Make the directory for what is kept of this remote."""
+        for one in ("lists", "sent"):
+            fs.make_directories(self.directory / one)
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def state(self) -> RemoteState:
+        """Return what the remote is now: one request if nothing changed. Raises Absent."""
+        saved = self._saved()
+        got = self.objects.read_root(None if saved is None else saved[1])
+        if got is None:
+            assert saved is not None
+            data, stamp = saved
+        else:
+            data, stamp = got
+        root = layout.read_root(data, self.where)
+        if saved is not None:
+            self._refuse_older(layout.read_root(saved[0], str(self.directory / _SAVED)), root)
+        return self._state(root, stamp)
+
+    def _refuse_older(self, before: RemoteRoot, now: RemoteRoot) -> None:
+        if before.uuid != now.uuid:
+            raise Conflict(
+                "another remote is at this address than before",
+                where=self.where,
+                hint="if that is right, remove the remote and add it again",
+            )
+        if before.generation > now.generation or (
+            before.generation == now.generation and before.nonce != now.nonce
+        ):
+            raise Conflict(
+                f"the remote went back from generation {before.generation} to {now.generation}: "
+                "an older root was put back, or this is a copy",
+                where=self.where,
+                hint="if that is right, remove the remote, add it again, and push what it lacks",
+            )
+
+    def _state(self, root: RemoteRoot, stamp: RootStamp) -> RemoteState:
+        return RemoteState(root, stamp, self._list)
+
+    def _saved(self) -> tuple[bytes, RootStamp] | None:
+        """Return the root that was seen last, and its stamp; None if it is not known or damaged."""
+        try:
+            data = fs.read_file(self.directory / _SAVED, 2 * MOST_ROOT_BYTES)
+        except StorageFailed:
+            return None
+        head, _, body = data.partition(b"\n")
+        with suppress(msgspec.MsgspecError, Corrupt):
+            stamp = msgspec.json.decode(head, type=RootStamp)
+            layout.read_root(body, "")
+            return body, stamp
+        return None
+
+    def remember(self, state: RemoteState) -> None:
+        """Keep this root: a read of it costs one request, and an older one is refused."""
+        data = msgspec.json.encode(state.stamp) + b"\n" + state.root.encode()
+        fs.replace_file(self.directory / _SAVED, data)
+        wanted = {one.id for one in state.root.lists}
+        for name in os.listdir(self.directory / "lists"):
+            if name not in wanted:
+                fs.unlink(self.directory / "lists" / name, missing_ok=True)
+
+    def _list(self, named: Named) -> list[Any]:
+        path = self.directory / "lists" / named.id
+        with suppress(StorageFailed, Corrupt):
+            return layout.decode_list(named, fs.read_file(path, named.size + 1), str(path))
+        name = f"lists/{named.id}"
+        data = bytes(self.objects.read_each(name, [(0, named.size)])[0])
+        rows = layout.decode_list(named, data, f"{self.where}/{name}")
+        fs.replace_file(path, data)
+        return rows
+
+    # -- changing ----------------------------------------------------------------------------
+
+    def change(self, before: RemoteState, changes: Changes) -> RemoteState:
+        """Put the changed lists, then the root. Raises Overtaken: read the state, decide again."""
+        lists: list[Named] = []
+        for kind in LISTS:
+            if not changes.rows[kind]:
+                lists += before.root.of(kind)
+                continue
+            for named, data in before.changed(kind, changes.rows[kind]):
+                if data is not None:
+                    self.objects.put_bytes(f"lists/{named.id}", data)
+                    fs.replace_file(self.directory / "lists" / named.id, data)
+                    self.lists_put += 1
+                lists.append(named)
+        root = msgspec.structs.replace(
+            before.root,
+            generation=before.root.generation + 1,
+            nonce=secrets.token_hex(16),
+            lists=tuple(lists),
+        )
+        return self._state(root, self.objects.swap_root(root.encode(), before.stamp))
+
+    def attempts(self) -> Iterator[int]:
+        """Count attempts to change the remote. Raises Conflict when others are always first."""
+        yield from range(_ATTEMPTS)
+        raise Conflict(
+            "others change the remote all the time", where=self.where, hint="run the command again"
+        )
+
+    def create(self, root: RemoteRoot) -> RemoteState:
+        """Make the remote, unless somebody else just did; return what it is."""
+        self.objects.probe(root.nonce)
+        try:
+            stamp = self.objects.swap_root(root.encode(), None)
+        except Overtaken:
+            return self.state()
+        return self._state(root, stamp)
+
+
+def pack_name(pack: PackId) -> str:
+    """Return the name of a pack's object."""
+    return f"packs/{pack.hex()[:2]}/{pack.hex()}.pack"
