@@ -25,7 +25,7 @@ class MovedRef(Report, frozen=True):
 def follow(
     catalog: Catalog, remote: str, wanted: dict[str, SnapshotId | None], action: str
 ) -> None:
-    """RemoteMove refs below remotes/REMOTE/ in one commit; None removes one."""
+    """Move refs below remotes/REMOTE/ in one commit; None removes one."""
 
     def choose(transaction: IndexTransaction) -> list[RefMove]:
         return remote_moves(catalog, transaction, remote, wanted, action)
