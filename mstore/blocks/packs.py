@@ -55,6 +55,8 @@ GATHERED_BYTES = 1 << 20
 """Small payloads are gathered and written together once they reach this many bytes."""
 
 _HEADER = struct.Struct("<8sI4x32s")
+HEAD_BYTES = _HEADER.size
+"""Bytes of a header that a PackId covers."""
 _TAIL = struct.Struct("<QQ32sI4x8s")
 ENTRY = struct.Struct("<32s32sQIIBBB5x")
 

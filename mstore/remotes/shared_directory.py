@@ -85,7 +85,11 @@ class SharedDirectory(Objects):
         found: list[Buffer] = []
         descriptor = self._opened(name)
         try:
+            size = os.fstat(descriptor).st_size
             for offset, length in spans:
+                # Before memory is taken for it.
+                if offset + length > size:
+                    raise too_short(self.where, name)
                 data = os.pread(descriptor, length, offset)
                 while len(data) < length:
                     more = os.pread(descriptor, length - len(data), offset + len(data))
