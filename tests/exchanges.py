@@ -6,6 +6,7 @@ copy. `sound` is what must hold of a store at all times.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -88,24 +89,24 @@ class Place:
             changes.put(kind, row)
         remote.change(remote.state(), changes)
 
-    def forge(self, kind: str, rows: list[Any], **named: Any) -> None:
+    def forge(self, kind: str, made: list[Any], **named: Any) -> None:
         """Put a list with these rows, whatever they are, in the place of all lists of the kind."""
-        remote = self.looking()
-        state = remote.state()
-        id, data = encode_list(kind, rows)
-        remote.objects.put_bytes(f"lists/{id}", data)
-        first = rows[0].key.hex() if rows else ""
+        got = self.objects().read_root()
+        assert got is not None
+        root, stamp = json.loads(got[0])["mstore-remote"], got[1]
+        id, data = encode_list(kind, made)
+        self.objects().put_bytes(f"lists/{id}", data)
+        first = made[0].key.hex() if made else ""
         one = {
             "kind": kind,
             "id": str(id),
             "first": first,
-            "rows": len(rows),
+            "rows": len(made),
             "size": len(data),
-            "generation": state.root.generation + 1,
+            "generation": root["generation"] + 1,
         }
-        root = msgspec.to_builtins(state.root)
         root["lists"] = [old for old in root["lists"] if old["kind"] != kind] + [one | named]
-        self.put_root(root, state.stamp)
+        self.put_root(root, stamp)
 
     def put_root(self, root: dict[str, Any], before: RootStamp) -> None:
         """Replace the root by one of these values."""

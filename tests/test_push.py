@@ -76,7 +76,7 @@ def test_everything_arrives(place: Place) -> None:
     assert b.show("virtual").virtual
     assert b.explain("merge").plan == a.explain("merge").plan
     assert [one.value for one in b.notes_of("merge")] == [one.value for one in a.notes_of("merge")]
-    assert len(b.signatures("merge")) == 1
+    assert len(b.verify("merge", {}).signatures) == 1
     sound(b)
     codecs = {at.codec for at in _blocks(b).values()}
     assert len(codecs) >= 4, "raw, planes, differences and constants"

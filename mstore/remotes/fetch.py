@@ -17,7 +17,7 @@ from typing import Final
 from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import NOTES, PRUNED
+from mstore.blocks.schema import NOTES, PLANS, PRUNED
 from mstore.remotes.arrival import Arrival, Incoming
 from mstore.remotes.layout import NoteRow
 from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
@@ -26,7 +26,7 @@ from mstore.remotes.records import RemoteRecords
 from mstore.remotes.state import Remote, RemoteState
 from mstore.remotes.tracking import MovedRef, remote_moves
 from mstore.store import layout as layouts
-from mstore.store import refs
+from mstore.store import plans, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.note import Note
 from mstore.store.refs import RefStore, refs_in
@@ -207,7 +207,7 @@ class Fetch:
             moves, diverged = self._moves(source, wanted)
             if not (transaction.has_news or moves or needs.snapshots or needs.notes):
                 return [], [], diverged
-            self._commit(transaction, needs, moves, source)
+            self._commit(transaction, needs, moves, source, wanted)
         begin = refs.directory_of(refs.REMOTE, self._remote.name)
         told = [
             MovedRef(
@@ -253,6 +253,13 @@ class Fetch:
                     diverged.append(name)
         return moves, diverged
 
+    def _called(self, wanted: dict[str, tuple[str, SnapshotId | None]]) -> dict[SnapshotId, str]:
+        """Return names of snapshots, for people: this store's own, else the remote's."""
+        begin = "" if self._pulls else f"{self._remote.name}/"
+        called = {id: begin + name for name, (_, id) in wanted.items() if id is not None}
+        own = self._catalog.refs().items()
+        return called | {ref.snapshot_id(): name for name, ref in own if ref.kind == refs.BRANCH}
+
     def _lacking_notes(self, state: RemoteState) -> list[NoteRow]:
         """Return the remote's notes that are not here, whatever they are about."""
         index = self._catalog.index
@@ -287,6 +294,7 @@ class Fetch:
         needs: Needs,
         moves: Sequence[RefMove],
         source: RemoteRecords | LocalRecords,
+        wanted: dict[str, tuple[str, SnapshotId | None]],
     ) -> None:
         index = self._catalog.index
         new = [id for id in needs.snapshots if not LocalRecords(self._catalog).is_known(id)]
@@ -295,7 +303,14 @@ class Fetch:
         self._snapshots = len(new)
         named = {move.new.snapshot for move in moves if move.new is not None}
 
+        called = self._called(wanted)
+
         def also(rows: IndexTransaction) -> None:
+            for id in new:
+                record = needs.snapshots[id]
+                plan, sources = record.plan_id(), plans.named(record, called)
+                if plan is not None and sources is not None and not index.has(rows, PLANS, plan):
+                    plans.put_sources(self._catalog, rows, plan, sources)
             for id in new:
                 if id not in needs.whole and id not in named:
                     index.put(rows, PRUNED, id, now_ns())
