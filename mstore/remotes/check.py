@@ -88,7 +88,7 @@ class RemoteCheck:
         self._remote = remote
         self._jobs = jobs
         self._progress = progress
-        self._problems: list[RemoteProblem] = []
+        self._found: dict[tuple[str, str], list[str]] = {}
         self._read = 0
 
     def run(self, *, read_data: bool) -> RemoteCheckReport:
@@ -103,7 +103,10 @@ class RemoteCheck:
         needs = self._needs(state, places)
         if read_data:
             self._payloads(state, places, there)
-        hint = as_phrase(call("push", self._remote.name, every=True)) if self._problems else None
+        problems = tuple(
+            RemoteProblem(what, where, tuple(refs)) for (what, where), refs in self._found.items()
+        )
+        hint = as_phrase(call("push", self._remote.name, every=True)) if problems else None
         return RemoteCheckReport(
             remote=self._remote.name,
             url=self._remote.where,
@@ -112,13 +115,14 @@ class RemoteCheck:
             packs=len(there),
             blocks=len(needs.blocks),
             bytes_read=self._read,
-            problems=tuple(self._problems),
+            problems=problems,
             hint=hint,
             seconds=time.monotonic() - began,
         )
 
     def _tell(self, what: str, where: str, refs: Sequence[str] = ()) -> None:
-        self._problems.append(RemoteProblem(what, where, tuple(refs)))
+        place = where.removeprefix(f"{self._remote.where}/")
+        self._found.setdefault((what, place), []).extend(refs)
 
     def _packs(self, state: RemoteState) -> list[PackRow]:
         """Return the packs that are there, whole by their sizes."""
@@ -129,7 +133,7 @@ class RemoteCheck:
                 continue
             size = sizes.get(pack_name(row.pack))
             if size is None:
-                self._tell("the pack is missing", pack_name(row.pack))
+                self._tell("there is no such object", pack_name(row.pack))
             elif size != row.size:
                 self._tell(f"the pack has {size} bytes, not {row.size}", pack_name(row.pack))
             else:
