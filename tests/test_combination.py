@@ -637,7 +637,9 @@ def test_adapters_that_do_not_combine(family: Family, tmp_path: Path) -> None:
     refused(family, no, UP, "too large for F16", "float32", experts=["large"], dtype="float16")
     adapters.write(tmp_path / "model", {"x": drawn(0, 3, 3)}, {"config.json": {}}, "model")
     family.store.add(tmp_path / "model", name="model")
-    refused(family, no, "model", "not a LoRA adapter", "extract_lora", experts=["one", "model"])
+    refused(
+        family, no, "model", "not a LoRA adapter", "extract_lora('model'", experts=["one", "model"]
+    )
     family.add("pattern", adapter(50, rank_pattern={"q_proj": 7}))
     refused(family, no, "rank 4", "says 7", experts=["pattern"])
 
@@ -701,7 +703,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         mstore.succeed("log", "drawn").out
     )
     words = mstore("combine-adapters", *experts, "--svd-rank", "3", "--name", "wrong")
-    assert "--rank 32" in words.err
+    assert "hint: --rank 3\n" in words.err
     wrong = mstore("combine-adapters", *experts, "--method", "ties", "--name", "wrong")
     assert wrong.status
     assert "--param density=0.5" in wrong.err

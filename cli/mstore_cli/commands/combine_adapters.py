@@ -17,9 +17,9 @@ PEFT_WORDS = {
     "--weights": MISTAKEN["--weight"],
     "--adapters": "--expert REF=0.5, once for each adapter",
     "--combination-type": "--method svd",
-    "--svd-rank": "--rank 32",
-    "--svd-clamp": "--param clamp=0.99",
-    "--majority-sign-method": "--param majority_sign_method=frequency",
+    "--svd-rank": "--rank VALUE",
+    "--svd-clamp": "--param clamp=VALUE",
+    "--majority-sign-method": "--param majority_sign_method=VALUE",
 }
 """What PEFT calls the options."""
 

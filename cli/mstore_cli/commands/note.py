@@ -129,7 +129,7 @@ def _settings(revision: str, values: Iterable[str]) -> dict[str, Any]:
         key, equals, value = one.partition("=")
         if not equals or not key:
             raise UsageError(
-                f"not KEY=VALUE: {one}", hint=f"mstore note {revision} {key or 'KEY'}=VALUE"
+                f"not KEY=VALUE: {one!r}", hint=f"mstore note {revision} {key or 'KEY'}=VALUE"
             )
         if key in settings:
             raise UsageError(f"{key} is given twice", hint=f"mstore note {revision} {key}=VALUE")

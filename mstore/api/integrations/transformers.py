@@ -53,7 +53,7 @@ def from_pretrained(kind: Any, store: Store, revision: Revision, **options: Any)
     if not (is_auto or issubclass(kind, transformers.PreTrainedModel)):
         raise BadRequest(
             f"{kind.__name__} makes no model, and reads files: check them out",
-            hint=call("checkout", "REF", "DIR"),
+            hint=call("checkout", str(revision), "DIR"),
         )
     files = _Files(store[revision], options.pop("subfolder", ""))
     given, wants_info = options.pop("config", None), options.pop("output_loading_info", False)
@@ -160,7 +160,7 @@ def _require_type(transformers: Any, fields: Mapping[str, Any], revision: str) -
         raise BadRequest(
             f"transformers {transformers.__version__} has no models of type {model_type!r}",
             where=f"{revision}, {_CONFIG}",
-            hint=phrase("{mount} shows it as files", mount=call("mount", "REF", "DIR")),
+            hint=phrase("{mount} shows it as files", mount=call("mount", revision, "DIR")),
         )
 
 
