@@ -56,7 +56,7 @@ class Store(Reading, Adding, Merging, Naming, Keeping):
         return len(self.ref_ids())
 
     def __bool__(self) -> bool:
-        """True, also of an empty store."""
+        """Return True, also for an empty store."""
         return True
 
     def _repr_html_(self) -> str:

@@ -84,7 +84,7 @@ def combine_adapters(
     ] = None,
     message: Message = "",
 ) -> None:
-    """Make one LoRA adapter of several of one base.
+    """Combine several LoRA adapters of one base into one.
 
     It does what PEFT's add_weighted_adapter does. The result is an adapter like any other: a merge
     takes it as an expert, and PEFT loads its checkout. cat keeps the weighted sum of the products

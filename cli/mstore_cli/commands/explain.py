@@ -87,7 +87,7 @@ def explain(
 
 
 def _prepared(store: Store, report: Explanation) -> Iterator[str]:
-    """Yield what models are that were made for the recipe of a merge."""
+    """Yield a line for each model that was made for the recipe of a merge."""
     from mstore.terms.errors import MstoreError
 
     plan = report.plan
@@ -164,7 +164,7 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
 
 
 def _draw_stack(screen: Screen, report: Explanation, *, by_layer: bool) -> None:
-    """Print whose tensors, or layers, they are: nothing was merged."""
+    """Print which model each tensor, or layer, of a stack comes from."""
     rows: dict[str, str] = {}
     for one in report.tensors:
         source, _, model = one.treatment.rpartition(" of ")
@@ -178,7 +178,7 @@ def _draw_stack(screen: Screen, report: Explanation, *, by_layer: bool) -> None:
 
 
 def _in_order(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return rows with those of layers by number: files may have them in another order."""
+    """Return rows with layers in the order of their numbers, which files may not have."""
     numbered = [row for row in rows if row[0].rpartition(".")[2].isdigit()]
     loose = [row for row in rows if row not in numbered]
     first = rows.index(numbered[0]) if numbered else len(rows)

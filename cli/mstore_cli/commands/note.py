@@ -150,7 +150,7 @@ def _no_number(text: str) -> NoReturn:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; one with a key twice says nothing for certain, and stays text."""
+    """Return a JSON object.  Raises ValueError for a key that is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key twice")

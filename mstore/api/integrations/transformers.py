@@ -194,7 +194,7 @@ def _config(transformers: Any, place: str | None, options: dict[str, Any]) -> tu
 
 
 def _weights(files: _Files, variant: str | None, config: Any) -> dict[str, TensorSlice]:
-    """Return the tensors of the files that transformers loads; of equal names the last counts."""
+    """Return the tensors of the files that transformers loads; the last of one name counts."""
     mark = f".{variant}" if variant else ""
     single, index = f"model{mark}.safetensors", f"model.safetensors.index{mark}.json"
     named = getattr(config, "transformers_weights", None) or single
