@@ -207,7 +207,7 @@ PLAN = ["plan", "--base", "base", "--expert", "expert"]
         ([*PLAN[:-1], "expert@{3..1}", "--method", "ties"], "--expert 'expert@{0..9}'"),
         ([*PLAN, "--method", "ties", "--only", "zzz*"], "mstore ls --tensors base"),
         (["cast", "expert", "--dtype", "F16", "--skip", "zzz*"], "mstore ls --tensors expert"),
-        (["compare", "expert", "--only", "zzz*"], "mstore ls --tensors expert"),
+        (["compare", "expert", "--base", "base", "--only", "zzz*"], "mstore ls --tensors base"),
         (["help", "merge", "plan"], "mstore help merge"),
         (["prune"], "mstore prune --keep-last 3 --dry-run"),
         (["show", "abc"], "the beginning of an id has at least 4 digits"),
