@@ -34,24 +34,19 @@ from mstore.terms.phrases import as_phrase, call
 from mstore.terms.report import Progress
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A store with an add and a merge, closed."""
-    root = tmp_path_factory.mktemp("template")
     with Store.init(root / "store", block_size=BLOCK) as store:
         for name in ("base", "expert"):
             base = None if name == "base" else "base"
             store.add(small_model(root / name, "s", changed=name), name=name, base=base, threads=1)
         plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
-    return root / "store"
 
 
 @pytest.fixture
-def store(template: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, open."""
-    shutil.copytree(template, tmp_path / "store")
-    with Store.open(tmp_path / "store") as store:
+def store(copied: Path) -> Iterator[Store]:
+    with Store.open(copied / "store") as store:
         yield store
 
 
@@ -94,7 +89,7 @@ def test_what_is_collected_meanwhile_is_no_damage(
     """Between any two looks into the index, refs go, come, and are pruned, and gc collects: fsck
     finds nothing wrong, for what is gone was not damaged, and what is new is whole."""
     small_model(tmp_path / "new", "new")
-    shutil.copytree(template, tmp_path / "t")
+    shutil.copytree(template / "store", tmp_path / "t")
     with Store.open(tmp_path / "t") as store:
         store.configure("reflog_days", 0)
         store.tag("v1", "expert")

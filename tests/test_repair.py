@@ -60,14 +60,6 @@ def build(root: Path) -> None:
         store.note("merged", {"mmlu": 0.62, "seen by": "ada"})
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `build` makes."""
-    root = tmp_path_factory.mktemp("template")
-    build(root)
-    return root
-
-
 @pytest.fixture
 def root(template: Path, tmp_path: Path) -> Path:
     """A copy of it: `store`, `other` (an intact copy of the store), and what was added."""
