@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,14 @@ def copied(template: Path, tmp_path: Path) -> Path:
     """A test's own copy of it."""
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     return tmp_path
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory in memory where there is one: thousands of syncs on a disk take their time."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
 
 
 @pytest.fixture

@@ -383,9 +383,9 @@ def test_a_lie_in_another_store_is_not_taken(root: Path) -> None:
     assert report.healed == ()
 
 
-def test_failing_at_any_step_leaves_the_store_no_worse(few: Path, tmp_path: Path) -> None:
+def test_failing_at_any_step_leaves_the_store_no_worse(few: Path, scratch: Path) -> None:
     """Whatever operation fails, what could be read before can still be, and repair can go on."""
-    root = tmp_path / "root"
+    root = scratch / "root"
     shutil.copytree(few, root)
     before = contents(root / "other")
     break_table(packs(root / "store")[0])
