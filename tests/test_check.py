@@ -34,24 +34,19 @@ from mstore.terms.phrases import as_phrase, call
 from mstore.terms.report import Progress
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A store with an add and a merge, closed."""
-    root = tmp_path_factory.mktemp("template")
     with Store.init(root / "store", block_size=BLOCK) as store:
         for name in ("base", "expert"):
             base = None if name == "base" else "base"
             store.add(small_model(root / name, "s", changed=name), name=name, base=base, threads=1)
         plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
-    return root / "store"
 
 
 @pytest.fixture
-def store(template: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, open."""
-    shutil.copytree(template, tmp_path / "store")
-    with Store.open(tmp_path / "store") as store:
+def store(copied: Path) -> Iterator[Store]:
+    with Store.open(copied / "store") as store:
         yield store
 
 
@@ -89,13 +84,13 @@ def _looking() -> tuple[tuple[str, int], ...]:
 
 
 def test_what_is_collected_meanwhile_is_no_damage(
-    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    template: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between any two looks into the index, refs go, come, and are pruned, and gc collects: fsck
     finds nothing wrong, for what is gone was not damaged, and what is new is whole."""
-    small_model(tmp_path / "new", "new")
-    shutil.copytree(template, tmp_path / "t")
-    with Store.open(tmp_path / "t") as store:
+    small_model(scratch / "new", "new")
+    shutil.copytree(template / "store", scratch / "t")
+    with Store.open(scratch / "t") as store:
         store.configure("reflog_days", 0)
         store.tag("v1", "expert")
         store.remove("v1")
@@ -106,19 +101,19 @@ def test_what_is_collected_meanwhile_is_no_damage(
         if env.path.name == "index":
             looks.append(_looking())
             if len(looks) - 1 == at:
-                with Store.open(tmp_path / "s") as other:
+                with Store.open(scratch / "s") as other:
                     other.remove("expert", "merged")
-                    other.add(tmp_path / "new", name="base", threads=1)
-                    other.add(tmp_path / "new", name="other", threads=1)
+                    other.add(scratch / "new", name="base", threads=1)
+                    other.add(scratch / "new", name="other", threads=1)
                     other.prune(["base"], keep_last=1)
                     other.gc(reflog_days=0)
         return real(env)
 
     def checked() -> None:
-        shutil.rmtree(tmp_path / "s", ignore_errors=True)
-        shutil.copytree(tmp_path / "t", tmp_path / "s")
+        shutil.rmtree(scratch / "s", ignore_errors=True)
+        shutil.copytree(scratch / "t", scratch / "s")
         looks.clear()
-        with Store.open(tmp_path / "s") as store, monkeypatch.context() as patch:
+        with Store.open(scratch / "s") as store, monkeypatch.context() as patch:
             patch.setattr(Environment, "read", meddling)
             problems = store.fsck().problems
         assert problems == (), at

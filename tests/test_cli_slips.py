@@ -6,7 +6,6 @@ import errno
 import io
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -32,22 +31,24 @@ def write(path: Path, seed: int) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """A store with a base and an expert, and both beside it.  Tests change nothing in it."""
-    root = tmp_path_factory.mktemp("slips")
+def build(root: Path) -> None:
+    """A store with a base and an expert, and both beside it."""
     mstore = Program(root / "a store")
     mstore.succeed("init")
     for seed, name in enumerate(("base", "expert")):
         mstore.succeed("add", write(root / name, seed), "--name", name, "--base", "none")
-    return mstore
 
 
 @pytest.fixture
-def mstore(shared: Program, tmp_path: Path) -> Program:
+def shared(template: Path) -> Program:
+    """The store itself, for tests that change nothing in it."""
+    return Program(template / "a store")
+
+
+@pytest.fixture
+def mstore(copied: Path) -> Program:
     """The same, for a test that changes it."""
-    shutil.copytree(shared.store.parent, tmp_path, dirs_exist_ok=True)
-    return Program(tmp_path / shared.store.name)
+    return Program(copied / "a store")
 
 
 def typed(mstore: Program, command: str) -> str:

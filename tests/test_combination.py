@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,21 +100,18 @@ def product(one: Adapter, module: str) -> npt.NDArray[np.float64]:
     return config["lora_alpha"] / root * (up @ down)
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A closed store of three adapters, of which tests get copies."""
-    made = Family(tmp_path_factory.mktemp("prepared"))
+def build(root: Path) -> None:
+    """A store of three adapters."""
+    made = Family(root)
     for number, name in enumerate(WEIGHTS):
         made.add(name, adapter(number))
     made.store.close()
-    return made
 
 
 @pytest.fixture
-def family(prepared: Family, tmp_path: Path) -> Iterator[Family]:
-    shutil.copytree(prepared.root, tmp_path, dirs_exist_ok=True)
-    made = Family(tmp_path)
-    made.adapters |= prepared.adapters
+def family(copied: Path) -> Iterator[Family]:
+    made = Family(copied)
+    made.adapters |= {name: adapter(number) for number, name in enumerate(WEIGHTS)}
     yield made
     made.store.close()
 
