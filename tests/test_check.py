@@ -23,6 +23,7 @@ from mstore.blocks import codecs
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.pack_store import HERE
 from mstore.blocks.packs import PAGE, Kind
+from mstore.blocks.reader import BlockReader
 from mstore.blocks.schema import CONDEMNED, PRUNED
 from mstore.store import mirror, refs
 from mstore.store.catalog import Catalog
@@ -32,6 +33,7 @@ from mstore.terms.errors import BadRequest, Corrupt, Incompatible
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import as_phrase, call
 from mstore.terms.report import Progress
+from mstore.upkeep.check.packs import payload
 
 
 def build(root: Path) -> None:
@@ -381,13 +383,17 @@ def test_deltas_are_read_through_their_bases(dense: Store) -> None:
 def test_a_delta_whose_base_cannot_be_one(
     dense: Store, damage: Callable[..., object], what: str
 ) -> None:
-    """A base is there, as long as its delta, and no delta itself; else the delta is named."""
+    """A base is there, as long as its delta, and no delta itself; else the delta is named, and is
+    not read."""
     key, row = next(iter(delta_rows(dense).items()))
     index = dense._catalog.index
     with index.env.write() as rows:
         damage(rows, index.db("blocks"), row, row[22:])
     problems = dense.fsck().problems
     assert any(p.where == key.hex() and what in p.what for p in problems), problems
+    reader = BlockReader(dense._catalog.packs, dense._catalog.block_size)
+    with pytest.raises(Corrupt):
+        payload(index, reader, (Kind.BLOCK, key), row)
 
 
 def test_a_row_with_another_base(dense: Store) -> None:
