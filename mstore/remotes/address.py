@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from mstore.remotes.bucket import Bucket
+from mstore.remotes import bucket
 from mstore.remotes.objects import Objects
 from mstore.remotes.shared_directory import SharedDirectory
 from mstore.store import refs
@@ -88,4 +88,4 @@ def opened(config: RemoteConfig, endpoints: Collection[str]) -> Objects:
         options["endpoint"] = config.endpoint
     if config.region:
         options["region"] = config.region
-    return Bucket(config.url, options)
+    return bucket.connect(config.url, options)
