@@ -1,4 +1,4 @@
-"""Objects in object storage: S3 and what speaks it, Google Cloud Storage, Azure; read over HTTP.
+"""Objects in object storage: S3 and what speaks it, Google Cloud Storage, Azure.
 
 Owns how obstore is called, and what its errors mean. Requests are tried again by obstore, within
 limits set here. Credentials come from the environment and the usual profiles, and stay in obstore:
@@ -27,6 +27,7 @@ from mstore.remotes.objects import (
 )
 from mstore.terms.errors import Corrupt, Incompatible, Unavailable
 from mstore.terms.ids import Buffer
+from mstore.terms.phrases import Text
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -43,7 +44,7 @@ _TRIES: Final[Any] = {
     },
 }
 # The providers' own hosts are asked by TLS; an endpoint that says http:// means it.
-_CLIENT: Final[Any] = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
+CLIENT: Final[Any] = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
 # What may stand in an error of a server: the address with its query, headers, XML of S3.
 _SECRET: Final = re.compile(
     r"\?[^\s\"')]+|(?i:authorization|token|signature|secret)[^\s,]*[=:]\s*\S+"
@@ -57,6 +58,11 @@ class Bucket(Objects):
     url: as obstore takes it. options: keyword arguments of obstore's store for this provider.
     """
 
+    _denied: Text = "check the credentials in the environment or the profile, and their rights"
+    """What to do if the server refuses."""
+    _secret = ""
+    """What no error may show, whatever the server says."""
+
     def __init__(self, url: str, options: dict[str, Any], where: str | None = None) -> None:
         try:
             from obstore.store import from_url
@@ -68,7 +74,7 @@ class Bucket(Objects):
             ) from error
         self.where = where or url
         with self._told(""):
-            given: dict[str, Any] = {"client_options": _CLIENT, "retry_config": _TRIES, **options}
+            given: dict[str, Any] = {"client_options": CLIENT, "retry_config": _TRIES, **options}
             self._store: ObjectStore = from_url(url, **given)
 
     @contextmanager
@@ -80,23 +86,23 @@ class Bucket(Objects):
         try:
             yield
         except (known.NotFoundError, FileNotFoundError) as error:
-            raise Absent("there is no such object", where=where) from _plain(error)
+            raise Absent("there is no such object", where=where) from self._plain(error)
         except (known.AlreadyExistsError, known.PreconditionError) as error:
-            raise Overtaken("the object is not what it was", where=where) from _plain(error)
+            raise Overtaken("the object is not what it was", where=where) from self._plain(error)
         except known.NotModifiedError:
             raise
         except (known.PermissionDeniedError, known.UnauthenticatedError) as error:
             raise Unavailable(
-                f"access is denied: {_words(error)}",
+                f"access is denied: {self._words(error)}",
                 where=where,
-                hint="check the credentials in the environment or the profile, and their rights",
-            ) from _plain(error)
+                hint=self._denied,
+            ) from self._plain(error)
         except (known.BaseError, OSError, ValueError) as error:
             raise Unavailable(
-                f"the server does not answer as it should: {_words(error)}",
+                f"the server does not answer as it should: {self._words(error)}",
                 where=where,
                 hint="check the address, the endpoint and the network, then run it again",
-            ) from _plain(error)
+            ) from self._plain(error)
 
     def read_root(self, known: RootStamp | None = None) -> tuple[bytes, RootStamp] | None:
         import obstore
@@ -245,13 +251,13 @@ class Bucket(Objects):
         with suppress(Absent), self._told(name):
             obstore.delete(self._store, name)
 
+    def _words(self, error: BaseException) -> str:
+        """Return what an error says, in one line, without what may be a secret."""
+        text = _SECRET.sub("", str(error).partition("Debug source")[0])
+        if self._secret:
+            text = text.replace(self._secret, "")
+        return " ".join(text.split())[:_LONGEST]
 
-def _words(error: BaseException) -> str:
-    """Return what an error says, in one line, without what may be a secret."""
-    text = _SECRET.sub("", str(error).partition("Debug source")[0])
-    return " ".join(text.split())[:_LONGEST]
-
-
-def _plain(error: BaseException) -> BaseException:
-    """Return a cause to show: of the same words, without secrets."""
-    return RuntimeError(_words(error))
+    def _plain(self, error: BaseException) -> BaseException:
+        """Return a cause to show: of the same words, without secrets."""
+        return RuntimeError(self._words(error))
