@@ -80,7 +80,10 @@ class FetchReport(Report, frozen=True):
 
 
 class Fetch:
-    """One fetch, or one pull."""
+    """One fetch, or one pull.
+
+    tracks: whether refs below remotes/ say what is there. needs: what was missing here.
+    """
 
     def __init__(
         self,
@@ -89,9 +92,12 @@ class Fetch:
         names: Sequence[str],
         *,
         pulls: bool,
+        tracks: bool = True,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
+        self.needs = Needs()
+        self._tracks = tracks
         self._catalog = catalog
         self._remote = remote
         self._names = names
@@ -170,11 +176,11 @@ class Fetch:
         local = LocalRecords(self._catalog)
         if all(local.is_known(id) and local.has_contents(id) for id in heads):
             source: RemoteRecords | LocalRecords = local
-            needs = Needs()
         else:
             places = RemotePlaces(self._remote, state)
             source = RemoteRecords(self._catalog, self._remote, places, state)
-            needs = gather(source, heads, set(heads).__contains__)
+            self.needs = gather(source, heads, set(heads).__contains__)
+        needs = self.needs
         with Transaction(self._catalog, f"fetch from {self._remote.name}") as transaction:
             if isinstance(source, RemoteRecords):
                 _Arrival(self, transaction, needs, places, state).run()
@@ -204,7 +210,9 @@ class Fetch:
     ) -> tuple[list[RefMove], list[str]]:
         ids = {name: id for name, (_, id) in wanted.items()}
         with self._catalog.index.env.read() as transaction:
-            moves = remote_moves(self._catalog, transaction, self._remote.name, ids, "fetch")
+            moves = []
+            if self._tracks:
+                moves += remote_moves(self._catalog, transaction, self._remote.name, ids, "fetch")
             diverged = []
             known = refs_in(self._catalog.index, transaction)
             if self._pulls:
@@ -220,7 +228,7 @@ class Fetch:
                         own.kind == kind == refs.BRANCH
                         and is_ancestor(source, own.snapshot_id(), [id])
                     ):
-                        action = f"pull {self._remote.name}"
+                        action = f"pull {self._remote.name}" if self._tracks else "copy"
                         moves.append(RefMove(name, own, new, action))
                     else:
                         diverged.append(name)
@@ -349,12 +357,25 @@ class _Arrival:
             if place is None:
                 alone = self._places.alone(base)
                 if alone is None:
-                    raise lacks(self._remote, Kind.BLOCK, base)
-                lacking[Kind.BLOCK, base] = alone
+                    self._do_without(base, lacking)
+                else:
+                    lacking[Kind.BLOCK, base] = alone
             elif place.base != NO_BASE:
                 # Here it is a difference itself, and that cannot be a base.
                 self._restate.update(id for (_, id), at in lacking.items() if at.base == base)
         return lacking
+
+    def _do_without(self, base: bytes, lacking: dict[Key, Location]) -> None:
+        """Take differences to a block that the remote lacks from packs that have them in full.
+
+        A pack may have what no snapshot needs any more, after its base is gone.
+        """
+        for key, at in list(lacking.items()):
+            if at.base == base:
+                alone = self._places.alone(key[1])
+                if alone is None:
+                    raise lacks(self._remote, Kind.BLOCK, base)
+                lacking[key] = alone
 
     # -- downloading -------------------------------------------------------------------------
 

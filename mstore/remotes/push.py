@@ -88,7 +88,10 @@ class _Sent(msgspec.Struct, frozen=True):
 
 
 class Push:
-    """One push."""
+    """One push.
+
+    needs: what the refs need. tracks: whether refs below remotes/ say what is there afterwards.
+    """
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class Push:
         delete: Sequence[str] = (),
         contents_of_ancestors: bool = False,
         force_with_lease: bool = False,
+        tracks: bool = True,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
@@ -106,16 +110,17 @@ class Push:
         self._remote = remote
         self._delete = delete
         self._force = force_with_lease
+        self._tracks = tracks
         self._jobs = jobs
         self._progress = progress
         self._source = LocalRecords(catalog)
-        self._refs = _refs(catalog, names)
+        self._refs = refs_to_send(catalog, names)
         heads = {ref.snapshot_id() for ref in self._refs.values()}
 
         def is_whole(id: SnapshotId) -> bool:
             return id in heads or (contents_of_ancestors and self._source.has_contents(id))
 
-        self._needs = gather(self._source, heads, is_whole)
+        self.needs = gather(self._source, heads, is_whole)
         self._sent: dict[PackId, _Sent] = {}
         self._at: dict[Key, PackId] = {}
         self._used: dict[Key, PackId] = {}
@@ -125,6 +130,7 @@ class Push:
     def run(self, *, dry_run: bool) -> PushReport:
         """Push. Raises Conflict for a ref that moved there, Corrupt, Unavailable."""
         began = time.monotonic()
+        self._remote.objects.require_writable()
         self._remote.make_directory()
         lease = Lease(self._catalog.layout, self._catalog.index, f"push to {self._remote.name}")
         try:
@@ -144,7 +150,8 @@ class Push:
             if not dry_run and state is not None:
                 self._remote.remember(state)
                 self._forget_sent()
-                self._follow(moved)
+                if self._tracks:
+                    self._follow(moved)
         finally:
             lease.release()
         return PushReport(
@@ -329,7 +336,7 @@ class Push:
                     missing.append(id)
             return missing
 
-        for id, at in self._located(look(Kind.BLOCK, list(self._needs.blocks))):
+        for id, at in self._located(look(Kind.BLOCK, list(self.needs.blocks))):
             lacking.append(((Kind.BLOCK, id), at))
             if at.base != NO_BASE:
                 bases[at.base] = None
@@ -361,7 +368,7 @@ class Push:
     def _lacking_records(self, look: object) -> Iterator[tuple[Key, Location]]:
         index = self._catalog.index
         by_kind: dict[Kind, list[bytes]] = {}
-        for kind, id in self._needs.records:
+        for kind, id in self.needs.records:
             by_kind.setdefault(kind, []).append(id)
         for kind, ids in by_kind.items():
             missing = look(kind, ids)  # type: ignore[operator]
@@ -396,14 +403,14 @@ class Push:
         """Add the rows of packs, snapshots and notes."""
         needed = set(used.values())
         self._pack_rows(state, changes, needed)
-        for id in self._needs.snapshots:
+        for id in self.needs.snapshots:
             pack = used[Kind.SNAPSHOT, id]
-            is_whole = id in self._needs.whole
+            is_whole = id in self.needs.whole
             row = state.snapshot(id)
             if row is None or not _is_there(state, row.pack) or is_whole > row.is_whole:
                 changes.put("snapshots", SnapshotRow(bytes(id), bytes(pack), is_whole))
         known = state.rows("notes")
-        for snapshot, note in self._needs.notes:
+        for snapshot, note in self.needs.notes:
             row = known.get(snapshot + note)
             if row is None or not _is_there(state, row.pack):
                 pack = used[Kind.NOTE, note]
@@ -454,7 +461,7 @@ def _is_there(state: RemoteState, pack: bytes) -> bool:
     return row is not None and row.is_there
 
 
-def _refs(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
+def refs_to_send(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
     """Return the branches and tags of these names. Raises NotFound, BadRequest for others."""
     found: dict[str, refs.Ref] = {}
     with catalog.index.env.read() as transaction:
