@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from mstore import fs
@@ -18,6 +18,7 @@ from mstore.remotes.fetch import Fetch
 from mstore.remotes.layout import read_root
 from mstore.remotes.objects import Objects
 from mstore.remotes.state import Remote
+from mstore.remotes.tracking import may_write
 from mstore.store import listing, refs
 from mstore.store.catalog import Catalog
 from mstore.store.config import RemoteConfig
@@ -164,9 +165,17 @@ def _directory(catalog: Catalog, name: str) -> Path:
 def opened(
     catalog: Catalog, name: str, endpoints: Collection[str], *, token: str = ""
 ) -> Iterator[Remote]:
-    """Open a remote. Raises NotFound, and as `address.opened`."""
-    with closing(address.opened(find(catalog, name), endpoints, token)) as objects:
-        yield Remote(name, objects, _directory(catalog, name))
+    """Open a remote. Raises NotFound, and as `address.opened`.
+
+    Who may not write the store keeps what is known of the remote only until this ends.
+    """
+    with ExitStack() as stack:
+        config = find(catalog, name)
+        objects = stack.enter_context(closing(address.opened(config, endpoints, token)))
+        directory = _directory(catalog, name)
+        if not may_write(catalog):
+            directory = stack.enter_context(fs.scratch())
+        yield Remote(name, objects, directory)
 
 
 def contents(catalog: Catalog, remote: Remote) -> RemoteContents:
