@@ -162,7 +162,7 @@ def _begin(scratch: Path) -> None:
             told = json.dumps([number])
             store.add(source, name=f"base/{number}", message=told, threads=1)
         for name in SHARED:
-            store.branch(name, "base/0")
+            store.reset(name, "base/0")
         store.add_remote("origin", URL)
         store.push("origin", every=True)
 
