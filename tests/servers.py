@@ -79,7 +79,8 @@ def s3_environment(endpoint: str, key: str = "", secret: str = "") -> dict[str, 
 @contextmanager
 def moto(directory: Path) -> Iterator[Server]:
     """S3. Keys are not checked."""
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    program = Path(__file__).with_name("moto_atomic.py")
+    command = [sys.executable, str(program), "-H", "127.0.0.1", "-p", "0"]
     with _started(command, directory, r"Running on (http://127\.0\.0\.1:\d+)") as (endpoint, log):
         _ask("PUT", f"{endpoint}/{BUCKET}")
         given = s3_environment(endpoint)
@@ -94,17 +95,17 @@ def moto(directory: Path) -> Iterator[Server]:
 
 @contextmanager
 def s3rver(directory: Path) -> Iterator[Server]:
-    """S3 that ignores every condition of a write. It checks keys, and knows one pair."""
+    """S3 that ignores every condition of a write. It knows one key, and checks its name only."""
     command = [*_node("s3rver/bin/s3rver.js"), "-d", str(directory), "-a", "127.0.0.1", "-p", "0"]
     command += ["--configure-bucket", BUCKET]
-    with _started(command, directory, r"listening on (127\.0\.0\.1:\d+)") as (address, log):
+    with _started(command, directory, r"listening on (127\.0\.0\.1:\d+)") as (address, _):
         given = s3_environment(f"http://{address}", "S3RVER", "S3RVER")
         yield Server(
             f"s3://{BUCKET}",
             f"http://{address}",
             given,
             (),
-            lambda: re.findall(r'"([A-Z]+ /\S*) HTTP', log.read_text()),
+            lambda: pytest.fail("s3rver's log has no methods"),
         )
 
 
