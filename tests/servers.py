@@ -89,7 +89,7 @@ def moto(directory: Path) -> Iterator[Server]:
             endpoint,
             given,
             _secrets(given),
-            lambda: re.findall(r'"([A-Z]+ /\S*) HTTP', log.read_text()),
+            lambda: _logged(log),
         )
 
 
@@ -131,19 +131,29 @@ def azurite(directory: Path) -> Iterator[Server]:
             endpoint,
             environment,
             (key,),
-            lambda: re.findall(r'"([A-Z]+ /\S*) HTTP', log.read_text()),
+            lambda: _logged(log),
         )
 
 
 @contextmanager
-def gcs(*, read_only: bool = False) -> Iterator[Server]:
+def gcs(stub: gcs_stub.Stub | None = None) -> Iterator[Server]:
     """Google Cloud Storage, as far as obstore uses it. It lets one token in."""
-    token = f"ya29.{secrets.token_hex(20)}"
-    with gcs_stub.serving(gcs_stub.Stub(BUCKET, token, read_only=read_only)) as stub:
-        environment = {"GOOGLE_BASE_URL": stub.endpoint, "GOOGLE_BEARER_TOKEN": token}
+    with gcs_stub.serving(stub or google()) as one:
+        environment = {"GOOGLE_BASE_URL": one.endpoint, "GOOGLE_BEARER_TOKEN": one.token}
         yield Server(
-            f"gs://{BUCKET}", stub.endpoint, environment, (token,), lambda: list(stub.requests)
+            f"gs://{BUCKET}", one.endpoint, environment, (one.token,), lambda: list(one.requests)
         )
+
+
+def google() -> gcs_stub.Stub:
+    """Return what `gcs` serves, for a test that changes it meanwhile."""
+    return gcs_stub.Stub(BUCKET, f"ya29.{secrets.token_hex(20)}")
+
+
+def _logged(log: Path) -> list[str]:
+    """The requests in a server's log, which may be in colour."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text())
+    return re.findall(r'"([A-Z]+ /\S*) HTTP', plain)
 
 
 def _secrets(environment: Mapping[str, str]) -> tuple[str, ...]:
