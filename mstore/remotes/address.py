@@ -2,45 +2,66 @@
 
     s3://BUCKET/PREFIX    S3 and what speaks it; gs:// Google Cloud Storage; az:// Azure
     file:///DIRECTORY     a directory that several machines may share
+    bundle:FILE           one file; read-only
+    http://HOST/PATH      what a web server shows, also https://; read-only
 
-A store's settings may be a stranger's: an endpoint that they name gets credentials only if the
-user named it too. So may an address be: one with a password or a signature in it is refused, for it
-would end in files and logs.
+A store's settings may be a stranger's: an endpoint or a web server that they name gets credentials
+only if the user named it too. So may an address be: one with a password or a signature in it is
+refused, for it would end in files and logs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from mstore.remotes import bucket
+from mstore.remotes import bucket, bundle, web
+from mstore.remotes.bundle import Bundle
 from mstore.remotes.objects import Objects
 from mstore.remotes.shared_directory import SharedDirectory
+from mstore.remotes.web import Web, server_of
 from mstore.store import refs
 from mstore.store.config import RemoteConfig
 from mstore.terms.errors import BadRequest, Conflict
 from mstore.terms.phrases import call
 
-SCHEMES: Final = ("s3", "gs", "az", "file")
+SCHEMES: Final = ("s3", "gs", "az", "file", *web.SCHEMES)
 _MOST_BYTES: Final = 1024
 
 
 def is_address(text: str) -> bool:
     """Return whether a text is meant as the address of a remote, and not as a path."""
-    return "://" in text
+    return "://" in text or text.startswith(bundle.SCHEME)
+
+
+def is_web(url: str) -> bool:
+    """Return whether an address is a web server's."""
+    return url.partition("://")[0] in web.SCHEMES
 
 
 def checked(config: RemoteConfig) -> RemoteConfig:
     """Return the settings of a remote, its address normalized. Raises BadRequest, BadName."""
     refs.directory_of(refs.REMOTE, config.name)
-    url = _checked_url(config.url, SCHEMES)
+    is_bundle = config.url.startswith(bundle.SCHEME)
+    url = _bundle(config.url) if is_bundle else _checked_url(config.url, SCHEMES)
+    if (is_bundle or is_web(url)) and (config.endpoint or config.region):
+        raise BadRequest("this address has no endpoint and no region", where=url)
     if config.endpoint:
         _checked_url(config.endpoint, ("http", "https"))
     if not config.region.replace("-", "").isalnum() and config.region:
         raise BadRequest(f"{config.region!r} is no region")
     return RemoteConfig(config.name, url, config.endpoint.rstrip("/"), config.region)
+
+
+def _bundle(url: str) -> str:
+    """Return the address of a bundle, by its whole path."""
+    path = url.removeprefix(bundle.SCHEME)
+    if not path or not path.isprintable() or len(path) > _MOST_BYTES:
+        raise BadRequest(f"{url[:100]!r}: a bundle's address is bundle:FILE")
+    return f"{bundle.SCHEME}{os.path.abspath(path)}"
 
 
 def _checked_url(url: str, schemes: Collection[str]) -> str:
@@ -68,12 +89,21 @@ def _checked_url(url: str, schemes: Collection[str]) -> str:
     return url.rstrip("/")
 
 
-def opened(config: RemoteConfig, endpoints: Collection[str]) -> Objects:
+def server(config: RemoteConfig) -> str:
+    """Return the server that the settings of a remote name; empty if it is the provider's own."""
+    return server_of(config.url) if is_web(config.url) else config.endpoint
+
+
+def opened(config: RemoteConfig, endpoints: Collection[str], token: str = "") -> Objects:
     """Open a remote's objects.  Raises BadRequest, Conflict, Unavailable.
 
-    endpoints: servers that the user trusts with credentials.
+    endpoints: servers that the user trusts with credentials. token: for web servers.
     """
     config = checked(config)
+    if config.url.startswith(bundle.SCHEME):
+        return Bundle(Path(config.url.removeprefix(bundle.SCHEME)))
+    if is_web(config.url):
+        return _web(config.url, endpoints, token)
     if config.url.startswith("file:"):
         return SharedDirectory(Path(unquote(urlsplit(config.url).path)))
     if config.endpoint and config.endpoint not in endpoints:
@@ -89,3 +119,11 @@ def opened(config: RemoteConfig, endpoints: Collection[str]) -> Objects:
     if config.region:
         options["region"] = config.region
     return bucket.connect(config.url, options)
+
+
+def _web(url: str, endpoints: Collection[str], token: str) -> Web:
+    """Open what a web server shows; it gets the token only if the user named it."""
+    if token and server_of(url) not in endpoints:
+        return Web(url, "", call("trust", server_of(url)))
+    given = web.checked_token(token) if token else ""
+    return Web(url, given, "the server wants a token: ask who runs it")

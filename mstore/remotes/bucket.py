@@ -1,4 +1,4 @@
-"""Objects in object storage: S3 and what speaks it, Google Cloud Storage, Azure; read over HTTP.
+"""Objects in object storage: S3 and what speaks it, Google Cloud Storage, Azure.
 
 Owns how obstore is called, and what its errors mean. Requests are tried again by obstore, within
 limits set here. Credentials come from the environment and the usual profiles, and stay in obstore:
@@ -30,6 +30,7 @@ from mstore.remotes.objects import (
 )
 from mstore.terms.errors import Corrupt, Incompatible, MstoreError, Unavailable
 from mstore.terms.ids import Buffer
+from mstore.terms.phrases import Text
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -50,7 +51,7 @@ _TRIES: Final[Any] = {
     },
 }
 # The providers' own hosts are asked by TLS; an endpoint that says http:// means it.
-_CLIENT: Final[Any] = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
+CLIENT: Final[Any] = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
 # An error of obstore quotes the server's answer, which may quote the request: addresses with
 # signatures, headers with tokens. So of its text only what is listed here is shown.
 _STATUS: Final = re.compile(r"status code: (\d{3}(?: [A-Z][A-Za-z-]*)*)")
@@ -72,12 +73,20 @@ _SIGNS: Final = (
 )
 
 
+_DENIED: Final = "check the credentials in the environment, and their rights"
+
+
 class _Unable(Unavailable):
     """The server says that it cannot do this at all."""
 
 
 def connect(url: str, options: dict[str, Any]) -> Bucket:
-    """Return what is below a prefix of a bucket. Raises Unavailable.
+    """Return what is below a prefix of a bucket. Raises Unavailable, as `store_of`."""
+    return Bucket(store_of(url, options), url)
+
+
+def store_of(url: str, options: dict[str, Any]) -> ObjectStore:
+    """Return obstore's store for an address. Raises Unavailable.
 
     url: as obstore takes it. options: keyword arguments of obstore's store for this provider.
     """
@@ -89,15 +98,19 @@ def connect(url: str, options: dict[str, Any]) -> Bucket:
             where=url,
             hint="pip install 'mstore[remote]'",
         ) from error
-    given: dict[str, Any] = {"client_options": _CLIENT, "retry_config": _TRIES, **options}
-    return Bucket(_translated(url, lambda: from_url(url, **given)), url)
+    given: dict[str, Any] = {"client_options": CLIENT, "retry_config": _TRIES, **options}
+    return _translated(url, lambda: from_url(url, **given), _DENIED)
 
 
 class Bucket(Objects):
-    """Objects below a prefix of a bucket. where: the address, for errors and reports."""
+    """Objects below a prefix of a bucket.
 
-    def __init__(self, store: ObjectStore, where: str) -> None:
+    where: the address, for errors and reports. denied: what to do if the server refuses.
+    """
+
+    def __init__(self, store: ObjectStore, where: str, denied: Text = _DENIED) -> None:
         self._store = store
+        self._denied = denied
         self.where = where
         self._process = os.getpid()
 
@@ -115,7 +128,7 @@ class Bucket(Objects):
                 where=where,
                 hint="open the remote in the new process, or start that by spawn",
             )
-        return _translated(where, ask)
+        return _translated(where, ask, self._denied)
 
     def read_root(self, known: RootStamp | None = None) -> tuple[bytes, RootStamp] | None:
         import obstore
@@ -298,7 +311,7 @@ def _ignores(where: str) -> Incompatible:
     )
 
 
-def _translated(where: str, ask: Callable[[], T]) -> T:
+def _translated(where: str, ask: Callable[[], T], denied: Text) -> T:
     """Call obstore. Its errors have no place in the chain of those that this raises."""
     try:
         return ask()
@@ -308,11 +321,11 @@ def _translated(where: str, ask: Callable[[], T]) -> T:
         # obstore's panics are no Exceptions; whatever is no error of obstore's goes on.
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        failure = _failure(error, where)
+        failure = _failure(error, where, denied)
     raise failure
 
 
-def _failure(error: BaseException, where: str) -> MstoreError:
+def _failure(error: BaseException, where: str, denied: Text) -> MstoreError:
     import obstore.exceptions as known
 
     text = str(error)
@@ -339,11 +352,7 @@ def _failure(error: BaseException, where: str) -> MstoreError:
         )
     told = f"it answers {status[1]}{f' ({code[1]})' if code else ''}" if status else _sign(text)
     if number in ("401", "403"):
-        return Unavailable(
-            f"access is denied: {told}",
-            where=where,
-            hint="check the credentials in the environment, and their rights",
-        )
+        return Unavailable(f"access is denied: {told}", where=where, hint=denied)
     return Unavailable(
         f"the server does not answer as it should: {told}",
         where=where,

@@ -161,9 +161,11 @@ def _directory(catalog: Catalog, name: str) -> Path:
 
 
 @contextmanager
-def opened(catalog: Catalog, name: str, endpoints: Collection[str]) -> Iterator[Remote]:
+def opened(
+    catalog: Catalog, name: str, endpoints: Collection[str], *, token: str = ""
+) -> Iterator[Remote]:
     """Open a remote. Raises NotFound, and as `address.opened`."""
-    with closing(address.opened(find(catalog, name), endpoints)) as objects:
+    with closing(address.opened(find(catalog, name), endpoints, token)) as objects:
         yield Remote(name, objects, _directory(catalog, name))
 
 
@@ -227,13 +229,14 @@ def clone(
     *,
     endpoint: str,
     region: str,
+    token: str,
     jobs: int,
     progress: ProgressCallback | None,
 ) -> CloneReport:
     """Make a store with all that a remote has; see `Store.clone`."""
     began = time.monotonic()
     config = address.checked(RemoteConfig(ORIGIN, url, endpoint, region))
-    with closing(address.opened(config, {config.endpoint})) as objects:
+    with closing(address.opened(config, {address.server(config)}, token)) as objects:
         size = _block_size(objects)
         fs.require_empty(destination)
         with closing(Catalog.create(destination, size)) as catalog:
