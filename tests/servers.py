@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,19 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
             patch.delenv(name)
+
+
+def shown(error: BaseException) -> str:
+    """All that anybody may see of an error: it, its notes, those behind it, and its traceback."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and one not in seen:
+            seen.append(one)
+            waiting += [one.__cause__, one.__context__]
+    texts = [f"{one} {one!r} {one.args} {getattr(one, '__notes__', [])}" for one in seen]
+    return "\n".join([*texts, *traceback.format_exception(error)])
 
 
 def s3_environment(endpoint: str, key: str = "", secret: str = "") -> dict[str, str]:

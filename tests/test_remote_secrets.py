@@ -12,7 +12,6 @@ import re
 import secrets
 import socket
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -159,19 +158,6 @@ CALLS: Mapping[str, Callable[[Objects], object]] = {
 }
 
 
-def shown(error: BaseException) -> str:
-    """All that anybody may see of an error: it, its notes, those behind it, and its traceback."""
-    seen: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and one not in seen:
-            seen.append(one)
-            waiting += [one.__cause__, one.__context__]
-    texts = [f"{one} {one!r} {one.args} {getattr(one, '__notes__', [])}" for one in seen]
-    return "\n".join([*texts, *traceback.format_exception(error)])
-
-
 def _quick(patch: pytest.MonkeyPatch) -> None:
     """Let obstore try once more, at once."""
     soon = timedelta(milliseconds=1)
@@ -219,7 +205,7 @@ def test_no_error_shows_what_was_sent(provider: str, monkeypatch: pytest.MonkeyP
         for heard.mode in modes:
             for name, error in _failures(objects).items():
                 failed.add((heard.mode, name))
-                text = shown(error)
+                text = servers.shown(error)
                 leaked = [one for one in hidden | heard.secrets if one in text]
                 assert leaked == [], (heard.mode, name, text)
                 assert "SignedHeaders" not in text
@@ -257,8 +243,8 @@ def test_a_server_that_is_not_there(
     for error in failed.values():
         assert isinstance(error, Unavailable)
         assert re.search(says, str(error))
-        assert "?" not in shown(error)
-        assert [one for one in hidden if one in shown(error)] == []
+        assert "?" not in servers.shown(error)
+        assert [one for one in hidden if one in servers.shown(error)] == []
 
 
 @pytest.mark.parametrize(
@@ -309,7 +295,7 @@ def test_wrong_keys_at_real_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             monkeypatch.setenv(name, wrong)
             for error in _failures(bucket.connect(server.below(), {})).values():
                 refused += "access is denied" in str(error)
-                text = shown(error)
+                text = servers.shown(error)
                 hidden = (wrong, "StringToSign", "SharedKey", "AWS4-HMAC", "?")
                 assert [one for one in hidden if one in text] == []
     assert refused == 2 * len(CALLS)
@@ -349,7 +335,7 @@ def test_credentials_that_cannot_be_used(
         monkeypatch.setenv(name, value)
     with pytest.raises(Unavailable, match=says) as caught:
         bucket.connect(url, {})
-    assert "SECRET" not in shown(caught.value)
+    assert "SECRET" not in servers.shown(caught.value)
 
 
 def test_nothing_of_a_push_is_kept_in_the_store(
