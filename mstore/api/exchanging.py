@@ -14,12 +14,15 @@ from mstore.api.open_store import OpenStore, local_path, thread_count
 
 if TYPE_CHECKING:
     from mstore.remotes.bundling import BundleReport
+    from mstore.remotes.check import RemoteCheckReport
+    from mstore.remotes.collect import RemoteGcReport
     from mstore.remotes.copying import CopyReport
     from mstore.remotes.fetch import FetchReport
     from mstore.remotes.push import PushReport
     from mstore.remotes.registry import RemoteContents, RemoteReport
     from mstore.remotes.state import Remote
     from mstore.remotes.store_remote import StoreRemote
+    from mstore.remotes.usage import RemoteUsageReport
     from mstore.terms.report import ProgressCallback
     from mstore.upkeep.backup.backup import CloneReport
 
@@ -75,6 +78,61 @@ class Exchanging(OpenStore):
 
         with self._remote(name) as remote:
             return registry.contents(self._catalog, remote)
+
+    def remote_gc(
+        self,
+        name: str,
+        *,
+        reflog_days: int | None = None,
+        grace_hours: float = 24.0,
+        dry_run: bool = False,
+    ) -> RemoteGcReport:
+        """Drop what no ref of a remote reaches; safe while others push, fetch and collect.
+
+        What is not needed any more is condemned first; a run after the time of grace deletes it,
+        by the remote's clock.
+
+        reflog_days: keep what its refs pointed at within this many days; None: as in this store.
+        grace_hours: for how long condemned packs stay, for those who read them. dry_run: only
+        report.
+
+        Raises Corrupt (something that is needed is missing), Unavailable; then nothing is dropped.
+        """
+        from mstore.remotes.collect import RemoteCollector
+
+        days = self._catalog.config.reflog_days if reflog_days is None else reflog_days
+        with self._remote(name) as remote:
+            return RemoteCollector(
+                self._catalog, remote, reflog_days=days, grace_hours=grace_hours
+            ).run(dry_run=dry_run)
+
+    def remote_fsck(
+        self,
+        name: str,
+        *,
+        read_data: bool = False,
+        jobs: int = JOBS,
+        progress: ProgressCallback | None = None,
+    ) -> RemoteCheckReport:
+        """Check that a remote has what its refs need, whole; changes nothing.
+
+        read_data: also read every payload, and compare it with its id.
+
+        Raises Corrupt (the root or a list is damaged), NotFound, Unavailable.
+        """
+        from mstore.remotes.check import RemoteCheck
+
+        with self._remote(name) as remote:
+            return RemoteCheck(self._catalog, remote, jobs=jobs, progress=progress).run(
+                read_data=read_data
+            )
+
+    def remote_usage(self, name: str) -> RemoteUsageReport:
+        """Return what the refs of a remote take there and share. Raises NotFound, Unavailable."""
+        from mstore.remotes.usage import usage
+
+        with self._remote(name) as remote:
+            return usage(self._catalog, remote)
 
     def push(
         self,

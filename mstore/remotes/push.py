@@ -33,12 +33,14 @@ from mstore.remotes.layout import (
     RemoteRoot,
     SnapshotRow,
     TableId,
+    pack_name,
+    table_name,
 )
 from mstore.remotes.needs import LocalRecords, gather, is_ancestor
 from mstore.remotes.objects import Absent, Overtaken
 from mstore.remotes.outgoing import Outgoing, laid_out, pieces
 from mstore.remotes.places import RemotePlaces
-from mstore.remotes.state import Changes, Remote, RemoteState, pack_name
+from mstore.remotes.state import Changes, Remote, RemoteState
 from mstore.remotes.tracking import MovedRef, follow
 from mstore.store import refs
 from mstore.store.catalog import Catalog
@@ -113,13 +115,16 @@ class Push:
         self._progress = progress
         self._source = LocalRecords(catalog)
         self._refs = refs_to_send(catalog, names)
-        self.needs = gather(
-            self._source,
-            [ref.snapshot_id() for ref in self._refs.values()],
-            contents_of_ancestors=contents_of_ancestors,
-        )
+        heads = {ref.snapshot_id() for ref in self._refs.values()}
+
+        def is_whole(id: SnapshotId) -> bool:
+            return id in heads or (contents_of_ancestors and self._source.has_contents(id))
+
+        self.needs = gather(self._source, heads, is_whole)
         self._sent: dict[PackId, _Sent] = {}
         self._at: dict[Key, PackId] = {}
+        self._used: dict[Key, PackId] = {}
+        self._table: str | None = None
         self._blocks = self._packs = self._bytes = 0
 
     def run(self, *, dry_run: bool) -> PushReport:
@@ -136,6 +141,7 @@ class Push:
                 moved, changes = self._decided(state, dry_run)
                 if dry_run or state is None or not changes:
                     break
+                self._stamp(changes)
                 try:
                     state = self._remote.change(state, changes)
                     break
@@ -193,8 +199,7 @@ class Push:
                 one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
                 pack = PackId(bytes.fromhex(name))
                 table_entries(pack, one[1], str(path))
-                row = state.packs().get(pack)
-                if row is None and self._remote.objects.size(pack_name(pack)) == one[0]:
+                if self._remote.objects.size(pack_name(pack)) == one[0]:
                     self._note_sent(_Sent(pack, *one))
                     continue
             fs.unlink(path, missing_ok=True)
@@ -204,8 +209,18 @@ class Push:
         for entry in table_entries(one.pack, one.table, ""):
             self._at.setdefault((Kind(entry.kind), entry.id), one.pack)
 
+    def _drop_named(self, state: RemoteState) -> None:
+        """Forget sent packs that a root named, or that a gc may have deleted meanwhile."""
+        rows = state.packs()
+        for pack in [one for one in self._sent if one in rows]:
+            row = rows[pack]
+            if row.length or row.state != PackState.CONDEMNED:
+                del self._sent[pack]
+                self._at = {key: one for key, one in self._at.items() if one != pack}
+                fs.unlink(self._remote.directory / "sent" / pack.hex(), missing_ok=True)
+
     def _forget_sent(self) -> None:
-        for pack in self._sent:
+        for pack in set(self._used.values()) & self._sent.keys():
             fs.unlink(self._remote.directory / "sent" / pack.hex(), missing_ok=True)
 
     # -- deciding ----------------------------------------------------------------------------
@@ -217,10 +232,21 @@ class Push:
         if not self._refs:
             return moved, changes
         places = None if state is None else RemotePlaces(self._remote, state)
-        used = self._send(places, state, dry_run)
+        used = self._used = self._send(places, state, dry_run)
         if state is not None and not dry_run:
             self._rows(state, changes, used)
         return moved, changes
+
+    def _stamp(self, changes: Changes) -> None:
+        """Give the moves of refs the remote's time, by which its gc keeps them."""
+        rows = changes.rows["refs"]
+        if rows:
+            put = self._table
+            now = self._remote.clock_ns() if put is None else self._remote.objects.time_ns(put)
+            for key, row in rows.items():
+                *before, last = row.moves
+                moves = (*before, msgspec.structs.replace(last, time_ns=now))
+                rows[key] = msgspec.structs.replace(row, moves=moves)
 
     def _moves(self, state: RemoteState | None, changes: Changes) -> list[MovedRef]:
         before = {} if state is None else state.refs()
@@ -284,6 +310,8 @@ class Push:
         self, places: RemotePlaces | None, state: RemoteState | None, dry_run: bool
     ) -> dict[Key, PackId]:
         """Put packs with what the remote lacks; return which pack has each thing needed."""
+        if state is not None:
+            self._drop_named(state)
         used: dict[Key, PackId] = {}
         lacking: list[tuple[Key, Location]] = []
         bases: dict[bytes, None] = {}
@@ -379,40 +407,42 @@ class Push:
             pack = used[Kind.SNAPSHOT, id]
             is_whole = id in self.needs.whole
             row = state.snapshot(id)
-            if row is None or not state.packs()[row.pack].is_there or (is_whole > row.is_whole):
+            if row is None or not _is_there(state, row.pack) or is_whole > row.is_whole:
                 changes.put("snapshots", SnapshotRow(bytes(id), bytes(pack), is_whole))
         known = state.rows("notes")
         for snapshot, note in self.needs.notes:
-            if snapshot + note not in known:
+            row = known.get(snapshot + note)
+            if row is None or not _is_there(state, row.pack):
                 pack = used[Kind.NOTE, note]
                 changes.put("notes", NoteRow(bytes(snapshot), bytes(note), bytes(pack)))
 
     def _pack_rows(self, state: RemoteState, changes: Changes, needed: set[PackId]) -> None:
-        new = [self._sent[pack] for pack in needed if pack in self._sent]
+        new = [one for pack, one in self._sent.items() if pack in needed]
         if new:
             data = b"".join(one.table for one in new)
-            table = TableId.of(data)
-            self._remote.objects.put_bytes(f"tables/{table}", data)
+            table, made = TableId.of(data), state.root.generation + 1
+            self._table = table_name(made, table)
+            self._remote.objects.put_bytes(self._table, data)
             offset = 0
             for one in new:
-                count = len(table_entries(one.pack, one.table, ""))
                 changes.put(
                     "packs",
                     PackRow(
-                        bytes(one.pack),
-                        one.size,
-                        PackState.LIVE,
-                        0,
-                        count,
-                        bytes(table),
-                        offset,
-                        len(one.table),
+                        id=bytes(one.pack),
+                        size=one.size,
+                        state=PackState.LIVE,
+                        time_ns=0,
+                        entries=len(table_entries(one.pack, one.table, "")),
+                        made=made,
+                        table=bytes(table),
+                        offset=offset,
+                        length=len(one.table),
                     ),
                 )
                 offset += len(one.table)
         for pack in needed:
             row = state.packs().get(pack)
-            if row is not None and row.state == PackState.CONDEMNED:
+            if row is not None and row.is_there and row.state == PackState.CONDEMNED:
                 changes.put("packs", msgspec.structs.replace(row, state=PackState.LIVE, time_ns=0))
 
     # -- afterwards --------------------------------------------------------------------------
@@ -424,6 +454,11 @@ class Push:
         }
         wanted |= dict.fromkeys(self._delete)
         follow(self._catalog, self._remote.name, wanted, _ACTION)
+
+
+def _is_there(state: RemoteState, pack: bytes) -> bool:
+    row = state.packs().get(pack)
+    return row is not None and row.is_there
 
 
 def refs_to_send(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:

@@ -104,7 +104,7 @@ class SharedDirectory(Objects):
         try:
             return fs.open_file(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Absent("there is no such object", where=str(path)) from error
+            raise Absent("there is no such object", where=f"{self.where}/{name}") from error
         except OSError as error:
             raise fs.unread(error, path) from error
 

@@ -39,9 +39,10 @@ from mstore.remotes.layout import (
     RemoteRoot,
     SnapshotRow,
     TableId,
+    pack_name,
+    table_name,
 )
 from mstore.remotes.objects import ROOT, Absent, ReadOnly, RootStamp, short
-from mstore.remotes.state import pack_name
 from mstore.store import listing, refs
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
@@ -54,6 +55,8 @@ IDLE_SECONDS: Final = 600
 LONGEST_SECONDS: Final = 86400
 """A view goes so long after another one replaced it."""
 MOST_VIEWS: Final = 8
+_MADE: Final = 0
+"""Of lists and tables: of no root, so that the same rows have the same name in each."""
 
 
 class _Table:
@@ -269,7 +272,7 @@ class StoreRemote(ReadOnly):
         self._tables = tables
         for pack, table in tables.items():
             view.packs[pack_name(pack)] = pack, sizes[pack]
-            view.tables[f"tables/{table.id}"] = pack, table
+            view.tables[table_name(_MADE, table.id)] = pack, table
         rows: dict[str, list[Any]] = {
             "refs": named,
             "snapshots": [
@@ -279,14 +282,15 @@ class StoreRemote(ReadOnly):
             ],
             "packs": [
                 PackRow(
-                    bytes(pack),
-                    sizes[pack],
-                    PackState.LIVE,
-                    0,
-                    table.length // ENTRY.size,
-                    bytes(table.id),
-                    0,
-                    HEADER_BYTES + table.length,
+                    id=bytes(pack),
+                    size=sizes[pack],
+                    state=PackState.LIVE,
+                    time_ns=0,
+                    entries=table.length // ENTRY.size,
+                    made=_MADE,
+                    table=bytes(table.id),
+                    offset=0,
+                    length=HEADER_BYTES + table.length,
                 )
                 for pack, table in tables.items()
             ],
@@ -320,9 +324,10 @@ class StoreRemote(ReadOnly):
         for kind in LISTS:
             for some in cut(sorted(rows[kind], key=lambda row: row.key)):
                 id, data = layout.encode_list(kind, some)
-                view.lists[f"lists/{id}"] = data
                 first = some[0].key.hex()
-                lists.append(Named(kind, str(id), first, len(some), len(data), generation))
+                named = Named(kind, str(id), first, len(some), len(data), _MADE)
+                view.lists[named.name] = data
+                lists.append(named)
         uuid = self._catalog.layout.uuid
         # By any process the same, and another one where the same generation is another state.
         told = f"{uuid} {generation} {' '.join(one.id for one in lists)}"
