@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from mstore.remotes import bundle, web
-from mstore.remotes.bucket import Bucket
+from mstore.remotes import bucket, bundle, web
 from mstore.remotes.bundle import Bundle
 from mstore.remotes.objects import Objects
 from mstore.remotes.shared_directory import SharedDirectory
@@ -119,7 +118,7 @@ def opened(config: RemoteConfig, endpoints: Collection[str], token: str = "") ->
         options["endpoint"] = config.endpoint
     if config.region:
         options["region"] = config.region
-    return Bucket(config.url, options)
+    return bucket.connect(config.url, options)
 
 
 def _web(url: str, endpoints: Collection[str], token: str) -> Web:

@@ -85,7 +85,11 @@ class SharedDirectory(Objects):
         found: list[Buffer] = []
         descriptor = self._opened(name)
         try:
+            end = os.fstat(descriptor).st_size
             for offset, length in spans:
+                if offset + length > end:
+                    # Before memory is taken for what a stranger's list may say.
+                    raise too_short(self.where, name)
                 data = os.pread(descriptor, length, offset)
                 while len(data) < length:
                     more = os.pread(descriptor, length - len(data), offset + len(data))
@@ -152,7 +156,9 @@ class SharedDirectory(Objects):
         for directory, _, files in os.walk(start, onerror=_raised):
             for one in sorted(files):
                 path = Path(directory, one)
-                if not one.startswith(_NEW):
+                if one.startswith(_NEW):
+                    continue
+                with suppress(FileNotFoundError):
                     status = path.stat()
                     name = path.relative_to(self._path).as_posix()
                     yield Listed(name, status.st_size, status.st_mtime_ns)

@@ -7,10 +7,11 @@ them to the server of the address, and to none to which that server redirects.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from mstore.remotes.bucket import CLIENT, Bucket
+from mstore.remotes.bucket import CLIENT, Bucket, Denied, T, opened
 from mstore.remotes.objects import ReadOnly
 from mstore.terms.errors import BadRequest
 from mstore.terms.phrases import Text
@@ -43,9 +44,15 @@ class Web(ReadOnly, Bucket):
 
     def __init__(self, url: str, token: str, denied: Text) -> None:
         self._denied = denied
-        self._secret = token
         options: dict[str, Any] = {}
         if token:
             given = {"authorization": f"Bearer {token}"}
             options["client_options"] = {**CLIENT, "default_headers": given}
-        super().__init__(url, options)
+        super().__init__(opened(url, options), url)
+
+    def _ask(self, name: str, ask: Callable[[], T]) -> T:
+        try:
+            return super()._ask(name, ask)
+        except Denied as error:
+            error.advise(self._denied)
+            raise
