@@ -443,7 +443,11 @@ def test_no_store(tmp_path: Path) -> None:
     """A store that is not there is an error that says how to make one, and is not made."""
     done = Program(tmp_path / "nothing")("log")
     assert done.status == 1
-    assert re.search(r"hint: mstore .*init\n$", done.err)
+    assert f"{tmp_path / 'nothing'}: no store here: there is no such directory\n" in done.err
+    assert re.search(r"hint: name another path, or .*: mstore .*init\n$", done.err)
+    (tmp_path / "nothing").mkdir()
+    assert "no store here\n" in Program(tmp_path / "nothing")("log").err
+    (tmp_path / "nothing").rmdir()
     assert not os.listdir(tmp_path)
 
 

@@ -62,17 +62,40 @@ class Mistakes(NamedTuple):
     """Command lines that people type by mistake, and what to type instead.
 
     options: options that do not exist. files: file name endings of other programs, and the message
-    for each; files_hint: what to type instead. arguments: called with the values of a line and the
-    arguments beyond those that the command takes.
+    for each; files_hint: what to type instead. In these hints, FILE and VALUE stand for what was
+    typed, REF for the first expert. arguments: called with the values of a line and the arguments
+    beyond those that the command takes. missing: called with the values of a line that lacks a
+    required option; returns what else it lacks.
     """
 
     options: Mapping[str, str] = MappingProxyType({})
     files: Mapping[str, str] = MappingProxyType({})
     files_hint: str = ""
     arguments: Callable[[Mapping[str, Any], list[str]], str | None] | None = None
+    missing: Callable[[Mapping[str, Any]], list[str]] | None = None
 
 
 _NO_MISTAKES = Mistakes()
+
+
+def _as_typed(hint: str, value: str | None, args: list[str]) -> str:
+    """Return a hint with the words of the line in place of FILE, VALUE and REF, as far as typed."""
+    expert = _value_of("--expert", args)
+    ref = expert and expert.partition("=")[0]
+    for placeholder, word in (("FILE", value), ("VALUE", value), ("REF", ref)):
+        if word:
+            hint = shlex.quote(word).join(re.split(rf"\b{placeholder}\b", hint))
+    return hint
+
+
+def _value_of(option: str, args: list[str]) -> str | None:
+    """Return the first value that a line gives an option, also one that does not exist."""
+    for word, following in pairwise((*args, "")):
+        if word.startswith(f"{option}="):
+            return word.removeprefix(f"{option}=")
+        if word == option and not following.startswith("-"):
+            return following
+    return None
 
 
 def no_such_option(
@@ -96,9 +119,9 @@ def no_such_option(
 
     options = [one for parameter in command.get_params(ctx) for one in parameter.opts]
     otherwise = f"{ctx.command_path} --help"
-    return UsageError(
-        message, hint=meant.get(name) or str(did_you_mean(name, options, otherwise, prefix="--"))
-    )
+    if name in meant:
+        return UsageError(message, hint=_as_typed(meant[name], _value_of(name, args), args))
+    return UsageError(message, hint=str(did_you_mean(name, options, otherwise, prefix="--")))
 
 
 class Command(click.Command):
@@ -126,14 +149,34 @@ class Command(click.Command):
         # The file of an option is where it should be.
         words = [] if "--recipe" in args else args
         for ending, message in self.mistakes.files.items():
-            if any(word.endswith(ending) for word in words):
-                raise UsageError(message, hint=self.mistakes.files_hint) from error
+            file = next((word for word in words if word.endswith(ending)), None)
+            if file is not None:
+                hint = _as_typed(self.mistakes.files_hint, file, args)
+                raise UsageError(message, hint=hint) from error
         if isinstance(error, click.NoSuchOption):
             meant = self.mistakes.options
             raise no_such_option(self, ctx, error.option_name, args, meant) from error
         instead = self._arguments_meant(ctx, args)
         if instead is not None:
             raise UsageError("unexpected arguments", hint=instead) from error
+        if isinstance(error, click.MissingParameter):
+            raise self._missing(ctx, args) from error
+
+    def _missing(self, ctx: click.Context, args: list[str]) -> UsageError:
+        """Return the error that names everything that the line lacks."""
+        values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        # What was not typed is a value of click's own, which differs by its version.
+        typed = {
+            name: value for name, value in values.items() if isinstance(value, str | list | tuple)
+        }
+        names = [
+            _usage(one) if isinstance(one, click.Argument) else max(one.opts, key=len)
+            for one in self.params
+            if one.required and not typed.get(str(one.name))
+        ]
+        if self.mistakes.missing is not None:
+            names += self.mistakes.missing(typed)
+        return UsageError(f"missing: {', '.join(names)}", hint=f"{ctx.command_path} --help")
 
     def _arguments_meant(self, ctx: click.Context, args: list[str]) -> str | None:
         """Return what to type instead of arguments beyond those that the command takes."""

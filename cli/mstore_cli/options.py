@@ -53,17 +53,20 @@ class Option:
         self.min = min
         self.more = {"metavar": metavar, **more}
         # The name of a file may be any bytes.
-        self.is_text = "FILE" not in (metavar or "")
+        self.parse = str if "FILE" in (metavar or "") else parse_text
 
 
 class Argument:
-    """A word by its place, or several."""
+    """A word by its place, or several.  An empty one, as of `"$UNSET"`, is refused.
+
+    may_be_empty: whether an empty word has a meaning.
+    """
 
     min = None
-    is_text = False
 
-    def __init__(self, *, help: str, **more: Any) -> None:
+    def __init__(self, *, help: str, may_be_empty: bool = False, **more: Any) -> None:
         self.help = help
+        self.parse = str if may_be_empty else parse_word
         self.more = more
 
 
@@ -98,7 +101,7 @@ def _conversion(kind: Any, declared: Option | Argument) -> dict[str, Any]:
     if issubclass(kind, Enum):
         words = click.Choice([one.value for one in kind])
         return {"type": words, "callback": lambda _context, _parameter, word: kind(word)}
-    return {"type": parse_text if declared.is_text else str}
+    return {"type": declared.parse}
 
 
 def number_of(kind: type[int | float], least: float | None) -> Callable[[str | float], float]:
@@ -124,6 +127,13 @@ def parse_path(word: str | Path) -> Path:
     if not word:
         raise ValueError("a path cannot be empty")
     return Path(word)
+
+
+def parse_word(word: str) -> str:
+    """Refuse an empty word, which names nothing."""
+    if not word:
+        raise ValueError("it is empty")
+    return word
 
 
 def parse_text(word: str) -> str:

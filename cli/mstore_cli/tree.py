@@ -131,6 +131,12 @@ class Program(click.Group):
             if len(args) == 1:
                 click.echo(ctx.get_help())
                 ctx.exit()
+            named = [word for word in args[1:] if not word.startswith("-")]
+            if len(named) > 1:
+                raise UsageError(
+                    f"help describes one command, not {len(named)}: {' '.join(named)}",
+                    hint=f"{PROGRAM} help {named[0]}",
+                )
             return self.resolve_command(ctx, [args[1], "--help"])
         if name not in VERBS and not name.startswith("-") and not ctx.resilient_parsing:
             from mstore.terms.errors import did_you_mean

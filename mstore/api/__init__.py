@@ -62,7 +62,7 @@ class Store(Reading, Adding, Merging, Naming, Exchanging, Keeping):
         return [name for name, ref in self._catalog.refs().items() if ref.kind in kinds]
 
     def __bool__(self) -> bool:
-        """True, also of an empty store."""
+        """Return True, also for an empty store."""
         return True
 
     def _repr_html_(self) -> str:

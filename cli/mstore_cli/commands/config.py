@@ -32,6 +32,7 @@ def config(
         Argument(
             metavar="VALUE",
             help="The new value; of a list, values to add.",
+            may_be_empty=True,
             shell_complete=completion.setting_values,
         ),
     ] = (),
