@@ -225,7 +225,6 @@ class Exchanging(OpenStore):
         path: str | Path,
         refs: Sequence[str],
         *,
-        ancestors: bool = False,
         progress: ProgressCallback | None = None,
     ) -> BundleReport:
         """Write what refs need into a new file, for one person: `Store.clone("bundle:FILE", DIR)`.
@@ -235,16 +234,13 @@ class Exchanging(OpenStore):
         has no reflogs, settings or statistics.
 
         refs: branches and tags, or patterns of them.
-        ancestors: also the contents of all ancestors; otherwise only their records.
 
         Raises Conflict if there is a file of this name, NotFound, BadRequest, Corrupt,
         StorageFailed; then no file was made.
         """
         from mstore.remotes.bundling import write_bundle
 
-        return write_bundle(
-            self._catalog, local_path(path), refs, ancestors=ancestors, progress=progress
-        )
+        return write_bundle(self._catalog, local_path(path), refs, progress=progress)
 
     def copy_to(
         self,

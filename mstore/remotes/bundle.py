@@ -169,6 +169,11 @@ class Bundle(ReadOnly):
         self._member(name)
         return os.fstat(self._descriptor).st_mtime_ns
 
+    def names(self, below: str) -> Iterator[Listed]:
+        for name, one in self._members.items():
+            if name.startswith(below):
+                yield Listed(name, one.size, self.time_ns(name))
+
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)

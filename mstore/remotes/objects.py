@@ -128,7 +128,7 @@ class ReadOnly(Objects):
         raise Incompatible(
             "this remote is read-only",
             where=self.where,
-            hint="push to object storage or a shared directory",
+            hint="use object storage or a shared directory for that",
         )
 
     def swap_root(self, data: bytes, before: RootStamp | None) -> NoReturn:
@@ -138,9 +138,6 @@ class ReadOnly(Objects):
         self.require_writable()
 
     def put(self, name: str, size: int, pieces: Iterable[Buffer], *, jobs: int = 1) -> NoReturn:
-        self.require_writable()
-
-    def names(self, below: str) -> NoReturn:
         self.require_writable()
 
     def remove(self, name: str) -> NoReturn:

@@ -42,7 +42,7 @@ from mstore.remotes.layout import (
     pack_name,
     table_name,
 )
-from mstore.remotes.objects import ROOT, Absent, ReadOnly, RootStamp, short
+from mstore.remotes.objects import ROOT, Absent, Listed, ReadOnly, RootStamp, short
 from mstore.store import listing, refs
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
@@ -125,6 +125,12 @@ class StoreRemote(ReadOnly):
 
     def time_ns(self, name: str) -> int:
         return self._view(name).time_ns
+
+    def names(self, below: str) -> Iterator[Listed]:
+        view = self._current()
+        for name in (*view.lists, *view.packs, *view.tables):
+            if name.startswith(below):
+                yield Listed(name, self._size(view, name), view.time_ns)
 
     def close(self) -> None:
         """Let go of all views."""

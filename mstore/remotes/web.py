@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from urllib.parse import urlsplit
 
 from mstore.remotes.bucket import CLIENT, Bucket, Denied, T, opened
 from mstore.remotes.objects import ReadOnly
-from mstore.terms.errors import BadRequest
+from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.phrases import Text
 
 SCHEMES: Final = ("http", "https")
@@ -49,6 +49,14 @@ class Web(ReadOnly, Bucket):
             given = {"authorization": f"Bearer {token}"}
             options["client_options"] = {**CLIENT, "default_headers": given}
         super().__init__(opened(url, options), url)
+
+    def names(self, below: str) -> NoReturn:
+        """Raise Incompatible: HTTP has no listing."""
+        raise Incompatible(
+            "a web server does not list its objects",
+            where=self.where,
+            hint="check the store that it serves",
+        )
 
     def _ask(self, name: str, ask: Callable[[], T]) -> T:
         try:
