@@ -1,4 +1,4 @@
-"""Objects in object storage: S3 and what speaks it, Google Cloud Storage, Azure; read over HTTP.
+"""Objects in object storage: S3 and what speaks it, Google Cloud Storage, Azure.
 
 Owns how obstore is called, and what its errors mean. Requests are tried again by obstore, within
 limits set here. Credentials come from the environment and the usual profiles, and stay in obstore:
@@ -30,6 +30,7 @@ from mstore.remotes.objects import (
 )
 from mstore.terms.errors import Corrupt, Incompatible, MstoreError, Unavailable
 from mstore.terms.ids import Buffer
+from mstore.terms.phrases import Text
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -72,8 +73,7 @@ _SIGNS: Final = (
 )
 
 
-class Denied(Unavailable):
-    """The server refuses who asks."""
+_DENIED: Final = "check the credentials in the environment, and their rights"
 
 
 class _Unable(Unavailable):
@@ -81,15 +81,15 @@ class _Unable(Unavailable):
 
 
 def connect(url: str, options: dict[str, Any]) -> Bucket:
-    """Return what is below a prefix of a bucket. Raises Unavailable.
+    """Return what is below a prefix of a bucket. Raises Unavailable, as `store_of`."""
+    return Bucket(store_of(url, options), url)
+
+
+def store_of(url: str, options: dict[str, Any]) -> ObjectStore:
+    """Return obstore's store for an address. Raises Unavailable.
 
     url: as obstore takes it. options: keyword arguments of obstore's store for this provider.
     """
-    return Bucket(opened(url, options), url)
-
-
-def opened(url: str, options: dict[str, Any]) -> ObjectStore:
-    """Return obstore's store, as `connect` opens it."""
     try:
         from obstore.store import from_url
     except ImportError as error:
@@ -99,14 +99,18 @@ def opened(url: str, options: dict[str, Any]) -> ObjectStore:
             hint="pip install 'mstore[remote]'",
         ) from error
     given: dict[str, Any] = {"client_options": CLIENT, "retry_config": _TRIES, **options}
-    return _translated(url, lambda: from_url(url, **given))
+    return _translated(url, lambda: from_url(url, **given), _DENIED)
 
 
 class Bucket(Objects):
-    """Objects below a prefix of a bucket. where: the address, for errors and reports."""
+    """Objects below a prefix of a bucket.
 
-    def __init__(self, store: ObjectStore, where: str) -> None:
+    where: the address, for errors and reports. denied: what to do if the server refuses.
+    """
+
+    def __init__(self, store: ObjectStore, where: str, denied: Text = _DENIED) -> None:
         self._store = store
+        self._denied = denied
         self.where = where
         self._process = os.getpid()
 
@@ -124,7 +128,7 @@ class Bucket(Objects):
                 where=where,
                 hint="open the remote in the new process, or start that by spawn",
             )
-        return _translated(where, ask)
+        return _translated(where, ask, self._denied)
 
     def read_root(self, known: RootStamp | None = None) -> tuple[bytes, RootStamp] | None:
         import obstore
@@ -304,7 +308,7 @@ def _ignores(where: str) -> Incompatible:
     )
 
 
-def _translated(where: str, ask: Callable[[], T]) -> T:
+def _translated(where: str, ask: Callable[[], T], denied: Text) -> T:
     """Call obstore. Its errors have no place in the chain of those that this raises."""
     try:
         return ask()
@@ -314,11 +318,11 @@ def _translated(where: str, ask: Callable[[], T]) -> T:
         # obstore's panics are no Exceptions; whatever is no error of obstore's goes on.
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        failure = _failure(error, where)
+        failure = _failure(error, where, denied)
     raise failure
 
 
-def _failure(error: BaseException, where: str) -> MstoreError:
+def _failure(error: BaseException, where: str, denied: Text) -> MstoreError:
     import obstore.exceptions as known
 
     text = str(error)
@@ -337,7 +341,7 @@ def _failure(error: BaseException, where: str) -> MstoreError:
         return Overtaken("the object is not what it was", where=where)
     if isinstance(error, known.NotSupportedError | NotImplementedError) or number == "501":
         return _Unable("the server cannot do this", where=where)
-    # That obstore calls a refusal so is in its own words, and says nothing of credentials here.
+    # obstore's own words for a refusal speak of credentials, which are there.
     is_refused = isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError)
     if not is_refused and _CREDENTIALS.search(text.partition("Server returned")[0]):
         return Unavailable(
@@ -347,11 +351,7 @@ def _failure(error: BaseException, where: str) -> MstoreError:
         )
     told = f"it answers {status[1]}{f' ({code[1]})' if code else ''}" if status else _sign(text)
     if is_refused or number in ("401", "403"):
-        return Denied(
-            f"access is denied: {told}",
-            where=where,
-            hint="check the credentials in the environment, and their rights",
-        )
+        return Unavailable(f"access is denied: {told}", where=where, hint=denied)
     return Unavailable(
         f"the server does not answer as it should: {told}",
         where=where,

@@ -7,11 +7,10 @@ them to the server of the address, and to none to which that server redirects.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any, Final, NoReturn
 from urllib.parse import urlsplit
 
-from mstore.remotes.bucket import CLIENT, Bucket, Denied, T, opened
+from mstore.remotes.bucket import CLIENT, Bucket, store_of
 from mstore.remotes.objects import ReadOnly
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.phrases import Text
@@ -43,12 +42,11 @@ class Web(ReadOnly, Bucket):
     """
 
     def __init__(self, url: str, token: str, denied: Text) -> None:
-        self._denied = denied
         options: dict[str, Any] = {}
         if token:
             given = {"authorization": f"Bearer {token}"}
             options["client_options"] = {**CLIENT, "default_headers": given}
-        super().__init__(opened(url, options), url)
+        super().__init__(store_of(url, options), url, denied)
 
     def names(self, below: str) -> NoReturn:
         """Raise Incompatible: HTTP has no listing."""
@@ -57,10 +55,3 @@ class Web(ReadOnly, Bucket):
             where=self.where,
             hint="check the store that it serves",
         )
-
-    def _ask(self, name: str, ask: Callable[[], T]) -> T:
-        try:
-            return super()._ask(name, ask)
-        except Denied as error:
-            error.advise(self._denied)
-            raise
