@@ -82,7 +82,8 @@ class FetchReport(Report, frozen=True):
 class Fetch:
     """One fetch, or one pull.
 
-    tracks: whether refs below remotes/ say what is there. needs: what was missing here.
+    tracks: whether refs below remotes/ say what is there. only_records: new snapshots whose
+    contents did not come.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Fetch:
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
-        self.needs = Needs()
+        self.only_records: list[SnapshotId] = []
         self._tracks = tracks
         self._catalog = catalog
         self._remote = remote
@@ -176,11 +177,11 @@ class Fetch:
         local = LocalRecords(self._catalog)
         if all(local.is_known(id) and local.has_contents(id) for id in heads):
             source: RemoteRecords | LocalRecords = local
+            needs = Needs()
         else:
             places = RemotePlaces(self._remote, state)
             source = RemoteRecords(self._catalog, self._remote, places, state)
-            self.needs = gather(source, heads, set(heads).__contains__)
-        needs = self.needs
+            needs = gather(source, heads, set(heads).__contains__)
         with Transaction(self._catalog, f"fetch from {self._remote.name}") as transaction:
             if isinstance(source, RemoteRecords):
                 _Arrival(self, transaction, needs, places, state).run()
@@ -238,6 +239,7 @@ class Fetch:
         index = self._catalog.index
         new = [id for id in needs.snapshots if not LocalRecords(self._catalog).is_known(id)]
         self._snapshots = len(new)
+        self.only_records = [id for id in new if id not in needs.whole]
         named = {move.new.snapshot for move in moves if move.new is not None}
 
         def also(rows: IndexTransaction) -> None:
