@@ -26,7 +26,18 @@ class Exchanging(OpenStore):
     """Calls about remotes: add and remove them, push, fetch, pull."""
 
     trusted_endpoints: Collection[str] = ()
-    """Servers to which credentials may be sent though only the store's settings name them."""
+    """Servers that may get credentials, though the store's settings name them; see `trust`."""
+
+    def trust(self, *endpoints: str) -> None:
+        """Let credentials be sent to these servers, where a remote names one as its endpoint.
+
+        A store's settings may be a stranger's, so what they name is not enough.  It holds for this
+        object only.  Raises BadRequest for what is no address of a server.
+        """
+        from mstore.remotes import address
+
+        more = map(address.checked_endpoint, endpoints)
+        self.trusted_endpoints = frozenset((*self.trusted_endpoints, *more))
 
     def remotes(self) -> list[RemoteReport]:
         """Return the remotes of this store, by name."""
@@ -79,6 +90,7 @@ class Exchanging(OpenStore):
         delete: Sequence[str] = (),
         dry_run: bool = False,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> PushReport:
         """Send what refs need to a remote, then move its refs of the same names, all in one step.
@@ -92,6 +104,7 @@ class Exchanging(OpenStore):
         delete: refs to remove there.
         dry_run: only report what would be sent.
         jobs: parts that are sent at once.
+        limit_rate: the most bytes a second, all parts together.
 
         Raises Conflict (a ref has commits there that it lacks here), NotFound, BadRequest,
         Incompatible (another block size, a server that ignores conditions), Corrupt, Unavailable.
@@ -100,7 +113,7 @@ class Exchanging(OpenStore):
         from mstore.remotes.push import Push
 
         chosen = registry.chosen_to_push(self._catalog, name, refs, delete, every=every)
-        with registry.opened(self._catalog, name, self.trusted_endpoints) as remote:
+        with registry.opened(self._catalog, name, self.trusted_endpoints, limit_rate) as remote:
             return Push(
                 self._catalog,
                 remote,
@@ -118,17 +131,21 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> FetchReport:
         """Bring what a remote's refs need, and move the refs below remotes/NAME/; no branch moves.
 
         refs: the remote's branches and tags, or patterns; none: all, and those that it removed are
         removed here, too.  Everything is checked against its id before it is published.
+        jobs: parts that are received at once. limit_rate: the most bytes a second.
 
         Raises NotFound, Corrupt (what came is not what its id says), Unavailable; then nothing
         changed.
         """
-        return self._fetched(name, refs, pulls=False, jobs=jobs, progress=progress)
+        return self._fetched(
+            name, refs, pulls=False, jobs=jobs, limit_rate=limit_rate, progress=progress
+        )
 
     def pull(
         self,
@@ -136,6 +153,7 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> FetchReport:
         """Fetch, and move branches of the same names, where that loses no commit; make new ones.
@@ -143,7 +161,9 @@ class Exchanging(OpenStore):
         A branch that has other commits than the remote's stays; the report names it in `diverged`.
         Arguments and errors are those of `fetch`.
         """
-        return self._fetched(name, refs, pulls=True, jobs=jobs, progress=progress)
+        return self._fetched(
+            name, refs, pulls=True, jobs=jobs, limit_rate=limit_rate, progress=progress
+        )
 
     @staticmethod
     def clone(
@@ -154,13 +174,15 @@ class Exchanging(OpenStore):
         region: str = "",
         threads: int | None = None,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> CloneReport:
         """Create a store with everything from another one, or from a remote.
 
         source: a store's directory, whose refs, reflogs and settings come along, but for its
         remotes; or the address of a remote, which the new store knows as `origin`. endpoint,
-        region, jobs: of a remote, as in `add_remote` and `fetch`. threads: for a directory.
+        region, jobs, limit_rate: of a remote, as in `add_remote` and `fetch`. threads: for a
+        directory.
 
         The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
         checked against its id.  Raises Conflict if something exists at `destination`, BadRequest
@@ -178,6 +200,7 @@ class Exchanging(OpenStore):
                 endpoint=endpoint,
                 region=region,
                 jobs=jobs,
+                limit_rate=limit_rate,
                 progress=progress,
             )
         from mstore.upkeep.backup.backup import clone
@@ -196,12 +219,13 @@ class Exchanging(OpenStore):
         *,
         pulls: bool,
         jobs: int,
+        limit_rate: int | None,
         progress: ProgressCallback | None,
     ) -> FetchReport:
         from mstore.remotes import registry
         from mstore.remotes.fetch import Fetch
 
-        with registry.opened(self._catalog, name, self.trusted_endpoints) as remote:
+        with registry.opened(self._catalog, name, self.trusted_endpoints, limit_rate) as remote:
             return Fetch(
                 self._catalog, remote, refs, pulls=pulls, jobs=jobs, progress=progress
             ).run()

@@ -36,11 +36,15 @@ def checked(config: RemoteConfig) -> RemoteConfig:
     """Return the settings of a remote, its address normalized. Raises BadRequest, BadName."""
     refs.directory_of(refs.REMOTE, config.name)
     url = _checked_url(config.url, SCHEMES)
-    if config.endpoint:
-        _checked_url(config.endpoint, ("http", "https"))
+    endpoint = checked_endpoint(config.endpoint) if config.endpoint else ""
     if not config.region.replace("-", "").isalnum() and config.region:
         raise BadRequest(f"{config.region!r} is no region")
-    return RemoteConfig(config.name, url, config.endpoint.rstrip("/"), config.region)
+    return RemoteConfig(config.name, url, endpoint, config.region)
+
+
+def checked_endpoint(url: str) -> str:
+    """Return the address of a server, normalized. Raises BadRequest."""
+    return _checked_url(url, ("http", "https"))
 
 
 def _checked_url(url: str, schemes: Collection[str]) -> str:

@@ -51,8 +51,8 @@ class Listed(msgspec.Struct, frozen=True):
 class Objects(ABC):
     """The objects of one remote.
 
-    *Root.* `swap_root` replaces the root that `before` says, or creates it (None); of several who try
-    at once, one succeeds. An answer that is lost is no conflict: `swap_root` reads back whether
+    *Root.* `swap_root` replaces the root that `before` says, or creates it (None); of several who
+    try at once, one succeeds. An answer that is lost is no conflict: `swap_root` reads back whether
     its own root stands. Raises Overtaken if another root is there.
 
     *Others.* After `put` the object is there whole, also after a power loss of this machine; before
@@ -112,6 +112,9 @@ class Objects(ABC):
     def put_bytes(self, name: str, data: bytes) -> None:
         """Put an object."""
         self.put(name, len(data), [data])
+
+    def wake(self) -> None:  # noqa: B027 -- at most places nothing waits for a turn
+        """Let calls that wait for their turn, in any thread, end at once: the work has failed."""
 
     def close(self) -> None:  # noqa: B027 -- a place may hold nothing open
         """Close what is open; idempotent."""
