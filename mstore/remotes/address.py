@@ -49,11 +49,15 @@ def checked(config: RemoteConfig) -> RemoteConfig:
     url = _bundle(config.url) if is_bundle else _checked_url(config.url, SCHEMES)
     if (is_bundle or is_web(url)) and (config.endpoint or config.region):
         raise BadRequest("this address has no endpoint and no region", where=url)
-    if config.endpoint:
-        _checked_url(config.endpoint, ("http", "https"))
+    endpoint = checked_endpoint(config.endpoint) if config.endpoint else ""
     if not config.region.replace("-", "").isalnum() and config.region:
         raise BadRequest(f"{config.region!r} is no region")
-    return RemoteConfig(config.name, url, config.endpoint.rstrip("/"), config.region)
+    return RemoteConfig(config.name, url, endpoint, config.region)
+
+
+def checked_endpoint(url: str) -> str:
+    """Return the address of a server, normalized. Raises BadRequest."""
+    return _checked_url(url, ("http", "https"))
 
 
 def _bundle(url: str) -> str:

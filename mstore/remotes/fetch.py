@@ -36,7 +36,7 @@ from mstore.remotes.objects import PIECE_BYTES
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import PackSpan, RemoteRecords, lacks, spans
 from mstore.remotes.state import Remote, RemoteState
-from mstore.remotes.tracking import MovedRef, remote_moves
+from mstore.remotes.tracking import MovedRef, moved_ref, remote_moves
 from mstore.store import refs
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog, now_ns
@@ -156,7 +156,7 @@ class Fetch:
                     raise NotFound(
                         f"{self._remote.name} has no such ref",
                         where=name,
-                        hint=did_you_mean(name, there, call("remote", "show", self._remote.name)),
+                        hint=did_you_mean(name, there, call("remote_contents", self._remote.name)),
                     )
             return {name: there[name] for name in chosen}
         begin = refs.directory_of(refs.REMOTE, self._remote.name)
@@ -192,10 +192,10 @@ class Fetch:
             self._commit(transaction, needs, moves)
         begin = refs.directory_of(refs.REMOTE, self._remote.name)
         told = [
-            MovedRef(
+            moved_ref(
                 move.name.removeprefix(begin),
-                None if move.expect is None else move.expect.snapshot_id(),
-                None if move.new is None else move.new.snapshot_id(),
+                None if move.expect is None else move.expect.snapshot,
+                None if move.new is None else move.new.snapshot,
             )
             for move in moves
         ]
@@ -433,7 +433,9 @@ class _Arrival:
         try:
             offsets = range(0, size, PIECE_BYTES)
             jobs = self._fetch.jobs
-            for _, length in in_order(lambda at: pool.submit(bring, at), offsets, ahead=jobs):
+            for _, length in in_order(
+                lambda at: pool.submit(bring, at), offsets, ahead=jobs, stopping=self._stop
+            ):
                 tick(length)
             file.protect()
             file.sync()
@@ -460,7 +462,9 @@ class _Arrival:
 
         try:
             jobs = self._fetch.jobs
-            for (_, span), data in in_order(lambda one: pool.submit(bring, one), asked, ahead=jobs):
+            for (_, span), data in in_order(
+                lambda one: pool.submit(bring, one), asked, ahead=jobs, stopping=self._stop
+            ):
                 _take(packs, span, data)
                 tick(len(data))
             packs.seal()
@@ -470,6 +474,10 @@ class _Arrival:
         for one in packs.sealed:
             self._files[one.id] = one.path
         return packs.sealed
+
+    def _stop(self, left: Sequence[object]) -> None:
+        if left:
+            self._remote.objects.wake()
 
     # -- proving -----------------------------------------------------------------------------
 

@@ -117,6 +117,9 @@ class Objects(ABC):
         """Put an object."""
         self.put(name, len(data), [data])
 
+    def wake(self) -> None:  # noqa: B027 -- at most places nothing waits for a turn
+        """Let calls that wait for their turn, in any thread, end at once: the work has failed."""
+
     def close(self) -> None:  # noqa: B027 -- a place may hold nothing open
         """Close what is open; idempotent."""
 

@@ -16,7 +16,8 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.remotes import address
 from mstore.remotes.fetch import Fetch
 from mstore.remotes.layout import read_root
-from mstore.remotes.objects import Objects
+from mstore.remotes.limited import limited
+from mstore.remotes.objects import Absent, Objects
 from mstore.remotes.state import Remote
 from mstore.store import listing, refs
 from mstore.store.catalog import Catalog
@@ -162,10 +163,16 @@ def _directory(catalog: Catalog, name: str) -> Path:
 
 @contextmanager
 def opened(
-    catalog: Catalog, name: str, endpoints: Collection[str], *, token: str = ""
+    catalog: Catalog,
+    name: str,
+    endpoints: Collection[str],
+    limit_rate: int | None = None,
+    *,
+    token: str = "",
 ) -> Iterator[Remote]:
-    """Open a remote. Raises NotFound, and as `address.opened`."""
-    with closing(address.opened(find(catalog, name), endpoints, token)) as objects:
+    """Open a remote; limit_rate: bytes a second. Raises NotFound, and as `address.opened`."""
+    objects = address.opened(find(catalog, name), endpoints, token)
+    with closing(limited(objects, limit_rate)) as objects:
         yield Remote(name, objects, _directory(catalog, name))
 
 
@@ -216,7 +223,7 @@ def chosen_to_push(
             where=name,
             hint=phrase(
                 "{some}, or {all}",
-                some=call("push", name, "REF"),
+                some=call("push", name, refs=("REF",)),
                 all=call("push", name, every=True),
             ),
         )
@@ -231,12 +238,14 @@ def clone(
     region: str,
     token: str,
     jobs: int,
+    limit_rate: int | None,
     progress: ProgressCallback | None,
 ) -> CloneReport:
     """Make a store with all that a remote has; see `Store.clone`."""
     began = time.monotonic()
     config = address.checked(RemoteConfig(ORIGIN, url, endpoint, region))
-    with closing(address.opened(config, {address.server(config)}, token)) as objects:
+    objects = address.opened(config, {address.server(config)}, token)
+    with closing(limited(objects, limit_rate)) as objects:
         size = _block_size(objects)
         fs.require_empty(destination)
         with closing(Catalog.create(destination, size)) as catalog:
@@ -261,6 +270,15 @@ def clone(
 
 
 def _block_size(objects: Objects) -> int:
-    got = objects.read_root()
+    try:
+        got = objects.read_root()
+    except Absent as error:
+        raise Absent(
+            "there is no remote",
+            where=objects.where,
+            hint=phrase(
+                "check the address; {push} makes a remote", push=call("push", "NAME", every=True)
+            ),
+        ) from error
     assert got is not None
     return read_root(got[0], objects.where).block_size

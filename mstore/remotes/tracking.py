@@ -22,6 +22,11 @@ class MovedRef(Report, frozen=True):
     """where it points now"""
 
 
+def moved_ref(name: str, old: bytes | None, new: bytes | None) -> MovedRef:
+    """Report a move."""
+    return MovedRef(name, *(None if one is None else SnapshotId(one) for one in (old, new)))
+
+
 def follow(
     catalog: Catalog, remote: str, wanted: dict[str, SnapshotId | None], action: str
 ) -> None:
