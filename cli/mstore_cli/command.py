@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import click
 
@@ -22,12 +22,16 @@ from mstore_cli import completion
 from mstore_cli.errors import UsageError, remarks
 from mstore_cli.options import GROUPS, OPTIONS, Argument, Option, parameter_of, parse_path
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
+from mstore_cli.verbs import second_words
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 WRONG_USAGE = "2  wrong usage of the command line, or a value or request that is wrong"
 CONTEXT = MappingProxyType(
     {"help_option_names": ["--help", "-h"], "max_content_width": 100, "show_default": True}
 )
-ARGUMENTS, GLOBAL_OPTIONS = "Arguments", "Global options"
+ARGUMENTS, COMMANDS, GLOBAL_OPTIONS = "Arguments", "Commands", "Global options"
 _NO_BREAK = "\u2011"
 """A hyphen at which no line ends."""
 
@@ -199,7 +203,7 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {
-            title: [] for title in (ARGUMENTS, *GROUPS, GLOBAL_OPTIONS)
+            title: [] for title in (ARGUMENTS, COMMANDS, *GROUPS, GLOBAL_OPTIONS)
         }
         for one in self.get_params(ctx):
             declared = self.declared.get(one.name)
@@ -210,10 +214,20 @@ class Command(click.Command):
                 shared = GLOBAL_OPTIONS if one.name in Choices._fields else OPTIONS
                 title = declared.group if declared else shared
                 sections[title].append((record[0], unbroken(record[1])))
+        first = ctx.info_name or ""
+        sections[COMMANDS] = [
+            (word, find(f"{first} {word}").short_help or "") for word in second_words(first)
+        ]
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        second = [word for word in second_words(ctx.info_name or "") if word.startswith(incomplete)]
+        return [*map(CompletionItem, second), *super().shell_complete(ctx, incomplete)]
 
 
 def refuse_ambiguous(command: click.Command, ctx: click.Context, args: list[str]) -> None:
@@ -324,7 +338,7 @@ def command(
 
 def find(name: str) -> Command:
     """Import the command of this name."""
-    own = name.replace("-", "_")
+    own = re.sub("[- ]", "_", name)
     found = getattr(import_module(f"mstore_cli.commands.{own}"), own)
     assert isinstance(found, Command)
     return found

@@ -199,6 +199,41 @@ Threads = Annotated[
     int | None,
     Option("--threads", metavar="N", min=1, help="Worker threads [default: one per processor]."),
 ]
+REMOTE = Argument(
+    metavar="NAME",
+    help="The remote, by its name in this store.",
+    shell_complete=completion.remotes,
+)
+Remote = Annotated[str, REMOTE]
+RemoteRefs = Annotated[
+    tuple[str, ...],
+    Argument(
+        metavar="REF",
+        help="Branches and tags of the remote, or patterns [default: all].",
+        shell_complete=completion.refs_of_remote,
+    ),
+]
+Endpoint = Annotated[
+    str | None,
+    Option(
+        "--endpoint",
+        metavar="URL",
+        help="The server [default: the provider's own]. It is added to your settings as one that "
+        "may get your credentials.",
+    ),
+]
+Region = Annotated[
+    str | None,
+    Option("--region", metavar="R", help="The region [default: as the environment says]."),
+]
+JOBS = 8
+Jobs = Annotated[
+    int, Option("--jobs", "-j", metavar="N", min=1, help="Parts that move at the same time.")
+]
+LimitRate = Annotated[
+    str | None,
+    Option("--limit-rate", metavar="SIZE", help="The most bytes a second, as 20MiB."),
+]
 Codec = Annotated[
     str | None,
     Option(

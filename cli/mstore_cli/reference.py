@@ -23,7 +23,7 @@ from mstore_cli.command import Command, find
 from mstore_cli.keys import DOCUMENTS, OBJECTS, SERVED, Key, keys_of
 from mstore_cli.session import Choices
 from mstore_cli.tree import PROGRAM, build
-from mstore_cli.verbs import VERBS
+from mstore_cli.verbs import VERBS, verb_of
 from mstore_serve import documents
 
 WIDTH = 80
@@ -76,8 +76,8 @@ def of_commands() -> str:
     for verb in VERBS:
         parts.append(f"## {PROGRAM} {verb}\n\n{_block(_help(_own(find(verb)), verb))}")
         if verb in DOCUMENTS:
-            for line in (name for name in DOCUMENTS if name.split()[0] == verb):
-                options = " ".join((*line.split()[1:], "--json"))
+            for line in (name for name in DOCUMENTS if verb_of(name.split()) == verb):
+                options = f"{line.removeprefix(verb)} --json".strip()
                 parts.append(f"With `{options}`:\n\n{_document(DOCUMENTS[line], OBJECTS)}")
         else:
             parts.append("It has no JSON form.\n")

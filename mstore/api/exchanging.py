@@ -34,9 +34,20 @@ class Exchanging(OpenStore):
     """Calls about remotes: add and remove them, push, fetch, pull."""
 
     trusted_endpoints: Collection[str] = ()
-    """Servers to which credentials may be sent though only the store's settings name them."""
+    """Servers that may get credentials, though the store's settings name them; see `trust`."""
     token: str = ""
-    """Says who asks, to a web server among `trusted_endpoints` that a remote names."""
+    """Says who asks, to web servers that `trust` names."""
+
+    def trust(self, *endpoints: str) -> None:
+        """Let credentials be sent to these servers, where a remote names one as its endpoint.
+
+        A store's settings may be a stranger's, so what they name is not enough.  It holds for this
+        object only.  Raises BadRequest for what is no address of a server.
+        """
+        from mstore.remotes import address
+
+        more = map(address.checked_endpoint, endpoints)
+        self.trusted_endpoints = frozenset((*self.trusted_endpoints, *more))
 
     def remotes(self) -> list[RemoteReport]:
         """Return the remotes of this store, by name."""
@@ -145,6 +156,7 @@ class Exchanging(OpenStore):
         delete: Sequence[str] = (),
         dry_run: bool = False,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> PushReport:
         """Send what refs need to a remote, then move its refs of the same names, all in one step.
@@ -158,6 +170,7 @@ class Exchanging(OpenStore):
         delete: refs to remove there.
         dry_run: only report what would be sent.
         jobs: parts that are sent at once.
+        limit_rate: the most bytes a second, all parts together.
 
         Raises Conflict (a ref has commits there that it lacks here), NotFound, BadRequest,
         Incompatible (another block size, a server that ignores conditions), Corrupt, Unavailable.
@@ -166,7 +179,7 @@ class Exchanging(OpenStore):
         from mstore.remotes.push import Push
 
         chosen = registry.chosen_to_push(self._catalog, name, refs, delete, every=every)
-        with self._remote(name) as remote:
+        with self._remote(name, limit_rate) as remote:
             return Push(
                 self._catalog,
                 remote,
@@ -184,17 +197,21 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> FetchReport:
         """Bring what a remote's refs need, and move the refs below remotes/NAME/; no branch moves.
 
         refs: the remote's branches and tags, or patterns; none: all, and those that it removed are
         removed here, too.  Everything is checked against its id before it is published.
+        jobs: parts that are received at once. limit_rate: the most bytes a second.
 
         Raises NotFound, Corrupt (what came is not what its id says), Unavailable; then nothing
         changed.
         """
-        return self._fetched(name, refs, pulls=False, jobs=jobs, progress=progress)
+        return self._fetched(
+            name, refs, pulls=False, jobs=jobs, limit_rate=limit_rate, progress=progress
+        )
 
     def pull(
         self,
@@ -202,6 +219,7 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> FetchReport:
         """Fetch, and move branches of the same names, where that loses no commit; make new ones.
@@ -209,7 +227,9 @@ class Exchanging(OpenStore):
         A branch that has other commits than the remote's stays; the report names it in `diverged`.
         Arguments and errors are those of `fetch`.
         """
-        return self._fetched(name, refs, pulls=True, jobs=jobs, progress=progress)
+        return self._fetched(
+            name, refs, pulls=True, jobs=jobs, limit_rate=limit_rate, progress=progress
+        )
 
     def as_remote(self, purpose: str) -> StoreRemote:
         """Return what this store is as a remote that is only read; close it before the store.
@@ -225,7 +245,6 @@ class Exchanging(OpenStore):
         path: str | Path,
         refs: Sequence[str],
         *,
-        ancestors: bool = False,
         progress: ProgressCallback | None = None,
     ) -> BundleReport:
         """Write what refs need into a new file, for one person: `Store.clone("bundle:FILE", DIR)`.
@@ -235,16 +254,13 @@ class Exchanging(OpenStore):
         has no reflogs, settings or statistics.
 
         refs: branches and tags, or patterns of them.
-        ancestors: also the contents of all ancestors; otherwise only their records.
 
         Raises Conflict if there is a file of this name, NotFound, BadRequest, Corrupt,
         StorageFailed; then no file was made.
         """
         from mstore.remotes.bundling import write_bundle
 
-        return write_bundle(
-            self._catalog, local_path(path), refs, ancestors=ancestors, progress=progress
-        )
+        return write_bundle(self._catalog, local_path(path), refs, progress=progress)
 
     def copy_to(
         self,
@@ -279,14 +295,15 @@ class Exchanging(OpenStore):
         token: str = "",
         threads: int | None = None,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> CloneReport:
         """Create a store with everything from another one, or from a remote.
 
         source: a store's directory, whose refs, reflogs and settings come along, but for its
         remotes; or the address of a remote, which the new store knows as `origin`. endpoint,
-        region, jobs: of a remote, as in `add_remote` and `fetch`. token: for a web server.
-        threads: for a directory.
+        region, jobs, limit_rate: of a remote, as in `add_remote` and `fetch`. token: for a web
+        server. threads: for a directory.
 
         The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
         checked against its id.  Raises Conflict if something exists at `destination`, BadRequest
@@ -305,6 +322,7 @@ class Exchanging(OpenStore):
                 region=region,
                 token=token,
                 jobs=jobs,
+                limit_rate=limit_rate,
                 progress=progress,
             )
         from mstore.upkeep.backup.backup import clone
@@ -316,11 +334,13 @@ class Exchanging(OpenStore):
             progress=progress,
         )
 
-    def _remote(self, name: str) -> AbstractContextManager[Remote]:
+    def _remote(self, name: str, limit_rate: int | None = None) -> AbstractContextManager[Remote]:
         """Open a remote, with what the user trusts it with."""
         from mstore.remotes import registry
 
-        return registry.opened(self._catalog, name, self.trusted_endpoints, token=self.token)
+        return registry.opened(
+            self._catalog, name, self.trusted_endpoints, limit_rate, token=self.token
+        )
 
     def _fetched(
         self,
@@ -329,11 +349,12 @@ class Exchanging(OpenStore):
         *,
         pulls: bool,
         jobs: int,
+        limit_rate: int | None,
         progress: ProgressCallback | None,
     ) -> FetchReport:
         from mstore.remotes.fetch import Fetch
 
-        with self._remote(name) as remote:
+        with self._remote(name, limit_rate) as remote:
             return Fetch(
                 self._catalog, remote, refs, pulls=pulls, jobs=jobs, progress=progress
             ).run()

@@ -49,7 +49,7 @@ class Naming(OpenStore):
     """Calls about refs, their reflogs, notes and signatures."""
 
     def refs(self, *names: str) -> list[RefReport]:
-        """Return refs by name: all but candidates, or those that match these names and patterns.
+        """Return refs by name: branches and tags, or those that match these names and patterns.
 
         Patterns match remote refs and candidates only if they begin like them: `remotes/*`,
         `candidates/*`.
@@ -58,7 +58,7 @@ class Naming(OpenStore):
         """
         found = lineage.refs(self._catalog)
         if not names:
-            return [one for one in found if one.kind != refs.CANDIDATE]
+            return [one for one in found if one.kind not in refs.DIRECTORIES]
         by_name = {one.name: one for one in found}
         chosen = refs.chosen(by_name, names)
         for name in chosen:

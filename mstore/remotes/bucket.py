@@ -344,14 +344,16 @@ def _failure(error: BaseException, where: str, denied: Text) -> MstoreError:
         return Overtaken("the object is not what it was", where=where)
     if isinstance(error, known.NotSupportedError | NotImplementedError) or number == "501":
         return _Unable("the server cannot do this", where=where)
-    if _CREDENTIALS.search(text.partition("Server returned")[0]):
+    # obstore's own words for a refusal speak of credentials, which are there.
+    is_refused = isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError)
+    if not is_refused and _CREDENTIALS.search(text.partition("Server returned")[0]):
         return Unavailable(
             "no credentials were found, or they cannot be read",
             where=where,
             hint="set them in the environment, as for the provider's own tools",
         )
     told = f"it answers {status[1]}{f' ({code[1]})' if code else ''}" if status else _sign(text)
-    if number in ("401", "403"):
+    if is_refused or number in ("401", "403"):
         return Unavailable(f"access is denied: {told}", where=where, hint=denied)
     return Unavailable(
         f"the server does not answer as it should: {told}",

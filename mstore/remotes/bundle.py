@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import struct
+import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -42,7 +43,7 @@ from mstore.terms.ids import Buffer
 SCHEME: Final = "bundle:"
 MOST_DIRECTORY_BYTES: Final = 4 << 20
 """Of a zip's directory: enough for 25,000 packs."""
-_NAME: Final = re.compile(r"[a-z][a-z-]*(/[0-9a-f]+)*(\.pack)?")
+_NAME: Final = re.compile(r"[a-z][a-z-]*(/[0-9a-f-]+)*(\.pack)?")
 _HEADER: Final = struct.Struct("<4s22xHH")
 """Of a member: its magic; at the end the lengths of its name and of what follows that."""
 _MAGIC: Final = b"PK\x03\x04"
@@ -168,6 +169,11 @@ class Bundle(ReadOnly):
         self._member(name)
         return os.fstat(self._descriptor).st_mtime_ns
 
+    def names(self, below: str) -> Iterator[Listed]:
+        for name, one in self._members.items():
+            if name.startswith(below):
+                yield Listed(name, one.size, self.time_ns(name))
+
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -280,8 +286,8 @@ class NewBundle(Objects):
     def size(self, name: str) -> NoReturn:
         self.read_each(name, ())
 
-    def time_ns(self, name: str) -> NoReturn:
-        self.read_each(name, ())
+    def time_ns(self, name: str) -> int:
+        return time.time_ns()
 
     def names(self, below: str) -> Iterator[Listed]:
         return iter(())

@@ -43,7 +43,6 @@ def write_bundle(
     path: Path,
     names: Sequence[str],
     *,
-    ancestors: bool,
     progress: ProgressCallback | None,
 ) -> BundleReport:
     """Write what these refs need into a new file; see `Store.bundle`."""
@@ -59,7 +58,6 @@ def write_bundle(
                 catalog,
                 Remote(_NAME, target, lease.directory),
                 names,
-                contents_of_ancestors=ancestors,
                 tracks=False,
                 jobs=1,
                 progress=progress,

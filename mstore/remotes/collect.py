@@ -97,6 +97,7 @@ class RemoteCollector:
         """Collect. Raises Corrupt if anything needed is missing; then nothing is dropped."""
         began = time.monotonic()
         remote = self._remote
+        remote.objects.require_writable()
         remote.make_directory()
         for _ in remote.attempts():
             state = remote.state()

@@ -75,14 +75,13 @@ def copy_refs(
             raise
         finally:
             lease.release()
-    needs = fetch.needs
     return CopyReport(
         source=str(source),
         destination=str(destination),
         moved=done.moved,
         diverged=done.diverged,
         snapshots=done.snapshots,
-        without_contents=tuple(id for id in needs.snapshots if id not in needs.whole),
+        without_contents=tuple(fetch.only_records),
         blocks=done.blocks,
         bytes_copied=done.bytes_received,
         seconds=time.monotonic() - began,

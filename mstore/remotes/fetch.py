@@ -24,7 +24,7 @@ from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import RemoteRecords
 from mstore.remotes.state import Remote, RemoteState
-from mstore.remotes.tracking import MovedRef, remote_moves
+from mstore.remotes.tracking import MovedRef, moved_ref, remote_moves
 from mstore.store import layout as layouts
 from mstore.store import plans, refs
 from mstore.store.catalog import Catalog, now_ns
@@ -81,7 +81,8 @@ def _nests(known: RefStore, name: str) -> bool:
 class Fetch:
     """One fetch, or one pull.
 
-    tracks: whether refs below remotes/ say what is there. needs: what was missing here.
+    tracks: whether refs below remotes/ say what is there. only_records: new snapshots whose
+    contents did not come.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Fetch:
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
+        self.only_records: list[SnapshotId] = []
         self._catalog = catalog
         self._remote = remote
         self._names = names
@@ -217,10 +219,10 @@ class Fetch:
             self._commit(transaction, needs, moves, source, wanted)
         begin = refs.directory_of(refs.REMOTE, self._remote.name)
         told = [
-            MovedRef(
+            moved_ref(
                 move.name.removeprefix(begin),
-                None if move.expect is None else move.expect.snapshot_id(),
-                None if move.new is None else move.new.snapshot_id(),
+                None if move.expect is None else move.expect.snapshot,
+                None if move.new is None else move.new.snapshot,
             )
             for move in moves
         ]
@@ -311,6 +313,7 @@ class Fetch:
         parents = {p.snapshot_id() for id in new for p in needs.snapshots[id].parents}
         lost = {id for id in parents if not source.is_known(id)}
         self._snapshots = len(new)
+        self.only_records = [id for id in new if id not in needs.whole]
         named = {move.new.snapshot for move in moves if move.new is not None}
 
         called = self._called(wanted)

@@ -117,6 +117,9 @@ class Objects(ABC):
         """Put an object."""
         self.put(name, len(data), [data])
 
+    def wake(self) -> None:  # noqa: B027 -- at most places nothing waits for a turn
+        """Let calls that wait for their turn, in any thread, end at once: the work has failed."""
+
     def close(self) -> None:  # noqa: B027 -- a place may hold nothing open
         """Close what is open; idempotent."""
 
@@ -128,7 +131,7 @@ class ReadOnly(Objects):
         raise Incompatible(
             "this remote is read-only",
             where=self.where,
-            hint="push to object storage or a shared directory",
+            hint="use object storage or a shared directory for that",
         )
 
     def swap_root(self, data: bytes, before: RootStamp | None) -> NoReturn:
@@ -138,9 +141,6 @@ class ReadOnly(Objects):
         self.require_writable()
 
     def put(self, name: str, size: int, pieces: Iterable[Buffer], *, jobs: int = 1) -> NoReturn:
-        self.require_writable()
-
-    def names(self, below: str) -> NoReturn:
         self.require_writable()
 
     def remove(self, name: str) -> NoReturn:

@@ -41,7 +41,7 @@ from mstore.remotes.objects import Absent, Overtaken
 from mstore.remotes.outgoing import Outgoing, laid_out, pieces
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Changes, Remote, RemoteState
-from mstore.remotes.tracking import MovedRef, follow, may_write
+from mstore.remotes.tracking import MovedRef, follow, may_write, moved_ref
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
@@ -306,8 +306,7 @@ class Push:
             moves = (*(() if row is None else row.moves), move)[-MOST_MOVES:]
             kind = ref.kind if ref is not None else row.kind if row is not None else refs.BRANCH
             changes.put("refs", RefRow(name, kind, new, moves))
-            ids = (None if one is None else SnapshotId(one) for one in (old, new))
-            moved.append(MovedRef(name, *ids))
+            moved.append(moved_ref(name, old, new))
         return moved
 
     def _require_allowed(self, name: str, kind: str, new_kind: str, old: bytes, new: bytes) -> None:
@@ -316,7 +315,7 @@ class Push:
             raise Conflict(
                 f"is another {kind} at {self._remote.name}, and tags do not move",
                 where=name,
-                hint=call("push", self._remote.name, delete=[name]),
+                hint=call("push", self._remote.name, delete=(name,)),
             )
         with self._catalog.index.env.read() as transaction:
             own = refs.below(refs.REMOTE, self._remote.name, name)
@@ -337,7 +336,7 @@ class Push:
                 hint=phrase(
                     "{fetch}, and merge or add on top of it; or, to replace it, {force}",
                     fetch=call("fetch", self._remote.name),
-                    force=call("push", self._remote.name, name, force_with_lease=True),
+                    force=call("push", self._remote.name, refs=(name,), force_with_lease=True),
                 ),
             )
 

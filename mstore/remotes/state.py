@@ -21,9 +21,17 @@ import msgspec
 from mstore import fs
 from mstore.remotes import layout
 from mstore.remotes.layout import LISTS, Named, NoteRow, PackRow, RefRow, RemoteRoot, SnapshotRow
-from mstore.remotes.objects import MOST_ROOT_BYTES, PROBE, Objects, Overtaken, RootStamp
+from mstore.remotes.objects import (
+    MOST_ROOT_BYTES,
+    PROBE,
+    Absent,
+    Objects,
+    Overtaken,
+    RootStamp,
+)
 from mstore.terms.errors import Conflict, Corrupt, StorageFailed
 from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import call, phrase
 
 _ATTEMPTS: Final = 50
 _SAVED: Final = "root"
@@ -130,7 +138,17 @@ class Remote:
     def state(self) -> RemoteState:
         """Return what the remote is now: one request if nothing changed. Raises Absent."""
         saved = self._saved()
-        got = self.objects.read_root(None if saved is None else saved[1])
+        try:
+            got = self.objects.read_root(None if saved is None else saved[1])
+        except Absent as error:
+            raise Absent(
+                "there is no remote" if saved is None else "the remote is gone",
+                where=self.where,
+                hint=phrase(
+                    "check the address; {push} makes a remote",
+                    push=call("push", self.name, every=True),
+                ),
+            ) from error
         if got is None:
             assert saved is not None
             data, stamp = saved

@@ -42,7 +42,7 @@ from mstore.remotes.layout import (
     pack_name,
     table_name,
 )
-from mstore.remotes.objects import ROOT, Absent, ReadOnly, RootStamp, short
+from mstore.remotes.objects import ROOT, Absent, Listed, ReadOnly, RootStamp, short
 from mstore.store import listing, refs
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
@@ -55,6 +55,8 @@ IDLE_SECONDS: Final = 600
 LONGEST_SECONDS: Final = 86400
 """A view goes so long after another one replaced it."""
 MOST_VIEWS: Final = 8
+_MADE: Final = 0
+"""Of lists and tables: of no root, so that the same rows have the same name in each."""
 
 
 class _Table:
@@ -123,6 +125,12 @@ class StoreRemote(ReadOnly):
 
     def time_ns(self, name: str) -> int:
         return self._view(name).time_ns
+
+    def names(self, below: str) -> Iterator[Listed]:
+        view = self._current()
+        for name in (*view.lists, *view.packs, *view.tables):
+            if name.startswith(below):
+                yield Listed(name, self._size(view, name), view.time_ns)
 
     def close(self) -> None:
         """Let go of all views."""
@@ -270,7 +278,7 @@ class StoreRemote(ReadOnly):
         self._tables = tables
         for pack, table in tables.items():
             view.packs[pack_name(pack)] = pack, sizes[pack]
-            view.tables[table_name(0, table.id)] = pack, table
+            view.tables[table_name(_MADE, table.id)] = pack, table
         rows: dict[str, list[Any]] = {
             "refs": named,
             "snapshots": [
@@ -285,7 +293,7 @@ class StoreRemote(ReadOnly):
                     state=PackState.LIVE,
                     time_ns=0,
                     entries=table.length // ENTRY.size,
-                    made=0,
+                    made=_MADE,
                     table=bytes(table.id),
                     offset=0,
                     length=HEADER_BYTES + table.length,
@@ -323,7 +331,7 @@ class StoreRemote(ReadOnly):
             for some in cut(sorted(rows[kind], key=lambda row: row.key)):
                 id, data = layout.encode_list(kind, some)
                 first = some[0].key.hex()
-                named = Named(kind, str(id), first, len(some), len(data), generation)
+                named = Named(kind, str(id), first, len(some), len(data), _MADE)
                 view.lists[named.name] = data
                 lists.append(named)
         uuid = self._catalog.layout.uuid

@@ -7,12 +7,12 @@ them to the server of the address, and to none to which that server redirects.
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from urllib.parse import urlsplit
 
 from mstore.remotes.bucket import CLIENT, Bucket, store_of
 from mstore.remotes.objects import ReadOnly
-from mstore.terms.errors import BadRequest
+from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.phrases import Text
 
 SCHEMES: Final = ("http", "https")
@@ -47,3 +47,11 @@ class Web(ReadOnly, Bucket):
             given = {"authorization": f"Bearer {token}"}
             options["client_options"] = {**CLIENT, "default_headers": given}
         super().__init__(store_of(url, options), url, denied)
+
+    def names(self, below: str) -> NoReturn:
+        """Raise Incompatible: HTTP has no listing."""
+        raise Incompatible(
+            "a web server does not list its objects",
+            where=self.where,
+            hint="check the store that it serves",
+        )
