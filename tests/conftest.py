@@ -19,7 +19,9 @@ part of all that is chosen.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Before `-m` chooses."""
     samples.mark_rest(items)
     parts.leave_part(config, items)
+
+
+@pytest.fixture(scope="module")
+def template(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `build(root)` of the test's module puts into a directory, once: copied, never opened."""
+    root = tmp_path_factory.mktemp("template")
+    request.module.build(root)
+    return root
+
+
+@pytest.fixture
+def copied(template: Path, tmp_path: Path) -> Path:
+    """A test's own copy of it."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory in memory where there is one: thousands of syncs on a disk take their time."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,22 +25,17 @@ WITHOUT = {"model.empty", "model.inv_freq", "model.steps"}
 MIXED = families.layered(rows=70, expert_dtypes=("F32", "F16", "BF16"))
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """The family, and a store that has it and took no statistics, closed."""
-    root = tmp_path_factory.mktemp("template")
     FAMILY.write(root / "family")
     with Store.init(root / "store", block_size=BLOCK, codec="raw") as opened:
         for name in ("base", *FAMILY.names):
             opened.add(root / "family" / name, name=name)
-    return root
 
 
 @pytest.fixture
-def store(template: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, open."""
-    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
-    with Store.open(tmp_path / "store") as store:
+def store(copied: Path) -> Iterator[Store]:
+    with Store.open(copied / "store") as store:
         yield store
 
 

@@ -38,14 +38,9 @@ from mstore.terms.report import html
 FAMILY = families.layered(rows=40)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FAMILY.write(tmp_path_factory.mktemp("family"))
-
-
-@pytest.fixture(scope="module")
-def filled(root: Path) -> Path:
-    """A closed store with a base, three experts and two merges under one name."""
+def build(root: Path) -> None:
+    """A family, and a store with a base, three experts and two merges under one name."""
+    FAMILY.write(root)
     with Store.init(root / "store", block_size=BLOCK) as store:
         for name in ("base", *FAMILY.names):
             base = None if name == "base" else "llama/base"
@@ -53,13 +48,18 @@ def filled(root: Path) -> Path:
         for expert in ("llama/e0", "llama/e1"):
             plan = store.plan(MergeRequest(base="llama/base", experts=[expert], method="linear"))
             store.merge(plan, name="llama/merged", message=expert)
-    return root / "store"
 
 
 @pytest.fixture
-def store(filled: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, free to be changed."""
-    with Store.open(shutil.copytree(filled, tmp_path / "store")) as store:
+def root(template: Path) -> Path:
+    """What tests only read."""
+    return template
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of the store, free to be changed."""
+    with Store.open(shutil.copytree(template / "store", tmp_path / "store")) as store:
         yield store
 
 
@@ -208,7 +208,7 @@ def _model(place: Path) -> Path:
     return place / "m"
 
 
-def test_two_openings_are_one_store(filled: Path, store: Store, root: Path) -> None:
+def test_two_openings_are_one_store(store: Store, root: Path) -> None:
     """What one handle publishes, another of the same process sees; each is closed for itself."""
     other = Store.open(store.path)
     report = store.add(root / "e2", name="new")
@@ -216,7 +216,7 @@ def test_two_openings_are_one_store(filled: Path, store: Store, root: Path) -> N
     store.close()
     assert other["new"].tensor("model.scale").shape == ()
     other.close()
-    with Store.open(filled) as untouched, pytest.raises(NotFound):
+    with Store.open(root / "store") as untouched, pytest.raises(NotFound):
         untouched["new"]
 
 

@@ -79,30 +79,26 @@ while True:
 """Somebody at work in a store until it is killed: a writer, or the collector."""
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models that tests only add."""
-    root = tmp_path_factory.mktemp("models")
+def build(root: Path) -> None:
+    """Three models, and a store of two of them whose reflog keeps nothing."""
     for name in ("one", "two", "three"):
         small_model(root / name, name)
-    return root
-
-
-@pytest.fixture(scope="module")
-def template(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of two models whose reflog keeps nothing."""
-    root = tmp_path_factory.mktemp("template") / "store"
-    with Store.init(root, block_size=BLOCK) as store:
+    with Store.init(root / "store", block_size=BLOCK) as store:
         store.configure("reflog_days", 0)
         for name in ("one", "two"):
-            store.add(models / name, name=name, threads=1)
-    return root
+            store.add(root / name, name=name, threads=1)
+
+
+@pytest.fixture
+def models(template: Path) -> Path:
+    """Models that tests only add."""
+    return template
 
 
 @pytest.fixture
 def store(template: Path, tmp_path: Path) -> Iterator[Store]:
     """A copy of it."""
-    shutil.copytree(template, tmp_path / "store")
+    shutil.copytree(template / "store", tmp_path / "store")
     with Store.open(tmp_path / "store") as store:
         yield store
 

@@ -24,21 +24,19 @@ FAMILY = families.layered(rows=40)
 NAME = "candidates/run/m"
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The family's checkpoints, and a store that has them, closed."""
-    root = FAMILY.write(tmp_path_factory.mktemp("family"))
+def build(root: Path) -> None:
+    """The family's checkpoints, and a store that has them."""
+    FAMILY.write(root)
     with Store.init(root / "store", block_size=BLOCK) as store:
         store.add(root / "base", name="base")
         for name in FAMILY.names:
             store.add(root / name, name=name, base="base")
-    return root
 
 
 @pytest.fixture
-def store(family: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, open."""
-    shutil.copytree(family / "store", tmp_path / "store")
+def store(template: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of the store, open."""
+    shutil.copytree(template / "store", tmp_path / "store")
     with Store.open(tmp_path / "store") as store:
         yield store
 

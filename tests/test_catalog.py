@@ -42,19 +42,16 @@ from mstore.terms.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.terms.sizes import exact_size
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A store with one small model under `model`, closed."""
-    root = tmp_path_factory.mktemp("template")
     with Store.init(root / "store", block_size=BLOCK, codec="raw") as store:
         store.add(small_model(root / "model", "seed"), name="model", threads=1)
-    return root / "store"
 
 
 @pytest.fixture
 def catalog(template: Path, tmp_path: Path) -> Iterator[Catalog]:
     """A copy of it, open."""
-    shutil.copytree(template, tmp_path / "store")
+    shutil.copytree(template / "store", tmp_path / "store")
     catalog = Catalog.open(tmp_path / "store")
     yield catalog
     catalog.close()
@@ -114,7 +111,7 @@ def test_good_block_sizes(size: int, tmp_path: Path) -> None:
 def test_a_second_init_is_refused(template: Path, tmp_path: Path) -> None:
     """init where a store is, open or not, is a Conflict that says so; the store stays as it is."""
     root = tmp_path / "store"
-    shutil.copytree(template, root)
+    shutil.copytree(template / "store", root)
     before = (root / "format").read_bytes()
     with pytest.raises(Conflict, match="store already") as conflict:
         Catalog.create(root, BLOCK)
@@ -137,7 +134,7 @@ def test_init_takes_nobody_elses_directory(template: Path, tmp_path: Path) -> No
         with pytest.raises(Conflict, match="not empty"):
             Catalog.create(tmp_path / name, BLOCK)
         assert [p for p in (tmp_path / name).rglob("*") if p.is_file()] == [path]
-    shutil.copytree(template, tmp_path / "store")
+    shutil.copytree(template / "store", tmp_path / "store")
     (tmp_path / "store" / "format").unlink()
     before = sorted((tmp_path / "store").rglob("*"))
     with pytest.raises(Conflict):
@@ -231,7 +228,7 @@ def test_no_store(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused(template: Path, tmp_path: Path) -> None:
     """A store of another format version is Incompatible, whatever else its line says."""
     root = tmp_path / "store"
-    shutil.copytree(template, root)
+    shutil.copytree(template / "store", root)
     line = (root / "format").read_text()
     newer, older = "pip install -U mstore", "mstore.Store.migrate(PATH)"
     others = {
@@ -269,7 +266,7 @@ def test_a_damaged_format_file_is_refused(
 ) -> None:
     """Anything but the exact line is Corrupt (or of another version), and names the file."""
     root = tmp_path / "store"
-    shutil.copytree(template, root)
+    shutil.copytree(template / "store", root)
     (root / "format").write_text(damage((root / "format").read_text()))
     with pytest.raises((Corrupt, Incompatible)):
         Catalog.open(root)
@@ -279,7 +276,7 @@ def test_a_damaged_format_file_is_refused(
 def test_an_impossible_block_size_is_refused(size: int, template: Path, tmp_path: Path) -> None:
     """A format file with a block size that no store can have is Corrupt."""
     root = tmp_path / "store"
-    shutil.copytree(template, root)
+    shutil.copytree(template / "store", root)
     line = (root / "format").read_text()
     (root / "format").write_text(line.replace("65536", str(size)))
     with pytest.raises(Corrupt):
@@ -293,7 +290,7 @@ def test_an_unknown_filesystem_is_refused(
     """On a filesystem that is not known to be local, a store is neither made, opened, reindexed nor
     cloned, until its settings name that type; nothing is written there before."""
     root, new = tmp_path / "store", tmp_path / "new"
-    shutil.copytree(template, root)
+    shutil.copytree(template / "store", root)
     monkeypatch.setattr(fs, "filesystem_type", lambda path: kind)
     why = f"needs a local filesystem, and mstore does not know {kind} as one"
     for use in (Catalog.open, Store.reindex):
@@ -327,7 +324,7 @@ def test_a_store_seen_through_fuse(template: Path, tmp_path: Path) -> None:
     """A store that another program shows through FUSE is refused, and read once its settings say
     that such a filesystem behaves as a local one."""
     root = tmp_path / "store"
-    shutil.copytree(template, root)
+    shutil.copytree(template / "store", root)
     with sick_disk(root, tmp_path), pytest.raises(Incompatible, match="does not know fuse as one"):
         Catalog.open(root)
     Store.vouch(root, "fuse")
@@ -341,7 +338,7 @@ def test_a_copy_of_a_store_goes_to_a_known_filesystem(
     """A clone or backup on a filesystem that is not known is refused, and the store's settings are
     what to change; nothing is written there."""
     root = tmp_path / "store"
-    shutil.copytree(template, root)
+    shutil.copytree(template / "store", root)
     away = tmp_path / "away"
     kinds = {True: "fuse.s3fs", False: "ext4"}
     monkeypatch.setattr(fs, "filesystem_type", lambda path: kinds[path.is_relative_to(away)])
@@ -365,7 +362,7 @@ def test_a_copy_of_a_store_goes_to_a_known_filesystem(
 def test_a_lost_index_is_corrupt(template: Path, tmp_path: Path) -> None:
     """A store whose index is gone does not open as an empty one."""
     root = tmp_path / "store"
-    shutil.copytree(template, root)
+    shutil.copytree(template / "store", root)
     shutil.rmtree(root / "index")
     with pytest.raises(MstoreError):
         Catalog.open(root)

@@ -250,7 +250,7 @@ ONES = np.ones(4, dtype=np.float32)
 SHORT = settings(max_examples=25, deadline=None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("method", "parameters"), METHODS)
 @SHORT
 @example(([1.0, -1.0000001], ONES, [ONES * np.float32(3.3), ONES * np.float32(3.3000002)]))

@@ -23,6 +23,7 @@ from mstore.blocks import codecs
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.pack_store import HERE
 from mstore.blocks.packs import PAGE, Kind
+from mstore.blocks.reader import BlockReader
 from mstore.blocks.schema import CONDEMNED, PRUNED
 from mstore.store import mirror, refs
 from mstore.store.catalog import Catalog
@@ -32,26 +33,22 @@ from mstore.terms.errors import BadRequest, Corrupt, Incompatible
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import as_phrase, call
 from mstore.terms.report import Progress
+from mstore.upkeep.check.packs import payload
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A store with an add and a merge, closed."""
-    root = tmp_path_factory.mktemp("template")
     with Store.init(root / "store", block_size=BLOCK) as store:
         for name in ("base", "expert"):
             base = None if name == "base" else "base"
             store.add(small_model(root / name, "s", changed=name), name=name, base=base, threads=1)
         plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
-    return root / "store"
 
 
 @pytest.fixture
-def store(template: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, open."""
-    shutil.copytree(template, tmp_path / "store")
-    with Store.open(tmp_path / "store") as store:
+def store(copied: Path) -> Iterator[Store]:
+    with Store.open(copied / "store") as store:
         yield store
 
 
@@ -89,13 +86,13 @@ def _looking() -> tuple[tuple[str, int], ...]:
 
 
 def test_what_is_collected_meanwhile_is_no_damage(
-    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    template: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between any two looks into the index, refs go, come, and are pruned, and gc collects: fsck
     finds nothing wrong, for what is gone was not damaged, and what is new is whole."""
-    small_model(tmp_path / "new", "new")
-    shutil.copytree(template, tmp_path / "t")
-    with Store.open(tmp_path / "t") as store:
+    small_model(scratch / "new", "new")
+    shutil.copytree(template / "store", scratch / "t")
+    with Store.open(scratch / "t") as store:
         store.configure("reflog_days", 0)
         store.tag("v1", "expert")
         store.remove("v1")
@@ -106,19 +103,19 @@ def test_what_is_collected_meanwhile_is_no_damage(
         if env.path.name == "index":
             looks.append(_looking())
             if len(looks) - 1 == at:
-                with Store.open(tmp_path / "s") as other:
+                with Store.open(scratch / "s") as other:
                     other.remove("expert", "merged")
-                    other.add(tmp_path / "new", name="base", threads=1)
-                    other.add(tmp_path / "new", name="other", threads=1)
+                    other.add(scratch / "new", name="base", threads=1)
+                    other.add(scratch / "new", name="other", threads=1)
                     other.prune(["base"], keep_last=1)
                     other.gc(reflog_days=0)
         return real(env)
 
     def checked() -> None:
-        shutil.rmtree(tmp_path / "s", ignore_errors=True)
-        shutil.copytree(tmp_path / "t", tmp_path / "s")
+        shutil.rmtree(scratch / "s", ignore_errors=True)
+        shutil.copytree(scratch / "t", scratch / "s")
         looks.clear()
-        with Store.open(tmp_path / "s") as store, monkeypatch.context() as patch:
+        with Store.open(scratch / "s") as store, monkeypatch.context() as patch:
             patch.setattr(Environment, "read", meddling)
             problems = store.fsck().problems
         assert problems == (), at
@@ -386,13 +383,17 @@ def test_deltas_are_read_through_their_bases(dense: Store) -> None:
 def test_a_delta_whose_base_cannot_be_one(
     dense: Store, damage: Callable[..., object], what: str
 ) -> None:
-    """A base is there, as long as its delta, and no delta itself; else the delta is named."""
+    """A base is there, as long as its delta, and no delta itself; else the delta is named, and is
+    not read."""
     key, row = next(iter(delta_rows(dense).items()))
     index = dense._catalog.index
     with index.env.write() as rows:
         damage(rows, index.db("blocks"), row, row[22:])
     problems = dense.fsck().problems
     assert any(p.where == key.hex() and what in p.what for p in problems), problems
+    reader = BlockReader(dense._catalog.packs, dense._catalog.block_size)
+    with pytest.raises(Corrupt):
+        payload(index, reader, (Kind.BLOCK, key), row)
 
 
 def test_a_row_with_another_base(dense: Store) -> None:

@@ -86,7 +86,7 @@ def test_no_pattern(line: str) -> None:
     """A line that can fit nothing is an error that shows how patterns look."""
     with pytest.raises(BadRequest, match="no pattern") as caught:
         Exclusion.chosen([line])
-    assert caught.value.hint == "store.add(PATH, name=NAME, exclude=['logs/', '*.tmp'])"
+    assert caught.value.hint == "exclude=['logs/', '*.tmp']"
     assert caught.value.where == "exclude"
 
 

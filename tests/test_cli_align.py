@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ from mstore.models.vocabulary.tokenizer import parse
 TOKENS = ["a", "b", "c", "d"]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A base, an expert with a token more, and one with tokens in another order, and a store."""
-    root = tmp_path_factory.mktemp("prepared")
     program = Program(root / "store")
     program.succeed("init")
     for seed, (name, tokens) in enumerate(
@@ -26,14 +23,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         path = model(root / name, tokens, seed=seed)
         program.succeed("add", path, "--name", f"org/{name}")
-    return root
 
 
 @pytest.fixture
-def mstore(prepared: Path, tmp_path: Path) -> Program:
-    """A copy of it."""
-    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
-    return Program(tmp_path / "store")
+def mstore(copied: Path) -> Program:
+    return Program(copied / "store")
 
 
 def tokens_of(mstore: Program, name: str) -> list[str]:

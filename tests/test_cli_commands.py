@@ -85,6 +85,8 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     mstore.succeed("merge", "--name", "tiny/merged", *SHAREABLE, "-m", "both")
     mstore.succeed("sign", "tiny/code", "--key", models / "key")
     mstore.succeed("pin", "tiny/math", "--raw")
+    mstore.succeed("remote", "add", "origin", tmp_path_factory.mktemp("remote").as_uri())
+    mstore.succeed("push", "origin", "tiny/base", "tiny/math")
     return mstore
 
 
@@ -158,6 +160,14 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "backup": ["backup", str(out / "backup")],
         # Where the store of `copy` is.
         "clone": ["clone", str(out / "store"), str(out / "clone")],
+        "remote": ["remote"],
+        "remote add": ["remote", "add", "other", (out / "other").as_uri()],
+        "remote show": ["remote", "show", "origin"],
+        "remote rename": ["remote", "rename", "origin", "team"],
+        "remote rm": ["remote", "rm", "origin"],
+        "push": ["push", "origin", "tiny/code"],
+        "fetch": ["fetch", "origin"],
+        "pull": ["pull", "origin"],
         "fsck": ["fsck", "--read-data"],
         "reindex": ["reindex"],
         "migrate": ["migrate"],
@@ -443,7 +453,11 @@ def test_no_store(tmp_path: Path) -> None:
     """A store that is not there is an error that says how to make one, and is not made."""
     done = Program(tmp_path / "nothing")("log")
     assert done.status == 1
-    assert re.search(r"hint: mstore .*init\n$", done.err)
+    assert f"{tmp_path / 'nothing'}: no store here: there is no such directory\n" in done.err
+    assert re.search(r"hint: name another path, or .*: mstore .*init\n$", done.err)
+    (tmp_path / "nothing").mkdir()
+    assert "no store here\n" in Program(tmp_path / "nothing")("log").err
+    (tmp_path / "nothing").rmdir()
     assert not os.listdir(tmp_path)
 
 

@@ -49,7 +49,10 @@ def test_without_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     done = Program(tmp_path / "none")("doctor", "--json")
     assert done.status == 1
     assert done.document["store"] is None
-    assert f"{tmp_path / 'none'}: no store here" in done.document["problems"]
+    assert (
+        f"{tmp_path / 'none'}: no store here: there is no such directory"
+        in done.document["problems"]
+    )
 
 
 def test_without_fuse(mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_explain_sums_by_layer(mstore: Program) -> None:
     assert table[0].split() == [
         "LAYER",
         "READ",
-        "EQUAL",
+        *["EQUAL", "TO", "BASE"],
         *["LEFT", "OUT", "NORM", "LEFT", "OUT"],
     ]
     full = mstore.succeed("explain", "full").out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,23 +16,25 @@ from cli_runs import Program
 Tensor = tuple[str, str, tuple[int, ...], bytes]
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """A store with `tiny/base` and a tag `v1`, and the model beside it.  Tests change nothing."""
-    root = tmp_path_factory.mktemp("contact")
+def build(root: Path) -> None:
+    """A store with `tiny/base` and a tag `v1`, and the model beside it."""
     write_safetensors(root / "m" / "model.safetensors", [("t", "F32", (4,), bytes(16))])
     mstore = Program(root / "store")
     mstore.succeed("init")
     mstore.succeed("add", root / "m", "--name", "tiny/base")
     mstore.succeed("tag", "v1", "tiny/base")
-    return mstore
 
 
 @pytest.fixture
-def mstore(shared: Program, tmp_path: Path) -> Program:
+def shared(template: Path) -> Program:
+    """The store itself, for tests that change nothing in it."""
+    return Program(template / "store")
+
+
+@pytest.fixture
+def mstore(copied: Path) -> Program:
     """The same, for a test that changes it."""
-    shutil.copytree(shared.store.parent, tmp_path, dirs_exist_ok=True)
-    return Program(tmp_path / "store")
+    return Program(copied / "store")
 
 
 @pytest.mark.parametrize(
@@ -88,13 +89,14 @@ PAIR = ["--base", "v1", "--expert", "v1"]
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        (["--density", "0.3"], "--param density=0.2"),
-        (["--density=0.3"], "--param density=0.2"),
-        (["--weight", "2"], "--expert llama/math=0.5"),
-        (["--lambda", "2"], "--param lambda=0.5"),
+        (["--density", "0.3"], "--param density=0.3"),
+        (["--density"], "--param density=VALUE"),
+        (["--density=0.3"], "--param density=0.3"),
+        (["--weight", "2"], "--expert v1=2"),
+        (["--lambda", "2"], "--param lambda=2"),
         (["--normalize"], "--param normalize=true"),
         (["--rescale"], "--param rescale=false"),
-        (["--seed", "1"], "--param seed=7"),
+        (["--seed", "1"], "--param seed=1"),
         (["--max-error", "5%"], "write a number such as 0.05"),
         (["--method", "TIES"], "did you mean ties?"),
         (["--method", "Arcee_Fusion"], "did you mean arcee_fusion?"),

@@ -6,18 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import test_repair
 from cli_runs import Program
-from test_repair import break_payloads, break_table, build, packs
+from test_repair import break_payloads, break_table, packs
 
 from mstore_cli.keys import DOCUMENTS
 
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store and what was added to it."""
-    root = tmp_path_factory.mktemp("template")
-    build(root)
-    return root
+build = test_repair.build
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -88,10 +87,8 @@ def test_request() -> None:
 # -- patterns --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """A base, three fine-tunes and two adapters of it, all below m/; tests only read it."""
-    root = tmp_path_factory.mktemp("prepared")
+def build(root: Path) -> None:
+    """A base, three fine-tunes and two adapters of it, all below m/."""
     program = Program(root / "store")
     program.succeed("init", "--block-size", "64KiB")
     family = layered().write(root / "family")
@@ -105,14 +102,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Program:
         factors = np.ones((rows, 2), "f4"), np.ones((2, columns), "f4")
         made = Adapter({name.removesuffix(".weight"): factors})
         program.succeed("add", made.write(root / f"lora{number}"), "--name", f"m/lora{number}")
-    return program
 
 
 @pytest.fixture
-def mstore(prepared: Program, tmp_path: Path) -> Program:
-    """A copy, to be written to."""
-    shutil.copytree(prepared.store, tmp_path / "store")
-    return Program(tmp_path / "store")
+def mstore(copied: Path) -> Program:
+    return Program(copied / "store")
 
 
 def told_experts(mstore: Program, ref: str) -> list[str]:
@@ -143,10 +137,10 @@ def test_adapters_by_a_pattern(mstore: Program) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["x/*", "m/base*", "m/e*@{1}"])
-def test_a_pattern_of_nothing(prepared: Program, pattern: str) -> None:
+def test_a_pattern_of_nothing(mstore: Program, pattern: str) -> None:
     """A pattern that matches no ref, or none but the base, is an error that names it."""
     for verb in (("plan", "--method", "linear"), ("check-merge",)):
-        done = prepared(*verb, "--base", "m/base", "--expert", pattern)
+        done = mstore(*verb, "--base", "m/base", "--expert", pattern)
         assert done.status == 1
         assert f"{pattern}: no " in done.err
         assert "ref matches the pattern" in done.err

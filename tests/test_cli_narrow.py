@@ -58,6 +58,8 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     mstore.succeed("tag", "tiny/code", CODE)
     mstore.succeed("sign", CODE, "--key", models / "key")
     mstore.succeed("pin", MATH, "--raw")
+    mstore.succeed("remote", "add", "origin", tmp_path_factory.mktemp("remote").as_uri())
+    mstore.succeed("push", "origin", MATH)
     return mstore
 
 
@@ -146,7 +148,8 @@ def test_what_is_no_terminal_stays_wide(family: Program, monkeypatch: pytest.Mon
     """A file has one row a line, whatever COLUMNS says."""
     monkeypatch.setenv("COLUMNS", "40")
     rows = family.succeed("refs").lines
-    assert len(rows) == 1 + len(family.succeed("refs", "-q").lines)
+    # A heading before them, and behind them how many remote refs there are.
+    assert len(rows) == 2 + len(family.succeed("refs", "-q").lines)
     [row] = [row for row in rows if row.startswith(MATH)]
     told = rf"{re.escape(MATH)} +branch  [0-9a-f]{{12}} \(pinned\)  \d{{4}}-.*"
     assert re.fullmatch(told, row)

@@ -27,9 +27,19 @@ dtype: bfloat16
 """
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_layers.write(tmp_path_factory.mktemp("checkpoints"))
+def build(root: Path) -> None:
+    """Three models, and a store that has them as refs."""
+    small_layers.write(root / "models")
+    program = Program(root / "store")
+    program.succeed("init")
+    for name in ("base", "math", "code"):
+        base = ["--base", "org/base"] if name != "base" else []
+        program.succeed("add", root / "models" / name, "--name", f"org/{name}", *base)
+
+
+@pytest.fixture
+def checkpoints(template: Path) -> Path:
+    return template / "models"
 
 
 @pytest.fixture
@@ -40,21 +50,10 @@ def mstore(tmp_path: Path) -> Program:
     return program
 
 
-@pytest.fixture(scope="module")
-def closed(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the three models as refs."""
-    program = Program(tmp_path_factory.mktemp("filled") / "store")
-    program.succeed("init")
-    for name in ("base", "math", "code"):
-        base = ["--base", "org/base"] if name != "base" else []
-        program.succeed("add", checkpoints / name, "--name", f"org/{name}", *base)
-    return program.store
-
-
 @pytest.fixture
-def filled(closed: Path, tmp_path: Path) -> Program:
-    """A copy of it."""
-    return Program(shutil.copytree(closed, tmp_path / "store"))
+def filled(template: Path, tmp_path: Path) -> Program:
+    """A copy of that store."""
+    return Program(shutil.copytree(template / "store", tmp_path / "store"))
 
 
 def write(folder: Path, text: str, **models: str) -> Path:

@@ -52,7 +52,8 @@ def test_a_store_that_the_environment_names(
     """Where MSTORE_STORE names what is no store, the error says so: the line does not show it."""
     monkeypatch.setenv("MSTORE_STORE", "/nowhere")
     assert run(["refs"]) == 1
-    assert "/nowhere: no store here: $MSTORE_STORE names it\n" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "/nowhere: no store here: there is no such directory: $MSTORE_STORE names it\n" in err
     assert run(["--store", "/nowhere", "refs"]) == 1
     assert "MSTORE_STORE" not in capsys.readouterr().err
 
@@ -120,7 +121,7 @@ def test_contradiction_across_the_verb(line: list[str], capsys: pytest.CaptureFi
         (["add", "", "--name", "m"], "'PATH': a path cannot be empty", "mstore add --help"),
         (["add", "a", "", "--name", "m"], "'PATH': a path cannot be empty", "mstore add --help"),
         (["checkout", "m", ""], "'DIR': a path cannot be empty", "mstore checkout --help"),
-        (["mount", "m", ""], "empty value for DIR", "mstore mount --help"),
+        (["mount", "m", ""], "it is empty", "mstore mount --help"),
         (
             ["mount", "m", "d", "--driver", "x"],
             "'--driver': 'x' is not one of 'fuse', 'erofs', 'auto'",
@@ -136,8 +137,8 @@ def test_contradiction_across_the_verb(line: list[str], capsys: pytest.CaptureFi
         (["merge", "--name", "m"], "--plan", "mstore merge --help"),
         (["merge", "--name", "m", "--plan", "p", "--base", "b"], "--plan", "mstore merge --help"),
         (["merge", "--name", "m", "--plan", "p", "--max-error", "0"], "--plan", "--help"),
-        (["cat", "ref"], "REF:PATH", "mstore ls REF"),
-        (["cat", "ref:f", "--json"], "JSON", "mstore ls REF --json"),
+        (["cat", "ref"], "REF:PATH", "mstore ls ref"),
+        (["cat", "ref:f", "--json"], "JSON", "mstore ls ref --json"),
         (["mount", "dir"], "--all", "mstore mount --help"),
         (["mount", "--all", "ref", "dir"], "--all", "mstore mount --help"),
     ],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 import shlex
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -31,22 +31,24 @@ def write(path: Path, seed: int) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """A store with a base and an expert, and both beside it.  Tests change nothing in it."""
-    root = tmp_path_factory.mktemp("slips")
+def build(root: Path) -> None:
+    """A store with a base and an expert, and both beside it."""
     mstore = Program(root / "a store")
     mstore.succeed("init")
     for seed, name in enumerate(("base", "expert")):
         mstore.succeed("add", write(root / name, seed), "--name", name, "--base", "none")
-    return mstore
 
 
 @pytest.fixture
-def mstore(shared: Program, tmp_path: Path) -> Program:
+def shared(template: Path) -> Program:
+    """The store itself, for tests that change nothing in it."""
+    return Program(template / "a store")
+
+
+@pytest.fixture
+def mstore(copied: Path) -> Program:
     """The same, for a test that changes it."""
-    shutil.copytree(shared.store.parent, tmp_path, dirs_exist_ok=True)
-    return Program(tmp_path / shared.store.name)
+    return Program(copied / "a store")
 
 
 def typed(mstore: Program, command: str) -> str:
@@ -197,9 +199,17 @@ PLAN = ["plan", "--base", "base", "--expert", "expert"]
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        (["plan", "--config", "r.yml"], "--recipe FILE"),
-        (["plan", "r.yaml"], "mstore plan --recipe FILE"),
-        (["merge", "--plan", "r.yml", "--name", "m"], "mstore merge --recipe FILE --name REF"),
+        (["plan", "--config", "r.yml"], "--recipe r.yml"),
+        (["plan", "--config"], "--recipe FILE"),
+        (["plan", "r.yaml"], "mstore plan --recipe r.yaml"),
+        (["merge", "--plan", "r.yml", "--name", "m"], "mstore merge --recipe r.yml --name m"),
+        ([*PLAN[:-1], "expert=much", "--method", "ties"], "--expert expert=0.5"),
+        ([*PLAN[:-1], "=0.3", "--method", "ties"], "--expert REF=0.3"),
+        ([*PLAN[:-1], "expert@{3..1}", "--method", "ties"], "--expert 'expert@{0..9}'"),
+        ([*PLAN, "--method", "ties", "--only", "zzz*"], "mstore ls --tensors base"),
+        (["cast", "expert", "--dtype", "F16", "--skip", "zzz*"], "mstore ls --tensors expert"),
+        (["compare", "expert", "--base", "base", "--only", "zzz*"], "mstore ls --tensors base"),
+        (["help", "merge", "plan"], "mstore help merge"),
         (["prune"], "mstore prune --keep-last 3 --dry-run"),
         (["show", "abc"], "the beginning of an id has at least 4 digits"),
         (["fsck", "--sample", "5"], "did you mean --sample 5%?"),
@@ -209,8 +219,8 @@ PLAN = ["plan", "--base", "base", "--expert", "expert"]
         (["commit"], "mstore add PATH --name REF"),
         (["commit", "-m", "words"], "mstore add PATH --name REF"),
         (["branch"], "mstore refs lists branches"),
-        (["push"], "mstore backup DEST"),
-        (["pull"], "mstore clone SRC DST"),
+        (["push"], "mstore push --help"),
+        (["remote", "remove", "origin"], "mstore remote rm NAME"),
         (["status"], "mstore diff REF DIR"),
         (["log", "-3"], "mstore log -n 3"),
         (["log", "--graph", "-12"], "mstore log --graph -n 12"),
@@ -241,6 +251,56 @@ def test_slips(line: list[str], hint: str, shared: Program) -> None:
     told = done.err.partition("hint: ")[2]
     assert hint in told.replace(f"--store {shlex.quote(str(shared.store))} ", "")
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        (["rename"], "OLD, NEW"),
+        (["rename", "a"], "NEW"),
+        (["extract-lora"], "REF, --base, --name"),
+        (["merge"], "--name, what to merge (--plan, --recipe, or --base, --expert and --method)"),
+        (["merge", "--base", "base"], "--name, --expert, --method"),
+        (["merge", "--plan", "1234"], "--name"),
+        (["merge", "--recipe", "r.yml"], "--name"),
+        (
+            ["merge", "--name", "m"],
+            "what to merge (--plan, --recipe, or --base, --expert and --method)",
+        ),
+        (["plan"], "what to merge (--recipe, or --base, --expert and --method)"),
+        (["plan", "--param", "density=1"], "--base, --expert, --method"),
+    ],
+    ids=" ".join,
+)
+def test_all_that_is_missing(line: list[str], missing: str, shared: Program) -> None:
+    """A line that lacks several required words is told all of them at once."""
+    done = shared(*line)
+    assert done.status == 2
+    assert done.err.startswith(f"error: missing: {missing}\nhint: ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(["refs", ""], ["show", ""], ["rm", "base", ""], ["tag", "", "base"], ["tag", "v1", ""]),
+        *(["reset", "", "base"], ["rename", "base", ""], ["diff", "", "base"], ["reflog", ""]),
+        *(["mount", "", "DIR"], ["explain", "base", ""], ["cat", ""], ["note", "base", ""]),
+    ],
+    ids=str,
+)
+def test_empty_words(line: list[str], shared: Program) -> None:
+    """An empty word, as of an unset variable, is refused by its place in the line."""
+    done = shared(*line)
+    assert (done.status, done.out) == (2, "")
+    assert re.match(r"error: invalid value for '.+': it is empty\n", done.err)
+
+
+def test_help_of_one_command(shared: Program) -> None:
+    """`help` refuses a second command, and takes options."""
+    refused = shared("help", "merge", "plan")
+    assert refused.status == 2
+    assert "error: help describes one command, not 2: merge plan\n" in refused.err
+    assert shared.succeed("help", "merge", "--json").out.startswith("Usage: mstore merge ")
 
 
 def test_options_that_are_not_near(shared: Program) -> None:

@@ -29,6 +29,16 @@ from mstore_cli.spelling import Typed
         (call("read_file", "REF", "PATH"), "mstore cat REF:PATH"),
         (call("configure", "shared", "all"), "mstore config shared all"),
         (call("mounts", all=True), "mstore mounts --all"),
+        (call("add_remote", "origin", "URL"), "mstore remote add origin URL"),
+        (call("remotes"), "mstore remote"),
+        (call("remote_contents", "origin"), "mstore remote show origin"),
+        (call("trust", "http://a"), "mstore config --user endpoints http://a"),
+        (
+            call("push", "origin", refs=("m", "a b"), force_with_lease=True),
+            "mstore push origin m 'a b' --force-with-lease",
+        ),
+        (call("push", "origin", delete=("m",)), "mstore push origin --delete m"),
+        (call("push", "origin", every=True), "mstore push origin --all"),
         (call("merge", help=True), "mstore merge --help"),
         (call("fsck", store="/a b"), "mstore --store '/a b' fsck"),
         (

@@ -22,7 +22,7 @@ from mstore.terms.phrases import Call, Option, Phrase, Text, as_phrase, call, ph
 from mstore.terms.report import plain
 from mstore_cli.command import find
 from mstore_cli.spelling import Typed, flag
-from mstore_cli.verbs import VERBS
+from mstore_cli.verbs import VERBS, verb_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {name: {option for one in find(name).params for option in one.opts} for name in VERBS}
@@ -53,6 +53,11 @@ FLAGS = {name: {option for one in find(name).params for option in one.opts} for 
         (call("sweep"), "store.sweep()", "mstore plan --sweep"),
         (call("sweep", measure=True), "store.sweep(measure=True)", "mstore plan --sweep --measure"),
         (call("tensors", "REF"), "store.tensors(REF)", "mstore ls --tensors REF"),
+        (
+            call("push", "origin", refs=("REF",)),
+            "store.push('origin', refs=[REF])",
+            "mstore push origin REF",
+        ),
         (call("plan", "..."), "store.plan(...)", "mstore plan ..."),
         (
             difference_hint("base", "a b"),
@@ -145,9 +150,11 @@ def test_every_name_has_a_command_or_a_flag() -> None:
         if isinstance(one, Option):
             assert flag(one.name, on=one.value is not False) in every, (place, one)
             continue
-        options = tuple(pair for pair in one.options if pair[0] != "store")
-        _, verb, *rest = Typed().call(Call(one.operation, (), options)).split()
-        missing = {word for word in rest if word.startswith("-")} - FLAGS.get(verb, set())
+        # Refs are arguments on the command line.
+        options = tuple(pair for pair in one.options if pair[0] not in ("store", "refs"))
+        words = Typed().call(Call(one.operation, (), options)).split()[1:]
+        verb = verb_of(words)
+        missing = {word for word in words if word.startswith("-")} - FLAGS.get(verb, set())
         assert verb in FLAGS, (place, one)
         assert missing <= {"--help"}, (place, one, missing)
 

@@ -12,7 +12,7 @@ from mstore_cli import tree
 from mstore_cli.command import Line, find
 from mstore_cli.errors import Ended, UsageError
 from mstore_cli.session import Choices
-from mstore_cli.verbs import VERBS
+from mstore_cli.verbs import VERBS, verb_of
 
 
 def parsed(line: str) -> Line:
@@ -27,15 +27,15 @@ def test_every_example_is_a_command(verb: str) -> None:
     """The example that the help of a command gives is one of its command lines."""
     example = str(find(verb).epilog).splitlines()[2]
     # The shell's part is not for the program.
-    first, own, *words = shlex.split(example.partition(" > ")[0])
-    assert (first, own) == ("mstore", verb)
-    assert parsed(shlex.join([own, *words])).choices.store is None
+    first, *words = shlex.split(example.partition(" > ")[0])
+    assert (first, verb_of(words)) == ("mstore", verb)
+    assert parsed(shlex.join(words)).choices.store is None
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_command_with_all_its_options(verb: str) -> None:
     """All parameters of a command may be given at once, beside the global options."""
-    words = [verb]
+    words = verb.split()
     for one in find(verb).params:
         value = one.type.choices[0] if isinstance(one.type, click.Choice) else "3"
         if isinstance(one, click.Argument):

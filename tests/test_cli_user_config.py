@@ -42,6 +42,7 @@ def test_a_list_grows_and_shrinks(settings: Path, tmp_path: Path) -> None:
     assert NOWHERE.succeed("config", "--user", "--json").document == {
         "safe_stores": [],
         "author": "",
+        "endpoints": [],
     }
     assert NOWHERE.succeed(*line).lines == ["safe_stores  none"]
     assert not settings.exists()
@@ -168,7 +169,8 @@ def test_what_is_written_is_read(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("own")))
         paths = list(dict.fromkeys(os.path.realpath(f"/nowhere/{name}") for name in names))
-        settings = {"safe_stores": paths, "author": "".join(filter(str.isprintable, names))[:256]}
+        author = "".join(filter(str.isprintable, names))[:256]
+        settings = {"safe_stores": paths, "author": author, "endpoints": []}
         user_config._write(settings)
         assert user_config.read() == settings
 

@@ -15,22 +15,20 @@ MERGE = (
 )
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A store with a base and two experts."""
-    root = families.layered(rows=100).write(tmp_path_factory.mktemp("family"))
+    families.layered(rows=100).write(root)
     mstore = Program(root / "store")
     mstore.succeed("init", "--block-size", "64KiB")
     mstore.succeed("add", root / "base", "--name", "base")
     for name in ("e0", "e1"):
         mstore.succeed("add", root / name, "--name", name, "--base", "base")
-    return root / "store"
 
 
 @pytest.fixture
-def mstore(family: Path, tmp_path: Path) -> Program:
+def mstore(template: Path, tmp_path: Path) -> Program:
     """A copy of it, free to be changed."""
-    return Program(Path(shutil.copytree(family, tmp_path / "store")))
+    return Program(Path(shutil.copytree(template / "store", tmp_path / "store")))
 
 
 def test_from_plan_to_bytes(mstore: Program, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,21 +100,18 @@ def product(one: Adapter, module: str) -> npt.NDArray[np.float64]:
     return config["lora_alpha"] / root * (up @ down)
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A closed store of three adapters, of which tests get copies."""
-    made = Family(tmp_path_factory.mktemp("prepared"))
+def build(root: Path) -> None:
+    """A store of three adapters."""
+    made = Family(root)
     for number, name in enumerate(WEIGHTS):
         made.add(name, adapter(number))
     made.store.close()
-    return made
 
 
 @pytest.fixture
-def family(prepared: Family, tmp_path: Path) -> Iterator[Family]:
-    shutil.copytree(prepared.root, tmp_path, dirs_exist_ok=True)
-    made = Family(tmp_path)
-    made.adapters |= prepared.adapters
+def family(copied: Path) -> Iterator[Family]:
+    made = Family(copied)
+    made.adapters |= {name: adapter(number) for number, name in enumerate(WEIGHTS)}
     yield made
     made.store.close()
 
@@ -637,7 +633,9 @@ def test_adapters_that_do_not_combine(family: Family, tmp_path: Path) -> None:
     refused(family, no, UP, "too large for F16", "float32", experts=["large"], dtype="float16")
     adapters.write(tmp_path / "model", {"x": drawn(0, 3, 3)}, {"config.json": {}}, "model")
     family.store.add(tmp_path / "model", name="model")
-    refused(family, no, "model", "not a LoRA adapter", "extract_lora", experts=["one", "model"])
+    refused(
+        family, no, "model", "not a LoRA adapter", "extract_lora('model'", experts=["one", "model"]
+    )
     family.add("pattern", adapter(50, rank_pattern={"q_proj": 7}))
     refused(family, no, "rank 4", "says 7", experts=["pattern"])
 
@@ -701,7 +699,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         mstore.succeed("log", "drawn").out
     )
     words = mstore("combine-adapters", *experts, "--svd-rank", "3", "--name", "wrong")
-    assert "--rank 32" in words.err
+    assert "hint: --rank 3\n" in words.err
     wrong = mstore("combine-adapters", *experts, "--method", "ties", "--name", "wrong")
     assert wrong.status
     assert "--param density=0.5" in wrong.err

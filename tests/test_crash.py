@@ -8,8 +8,6 @@ nothing.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,14 +34,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_model(root / "two", "two")
     write_safetensors(root / "extra" / "model.safetensors", [("x", "U8", (3,), b"xyz")])
     return root
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A directory in memory where there is one: thousands of syncs on a disk take their time."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
 
 
 def inspector(story: str, sources: Path, scratch: Path) -> Inspector:

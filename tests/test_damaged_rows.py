@@ -26,17 +26,14 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A store with a merge whose inputs' names are kept."""
-    root = tmp_path_factory.mktemp("template")
     with Store.init(root / "store", block_size=BLOCK) as store:
         for name in ("base", "expert"):
             base = None if name == "base" else "base"
             store.add(small_model(root / name, "s", changed=name), name=name, base=base, threads=1)
         plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
-    return root
 
 
 @pytest.fixture

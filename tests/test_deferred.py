@@ -20,21 +20,19 @@ from mstore.terms.errors import BadRequest, Conflict, MstoreError, NotFound
 FAMILY = families.layered(rows=150)
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The family's checkpoints, and a store that has them, closed."""
-    root = FAMILY.write(tmp_path_factory.mktemp("family"))
+def build(root: Path) -> None:
+    """The family's checkpoints, and a store that has them."""
+    FAMILY.write(root)
     with Store.init(root / "store", block_size=BLOCK) as store:
         store.add(root / "base", name="base")
         for name in FAMILY.names:
             store.add(root / name, name=name, base="base")
-    return root
 
 
 @pytest.fixture
-def store(family: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, open."""
-    shutil.copytree(family / "store", tmp_path / "store")
+def store(template: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of the store, open."""
+    shutil.copytree(template / "store", tmp_path / "store")
     with Store.open(tmp_path / "store") as store:
         yield store
 
@@ -207,14 +205,14 @@ def test_what_it_needs_is_relied_on(
 # -- as an input -----------------------------------------------------------------------------------
 
 
-def test_it_is_no_input(store: Store, family: Path) -> None:
+def test_it_is_no_input(store: Store, template: Path) -> None:
     """Planning with a virtual base or expert, or adding with such a base, is refused with the next
     command; after materialize it works."""
     virtual(store)
     asks: list[Callable[[], object]] = [
         lambda: store.plan(MergeRequest(base="m", experts=["e0"], method="linear")),
         lambda: store.plan(MergeRequest(base="base", experts=["e0", "m"], method="linear")),
-        lambda: store.add(family / "e2", name="x", base="m"),
+        lambda: store.add(template / "e2", name="x", base="m"),
     ]
     for ask in asks:
         with pytest.raises(BadRequest) as refused:

@@ -64,7 +64,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F16"])
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6))
 def test_bounds_hold_the_distance(
     dtype: str, seed: int, tmp_path_factory: pytest.TempPathFactory

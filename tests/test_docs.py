@@ -20,7 +20,7 @@ import yaml
 
 from mstore import Store
 from mstore_cli import reference
-from mstore_cli.verbs import VERBS
+from mstore_cli.verbs import VERBS, verb_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -183,7 +183,7 @@ def _known(words: list[str]) -> str | None:
         return None if words else "nothing"
     if rest[0] not in VERBS:
         return rest[0]
-    told = _help()[rest[0]]
+    told = _help()[verb_of(rest)]
     options = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
     unknown = (one for one in options - GLOBAL_OPTIONS if not re.search(rf" {one}[ ,]", told))
     return next(unknown, None)

@@ -13,7 +13,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -277,14 +276,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 base = None if name in ("base", "seven") else "base"
                 store.add(root / name, name=name, base=base, threads=1)
     return root
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A directory in memory where there is one: syncs on a disk take their time."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
 
 
 def names(store: Store) -> dict[str, SnapshotId]:

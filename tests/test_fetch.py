@@ -16,7 +16,7 @@ from proof_models import model_files
 from mstore.api import Store
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
-from mstore.blocks.packs import HEAD_BYTES, Kind, PackWriter
+from mstore.blocks.packs import HEADER_BYTES, Kind, PackWriter
 from mstore.remotes import outgoing
 from mstore.remotes.layout import (
     MOST_LIST_BYTES,
@@ -685,7 +685,7 @@ def hostile_pack(place: Place, change: Callable[[PackWriter], None]) -> PackRow:
     change(writer)
     sealed = writer.seal()
     data = path.read_bytes()
-    table = data[:HEAD_BYTES] + b"".join(entry.encode() for entry in sealed.entries)
+    table = data[:HEADER_BYTES] + b"".join(entry.encode() for entry in sealed.entries)
     objects, id = place.objects(), TableId.of(table)
     name = sealed.id.hex()
     objects.put_bytes(f"packs/{name[:2]}/{name}.pack", data)

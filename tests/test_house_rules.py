@@ -494,6 +494,8 @@ def test_no_file_names_a_package_index() -> None:
         ("security", "debian", "org"),
         ("archive", "ubuntu", "com"),
         ("security", "ubuntu", "com"),
+        ("npmjs", "org"),
+        ("npmjs", "com"),
     ]
     options = [("--index", "url"), ("--extra-index", "url"), ("--trusted", "host")]
     words = [".".join(host) for host in hosts] + ["-".join(option) for option in options]

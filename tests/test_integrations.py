@@ -257,7 +257,7 @@ def test_what_is_refused(store: Store, tmp_path: Path, monkeypatch: pytest.Monke
     for kind in (transformers.AutoConfig, transformers.AutoTokenizer):
         with pytest.raises(BadRequest, match=f"{kind.__name__} makes no model") as other:
             from_pretrained(kind, store, "tied")
-        assert "store.checkout(REF, DIR" in str(other.value.hint)
+        assert "store.checkout('tied', DIR" in str(other.value.hint)
     with pytest.raises(NotFound):
         from_pretrained(auto, store, "missing")
     with pytest.raises(BadRequest, match="an open Store, not str"):

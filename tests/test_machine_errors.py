@@ -47,11 +47,9 @@ def model(path: Path, **seeds: int) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A store whose blocks are coded, some as differences, with dead bytes beside live ones; a
     backup of it from before its last commit."""
-    root = tmp_path_factory.mktemp("template")
     with Store.init(root / "store", block_size=BLOCK, codec="dense") as store:
         store.configure("reflog_days", 0)
         store.add(model(root / "gone", a=1, b=2), name="gone", base=None)
@@ -63,7 +61,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         inputs = {"base": "base", "experts": ["tuned", "other"]}
         store.plan(MergeRequest(**inputs, method="ties", budget="100%"))
     model(root / "new", a=101, b=303)
-    return root
 
 
 @pytest.fixture

@@ -88,28 +88,25 @@ def write_model(path: Path, seed: int, tokens: list[str]) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A store with a base, two fine-tunes of it, one that has a token more, and a Fisher."""
-    root = tmp_path_factory.mktemp("models")
     Store.init(root / "store", block_size=BLOCK, codec="raw").close()
     with Store.open(root / "store", author="Ada") as store:
         for seed, name in enumerate(("base", "math", "code", "wide", "fisher")):
             tokens = [*TOKENS, "more"] if name == "wide" else TOKENS
             path = write_model(root / name, seed, tokens)
             store.add(path, name=name, base="base" if name in ("math", "code") else None)
-    return root / "store"
 
 
 @pytest.fixture(scope="class")
-def prepared(
-    models: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+def with_adapters(
+    template: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The same, with the adapters that a class needs."""
     if not request.cls.adapters:
-        return models
-    root = tmp_path_factory.mktemp("prepared")
-    shutil.copytree(models, root / "store")
+        return template / "store"
+    root = tmp_path_factory.mktemp("adapters")
+    shutil.copytree(template / "store", root / "store")
     with Store.open(root / "store", author="Ada") as store:
         for name in request.cls.adapters:
             store.extract_lora(name, "base", name=f"lora/{name}", rank=2, skip=["*norm*"])
@@ -118,11 +115,11 @@ def prepared(
 
 @pytest.fixture(scope="class")
 def directory(
-    prepared: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    with_adapters: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The model that a class makes, checked out."""
     root = tmp_path_factory.mktemp("made")
-    shutil.copytree(prepared, root / "store")
+    shutil.copytree(with_adapters, root / "store")
     with Store.open(root / "store", author="Ada") as store:
         store.checkout(request.cls().make(store), root / "out")
     return root / "out"
@@ -152,9 +149,9 @@ class Making(ABC):
         """Make the model; return its branch."""
 
     @pytest.fixture
-    def store(self, prepared: Path, tmp_path: Path) -> Iterator[Store]:
+    def store(self, with_adapters: Path, tmp_path: Path) -> Iterator[Store]:
         """A store that a test may change."""
-        shutil.copytree(prepared, tmp_path / "store")
+        shutil.copytree(with_adapters, tmp_path / "store")
         with Store.open(tmp_path / "store", author="Ada") as store:
             yield store
 

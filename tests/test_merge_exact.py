@@ -182,7 +182,7 @@ def test_every_way_to_run_it_gives_the_reference(
     assert len(contents) == 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("kind", "block_size"),
     [*((kind, SMALL) for kind in FAMILIES if kind != "bf16"), ("mixed", LARGE)],

@@ -55,10 +55,8 @@ with Store.open(root) as store:
 """
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two experts that differ everywhere, in tensors of six blocks: to be copied, never opened."""
-    root = tmp_path_factory.mktemp("prepared")
+def build(root: Path) -> None:
+    """Two experts that differ everywhere, in tensors of six blocks, and a store of them."""
     rng = np.random.default_rng(0)
     size = 6 * BLOCK // 2
     base = {name: families.cast(rng.standard_normal(size), "BF16") for name in ("a", "b", "c")}
@@ -74,15 +72,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.add(root / "base", name="base")
         for name in ("e0", "e1"):
             store.add(root / name, name=name, base="base")
-    return root / "store"
 
 
 @pytest.fixture
-def store(prepared: Path, tmp_path: Path) -> Iterator[Store]:
+def store(template: Path, tmp_path: Path) -> Iterator[Store]:
     """A copy of the store; `tmp_path` has its checkpoints, too."""
     for name in ("base", "e0", "e1"):
-        (tmp_path / name).symlink_to(prepared.with_name(name))
-    shutil.copytree(prepared, tmp_path / "store")
+        (tmp_path / name).symlink_to(template / name)
+    shutil.copytree(template / "store", tmp_path / "store")
     with Store.open(tmp_path / "store") as store:
         yield store
 

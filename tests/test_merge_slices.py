@@ -134,7 +134,7 @@ def wanted(store: Store, plan: Plan) -> ManifestId:
 # -- any way of running --------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_slices_and_threads_change_nothing(method: str, budget: float | None, store: Store) -> None:

@@ -194,23 +194,18 @@ def pipeline(folder: Path, first: float, second: float) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A pipeline of two components with equal names, a fine-tune of it, a model alone, and a store
     that has them, closed."""
-    root = tmp_path_factory.mktemp("template")
     with Store.init(root / "store", block_size=1 << 16) as store:
         store.add(pipeline(root / "base", 1.0, 10.0), name="base")
         store.add(pipeline(root / "tuned", 2.0, 30.0), name="tuned", base="base")
         store.add(write(root / "alone", {"mix.safetensors": 5.0}), name="alone", base=None)
-    return root
 
 
 @pytest.fixture
-def store(template: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, open."""
-    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
-    with Store.open(tmp_path / "store") as store:
+def store(copied: Path) -> Iterator[Store]:
+    with Store.open(copied / "store") as store:
         yield store
 
 

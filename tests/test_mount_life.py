@@ -51,26 +51,24 @@ def write(folder: Path, seed: int) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("originals")
-    return {name: write(root / name, seed) for seed, name in enumerate("abc", start=1)}
+def build(root: Path) -> None:
+    """Three models, and a store with two of them."""
+    for seed, name in enumerate("abc", start=1):
+        write(root / name, seed)
+    with Store.init(root / "store", block_size=BLOCK_SIZE) as made:
+        made.add(root / "a", name="a")
+        made.add(root / "b", name="b", base="a")
 
 
-@pytest.fixture(scope="module")
-def template(originals: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with two of them, closed."""
-    path = tmp_path_factory.mktemp("template") / "store"
-    with Store.init(path, block_size=BLOCK_SIZE) as made:
-        made.add(originals["a"], name="a")
-        made.add(originals["b"], name="b", base="a")
-    return path
+@pytest.fixture
+def originals(template: Path) -> dict[str, Path]:
+    return {name: template / name for name in "abc"}
 
 
 @pytest.fixture
 def store(template: Path, tmp_path: Path) -> Iterator[Store]:
     """A copy of it, open."""
-    shutil.copytree(template, tmp_path / "store")
+    shutil.copytree(template / "store", tmp_path / "store")
     with Store.open(tmp_path / "store") as store:
         yield store
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,30 +65,21 @@ def models() -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("not-finite")
+def build(root: Path) -> None:
+    """Models, and a store of all of them."""
     for name, tensors in models().items():
         families.write_checkpoint(root / name, tensors)
         # Not one that tells of tokens.
         (root / name / "tokenizer.json").unlink()
-    return root
-
-
-@pytest.fixture(scope="module")
-def prepared(root: Path) -> Path:
-    """A store of all of them: to be copied, never opened."""
     with Store.init(root / "store", block_size=BLOCK) as store:
         store.add(root / "base", name="base")
         for name in ("wide", "sick", "sound"):
             store.add(root / name, name=name, base="base")
-    return root / "store"
 
 
 @pytest.fixture
-def store(prepared: Path, tmp_path: Path) -> Iterator[Store]:
-    shutil.copytree(prepared, tmp_path / "store")
-    with Store.open(tmp_path / "store") as store:
+def store(copied: Path) -> Iterator[Store]:
+    with Store.open(copied / "store") as store:
         yield store
 
 
@@ -188,11 +178,11 @@ def test_no_certificate_stands_beside_a_nan(store: Store) -> None:
             assert one.not_finite == wanted(store, "m")
 
 
-def test_a_plan_that_could_not_know_is_corrected(root: Path, tmp_path: Path) -> None:
+def test_a_plan_that_could_not_know_is_corrected(template: Path, tmp_path: Path) -> None:
     """Without statistics a plan certifies; its merge, and what explains it, do not."""
     with Store.init(tmp_path / "store", block_size=BLOCK) as store:
         for name in ("base", "sick"):
-            store.add(root / name, name=name)
+            store.add(template / name, name=name)
         plan = store.plan(asked("sick", only=["calm"], analyze=False))
         report = store.merge(plan, name="m", **ALLOWED)
         assert report.not_finite == (NotFiniteTensor("calm", 3, SIZE),)
@@ -337,7 +327,7 @@ def test_on_the_command_line(store: Store) -> None:
     assert "elements are infinite or NaN, and finite in the base" in made.out
 
 
-def test_who_looks_at_an_expert_is_told(store: Store, root: Path) -> None:
+def test_who_looks_at_an_expert_is_told(store: Store, template: Path) -> None:
     """`check-merge` warns of the expert whose statistics have such elements, and of no other; `add`
     and `diff` name the tensors.
     """
@@ -350,9 +340,9 @@ def test_who_looks_at_an_expert_is_told(store: Store, root: Path) -> None:
         for one in store.check_merge(asked("sick", skip=["calm"])).findings
         if one.aspect == "values"
     ]
-    (remark,) = store.add(root / "sick", name="again", base="base").remarks
+    (remark,) = store.add(template / "sick", name="again", base="base").remarks
     assert remark == "infinite or NaN elements, or differences from the base, in calm"
-    assert store.add(root / "sound", name="other", base="base").remarks == ()
+    assert store.add(template / "sound", name="other", base="base").remarks == ()
 
 
 def test_a_difference_that_is_not_finite_is_named(store: Store) -> None:

@@ -206,8 +206,9 @@ def test_a_clock_that_ran_ahead_hides_nothing(store: Store) -> None:
     store.note("a", {"k": 2})
     assert by_key(store, "a") == {"k": 2}
     behind(store, by_ns=MAX_COUNT - list(records(store, "a").values())[-1].time_ns)
-    with pytest.raises(Conflict, match="end of time"):
+    with pytest.raises(Conflict, match="end of time") as refused:
         store.note("a", {"k": 3})
+    assert repr(store["a"].id.short) in str(refused.value.hint)
     (last,) = store.notes_of("a")
     store.remove_notes("a", [last.note])
     store.note("a", {"k": 3})

@@ -104,9 +104,9 @@ def _rules(names: list[str]) -> None:
 
 
 def _options(names: list[str]) -> None:
-    require_matches(names, names, names)
+    require_matches(names, names, names, "REF")
     assert not chosen(dict.fromkeys(names, ()), names, names)
-    assert len(left_out_names(dict(zip(names, names, strict=True)), names, names)) == len(names)
+    assert len(left_out_names({name: name for name in names}, names, names, base="b")) == len(names)
 
 
 @pytest.mark.parametrize("match", [_adapters, _filters, _rules, _options])

@@ -32,23 +32,19 @@ from mstore.upkeep.pins.positions import Position, is_mappable, positions_in, ru
 NAMES = ("base", "t1", "t2")
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """Three models, and a dense store with the base and two fine-tunes, most of whose blocks are
-    differences: to be copied, never opened."""
-    root = tmp_path_factory.mktemp("prepared")
+    differences."""
     with Store.init(root / "store", block_size=BLOCK, codec="dense") as store:
         for number, name in enumerate(NAMES):
             source = write_files(root / name, model_files(7, number))
             store.add(source, name=name, base="base" if number else None, threads=1)
-    return root
 
 
 @pytest.fixture
-def path(prepared: Path, tmp_path: Path) -> Path:
-    """A copy of the store; the models are beside it."""
-    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
-    return tmp_path / "store"
+def path(copied: Path) -> Path:
+    """The store; the models are beside it."""
+    return copied / "store"
 
 
 @pytest.fixture

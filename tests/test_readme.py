@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import readme_family
 import transcripts
+
+from mstore import Store
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -27,6 +31,27 @@ def test_transcript(tmp_path: Path) -> None:
     finally:
         if os.path.ismount(tmp_path / "mnt"):
             transcripts.run("mstore unmount mnt", tmp_path)
+
+
+def test_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's Python merges, and loads a result with all tensors of the base, some changed."""
+    readme_family.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with Store.init(".mstore") as store:
+        for name in ("llama", "code", "math"):
+            store.add(tmp_path / name, name=name)
+        base = store["llama"].load()
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.M | re.S)
+    (tmp_path / "snippet.py").write_text(snippet)
+    made = runpy.run_path(str(tmp_path / "snippet.py"))
+    with made["store"]:
+        weights = made["weights"]
+        assert weights.keys() == readme_family.SHAPES.keys()
+        changed = {name for name in weights if not np.array_equal(weights[name], base[name])}
+        assert changed
+        assert (
+            changed <= readme_family.CHANGES["code"].keys() | readme_family.CHANGES["math"].keys()
+        )
 
 
 def test_figures_have_a_source() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,22 +51,17 @@ parameters: {weight: 1.0}
 """
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """Small models, and a store of them."""
-    root = tmp_path_factory.mktemp("template") / "root"
     small_layers.write(root)
     with Store.init(root / "store", block_size=1 << 16) as store:
         for name in MODELS:
             store.add(root / name, name=name)
-    return root
 
 
 @pytest.fixture
-def store(template: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, and of its models beside."""
-    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
-    with Store.open(tmp_path / "store") as store:
+def store(copied: Path) -> Iterator[Store]:
+    with Store.open(copied / "store") as store:
         yield store
 
 

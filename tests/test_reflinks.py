@@ -56,20 +56,17 @@ def disk(
         yield disk
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with such a store and its checkpoints: to be copied, never opened."""
-    root = tmp_path_factory.mktemp("prepared")
+def build(root: Path) -> None:
+    """Such a store, and its checkpoints."""
     filled(root / "store", root)
-    return root
 
 
 @pytest.fixture
-def store(disk: Path, prepared: Path, tmp_path: Path) -> Iterator[Store]:
+def store(disk: Path, template: Path, tmp_path: Path) -> Iterator[Store]:
     """A store on that disk; `tmp_path` has its checkpoints."""
     for name in ("base", "tuned"):
-        (tmp_path / name).symlink_to(prepared / name)
-    shutil.copytree(prepared / "store", disk / "store")
+        (tmp_path / name).symlink_to(template / name)
+    shutil.copytree(template / "store", disk / "store")
     with Store.open(disk / "store") as store:
         yield store
     for path in disk.iterdir():
@@ -214,8 +211,8 @@ def test_no_room_to_share_is_room_to_copy(store: Store, disk: Path, tmp_path: Pa
 
 
 @pytest.fixture
-def anywhere(prepared: Path, tmp_path: Path) -> Iterator[Store]:
-    shutil.copytree(prepared / "store", tmp_path / "store")
+def anywhere(template: Path, tmp_path: Path) -> Iterator[Store]:
+    shutil.copytree(template / "store", tmp_path / "store")
     with Store.open(tmp_path / "store") as store:
         yield store
 

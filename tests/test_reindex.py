@@ -41,19 +41,10 @@ def build(root: Path) -> None:
         store.remove("gone")
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `build` makes."""
-    root = tmp_path_factory.mktemp("template")
-    build(root)
-    return root
-
-
 @pytest.fixture
-def path(template: Path, tmp_path: Path) -> Path:
+def path(copied: Path) -> Path:
     """A copy of the store, closed."""
-    shutil.copytree(template / "store", tmp_path / "store")
-    return tmp_path / "store"
+    return copied / "store"
 
 
 def told(path: Path, *, with_history: bool = True) -> dict[str, Any]:

@@ -60,14 +60,6 @@ def build(root: Path) -> None:
         store.note("merged", {"mmlu": 0.62, "seen by": "ada"})
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `build` makes."""
-    root = tmp_path_factory.mktemp("template")
-    build(root)
-    return root
-
-
 @pytest.fixture
 def root(template: Path, tmp_path: Path) -> Path:
     """A copy of it: `store`, `other` (an intact copy of the store), and what was added."""
@@ -391,9 +383,9 @@ def test_a_lie_in_another_store_is_not_taken(root: Path) -> None:
     assert report.healed == ()
 
 
-def test_failing_at_any_step_leaves_the_store_no_worse(few: Path, tmp_path: Path) -> None:
+def test_failing_at_any_step_leaves_the_store_no_worse(few: Path, scratch: Path) -> None:
     """Whatever operation fails, what could be read before can still be, and repair can go on."""
-    root = tmp_path / "root"
+    root = scratch / "root"
     shutil.copytree(few, root)
     before = contents(root / "other")
     break_table(packs(root / "store")[0])

@@ -30,7 +30,6 @@ from mstore import MergeRequest, Store
 from mstore.store.catalog import Catalog
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import Corrupt, StorageFailed, Unavailable, Unreadable
-from mstore.terms.ids import SnapshotId
 from mstore_serve import bodies, documents, shown
 from mstore_serve.bodies import Ahead, Body, Threads
 from mstore_serve.conditions import Validators, http_date
@@ -484,12 +483,8 @@ def test_one_piece_waits_and_one_is_sent() -> None:
         return bytes(size)
 
     loop: asyncio.AbstractEventLoop
-    source = ServedBytes(SnapshotId(bytes(32)), piece, None, is_computed=False)
+    source = ServedBytes(lambda: lambda: None, piece, None, is_computed=False)
     shown = Shown(20 * PIECE, "", Validators('"x"', None), "", source=source)
-
-    class Snapshots:
-        def hold(self, id: SnapshotId) -> Any:
-            return lambda: None
 
     async def answered() -> None:
         nonlocal loop
@@ -506,8 +501,7 @@ def test_one_piece_waits_and_one_is_sent() -> None:
             await asyncio.Event().wait()
 
         threads = Threads()
-        showing: Any = Snapshots()
-        body = Body(shown, [Span(0, shown.size)], showing, threads, Ahead())
+        body = Body(shown, [Span(0, shown.size)], threads, Ahead())
         sending = asyncio.ensure_future(body.send({"type": "http.response.start"}, receive, send))
         await second.wait()
         await asyncio.sleep(0.3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,23 +62,18 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(root: Path) -> None:
     """A checkpoint, and a store that has it, closed."""
-    root = tmp_path_factory.mktemp("template")
     write_safetensors(
         root / "a" / "m.safetensors", [("w", "U8", (200_000,), bytes(range(250)) * 800)]
     )
     with Store.init(root / "store", block_size=BLOCK) as store:
         store.add(root / "a", name="a")
-    return root
 
 
 @pytest.fixture
-def store(template: Path, tmp_path: Path) -> Iterator[Store]:
-    """A copy of it, open."""
-    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
-    with Store.open(tmp_path / "store") as store:
+def store(copied: Path) -> Iterator[Store]:
+    with Store.open(copied / "store") as store:
         yield store
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
 from mstore.fs.rights import Sharing
-from mstore.store.config import MAX_BYTES, MAX_REFLOG_DAYS, Config, typed
+from mstore.store.config import KEYS, MAX_BYTES, MAX_REFLOG_DAYS, WORDS, Config, typed
 from mstore.terms.errors import BadRequest, Corrupt
 
 BLOCK = 1 << 16
@@ -147,10 +148,29 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert mstore.succeed("config", "filesystem", "", "--json").document["filesystem"] == ""
     mstore.succeed("config", "shared", "group")
     assert mstore.succeed("config", "shared", "-q").out == "group\n"
-    for words in (("nope",), ("nope", "1"), ("codec", "fast"), ("shared", "me")):
+    for words in (("nope",), ("nope", "1")):
         result = mstore("config", *words)
         assert result.status == 2
         assert " config" in result.err
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_refused_value(key: str, tmp_path: Path) -> None:
+    """A value that a setting cannot have is answered with what it can have, for `config` and for
+    `init`: each word is explained."""
+    mstore = Program(tmp_path / "store")
+    lines = [["config", key, "no such"]]
+    if key != "reflog_days":
+        lines.append(["init", f"--{key}", "no such", str(tmp_path / "store")])
+    mstore.succeed("init")
+    for line in lines:
+        done = mstore(*line)
+        assert done.status == 2
+        told = done.err.partition("\nhint: ")[2]
+        assert told
+        assert "mstore" not in told
+        for word in WORDS.get(key, ()):
+            assert re.search(rf"\b{word}\b", told), word
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,13 @@ def test_blocks_that_collide_in_the_key_are_no_twins() -> None:
 )
 def test_patterns(only: list[str], skip: list[str], left_out: set[str]) -> None:
     """What `only` does not name and `skip` does is left out, by the first of its names."""
-    assert set(left_out_names(NAMES, only, skip)) == left_out
+    assert set(left_out_names(NAMES, only, skip, base="base")) == left_out
 
 
 @pytest.mark.parametrize(("only", "skip"), [(["modle.*"], []), (["head"], ["lm[1]"])])
 def test_a_pattern_without_a_match(only: list[str], skip: list[str]) -> None:
     """A pattern that no name matches is named, with its option."""
     with pytest.raises(BadRequest, match="no tensor's name matches") as refused:
-        left_out_names(NAMES, only, skip)
+        left_out_names(NAMES, only, skip, base="base")
     assert refused.value.where == ("skip" if skip else "only")
+    assert refused.value.hint == "store.tensors('base')"

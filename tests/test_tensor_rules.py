@@ -328,6 +328,13 @@ def test_bad_rules_are_refused(family: Family, change: dict[str, Any], match: st
         family.store.plan(dataclasses.replace(ASKED, **change))
 
 
+def test_a_rule_without_a_match_names_the_base(family: Family) -> None:
+    """The hint for a rule that no tensor matches lists the tensors of the base."""
+    with pytest.raises(BadRequest) as refused:
+        family.store.plan(dataclasses.replace(ASKED, rules=[TensorRule(tensors="nothing")]))
+    assert refused.value.hint == f"store.tensors({ASKED.base!r})"
+
+
 def test_an_error_in_a_rule_names_the_rule(family: Family) -> None:
     """Of several rules, the error tells which one is wrong."""
     rules = [TensorRule(tensors="a"), TensorRule(tensors="b", parameters={"densty": 1})]

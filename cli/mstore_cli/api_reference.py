@@ -15,6 +15,7 @@ import msgspec
 import mstore
 from mstore.api import reports
 from mstore.api.adding import Adding
+from mstore.api.exchanging import Exchanging
 from mstore.api.integrations.transformers import from_pretrained
 from mstore.api.keeping import Keeping
 from mstore.api.load import SafeOpen, TensorSlice
@@ -37,7 +38,7 @@ WIDTH = 88
 # In a docstring, a line that begins with names of parameters and a colon.
 _ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
 # Users see a store as one class; its parts give the page its sections.
-PARTS = (OpenStore, Adding, Reading, Merging, Naming, Keeping)
+PARTS = (OpenStore, Adding, Reading, Merging, Naming, Keeping, Exchanging)
 IDS: tuple[type, ...] = (
     *(ids.BlockId, ids.TensorId, ids.ManifestId, ids.SnapshotId, ids.PlanId, ids.NoteId),
 )

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import click
 
@@ -22,12 +22,16 @@ from mstore_cli import completion
 from mstore_cli.errors import UsageError, remarks
 from mstore_cli.options import GROUPS, OPTIONS, Argument, Option, parameter_of, parse_path
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
+from mstore_cli.verbs import second_words
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 WRONG_USAGE = "2  wrong usage of the command line, or a value or request that is wrong"
 CONTEXT = MappingProxyType(
     {"help_option_names": ["--help", "-h"], "max_content_width": 100, "show_default": True}
 )
-ARGUMENTS, GLOBAL_OPTIONS = "Arguments", "Global options"
+ARGUMENTS, COMMANDS, GLOBAL_OPTIONS = "Arguments", "Commands", "Global options"
 _NO_BREAK = "\u2011"
 """A hyphen at which no line ends."""
 
@@ -62,17 +66,40 @@ class Mistakes(NamedTuple):
     """Command lines that people type by mistake, and what to type instead.
 
     options: options that do not exist. files: file name endings of other programs, and the message
-    for each; files_hint: what to type instead. arguments: called with the values of a line and the
-    arguments beyond those that the command takes.
+    for each; files_hint: what to type instead. In these hints, FILE and VALUE stand for what was
+    typed, REF for the first expert. arguments: called with the values of a line and the arguments
+    beyond those that the command takes. missing: called with the values of a line that lacks a
+    required option; returns what else it lacks.
     """
 
     options: Mapping[str, str] = MappingProxyType({})
     files: Mapping[str, str] = MappingProxyType({})
     files_hint: str = ""
     arguments: Callable[[Mapping[str, Any], list[str]], str | None] | None = None
+    missing: Callable[[Mapping[str, Any]], list[str]] | None = None
 
 
 _NO_MISTAKES = Mistakes()
+
+
+def _as_typed(hint: str, value: str | None, args: list[str]) -> str:
+    """Return a hint with the words of the line in place of FILE, VALUE and REF, as far as typed."""
+    expert = _value_of("--expert", args)
+    ref = expert and expert.partition("=")[0]
+    for placeholder, word in (("FILE", value), ("VALUE", value), ("REF", ref)):
+        if word:
+            hint = shlex.quote(word).join(re.split(rf"\b{placeholder}\b", hint))
+    return hint
+
+
+def _value_of(option: str, args: list[str]) -> str | None:
+    """Return the first value that a line gives an option, also one that does not exist."""
+    for word, following in pairwise((*args, "")):
+        if word.startswith(f"{option}="):
+            return word.removeprefix(f"{option}=")
+        if word == option and not following.startswith("-"):
+            return following
+    return None
 
 
 def no_such_option(
@@ -96,9 +123,9 @@ def no_such_option(
 
     options = [one for parameter in command.get_params(ctx) for one in parameter.opts]
     otherwise = f"{ctx.command_path} --help"
-    return UsageError(
-        message, hint=meant.get(name) or str(did_you_mean(name, options, otherwise, prefix="--"))
-    )
+    if name in meant:
+        return UsageError(message, hint=_as_typed(meant[name], _value_of(name, args), args))
+    return UsageError(message, hint=str(did_you_mean(name, options, otherwise, prefix="--")))
 
 
 class Command(click.Command):
@@ -126,14 +153,34 @@ class Command(click.Command):
         # The file of an option is where it should be.
         words = [] if "--recipe" in args else args
         for ending, message in self.mistakes.files.items():
-            if any(word.endswith(ending) for word in words):
-                raise UsageError(message, hint=self.mistakes.files_hint) from error
+            file = next((word for word in words if word.endswith(ending)), None)
+            if file is not None:
+                hint = _as_typed(self.mistakes.files_hint, file, args)
+                raise UsageError(message, hint=hint) from error
         if isinstance(error, click.NoSuchOption):
             meant = self.mistakes.options
             raise no_such_option(self, ctx, error.option_name, args, meant) from error
         instead = self._arguments_meant(ctx, args)
         if instead is not None:
             raise UsageError("unexpected arguments", hint=instead) from error
+        if isinstance(error, click.MissingParameter):
+            raise self._missing(ctx, args) from error
+
+    def _missing(self, ctx: click.Context, args: list[str]) -> UsageError:
+        """Return the error that names everything that the line lacks."""
+        values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        # What was not typed is a value of click's own, which differs by its version.
+        typed = {
+            name: value for name, value in values.items() if isinstance(value, str | list | tuple)
+        }
+        names = [
+            _usage(one) if isinstance(one, click.Argument) else max(one.opts, key=len)
+            for one in self.params
+            if one.required and not typed.get(str(one.name))
+        ]
+        if self.mistakes.missing is not None:
+            names += self.mistakes.missing(typed)
+        return UsageError(f"missing: {', '.join(names)}", hint=f"{ctx.command_path} --help")
 
     def _arguments_meant(self, ctx: click.Context, args: list[str]) -> str | None:
         """Return what to type instead of arguments beyond those that the command takes."""
@@ -156,7 +203,7 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {
-            title: [] for title in (ARGUMENTS, *GROUPS, GLOBAL_OPTIONS)
+            title: [] for title in (ARGUMENTS, COMMANDS, *GROUPS, GLOBAL_OPTIONS)
         }
         for one in self.get_params(ctx):
             declared = self.declared.get(one.name)
@@ -167,10 +214,20 @@ class Command(click.Command):
                 shared = GLOBAL_OPTIONS if one.name in Choices._fields else OPTIONS
                 title = declared.group if declared else shared
                 sections[title].append((record[0], unbroken(record[1])))
+        first = ctx.info_name or ""
+        sections[COMMANDS] = [
+            (word, find(f"{first} {word}").short_help or "") for word in second_words(first)
+        ]
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        second = [word for word in second_words(ctx.info_name or "") if word.startswith(incomplete)]
+        return [*map(CompletionItem, second), *super().shell_complete(ctx, incomplete)]
 
 
 def refuse_ambiguous(command: click.Command, ctx: click.Context, args: list[str]) -> None:
@@ -281,7 +338,7 @@ def command(
 
 def find(name: str) -> Command:
     """Import the command of this name."""
-    own = name.replace("-", "_")
+    own = re.sub("[- ]", "_", name)
     found = getattr(import_module(f"mstore_cli.commands.{own}"), own)
     assert isinstance(found, Command)
     return found

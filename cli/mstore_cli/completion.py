@@ -91,8 +91,45 @@ def files(_context: click.Context, _of: click.Parameter, incomplete: str) -> lis
 
 
 def refs(context: click.Context, _of: click.Parameter, incomplete: str) -> list[str]:
-    """Return matching refs of the store of this command line; REF=WEIGHT is left as it is."""
+    """Return matching refs of the store of this command line; REF=WEIGHT is left as it is.
+
+    Remote refs come as REMOTE/NAME, and candidates only if the word begins like one.
+    """
+    from mstore.store.refs import DIRECTORIES, is_candidate
+
+    begun = incomplete.startswith(tuple(DIRECTORIES.values()))
+    return _of_store(
+        context,
+        incomplete,
+        lambda store: (
+            name if begun else name.removeprefix("remotes/")
+            for name in store.ref_ids()
+            if begun or not is_candidate(name)
+        ),
+    )
+
+
+def named(context: click.Context, _of: click.Parameter, incomplete: str) -> list[str]:
+    """Return matching branches and tags of the store of this command line."""
     return _of_store(context, incomplete, lambda store: (ref.name for ref in store.refs()))
+
+
+def remotes(context: click.Context, _of: click.Parameter, incomplete: str) -> list[str]:
+    """Return matching names of remotes."""
+    return _of_store(context, incomplete, lambda store: (one.name for one in store.remotes()))
+
+
+def refs_of_remote(context: click.Context, _of: click.Parameter, incomplete: str) -> list[str]:
+    """Return matching refs that the remote of this command line had when it was last asked."""
+    # click knows no argument yet where the value of an option is completed.
+    remote = context.params.get("name")
+    begin = "remotes/" if remote is None else f"remotes/{remote}/"
+
+    def names(store: Store) -> Iterable[str]:
+        found = (name.split("/", 2)[2] for name in store.ref_ids() if name.startswith(begin))
+        return dict.fromkeys(found)
+
+    return _of_store(context, incomplete, names)
 
 
 def ever(context: click.Context, _of: click.Parameter, incomplete: str) -> list[str]:

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mstore_cli.output import noted, printable, short
+from mstore_cli.output import named, noted, printable, short
 
 if TYPE_CHECKING:
     from mstore.api.reports import ParentReport, SnapshotReport
@@ -120,7 +120,7 @@ def _edges(
         if parent.snapshot not in shown:
             rows.append((_bars(lanes, marks), f"{text} (not shown)"))
             continue
-        names = ", ".join(shown[parent.snapshot].refs)
+        names = named(shown[parent.snapshot].refs)
         if parent.snapshot == heir:
             lane = column
         else:
@@ -169,5 +169,5 @@ def subject(snapshot: SnapshotReport) -> str:
 
 
 def _title(snapshot: SnapshotReport) -> str:
-    refs = f" ({', '.join(snapshot.refs)})" if snapshot.refs else ""
+    refs = f" ({named(snapshot.refs)})" if snapshot.refs else ""
     return f"{short(snapshot.snapshot)} {how(snapshot)}{refs} {subject(snapshot)}".rstrip()

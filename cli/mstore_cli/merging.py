@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -45,7 +45,6 @@ def method_names() -> str:
     return f"{', '.join(most)} or {last}"
 
 
-EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
 MOST_PERCENT = 100
 
@@ -53,12 +52,12 @@ _RECIPE = "a recipe of mergekit follows --recipe"
 RECIPE_HINT = "--recipe FILE"
 MISTAKEN = MappingProxyType(
     {
-        "--weight": EXPERT_HINT,
-        "--density": PARAMETER_HINT,
-        "--lambda": "--param lambda=0.5",
+        "--weight": "--expert REF=VALUE",
+        "--density": "--param density=VALUE",
+        "--lambda": "--param lambda=VALUE",
         "--normalize": "--param normalize=true",
         "--rescale": "--param rescale=false",
-        "--seed": "--param seed=7",
+        "--seed": "--param seed=VALUE",
         "--config": RECIPE_HINT,
     }
 )
@@ -212,7 +211,7 @@ def parse_experts(text: str) -> list[tuple[str, float]]:
     first, last = int(several["first"]), int(several["last"])
     if not 0 <= last - first < _MOST:
         what = f"{text!r}: from {first} to {last} is not one to {_MOST} snapshots"
-        _refuse(what, "--expert", "--expert 'REF@{0..9}'")
+        _refuse(what, "--expert", f"--expert {shlex.quote(several['ref'] + '@{0..9}')}")
     weight = several["weight"] or ""
     return [
         parse_expert(f"{several['ref']}@{{{number}}}{weight}") for number in range(first, last + 1)
@@ -252,18 +251,19 @@ def parse_expert(text: str) -> tuple[str, float]:
     """Parse `REF` or `REF=WEIGHT`.  Raises BadRequest."""
     name, equals, weight = text.partition("=")
     if not name:
-        _refuse(f"no ref in {text!r}", "--expert", EXPERT_HINT)
+        _refuse(f"no ref in {text!r}", "--expert", f"--expert REF{shlex.quote(text)}")
     if not equals:
         slip = _OTHER_SIGN.fullmatch(text)
         if slip is not None:
             _refuse(f"not REF=WEIGHT: {text!r}", "--expert", f"--expert {slip[1]}={slip[2]}")
         return name, 1.0
+    hint = f"--expert {shlex.quote(name)}=0.5"
     try:
         number = float(weight)
     except ValueError:
-        _refuse(f"the weight of {name} is not a number: {weight!r}", "--expert", EXPERT_HINT)
+        _refuse(f"the weight of {name} is not a number: {weight!r}", "--expert", hint)
     if not math.isfinite(number):
-        _refuse(f"the weight of {name} is not finite: {weight!r}", "--expert", EXPERT_HINT)
+        _refuse(f"the weight of {name} is not finite: {weight!r}", "--expert", hint)
     return name, number
 
 
@@ -320,6 +320,26 @@ def parse_parameters(texts: Iterable[str]) -> dict[str, object]:
             )
         parameters[key] = _value(value)
     return parameters
+
+
+_WHAT = ("--base", "--expert", "--method")
+
+
+def missing_of(*whole: str) -> Callable[[Mapping[str, object]], list[str]]:
+    """Return what tells which options are missing to say what to merge.
+
+    whole: the options that say it alone.
+    """
+
+    def missing(values: Mapping[str, object]) -> list[str]:
+        if any(values.get(option.removeprefix("--")) for option in whole):
+            return []
+        names = [option for option in _WHAT if not values.get(option.removeprefix("--"))]
+        if len(names) == len(_WHAT) and not values.get("param") and not values.get("with_"):
+            return [f"what to merge ({', '.join(whole)}, or --base, --expert and --method)"]
+        return names
+
+    return missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,16 +450,13 @@ class Wanted:
         # Compared by identity: a 0 counts as given.
         return any(one is not None and one is not False and one != () for one in own)
 
-    def is_complete(self, hint: str) -> bool:
-        """Return whether they describe a merge.
+    def require(self, missing: Callable[[Mapping[str, object]], list[str]], hint: str) -> None:
+        """Raise UsageError if they contradict each other, or do not say what to merge.
 
-        hint: for what is missing.
-
-        Raises UsageError if they contradict each other, or if some are missing.
+        missing: what they lack.  hint: for that.
         """
-        given = {"--base": self.base, "--expert": self.expert, "--method": self.method}
         if self.recipe is not None:
-            told = [option for option, value in given.items() if value]
+            told = [option for option in _WHAT if getattr(self, option.removeprefix("--"))]
             told += ["--with"] * bool(self.with_) + ["--param"] * bool(self.param)
             told += ["--vocab"] * (self.vocab is not None)
             if told:
@@ -448,16 +465,13 @@ class Wanted:
                     hint="--budget, --max-error, --dtype, --only, --skip and --allow-missing go "
                     "with a recipe",
                 )
-            return True
+            return
         if self.strict:
             raise UsageError("--strict is about a recipe", hint="--recipe FILE")
-        missing = [option for option, value in given.items() if not value]
-        if not missing:
-            return True
-        if len(missing) == len(given) and not self.param and not self.with_:
-            return False
-        listed = "mstore methods" if missing == ["--method"] else hint
-        raise UsageError(f"missing: {', '.join(missing)}", hint=listed)
+        names = missing(vars(self))
+        if names:
+            listed = "mstore methods" if names == ["--method"] else hint
+            raise UsageError(f"missing: {', '.join(names)}", hint=listed)
 
     def limits(self) -> MergeRequest:
         """Build the request; with a recipe, what to merge is missing until `request` has read it.

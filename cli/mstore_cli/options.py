@@ -53,17 +53,20 @@ class Option:
         self.min = min
         self.more = {"metavar": metavar, **more}
         # The name of a file may be any bytes.
-        self.is_text = "FILE" not in (metavar or "")
+        self.parse = str if "FILE" in (metavar or "") else parse_text
 
 
 class Argument:
-    """A word by its place, or several."""
+    """A word by its place, or several.  An empty one, as of `"$UNSET"`, is refused.
+
+    may_be_empty: whether an empty word has a meaning.
+    """
 
     min = None
-    is_text = False
 
-    def __init__(self, *, help: str, **more: Any) -> None:
+    def __init__(self, *, help: str, may_be_empty: bool = False, **more: Any) -> None:
         self.help = help
+        self.parse = str if may_be_empty else parse_word
         self.more = more
 
 
@@ -98,7 +101,7 @@ def _conversion(kind: Any, declared: Option | Argument) -> dict[str, Any]:
     if issubclass(kind, Enum):
         words = click.Choice([one.value for one in kind])
         return {"type": words, "callback": lambda _context, _parameter, word: kind(word)}
-    return {"type": parse_text if declared.is_text else str}
+    return {"type": declared.parse}
 
 
 def number_of(kind: type[int | float], least: float | None) -> Callable[[str | float], float]:
@@ -124,6 +127,13 @@ def parse_path(word: str | Path) -> Path:
     if not word:
         raise ValueError("a path cannot be empty")
     return Path(word)
+
+
+def parse_word(word: str) -> str:
+    """Refuse an empty word, which names nothing."""
+    if not word:
+        raise ValueError("it is empty")
+    return word
 
 
 def parse_text(word: str) -> str:
@@ -188,6 +198,41 @@ Message = Annotated[
 Threads = Annotated[
     int | None,
     Option("--threads", metavar="N", min=1, help="Worker threads [default: one per processor]."),
+]
+REMOTE = Argument(
+    metavar="NAME",
+    help="The remote, by its name in this store.",
+    shell_complete=completion.remotes,
+)
+Remote = Annotated[str, REMOTE]
+RemoteRefs = Annotated[
+    tuple[str, ...],
+    Argument(
+        metavar="REF",
+        help="Branches and tags of the remote, or patterns [default: all].",
+        shell_complete=completion.refs_of_remote,
+    ),
+]
+Endpoint = Annotated[
+    str | None,
+    Option(
+        "--endpoint",
+        metavar="URL",
+        help="The server [default: the provider's own]. It is added to your settings as one that "
+        "may get your credentials.",
+    ),
+]
+Region = Annotated[
+    str | None,
+    Option("--region", metavar="R", help="The region [default: as the environment says]."),
+]
+JOBS = 8
+Jobs = Annotated[
+    int, Option("--jobs", "-j", metavar="N", min=1, help="Parts that move at the same time.")
+]
+LimitRate = Annotated[
+    str | None,
+    Option("--limit-rate", metavar="SIZE", help="The most bytes a second, as 20MiB."),
 ]
 Codec = Annotated[
     str | None,

@@ -246,6 +246,11 @@ def short(identity: bytes | None) -> str:
     return "-" if identity is None else identity.hex()[:12]
 
 
+def named(refs: Iterable[str]) -> str:
+    """Return the refs of a snapshot in a line; remote refs as REMOTE/NAME."""
+    return ", ".join(name.removeprefix("remotes/") for name in refs)
+
+
 def noted(note: NoteReport) -> str:
     """Describe a note in a line: its key and value, and its kind if that says more."""
     import json  # late: few snapshots have notes

@@ -38,8 +38,6 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
     experts = ", ".join(f"{name}={weight:g}" for name, weight in report.experts)
     parameters = " ".join(f"{key}={written(value)}" for key, value in report.parameters.items())
     budget = "none" if report.budget_bytes is None else format_size(report.budget_bytes)
-    share = format_share(report.planned_expert_bytes, report.full_expert_bytes)
-    full = format_size(report.full_expert_bytes)
     screen.fields(
         [
             ("method", f"{report.method} {parameters}".rstrip()),
@@ -50,7 +48,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("ranked by", None if report.layers else report.score),
             ("budget", None if report.layers else budget),
             *_criteria(report),
-            ("experts to read", f"{format_size(report.planned_expert_bytes)} ({share} of {full})"),
+            ("experts to read", of_full(report.planned_expert_bytes, report.full_expert_bytes)),
             ("  to read now", _to_read_now(report)),
             ("analysis read", format_size(report.analyze_bytes_read)),
             *_chunks(report),
@@ -97,6 +95,12 @@ def _to_read_now(report: PlanReport) -> str | None:
     if not report.memo_expert_bytes:
         return None
     return format_size(report.planned_expert_bytes - report.memo_expert_bytes)
+
+
+def of_full(read: int, full: int) -> str:
+    """Format what is read of experts, and its share of what a merge without a budget reads."""
+    share = format_share(read, full)
+    return f"{format_size(read)} ({share} of a full merge's {format_size(full)})"
 
 
 def draw_sweep(screen: Screen, report: SweepReport) -> None:

@@ -23,7 +23,7 @@ from mstore_cli.command import Command, find
 from mstore_cli.keys import DOCUMENTS, OBJECTS, SERVED, Key, keys_of
 from mstore_cli.session import Choices
 from mstore_cli.tree import PROGRAM, build
-from mstore_cli.verbs import VERBS
+from mstore_cli.verbs import VERBS, verb_of
 from mstore_serve import documents
 
 WIDTH = 80
@@ -44,6 +44,8 @@ _LEFT_OUT = (
 )
 _FEW = 8
 """Of fewer keys than half of these, and of less than half of a document, all are told again."""
+# The longest first: a tensor difference is no tensor.
+_OBJECT = re.compile(rf"\b({'|'.join(sorted(OBJECTS | SERVED, key=len, reverse=True))})\b")
 _METHODS = re.compile(r"\A(\n|\|.*\n)*")
 
 
@@ -74,8 +76,8 @@ def of_commands() -> str:
     for verb in VERBS:
         parts.append(f"## {PROGRAM} {verb}\n\n{_block(_help(_own(find(verb)), verb))}")
         if verb in DOCUMENTS:
-            for line in (name for name in DOCUMENTS if name.split()[0] == verb):
-                options = " ".join((*line.split()[1:], "--json"))
+            for line in (name for name in DOCUMENTS if verb_of(name.split()) == verb):
+                options = f"{line.removeprefix(verb)} --json".strip()
                 parts.append(f"With `{options}`:\n\n{_document(DOCUMENTS[line], OBJECTS)}")
         else:
             parts.append("It has no JSON form.\n")
@@ -109,7 +111,7 @@ def _document(keys: Sequence[Key], objects: Collection[str]) -> str:
     same = shared[word]
     which = "all" if len(same) == len(keys_of(OBJECTS[word])) else _names(same)
     rest = [key for key in keys if key not in same]
-    link = f"As in [{word}](#{word.replace(' ', '-')}): {which}.\n"
+    link = f"As in {_link(word)}: {which}.\n"
     return f"{link}\n{listed(rest)}" if rest else link
 
 
@@ -130,16 +132,28 @@ def _block(text: str) -> str:
     return f"```text\n{text}\n```\n"
 
 
-def listed(keys: Sequence[Key]) -> str:
-    """Return a list of some keys: each with the kind of its value, and its meaning."""
-    return "".join(f"- `{key.name}` ({key.kind}): {key.meaning}\n" for key in keys)
+def listed(keys: Sequence[Key], heading: str = "") -> str:
+    """Return a list of some keys: each with the kind of its value, and its meaning.
+
+    A kind that is an object links to its description.  heading: what the headings of objects begin
+    with.
+    """
+
+    def linked(kind: str) -> str:
+        return _OBJECT.sub(lambda found: _link(found[0], heading), kind)
+
+    return "".join(f"- `{key.name}` ({linked(key.kind)}): {key.meaning}\n" for key in keys)
+
+
+def _link(word: str, heading: str = "") -> str:
+    return f"[{word}](#{f'{heading}{word}'.lower().replace(' ', '-')})"
 
 
 def of_documents() -> str:
     """Return the generated part of docs/serving.md: a list of keys for each document and object."""
-    parts = [f"### {address}\n\n{listed(keys_of(one))}" for address, one in ADDRESSES.items()]
-    objects = {"ref": OBJECTS["ref"], "tensor": OBJECTS["tensor"], **SERVED}
-    parts += [f"### Object: {word}\n\n{listed(keys_of(one))}" for word, one in objects.items()]
+    objects = {word: OBJECTS[word] for word in ("ref", "tensor", "origin")} | SERVED
+    sections = ADDRESSES | {f"Object: {word}": one for word, one in objects.items()}
+    parts = [f"### {title}\n\n{listed(keys_of(one), 'object-')}" for title, one in sections.items()]
     return "\n".join(parts)
 
 

@@ -1,6 +1,7 @@
 """One run of the program: the global options, and the store, output and progress bar from them.
 
-The only module that reads `MSTORE_STORE` and `MSTORE_AUTHOR`.  Never creates a store.
+The only module that reads `MSTORE_STORE`, `MSTORE_AUTHOR` and the endpoints of the environment.
+Never creates a store.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 STORE_VARIABLE = "MSTORE_STORE"
 AUTHOR_VARIABLE = "MSTORE_AUTHOR"
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 STORE_NAME = ".mstore"
 """What a store is called that commands find by looking upward."""
 
@@ -101,6 +103,22 @@ class Session:
 
         self.report_waiting()
         return self._opened(partial(Store.open, author=author))
+
+    def open_to_exchange(self) -> Store:
+        """Do the same for a command that asks a remote, with the user's credentials.
+
+        They go to an endpoint that the store's settings name only if the user named it, too.
+        """
+        endpoints = _own_endpoints()
+        store = self.open()
+        store.trust(*endpoints)
+        return store
+
+    def trust(self, endpoint: str) -> None:
+        """Add a server to those of the user's settings that may get credentials."""
+        from mstore_cli import user_config
+
+        user_config.add("endpoints", [endpoint])
 
     def open_to_look(self) -> Store:
         """Do the same for a command that waits for no lock, so needs no `logging`."""
@@ -187,6 +205,14 @@ class Session:
 
         wanted = not (self._choices.no_progress or self._choices.quiet)
         return progress.bar(wanted=wanted)
+
+
+def _own_endpoints() -> list[str]:
+    """Return the servers that the user's settings and environment name."""
+    from mstore_cli import user_config
+
+    named = (os.environ.get(name, "") for name in ENDPOINT_VARIABLES)
+    return [*user_config.read()["endpoints"], *filter(user_config.is_endpoint, named)]
 
 
 def author() -> str:

@@ -8,18 +8,24 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mstore.terms.phrases import Call, Option
 from mstore_cli.verbs import OF_NO_STORE
 
 _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "add_remote": ("remote", "add"),
     "configure": ("config",),
     "files": ("ls",),
     "notes_of": ("note",),
+    "remote_contents": ("remote", "show"),
+    "remotes": ("remote",),
     "remove": ("rm",),
+    "remove_remote": ("remote", "rm"),
+    "rename_remote": ("remote", "rename"),
     "sweep": ("plan", "--sweep"),
     "tensors": ("ls", "--tensors"),
+    "trust": ("config", "--user", "endpoints"),
 }
 """Operations that are a form of another command."""
 _FLAGS: Final[Mapping[str, str]] = {
@@ -48,6 +54,8 @@ class Typed(NamedTuple):
         """Return the command line: `mstore fsck --read-data --repair --from PLACE`."""
         call = _as_command(call)
         options = dict(call.options)
+        # Python takes them as a list.
+        refs: Any = options.pop("refs", ())
         command = _COMMANDS.get(call.operation) or (call.operation.replace("_", "-"),)
         store = options.pop("store", None)
         if store is None and command[0] not in OF_NO_STORE and "help" not in options:
@@ -55,7 +63,7 @@ class Typed(NamedTuple):
         words = ["mstore"]
         if store is not None:
             words += ["--store", shlex.quote(str(store))]
-        words += [*command, *map(shlex.quote, call.arguments)]
+        words += [*command, *map(shlex.quote, (*call.arguments, *refs))]
         for name, value in options.items():
             words += _given(name, value)
         return " ".join(words)

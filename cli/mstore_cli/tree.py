@@ -21,7 +21,7 @@ from mstore_cli.command import (
 )
 from mstore_cli.errors import Ended, UsageError, with_store
 from mstore_cli.session import Choices, Session
-from mstore_cli.verbs import GROUPS, OTHER_WORDS, VERBS
+from mstore_cli.verbs import FIRST_WORDS, GROUPS, OTHER_WORDS, VERBS, second_words
 
 PROGRAM = "mstore"
 EPILOG = (
@@ -116,7 +116,7 @@ class Program(click.Group):
             raise no_such_option(self, ctx, error.option_name, given) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(FIRST_WORDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> Command | None:
         return find(cmd_name) if cmd_name in VERBS else None
@@ -131,13 +131,34 @@ class Program(click.Group):
             if len(args) == 1:
                 click.echo(ctx.get_help())
                 ctx.exit()
-            return self.resolve_command(ctx, [args[1], "--help"])
+            named = [word for word in args[1:] if not word.startswith("-")]
+            if len(named) > 1 and " ".join(named) not in VERBS:
+                raise UsageError(
+                    f"help describes one command, not {len(named)}: {' '.join(named)}",
+                    hint=f"{PROGRAM} help {named[0]}",
+                )
+            return self.resolve_command(ctx, [*(named or args[1:2]), "--help"])
         if name not in VERBS and not name.startswith("-") and not ctx.resilient_parsing:
             from mstore.terms.errors import did_you_mean
 
-            hint = OTHER_WORDS.get(name) or str(did_you_mean(name, VERBS, f"{PROGRAM} --help"))
-            raise UsageError(f"no such command: {name!r}", hint=hint)
+            hint = did_you_mean(name, FIRST_WORDS, f"{PROGRAM} --help")
+            raise UsageError(f"no such command: {name!r}", hint=OTHER_WORDS.get(name) or str(hint))
+        if len(args) > 1 and not args[1].startswith("-") and second_words(name):
+            return self._of_two_words(ctx, name, args[1], args[2:])
         return super().resolve_command(ctx, args)
+
+    def _of_two_words(
+        self, ctx: click.Context, first: str, second: str, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = f"{first} {second}"
+        if name in VERBS:
+            return name, find(name), args
+        if ctx.resilient_parsing:
+            return None, None, []
+        from mstore.terms.errors import did_you_mean
+
+        hint = did_you_mean(second, second_words(first), f"{PROGRAM} {first} --help")
+        raise UsageError(f"no such command: {name!r}", hint=OTHER_WORDS.get(name) or str(hint))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         longest = max(map(len, VERBS))

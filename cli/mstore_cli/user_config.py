@@ -2,6 +2,7 @@
 
     safe_stores = ["/srv/models/store"]
     author = "Ada <ada@example.org>"
+    endpoints = ["https://minio.example.org"]
 
 Owns the keys, and how the file is read and written.  Only the command line reads it; what a command
 line or an MSTORE_* variable says wins.  The file is data, read up to a limit, and has to be the
@@ -72,6 +73,29 @@ def _not_absolute(path: str) -> str | None:
     return None if os.path.isabs(path) else f"{path!r} is not an absolute path"
 
 
+def _endpoint(word: str) -> str:
+    """Return the address of a server as stores name it.  Raises BadRequest."""
+    from mstore.remotes.address import checked_endpoint
+
+    return checked_endpoint(word)
+
+
+def is_endpoint(word: str) -> bool:
+    """Return whether a word is the address of a server."""
+    from mstore.terms.errors import BadRequest
+
+    try:
+        return bool(_endpoint(word))
+    except BadRequest:
+        return False
+
+
+def _no_endpoint(text: str) -> str | None:
+    if text.isprintable() and text.startswith(("https://", "http://")):
+        return None
+    return f"{text!r} is no address of a server: it begins with https:// or http://"
+
+
 def _no_author(text: str) -> str | None:
     if not text.isprintable():
         return f"{text!r} is not one line of text"
@@ -97,6 +121,14 @@ KEYS: Final[Mapping[str, Key]] = MappingProxyType(
                 str,
                 _no_author,
                 "who makes your snapshots, as they tell it; user@host unless it is set",
+            ),
+            Key(
+                "endpoints",
+                list,
+                _endpoint,
+                lambda word: word.rstrip("/"),
+                _no_endpoint,
+                "servers that get your credentials where a store's settings name them",
             ),
         )
     }

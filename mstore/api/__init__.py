@@ -20,6 +20,7 @@ from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.reading import Reading
 from mstore.api.snapshot import Snapshot
+from mstore.store.refs import BRANCH, TAG
 from mstore.terms.errors import BadName, BadRequest, NotFound
 from mstore.terms.ids import Revision
 from mstore.terms.report import html
@@ -50,14 +51,18 @@ class Store(Reading, Adding, Merging, Naming, Exchanging, Keeping):
 
     def __iter__(self) -> Iterator[str]:
         """The names of its branches and tags."""
-        return iter(self.ref_ids())
+        return iter(self._names())
 
     def __len__(self) -> int:
         """How many branches and tags it has."""
-        return len(self.ref_ids())
+        return len(self._names())
+
+    def _names(self) -> list[str]:
+        kinds = (BRANCH, TAG)
+        return [name for name, ref in self._catalog.refs().items() if ref.kind in kinds]
 
     def __bool__(self) -> bool:
-        """True, also of an empty store."""
+        """Return True, also for an empty store."""
         return True
 
     def _repr_html_(self) -> str:

@@ -62,7 +62,7 @@ class Adding(OpenStore):
 
     @staticmethod
     def vouch(path: str | Path, filesystem: str) -> Mapping[str, str | int]:
-        """Allow the store in a directory to lie on this type of filesystem, too.
+        """Allow a store to lie on a type of filesystem that mstore does not know as local.
 
         The owner vouches that it behaves like a local one: locks and shared maps hold for all who
         use the store.  Also works for a store that `open` refuses where it lies.
@@ -350,7 +350,7 @@ class Adding(OpenStore):
         message: str = "",
         progress: ProgressCallback | None = None,
     ) -> CombineReport:
-        """Store one adapter made of several of one base, under the ref `name`.
+        """Combine several adapters of one base into one, and store it under the ref `name`.
 
         Methods and parameters are those of PEFT's `add_weighted_adapter` (docs/howto/adapters.md).
 
@@ -444,7 +444,7 @@ ATTEMPTS = 3
 
 
 def unless_overtaken(catalog: Catalog, name: str, attempt: Callable[[], T]) -> T:
-    """Run `attempt`, which moves the ref `name`; retry if it lost the ref to no live writer.
+    """Run `attempt`, which moves the ref `name`; run it again if a dead writer moved it first.
 
     A writer that is killed while it commits may leave a commit that becomes visible only when the
     next writer begins; the user could only run the command again.

@@ -6,15 +6,23 @@ Part of `mstore.api.Store`, which combines all parts.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mstore.api.open_store import OpenStore, local_path, thread_count
 
 if TYPE_CHECKING:
+    from mstore.remotes.bundling import BundleReport
+    from mstore.remotes.check import RemoteCheckReport
+    from mstore.remotes.collect import RemoteGcReport
+    from mstore.remotes.copying import CopyReport
     from mstore.remotes.fetch import FetchReport
     from mstore.remotes.push import PushReport
     from mstore.remotes.registry import RemoteContents, RemoteReport
+    from mstore.remotes.state import Remote
+    from mstore.remotes.store_remote import StoreRemote
+    from mstore.remotes.usage import RemoteUsageReport
     from mstore.terms.report import ProgressCallback
     from mstore.upkeep.backup.backup import CloneReport
 
@@ -26,7 +34,20 @@ class Exchanging(OpenStore):
     """Calls about remotes: add and remove them, push, fetch, pull."""
 
     trusted_endpoints: Collection[str] = ()
-    """Servers to which credentials may be sent though only the store's settings name them."""
+    """Servers that may get credentials, though the store's settings name them; see `trust`."""
+    token: str = ""
+    """Says who asks, to web servers that `trust` names."""
+
+    def trust(self, *endpoints: str) -> None:
+        """Let credentials be sent to these servers, where a remote names one as its endpoint.
+
+        A store's settings may be a stranger's, so what they name is not enough.  It holds for this
+        object only.  Raises BadRequest for what is no address of a server.
+        """
+        from mstore.remotes import address
+
+        more = map(address.checked_endpoint, endpoints)
+        self.trusted_endpoints = frozenset((*self.trusted_endpoints, *more))
 
     def remotes(self) -> list[RemoteReport]:
         """Return the remotes of this store, by name."""
@@ -39,8 +60,9 @@ class Exchanging(OpenStore):
     ) -> RemoteReport:
         """Give a name to a remote; asks nothing of it, and the first push makes it.
 
-        url: s3://, gs://, az:// or file:///. endpoint: the server, where the provider's own is not
-        meant. Credentials come from the environment and the usual profiles.
+        url: s3://, gs://, az:// or file:///; or, to read only, bundle:FILE or http(s)://, which is
+        what `mstore serve` has below /remote/. endpoint: the server, where the provider's own is
+        not meant. Credentials come from the environment and the usual profiles.
 
         Raises BadName, BadRequest (an address with a password or signature, say), Conflict (there
         is a remote of this name).
@@ -65,8 +87,63 @@ class Exchanging(OpenStore):
         """Return what a remote has now: refs, snapshots, bytes. Raises NotFound, Unavailable."""
         from mstore.remotes import registry
 
-        with registry.opened(self._catalog, name, self.trusted_endpoints) as remote:
+        with self._remote(name) as remote:
             return registry.contents(self._catalog, remote)
+
+    def remote_gc(
+        self,
+        name: str,
+        *,
+        reflog_days: int | None = None,
+        grace_hours: float = 24.0,
+        dry_run: bool = False,
+    ) -> RemoteGcReport:
+        """Drop what no ref of a remote reaches; safe while others push, fetch and collect.
+
+        What is not needed any more is condemned first; a run after the time of grace deletes it,
+        by the remote's clock.
+
+        reflog_days: keep what its refs pointed at within this many days; None: as in this store.
+        grace_hours: for how long condemned packs stay, for those who read them. dry_run: only
+        report.
+
+        Raises Corrupt (something that is needed is missing), Unavailable; then nothing is dropped.
+        """
+        from mstore.remotes.collect import RemoteCollector
+
+        days = self._catalog.config.reflog_days if reflog_days is None else reflog_days
+        with self._remote(name) as remote:
+            return RemoteCollector(
+                self._catalog, remote, reflog_days=days, grace_hours=grace_hours
+            ).run(dry_run=dry_run)
+
+    def remote_fsck(
+        self,
+        name: str,
+        *,
+        read_data: bool = False,
+        jobs: int = JOBS,
+        progress: ProgressCallback | None = None,
+    ) -> RemoteCheckReport:
+        """Check that a remote has what its refs need, whole; changes nothing.
+
+        read_data: also read every payload, and compare it with its id.
+
+        Raises Corrupt (the root or a list is damaged), NotFound, Unavailable.
+        """
+        from mstore.remotes.check import RemoteCheck
+
+        with self._remote(name) as remote:
+            return RemoteCheck(self._catalog, remote, jobs=jobs, progress=progress).run(
+                read_data=read_data
+            )
+
+    def remote_usage(self, name: str) -> RemoteUsageReport:
+        """Return what the refs of a remote take there and share. Raises NotFound, Unavailable."""
+        from mstore.remotes.usage import usage
+
+        with self._remote(name) as remote:
+            return usage(self._catalog, remote)
 
     def push(
         self,
@@ -79,6 +156,7 @@ class Exchanging(OpenStore):
         delete: Sequence[str] = (),
         dry_run: bool = False,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> PushReport:
         """Send what refs need to a remote, then move its refs of the same names, all in one step.
@@ -92,6 +170,7 @@ class Exchanging(OpenStore):
         delete: refs to remove there.
         dry_run: only report what would be sent.
         jobs: parts that are sent at once.
+        limit_rate: the most bytes a second, all parts together.
 
         Raises Conflict (a ref has commits there that it lacks here), NotFound, BadRequest,
         Incompatible (another block size, a server that ignores conditions), Corrupt, Unavailable.
@@ -100,7 +179,7 @@ class Exchanging(OpenStore):
         from mstore.remotes.push import Push
 
         chosen = registry.chosen_to_push(self._catalog, name, refs, delete, every=every)
-        with registry.opened(self._catalog, name, self.trusted_endpoints) as remote:
+        with self._remote(name, limit_rate) as remote:
             return Push(
                 self._catalog,
                 remote,
@@ -118,17 +197,21 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> FetchReport:
         """Bring what a remote's refs need, and move the refs below remotes/NAME/; no branch moves.
 
         refs: the remote's branches and tags, or patterns; none: all, and those that it removed are
         removed here, too.  Everything is checked against its id before it is published.
+        jobs: parts that are received at once. limit_rate: the most bytes a second.
 
         Raises NotFound, Corrupt (what came is not what its id says), Unavailable; then nothing
         changed.
         """
-        return self._fetched(name, refs, pulls=False, jobs=jobs, progress=progress)
+        return self._fetched(
+            name, refs, pulls=False, jobs=jobs, limit_rate=limit_rate, progress=progress
+        )
 
     def pull(
         self,
@@ -136,6 +219,7 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> FetchReport:
         """Fetch, and move branches of the same names, where that loses no commit; make new ones.
@@ -143,7 +227,63 @@ class Exchanging(OpenStore):
         A branch that has other commits than the remote's stays; the report names it in `diverged`.
         Arguments and errors are those of `fetch`.
         """
-        return self._fetched(name, refs, pulls=True, jobs=jobs, progress=progress)
+        return self._fetched(
+            name, refs, pulls=True, jobs=jobs, limit_rate=limit_rate, progress=progress
+        )
+
+    def as_remote(self, purpose: str) -> StoreRemote:
+        """Return what this store is as a remote that is only read; close it before the store.
+
+        purpose: says to others who keeps packs from gc.
+        """
+        from mstore.remotes.store_remote import StoreRemote
+
+        return StoreRemote(self._catalog, purpose)
+
+    def bundle(
+        self,
+        path: str | Path,
+        refs: Sequence[str],
+        *,
+        progress: ProgressCallback | None = None,
+    ) -> BundleReport:
+        """Write what refs need into a new file, for one person: `Store.clone("bundle:FILE", DIR)`.
+
+        The file is a remote that is only read: `add_remote(NAME, "bundle:FILE")` and `fetch` work,
+        too. It has the refs' contents, the records of their ancestors, notes and signatures. It
+        has no reflogs, settings or statistics.
+
+        refs: branches and tags, or patterns of them.
+
+        Raises Conflict if there is a file of this name, NotFound, BadRequest, Corrupt,
+        StorageFailed; then no file was made.
+        """
+        from mstore.remotes.bundling import write_bundle
+
+        return write_bundle(self._catalog, local_path(path), refs, progress=progress)
+
+    def copy_to(
+        self,
+        destination: str | Path,
+        refs: Sequence[str],
+        *,
+        jobs: int = JOBS,
+        progress: ProgressCallback | None = None,
+    ) -> CopyReport:
+        """Copy what refs need to another store on this machine, and move its refs of those names.
+
+        All in one transaction there, as `pull` does: a branch that has other commits there stays,
+        and the report names it in `diverged`.  What the other store has is not copied again.  Of
+        ancestors only records are copied, as far as the other store lacks them.
+
+        refs: branches and tags, or patterns of them. jobs: parts that are copied at once.
+
+        Raises NotFound, BadRequest (the same store), Incompatible (another block size), Corrupt,
+        StorageFailed; then nothing changed.
+        """
+        from mstore.remotes.copying import copy_refs
+
+        return copy_refs(self._catalog, local_path(destination), refs, jobs=jobs, progress=progress)
 
     @staticmethod
     def clone(
@@ -152,15 +292,18 @@ class Exchanging(OpenStore):
         *,
         endpoint: str = "",
         region: str = "",
+        token: str = "",
         threads: int | None = None,
         jobs: int = JOBS,
+        limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> CloneReport:
         """Create a store with everything from another one, or from a remote.
 
         source: a store's directory, whose refs, reflogs and settings come along, but for its
         remotes; or the address of a remote, which the new store knows as `origin`. endpoint,
-        region, jobs: of a remote, as in `add_remote` and `fetch`. threads: for a directory.
+        region, jobs, limit_rate: of a remote, as in `add_remote` and `fetch`. token: for a web
+        server. threads: for a directory.
 
         The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
         checked against its id.  Raises Conflict if something exists at `destination`, BadRequest
@@ -177,7 +320,9 @@ class Exchanging(OpenStore):
                 local_path(destination),
                 endpoint=endpoint,
                 region=region,
+                token=token,
                 jobs=jobs,
+                limit_rate=limit_rate,
                 progress=progress,
             )
         from mstore.upkeep.backup.backup import clone
@@ -189,6 +334,14 @@ class Exchanging(OpenStore):
             progress=progress,
         )
 
+    def _remote(self, name: str, limit_rate: int | None = None) -> AbstractContextManager[Remote]:
+        """Open a remote, with what the user trusts it with."""
+        from mstore.remotes import registry
+
+        return registry.opened(
+            self._catalog, name, self.trusted_endpoints, limit_rate, token=self.token
+        )
+
     def _fetched(
         self,
         name: str,
@@ -196,12 +349,12 @@ class Exchanging(OpenStore):
         *,
         pulls: bool,
         jobs: int,
+        limit_rate: int | None,
         progress: ProgressCallback | None,
     ) -> FetchReport:
-        from mstore.remotes import registry
         from mstore.remotes.fetch import Fetch
 
-        with registry.opened(self._catalog, name, self.trusted_endpoints) as remote:
+        with self._remote(name, limit_rate) as remote:
             return Fetch(
                 self._catalog, remote, refs, pulls=pulls, jobs=jobs, progress=progress
             ).run()

@@ -88,7 +88,7 @@ class Keeping(OpenStore):
         unnamed_inputs: bool = False,
         dry_run: bool = False,
     ) -> PruneReport:
-        """Drop the contents of old snapshots: on each branch, those that no rule here keeps.
+        """Drop the contents of old snapshots: on each branch, of those that no rule keeps.
 
         The tip of a branch always stays.  Dropped snapshots stay in the lineage; `gc` frees their
         space.
@@ -291,7 +291,9 @@ class Keeping(OpenStore):
         )
 
     def usage(self, names: Sequence[str] = ()) -> UsageReport:
-        """Return what refs take and share, and what gc would free without them; no names: all refs.
+        """Return what refs take and share, and what gc would free without them.
+
+        names: the refs; all of them if none is named.
 
         In a damaged store, missing objects count as zero bytes.  Raises NotFound.
         """

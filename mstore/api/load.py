@@ -75,7 +75,9 @@ def load(
 def load_one(
     catalog: Catalog, view: SnapshotView, name: str, *, threads: int, for_torch: bool
 ) -> npt.NDArray[Any]:
-    """Return one tensor as `load` does, without holding the snapshot: that costs a file each time.
+    """Return one tensor as `load` does, without holding the snapshot.
+
+    A hold costs a file each time.
 
     Raises as `load`.
     """
@@ -208,7 +210,7 @@ class _Load:
 
 
 def _is_one_run(record: Tensor, places: Sequence[Location], block_size: int) -> bool:
-    """Return whether a tensor's bytes are a part of one pack, at a place that fits its elements."""
+    """Return whether a tensor lies raw and in one piece in a pack, aligned for its elements."""
     first = places[0]
     offset = first.offset
     if offset % max(1, DTYPES[record.dtype].bits // 8):
@@ -231,7 +233,7 @@ _LEAST_LOADED: Final = 1 << 20
 
 
 class LoadSource(Protocol):
-    """The snapshot that it reads: a `Snapshot`."""
+    """What `SafeOpen` reads from: a `Snapshot`."""
 
     def _view(self, file: str | None) -> SnapshotView: ...
 
@@ -356,7 +358,7 @@ class TensorSlice:
 
 
 def _rows(index: Any, count: int) -> tuple[int, int, Any]:
-    """Return the first and the last + 1 of the rows that an index names, and its place in them."""
+    """Return the range of rows (first, end) that an index needs, and the index within it."""
     if isinstance(index, slice):
         start, stop, step = index.indices(count)
         named = range(start, stop, step)

@@ -140,7 +140,7 @@ class Merging(OpenStore):
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> tuple[PreparedModel, ...]:
-        """Make the models that a recipe needs first.  Most recipes need none.
+        """Make the models that must exist before a recipe can be read.  Most need none.
 
         Arguments as for `read_recipe`, which then finds them.  Two kinds are made, each by a merge
         of its own, on a branch below `prepared/`: stacks of layers, where slices with other layers
@@ -186,7 +186,7 @@ class Merging(OpenStore):
         *,
         progress: ProgressCallback | None = None,
     ) -> AlignReport:
-        """Store base and experts of a merge again with the same token in the same row of each.
+        """Store base and experts of a merge again, so that a token has one row in all of them.
 
         request: names the models; its other fields are only checked, as far as possible.  With
         REF:MODEL of a pipeline, the tokenizer of `text_encoder_2` is that in `tokenizer_2`, all
@@ -295,7 +295,9 @@ class Merging(OpenStore):
 
     @staticmethod
     def methods(name: str | None = None) -> tuple[MethodReport, ...]:
-        """Describe the merge methods, those of other packages too; name: only this one.
+        """Describe the merge methods, also those of other packages.
+
+        name: describe only this one.
 
         Raises BadRequest for an unknown name, Unavailable for a package that cannot be loaded.
         """
@@ -323,7 +325,7 @@ class Merging(OpenStore):
         )
 
     def _warnings(self, id: PlanId, plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
-        """Return what a plan alone does not show."""
+        """Return the warnings that need more than the plan."""
         from mstore.merge.planning import warnings
         from mstore.merge.running.model_card import licence_warnings
 
@@ -351,7 +353,7 @@ class Merging(OpenStore):
         return memo_expert_bytes(self._catalog, self._memo, plan, costs.planned)
 
     def export_plan(self, plan: PlanReport | PlanId | str) -> str:
-        """Return a plan as JSON text, also one of this object that is not stored.
+        """Return a plan as JSON text, also a plan of this object that was not stored.
 
         plan: what `plan` returned, or the id (or id prefix) of a plan.
 

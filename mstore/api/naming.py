@@ -49,7 +49,7 @@ class Naming(OpenStore):
     """Calls about refs, their reflogs, notes and signatures."""
 
     def refs(self, *names: str) -> list[RefReport]:
-        """Return refs by name: all but candidates, or those that match these names and patterns.
+        """Return refs by name: branches and tags, or those that match these names and patterns.
 
         Patterns match remote refs and candidates only if they begin like them: `remotes/*`,
         `candidates/*`.
@@ -58,7 +58,7 @@ class Naming(OpenStore):
         """
         found = lineage.refs(self._catalog)
         if not names:
-            return [one for one in found if one.kind != refs.CANDIDATE]
+            return [one for one in found if one.kind not in refs.DIRECTORIES]
         by_name = {one.name: one for one in found}
         chosen = refs.chosen(by_name, names)
         for name in chosen:
@@ -67,14 +67,14 @@ class Naming(OpenStore):
         return [by_name[name] for name in sorted(chosen)]
 
     def ref_ids(self) -> dict[str, SnapshotId]:
-        """Return what each ref points at, by name: also candidates.
+        """Return the snapshot of each ref by name, candidates included.
 
         Reads only the index, so lost and unreadable snapshots do not matter.
         """
         return {name: ref.snapshot_id() for name, ref in self._catalog.refs().items()}
 
     def ref(self, name: str) -> RefReport:
-        """Return one ref, by its name in full.  Raises NotFound."""
+        """Return the ref of this full name.  Raises NotFound."""
         return lineage.ref(self._catalog, name)
 
     def tag(self, name: str, revision: Revision) -> RefReport:
@@ -102,7 +102,7 @@ class Naming(OpenStore):
         return lineage.ref(self._catalog, name)
 
     def require_branch(self, name: str) -> None:
-        """Check that a commit may go to a branch of this name: it is one, or it may be made.
+        """Check that this name is a branch, or that a branch of this name may be made.
 
         Raises BadName, Conflict (a tag has the name, or a ref above or below it).
         """
@@ -244,7 +244,7 @@ class Naming(OpenStore):
     def note(
         self, revision: Revision, values: Mapping[str, Any], *, kind: str = "value"
     ) -> tuple[NoteReport, ...]:
-        """Note something about a snapshot: a value for each key.  The snapshot's id stays.
+        """Note values about a snapshot, by key.  The id of the snapshot does not change.
 
         values: what JSON can say, at most 64 KiB each.
         kind: value, evaluation, verdict or link.
@@ -263,8 +263,9 @@ class Naming(OpenStore):
     def remove_notes(
         self, revision: Revision, ids: Sequence[NoteId | str]
     ) -> tuple[NoteReport, ...]:
-        """Remove notes of a snapshot: they count no more, and the newest other value of their key
-        counts again.  Signatures cannot be removed.
+        """Remove notes of a snapshot.  Signatures cannot be removed.
+
+        Of the other values of a key the newest counts again.
 
         ids: of the notes, or the beginnings of these.
 

@@ -100,7 +100,7 @@ class OpenStore:
         return hash(self._place)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Travel as path and settings: another process opens the store when it first uses it."""
+        """Pickle path and settings: another process opens the store when it first uses it."""
         settings = (self._path, None, self._cache_bytes, self._verify, self.author)
         return _store_later, (type(self), settings)
 
@@ -264,7 +264,7 @@ class OpenStore:
 
     @property
     def author(self) -> str:
-        """Who makes its snapshots and notes, as its opening told; empty if it did not."""
+        """The `author` of the snapshots and notes made here, as given to `open`; else empty."""
         return self._author if isinstance(self._author, str) else self._author()
 
     def doubt(self) -> str | None:
@@ -281,7 +281,7 @@ class OpenStore:
         return str(self._catalog.layout.uuid)
 
     def generation(self) -> int:
-        """Return a number that grows with every change of the store: each publishes one more.
+        """Return a number that grows with every change of the store.
 
         While it is the same, so are all refs and the set of snapshots.  Cheap, for programs that
         follow a store.  If the store was put back from a backup meanwhile, this opens its new
@@ -321,7 +321,7 @@ class OpenStore:
             return self._remembered
 
     def _input(self, revision: Revision) -> Input:
-        """Resolve to what can be computed with: stored, and no tensor in two files of one model.
+        """Resolve a revision whose bytes are stored, with no tensor in two files of one model.
 
         Raises as `_stored`, and Incompatible.
         """
@@ -331,13 +331,13 @@ class OpenStore:
         return found
 
     def _stored(self, revision: Revision) -> Input:
-        """Resolve to what has its bytes stored.  Raises as `_whole`, BadRequest (virtual)."""
+        """Resolve a revision whose bytes are stored.  Raises as `_whole`, BadRequest (virtual)."""
         found = self._whole(revision)
         self._catalog.require_real(found.snapshot, found.name)
         return found
 
     def _real(self, revision: Revision) -> SnapshotId:
-        """Resolve to a whole snapshot whose bytes are stored.  Raises as `_stored`."""
+        """Resolve a revision of a whole snapshot whose bytes are stored.  Raises as `_stored`."""
         # REF:MODEL is none.
         self._catalog.resolve(revision)
         return self._stored(revision).snapshot

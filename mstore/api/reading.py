@@ -153,7 +153,7 @@ class Reading(OpenStore):
         return notes.reports(found, signed, every=every), signed.get(None, ())
 
     def files(self, revision: Revision) -> list[FileReport]:
-        """Return the files of a snapshot, also a pruned one, or of a model (REF:MODEL), by path.
+        """Return the files of a snapshot (also if pruned) or a model (REF:MODEL), by path.
 
         Raises NotFound, BadName.
         """

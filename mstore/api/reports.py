@@ -33,6 +33,10 @@ from mstore.models.cast import CastReport
 from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
 from mstore.models.stats.analysis import AnalyzeReport
 from mstore.models.vocabulary.align import AlignedModel, AlignReport
+from mstore.remotes.fetch import FetchReport
+from mstore.remotes.push import PushReport
+from mstore.remotes.registry import RemoteContents, RemoteRef, RemoteReport
+from mstore.remotes.tracking import MovedRef
 from mstore.snapshots.add import AddReport
 from mstore.snapshots.checkout import CheckoutReport
 from mstore.snapshots.diff import DiffReport, FileDiff, TensorDiff
@@ -99,6 +103,7 @@ __all__ = [
     "ExpertShare",
     "Explanation",
     "ExtractReport",
+    "FetchReport",
     "FileDiff",
     "FileReport",
     "GcReport",
@@ -110,6 +115,7 @@ __all__ = [
     "MergeWarning",
     "MethodReport",
     "MigrateReport",
+    "MovedRef",
     "NotFiniteTensor",
     "NoteReport",
     "OriginReport",
@@ -122,10 +128,14 @@ __all__ = [
     "Progress",
     "ProgressCallback",
     "PruneReport",
+    "PushReport",
     "RefReport",
     "RefUsage",
     "ReflogReport",
     "ReindexReport",
+    "RemoteContents",
+    "RemoteRef",
+    "RemoteReport",
     "RemoveReport",
     "RepairReport",
     "ReplayReport",

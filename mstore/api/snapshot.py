@@ -50,7 +50,7 @@ class Snapshot:
         return hash(self.id)
 
     def __bool__(self) -> bool:
-        """True, also of a snapshot without tensors."""
+        """Return True, also for a snapshot without tensors."""
         return True
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Snapshot:
 
     @property
     def made(self) -> str:
-        """By what it came to be: add, merge, prepare, cast, align, extract or combine."""
+        """What made it: add, merge, prepare, cast, align, extract or combine."""
         return self._record.made
 
     @property
@@ -101,7 +101,7 @@ class Snapshot:
 
     @property
     def author(self) -> str:
-        """Who made it, as they told; empty if nobody said."""
+        """Who made it; empty if that was not given."""
         return self._record.author
 
     @property

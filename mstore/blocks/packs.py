@@ -55,9 +55,10 @@ GATHERED_BYTES = 1 << 20
 """Small payloads are gathered and written together once they reach this many bytes."""
 
 _HEADER = struct.Struct("<8sI4x32s")
-HEAD_BYTES = _HEADER.size
-"""Bytes of a header that a PackId covers."""
 _TAIL = struct.Struct("<QQ32sI4x8s")
+HEADER_BYTES = _HEADER.size
+"""First bytes of a pack, which its name covers, as it does its table."""
+TAIL_BYTES = _TAIL.size
 ENTRY = struct.Struct("<32s32sQIIBBB5x")
 
 
@@ -340,10 +341,17 @@ def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(_HEADER.size)
+    file.seek(max(0, size - _TAIL.size))
+    return head, *table_place(head, file.read(_TAIL.size), size, where)
+
+
+def table_place(head: bytes, tail: bytes, size: int, where: str) -> tuple[int, int, bytes]:
+    """Return offset, length and hash of a pack's table, as its first and last bytes say.
+
+    Raises Corrupt, Incompatible.
+    """
     if size < PAGE + _TAIL.size or size % PAGE:
         raise Corrupt("truncated pack", where=where, hint=call("fsck", read_data=True))
-    file.seek(size - _TAIL.size)
-    tail = file.read(_TAIL.size)
     offset, length, digest, version, magic = _TAIL.unpack(tail)
     head_magic, head_version, _ = _HEADER.unpack(head)
     if magic != TAIL_MAGIC or head_magic != MAGIC:
@@ -356,7 +364,7 @@ def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
         raise Corrupt("the footer does not fit the file", where=where)
     if tail != _TAIL.pack(offset, length, digest, version, magic):
         raise Corrupt("the tail padding is not zero", where=where)
-    return head, offset, length, digest
+    return offset, length, digest
 
 
 def _table(file: BinaryIO, offset: int, length: int, digest: bytes, where: str) -> bytes:

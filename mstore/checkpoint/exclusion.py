@@ -35,7 +35,7 @@ from msgspec.structs import replace
 
 from mstore.checkpoint.paths import quoted
 from mstore.terms.errors import BadCheckpoint, BadRequest
-from mstore.terms.phrases import Option, call
+from mstore.terms.phrases import Option
 
 IGNORE_FILE: Final = ".mstoreignore"
 MAX_IGNORE_BYTES: Final = 1 << 16
@@ -45,7 +45,7 @@ WEIGHTS: Final = ".safetensors"
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 DEFAULT: Final = "the defaults"
 ASKED: Final = Option("exclude")
-_EXAMPLE: Final = call("add", "PATH", name="NAME", exclude=("logs/", "*.tmp"))
+_EXAMPLE: Final = Option("exclude", ("logs/", "*.tmp"))
 
 DEFAULT_PATTERNS: Final = (
     ".git",

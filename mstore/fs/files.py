@@ -276,6 +276,27 @@ def _link(source: Path, target: Path) -> None:
         os.link(name, new, src_dir_fd=above, dst_dir_fd=there, follow_symlinks=False)
 
 
+def rename_new(source: Path, target: Path) -> bool:
+    """Rename a file, unless the new name exists; return False then."""
+    with translated(target):
+        announce("link", source, target)
+        try:
+            _link(source, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                raise
+            # A filesystem without second names (FAT): of two at once, the later one replaces.
+            with parent(target) as (above, name), suppress(FileNotFoundError):
+                os.stat(name, dir_fd=above, follow_symlinks=False)
+                return False
+            rename(source, target)
+            return True
+    unlink(source)
+    return True
+
+
 def unlink(path: Path, *, missing_ok: bool = False) -> None:
     """Remove a file."""
     with translated(path):

@@ -260,7 +260,7 @@ class _CastPlan:
         ids = [part.tensor_id() for part in parts]
         self._records = dict(zip(ids, catalog.tensors(ids), strict=True))
         names = [name for name in models.tensors if of is None or split_name(name)[0] == of]
-        require_matches(names, only, skip)
+        require_matches(names, only, skip, where)
         self._only = bool(only)
         self._wanted = chosen(dict.fromkeys(names, ()), only, skip).keys()
         self.files: dict[str, list[_Slot]] = {}

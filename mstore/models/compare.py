@@ -454,7 +454,7 @@ def compare(
     base_id, *others = (catalog.snapshot(one.snapshot).manifest_id() for one in (base, *models))
     choice = ModelChoice(base.model, tuple(model.model for model in models))
     inputs = Inputs(catalog, base_id, others, (base.name, *names), choice=choice)
-    require_matches({name for names in inputs.members for name in names}, only, skip)
+    require_matches({name for names in inputs.members for name in names}, only, skip, base.name)
     can, cannot = comparable(inputs, only, skip)
     if not can:
         raise Incompatible(

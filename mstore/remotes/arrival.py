@@ -25,11 +25,12 @@ from mstore.blocks.location import Key, Location
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import NO_BASE, Kind, PackEntry, SealedPack, read_footer
 from mstore.blocks.reader import BlockReader, located
+from mstore.remotes.layout import pack_name
 from mstore.remotes.needs import Needs
 from mstore.remotes.objects import PIECE_BYTES
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import PackSpan, lacks, spans
-from mstore.remotes.state import Remote, RemoteState, pack_name
+from mstore.remotes.state import Remote, RemoteState
 from mstore.store import pack_list
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog

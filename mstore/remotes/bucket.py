@@ -1,4 +1,4 @@
-"""Objects in object storage: S3 and what speaks it, Google Cloud Storage, Azure; read over HTTP.
+"""Objects in object storage: S3 and what speaks it, Google Cloud Storage, Azure.
 
 Owns how obstore is called, and what its errors mean. Requests are tried again by obstore, within
 limits set here. Credentials come from the environment and the usual profiles, and stay in obstore:
@@ -7,11 +7,14 @@ no error, report or file of mstore has them.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from mstore.remotes.objects import (
     MOST_ROOT_BYTES,
@@ -25,14 +28,19 @@ from mstore.remotes.objects import (
     RootStamp,
     short,
 )
-from mstore.terms.errors import Corrupt, Incompatible, Unavailable
+from mstore.terms.errors import Corrupt, Incompatible, MstoreError, Unavailable
 from mstore.terms.ids import Buffer
+from mstore.terms.phrases import Text
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
 MOST_JOBS: Final = 16
 """Parts in flight at most: with `PIECE_BYTES` each, 128 MiB."""
+_READERS: Final = 10
+_GAP: Final = 64 << 10
+"""Bytes between two spans that are read rather than asked around."""
 _TRIES: Final[Any] = {
     "max_retries": 6,
     "retry_timeout": timedelta(seconds=120),
@@ -43,78 +51,104 @@ _TRIES: Final[Any] = {
     },
 }
 # The providers' own hosts are asked by TLS; an endpoint that says http:// means it.
-_CLIENT: Final[Any] = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
-# What may stand in an error of a server: the address with its query, headers, XML of S3.
-_SECRET: Final = re.compile(
-    r"\?[^\s\"')]+|(?i:authorization|token|signature|secret)[^\s,]*[=:]\s*\S+"
+CLIENT: Final[Any] = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
+# An error of obstore quotes the server's answer, which may quote the request: addresses with
+# signatures, headers with tokens. So of its text only what is listed here is shown.
+_STATUS: Final = re.compile(r"status code: (\d{3}(?: [A-Z][A-Za-z-]*)*)")
+_CODE: Final = re.compile(r"<Code>([A-Z][A-Za-z]{2,60})</Code>")
+_BEYOND: Final = re.compile(r"status code: 416|StartTooLarge|value: \"bytes \d+--1/")
+_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
+_CREDENTIALS: Final = re.compile(r"token request|//169\.254\.|credential|Access Key", re.IGNORECASE)
+_SIGNS: Final = (
+    ("ConnectionRefused", "the connection is refused"),
+    ("dns error", "there is no host of this name"),
+    ("TimedOut", "no answer in time"),
+    ("kind: Timeout", "no answer in time"),
+    ("certificate", "its certificate is not trusted"),
+    ("kind: Connect", "it cannot be reached"),
+    ("IncompleteMessage", "the connection breaks"),
+    ("UnexpectedEof", "the connection breaks"),
+    ("ConnectionReset", "the connection breaks"),
+    ("MissingAccount", "no storage account is named (AZURE_STORAGE_ACCOUNT_NAME)"),
 )
-_LONGEST: Final = 300
+
+
+_DENIED: Final = "check the credentials in the environment, and their rights"
+
+
+class _Unable(Unavailable):
+    """The server says that it cannot do this at all."""
+
+
+def connect(url: str, options: dict[str, Any]) -> Bucket:
+    """Return what is below a prefix of a bucket. Raises Unavailable, as `store_of`."""
+    return Bucket(store_of(url, options), url)
+
+
+def store_of(url: str, options: dict[str, Any]) -> ObjectStore:
+    """Return obstore's store for an address. Raises Unavailable.
+
+    url: as obstore takes it. options: keyword arguments of obstore's store for this provider.
+    """
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise Unavailable(
+            "remotes in object storage need obstore",
+            where=url,
+            hint="pip install 'mstore[remote]'",
+        ) from error
+    given: dict[str, Any] = {"client_options": CLIENT, "retry_config": _TRIES, **options}
+    return _translated(url, lambda: from_url(url, **given), _DENIED)
 
 
 class Bucket(Objects):
     """Objects below a prefix of a bucket.
 
-    url: as obstore takes it. options: keyword arguments of obstore's store for this provider.
+    where: the address, for errors and reports. denied: what to do if the server refuses.
     """
 
-    def __init__(self, url: str, options: dict[str, Any], where: str | None = None) -> None:
-        try:
-            from obstore.store import from_url
-        except ImportError as error:
-            raise Unavailable(
-                "remotes in object storage need obstore",
-                where=url,
-                hint="pip install 'mstore[remote]'",
-            ) from error
-        self.where = where or url
-        with self._told(""):
-            given: dict[str, Any] = {"client_options": _CLIENT, "retry_config": _TRIES, **options}
-            self._store: ObjectStore = from_url(url, **given)
+    def __init__(self, store: ObjectStore, where: str, denied: Text = _DENIED) -> None:
+        self._store = store
+        self._denied = denied
+        self.where = where
+        self._process = os.getpid()
 
-    @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
-        """Turn obstore's errors into those of `Objects`."""
-        import obstore.exceptions as known
+    def __reduce__(self) -> NoReturn:
+        # The store's own pickle has the credentials.
+        raise TypeError("a bucket is not pickled: open the remote where it is used")
 
+    def _ask(self, name: str, ask: Callable[[], T]) -> T:
+        """Call obstore, and turn its errors into those of `Objects`."""
         where = f"{self.where}/{name}" if name else self.where
-        try:
-            yield
-        except (known.NotFoundError, FileNotFoundError) as error:
-            raise Absent("there is no such object", where=where) from _plain(error)
-        except (known.AlreadyExistsError, known.PreconditionError) as error:
-            raise Overtaken("the object is not what it was", where=where) from _plain(error)
-        except known.NotModifiedError:
-            raise
-        except (known.PermissionDeniedError, known.UnauthenticatedError) as error:
+        if os.getpid() != self._process:
+            # obstore's threads are not in the child: its calls would wait for ever.
             raise Unavailable(
-                f"access is denied: {_words(error)}",
+                "this process was forked after the remote was opened",
                 where=where,
-                hint="check the credentials in the environment or the profile, and their rights",
-            ) from _plain(error)
-        except (known.BaseError, OSError, ValueError) as error:
-            raise Unavailable(
-                f"the server does not answer as it should: {_words(error)}",
-                where=where,
-                hint="check the address, the endpoint and the network, then run it again",
-            ) from _plain(error)
+                hint="open the remote in the new process, or start that by spawn",
+            )
+        return _translated(where, ask, self._denied)
 
     def read_root(self, known: RootStamp | None = None) -> tuple[bytes, RootStamp] | None:
         import obstore
         from obstore.exceptions import NotModifiedError
 
         asked: Any = {} if known is None else {"if_none_match": known.e_tag}
-        try:
-            with self._told(ROOT):
+
+        def ask() -> tuple[bytes, RootStamp] | None:
+            try:
                 got = obstore.get(self._store, ROOT, options=asked)
-                meta = got.meta
-                if meta["size"] > MOST_ROOT_BYTES:
-                    raise Corrupt("the root is too long", where=f"{self.where}/{ROOT}")
-                data = bytes(got.bytes())
-        except NotModifiedError:
-            return None
-        stamp = RootStamp(meta.get("e_tag"), meta.get("version"))
+            except NotModifiedError:
+                return None
+            meta = got.meta
+            if meta["size"] > MOST_ROOT_BYTES:
+                raise Corrupt("the root is too long", where=f"{self.where}/{ROOT}")
+            return bytes(got.bytes()), RootStamp(meta.get("e_tag"), meta.get("version"))
+
+        found = self._ask(ROOT, ask)
         # A server may ignore the condition.
-        return None if stamp == known else (data, stamp)
+        return None if found is None or found[1] == known else found
 
     def swap_root(self, data: bytes, before: RootStamp | None) -> RootStamp:
         try:
@@ -135,55 +169,60 @@ class Bucket(Objects):
             # A version that is None is refused, not left out.
             known = {"e_tag": before.e_tag, "version": before.version}
             mode = {key: value for key, value in known.items() if value is not None}
-        with self._told(name):
-            result = obstore.put(self._store, name, data, mode=mode)
+        result = self._ask(name, lambda: obstore.put(self._store, name, data, mode=mode))
         return RootStamp(result.get("e_tag"), result.get("version"))
 
     def probe(self, name: str) -> None:
         path = f"{PROBE}{name}"
         try:
-            first = self._put_if(path, b"1", None)
-            second = self._put_if(path, b"2", first)
-            for before in (None, first):
-                try:
-                    self._put_if(path, b"3", before)
-                except Overtaken:
-                    continue
-                raise Incompatible(
-                    "the server ignores conditions of writes, so two pushes at once could undo "
-                    "each other",
-                    where=self.where,
-                    hint="use a server with conditional writes (S3, GCS, Azure, MinIO, R2, Ceph)",
-                )
-            if bytes(self.read_each(path, [(0, 1)])[0]) != b"2" or second == first:
-                raise Incompatible("the server does not keep what it took", where=self.where)
+            self._require_conditions(path)
+        except _Unable as error:
+            raise _ignores(self.where) from error
         finally:
             with suppress(Unavailable, Absent):
                 self.remove(path)
 
+    def _require_conditions(self, path: str) -> None:
+        first = self._put_if(path, b"1", None)
+        second = self._put_if(path, b"2", first)
+        for before in (None, first):
+            try:
+                self._put_if(path, b"3", before)
+            except Overtaken:
+                continue
+            raise _ignores(self.where)
+        if bytes(self.read_each(path, [(0, 1)])[0]) != b"2" or second == first:
+            raise Incompatible("the server does not keep what it took", where=self.where)
+
     def read_each(self, name: str, spans: Sequence[tuple[int, int]]) -> list[Buffer]:
         import obstore
 
-        with self._told(name):
-            if len(spans) == 1:
-                offset, length = spans[0]
-                got = (
-                    [obstore.get_range(self._store, name, start=offset, length=length)]
-                    if length
-                    else [b""]
-                )
-            else:
-                got = obstore.get_ranges(
-                    self._store,
-                    name,
-                    starts=[offset for offset, _ in spans],
-                    lengths=[length for _, length in spans],
-                )
-        found = [memoryview(one).cast("B") for one in got]
-        for (_, length), data in zip(spans, found, strict=True):
-            if len(data) != length:
+        def read(joined: tuple[int, int]) -> memoryview:
+            start, end = joined
+            got = self._ask(
+                name, lambda: obstore.get_range(self._store, name, start=start, end=end)
+            )
+            data = memoryview(got).cast("B")
+            if len(data) != end - start:
                 raise short(self.where, name)
-        return list(found)
+            return data
+
+        # obstore's own get_ranges panics where an object ends before a span begins.
+        joined = _joined(spans)
+        if len(joined) <= 1:
+            parts = [read(one) for one in joined]
+        else:
+            with ThreadPoolExecutor(min(_READERS, len(joined)), "read") as pool:
+                parts = list(pool.map(read, joined))
+        starts = [start for start, _ in joined]
+
+        def found(offset: int, length: int) -> Buffer:
+            if not length:
+                return b""
+            at = bisect_right(starts, offset) - 1
+            return parts[at][offset - starts[at] :][:length]
+
+        return [found(*span) for span in spans]
 
     def size(self, name: str) -> int:
         return int(self._head(name)["size"])
@@ -194,38 +233,41 @@ class Bucket(Objects):
     def _head(self, name: str) -> Any:
         import obstore
 
-        with self._told(name):
-            return obstore.head(self._store, name)
+        return self._ask(name, lambda: obstore.head(self._store, name))
 
     def put(self, name: str, size: int, pieces: Iterable[Buffer], *, jobs: int = 1) -> None:
         import obstore
 
         if size <= PIECE_BYTES:
             data = b"".join(pieces)
-            with self._told(name):
-                obstore.put(self._store, name, data, use_multipart=False)
+            self._ask(name, lambda: obstore.put(self._store, name, data, use_multipart=False))
             return
         failed: list[BaseException] = []
 
         def told() -> Iterator[Buffer]:
-            # obstore would give what the pieces raise as an error of its own.
+            # obstore may give what the pieces raise as an error of its own.
             try:
                 yield from pieces
+            except GeneratorExit:
+                # obstore gave up, and lets go of the pieces.
+                raise
             except BaseException as error:
                 failed.append(error)
                 raise
 
+        def ask() -> None:
+            obstore.put(
+                self._store,
+                name,
+                told(),
+                use_multipart=True,
+                chunk_size=PIECE_BYTES,
+                max_concurrency=max(1, min(jobs, MOST_JOBS)),
+            )
+
         try:
-            with self._told(name):
-                obstore.put(
-                    self._store,
-                    name,
-                    told(),
-                    use_multipart=True,
-                    chunk_size=PIECE_BYTES,
-                    max_concurrency=min(jobs, MOST_JOBS),
-                )
-        except Unavailable:
+            self._ask(name, ask)
+        except BaseException:
             if failed:
                 raise failed[0] from None
             raise
@@ -233,25 +275,94 @@ class Bucket(Objects):
     def names(self, below: str) -> Iterator[Listed]:
         import obstore
 
-        with self._told(below):
-            for batch in obstore.list(self._store, below):
-                for one in batch:
-                    when = int(one["last_modified"].timestamp()) * 10**9
-                    yield Listed(one["path"], one["size"], when)
+        batches = self._ask(below, lambda: iter(obstore.list(self._store, below)))
+        while batch := self._ask(below, lambda: next(batches, None)):
+            for one in batch:
+                when = int(one["last_modified"].timestamp()) * 10**9
+                yield Listed(one["path"], one["size"], when)
 
     def remove(self, name: str) -> None:
         import obstore
 
-        with suppress(Absent), self._told(name):
-            obstore.delete(self._store, name)
+        with suppress(Absent):
+            self._ask(name, lambda: obstore.delete(self._store, name))
 
 
-def _words(error: BaseException) -> str:
-    """Return what an error says, in one line, without what may be a secret."""
-    text = _SECRET.sub("", str(error).partition("Debug source")[0])
-    return " ".join(text.split())[:_LONGEST]
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (start, end) of what to read for spans: near ones at once, empty ones not at all."""
+    joined: list[tuple[int, int]] = []
+    for offset, length in sorted(one for one in spans if one[1]):
+        end = offset + length
+        if joined:
+            before = joined[-1]
+            is_near = offset <= before[1] + _GAP and end - before[0] <= PIECE_BYTES
+            if is_near or end <= before[1]:
+                joined[-1] = before[0], max(before[1], end)
+                continue
+        joined.append((offset, end))
+    return joined
 
 
-def _plain(error: BaseException) -> BaseException:
-    """Return a cause to show: of the same words, without secrets."""
-    return RuntimeError(_words(error))
+def _ignores(where: str) -> Incompatible:
+    return Incompatible(
+        "the server ignores conditions of writes, so two pushes at once could undo each other",
+        where=where,
+        hint="use a server with conditional writes (S3, GCS, Azure, MinIO, R2, Ceph)",
+    )
+
+
+def _translated(where: str, ask: Callable[[], T], denied: Text) -> T:
+    """Call obstore. Its errors have no place in the chain of those that this raises."""
+    try:
+        return ask()
+    except (MstoreError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        # obstore's panics are no Exceptions; whatever is no error of obstore's goes on.
+        if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+            raise
+        failure = _failure(error, where, denied)
+    raise failure
+
+
+def _failure(error: BaseException, where: str, denied: Text) -> MstoreError:
+    import obstore.exceptions as known
+
+    text = str(error)
+    status = _STATUS.search(text)
+    code = _CODE.search(text)
+    number = status[1][:3] if status else ""
+    if _BEYOND.search(text):
+        return Corrupt("the object is shorter than what lists it says", where=where)
+    if code and code[1] in _NO_BUCKET:
+        return Unavailable(
+            "there is no such bucket", where=where, hint="check the address, or make the bucket"
+        )
+    if isinstance(error, known.NotFoundError | FileNotFoundError):
+        return Absent("there is no such object", where=where)
+    if isinstance(error, known.AlreadyExistsError | known.PreconditionError):
+        return Overtaken("the object is not what it was", where=where)
+    if isinstance(error, known.NotSupportedError | NotImplementedError) or number == "501":
+        return _Unable("the server cannot do this", where=where)
+    # obstore's own words for a refusal speak of credentials, which are there.
+    is_refused = isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError)
+    if not is_refused and _CREDENTIALS.search(text.partition("Server returned")[0]):
+        return Unavailable(
+            "no credentials were found, or they cannot be read",
+            where=where,
+            hint="set them in the environment, as for the provider's own tools",
+        )
+    told = f"it answers {status[1]}{f' ({code[1]})' if code else ''}" if status else _sign(text)
+    if is_refused or number in ("401", "403"):
+        return Unavailable(f"access is denied: {told}", where=where, hint=denied)
+    return Unavailable(
+        f"the server does not answer as it should: {told}",
+        where=where,
+        hint="check the address, the endpoint and the network, then run it again",
+    )
+
+
+def _sign(text: str) -> str:
+    """Return what an error that is no answer's status says."""
+    found = (words for sign, words in _SIGNS if sign in text)
+    return next(found, "its answer cannot be understood")

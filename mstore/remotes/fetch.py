@@ -24,7 +24,7 @@ from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import RemoteRecords
 from mstore.remotes.state import Remote, RemoteState
-from mstore.remotes.tracking import MovedRef, remote_moves
+from mstore.remotes.tracking import MovedRef, moved_ref, remote_moves
 from mstore.store import layout as layouts
 from mstore.store import plans, refs
 from mstore.store.catalog import Catalog, now_ns
@@ -79,7 +79,11 @@ def _nests(known: RefStore, name: str) -> bool:
 
 
 class Fetch:
-    """One fetch, or one pull."""
+    """One fetch, or one pull.
+
+    tracks: whether refs below remotes/ say what is there. only_records: new snapshots whose
+    contents did not come.
+    """
 
     def __init__(
         self,
@@ -88,13 +92,17 @@ class Fetch:
         names: Sequence[str],
         *,
         pulls: bool,
+        tracks: bool = True,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
+        self.only_records: list[SnapshotId] = []
         self._catalog = catalog
         self._remote = remote
         self._names = names
+        self.needs = Needs()
         self._pulls = pulls
+        self._tracks = tracks
         self._jobs = min(jobs, _MOST_THREADS)
         self._progress = progress
         self._received = 0
@@ -182,13 +190,14 @@ class Fetch:
         local = LocalRecords(self._catalog)
         source: RemoteRecords | LocalRecords = local
         notes = self._lacking_notes(state)
-        if notes or not all(local.is_known(id) and local.has_contents(id) for id in heads):
+        is_about_known = any(local.is_known(row.snapshot_id()) for row in notes)
+        if is_about_known or not all(local.is_known(id) and local.has_contents(id) for id in heads):
             places = RemotePlaces(self._remote, state)
             source = RemoteRecords(self._catalog, self._remote, places, state)
         with Transaction(self._catalog, f"fetch from {self._remote.name}") as transaction:
-            needs = Needs()
+            needs = self.needs
             if isinstance(source, RemoteRecords):
-                needs = gather(source, heads)
+                needs = self.needs = gather(source, heads, set(heads).__contains__)
                 self._add_notes(source, needs, notes)
                 arrival = Arrival(
                     self._catalog,
@@ -210,10 +219,10 @@ class Fetch:
             self._commit(transaction, needs, moves, source, wanted)
         begin = refs.directory_of(refs.REMOTE, self._remote.name)
         told = [
-            MovedRef(
+            moved_ref(
                 move.name.removeprefix(begin),
-                None if move.expect is None else move.expect.snapshot_id(),
-                None if move.new is None else move.new.snapshot_id(),
+                None if move.expect is None else move.expect.snapshot,
+                None if move.new is None else move.new.snapshot,
             )
             for move in moves
         ]
@@ -229,7 +238,9 @@ class Fetch:
     ) -> tuple[list[RefMove], list[str]]:
         ids = {name: id for name, (_, id) in wanted.items()}
         with self._catalog.index.env.read() as transaction:
-            moves = remote_moves(self._catalog, transaction, self._remote.name, ids, "fetch")
+            moves = []
+            if self._tracks:
+                moves += remote_moves(self._catalog, transaction, self._remote.name, ids, "fetch")
             diverged = []
             known = refs_in(self._catalog.index, transaction)
             for name, (kind, id) in wanted.items() if self._pulls else ():
@@ -248,7 +259,8 @@ class Fetch:
                 else:
                     moves_there = is_ancestor(source, own.snapshot_id(), [id])
                 if moves_there:
-                    moves.append(RefMove(name, own, new, f"pull {self._remote.name}"))
+                    action = f"pull {self._remote.name}" if self._tracks else "copy"
+                    moves.append(RefMove(name, own, new, action))
                 else:
                     diverged.append(name)
         return moves, diverged
@@ -301,6 +313,7 @@ class Fetch:
         parents = {p.snapshot_id() for id in new for p in needs.snapshots[id].parents}
         lost = {id for id in parents if not source.is_known(id)}
         self._snapshots = len(new)
+        self.only_records = [id for id in new if id not in needs.whole]
         named = {move.new.snapshot for move in moves if move.new is not None}
 
         called = self._called(wanted)

@@ -1,13 +1,14 @@
 """What a remote has: its root, and the lists that the root names.
 
     mstore-remote        the root: JSON, at most 64 KiB; the one object that is replaced
-    lists/<ListId>       a list: at most 4096 rows of one kind, sorted; see `LISTS`
-    tables/<TableId>     header and footer tables of packs, one after the other
+    lists/<made>-<id>    a list: at most 4096 rows of one kind, sorted; see `LISTS`
+    tables/<made>-<id>   header and footer tables of packs, one after the other
     packs/ab/<id>.pack   a pack, as in any store
     probe/...            what a client tries; may be removed at any time
 
 docs/format-remote.md describes the bytes. A list or table is named by its bytes, a pack by its
-table: so whoever trusts a root can prove all that it leads to.
+table: so whoever trusts a root can prove all that it leads to. <made> is the generation of the root
+that a list or table is made for: if that root does not name it, no later one will.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from uuid import UUID
 
 import msgspec
 
-from mstore.blocks.packs import ENTRY, HEAD_BYTES
+from mstore.blocks.packs import ENTRY, HEADER_BYTES
 from mstore.remotes.objects import MOST_ROOT_BYTES
 from mstore.store.layout import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 from mstore.terms.errors import Corrupt, Incompatible, Unavailable
@@ -104,7 +105,8 @@ class SnapshotRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 class PackRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A pack: its bytes, its state since when (by the remote's clock), and where its table lies.
 
-    entries: of its table. table, offset, length: the object in tables/, and the part of it.
+    entries: of its table. made, table, offset, length: the object in tables/, and the part of it;
+    zeros if nobody knows the table: the pack of a push that did not end.
     """
 
     id: IdBytes
@@ -112,6 +114,7 @@ class PackRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     state: PackState
     time_ns: Number
     entries: Number
+    made: Number
     table: IdBytes
     offset: Number
     length: Number
@@ -131,6 +134,11 @@ class PackRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return self.state in (PackState.LIVE, PackState.CONDEMNED)
 
     @property
+    def table_name(self) -> str:
+        """The object that has its table."""
+        return table_name(self.made, TableId(self.table))
+
+    @property
     def is_known(self) -> bool:
         """Whether its table is known; of an object that no push named, only its name is."""
         return self.length > 0
@@ -139,7 +147,7 @@ class PackRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         """Return what is impossible about this row, before anything is read or made by it."""
         if not self.is_known and not self.entries and self.state != PackState.LIVE:
             return None
-        if self.length != HEAD_BYTES + self.entries * ENTRY.size:
+        if self.length != HEADER_BYTES + self.entries * ENTRY.size:
             return f"a table of {self.length} bytes for {self.entries} entries"
         if self.length > min(self.size, MOST_TABLE_BYTES):
             return f"a table of {self.length} bytes in a pack of {self.size}"
@@ -183,7 +191,8 @@ Change = Mapping[bytes, Any]
 class Named(msgspec.Struct, frozen=True):
     """A list as the root names it.
 
-    first: the key of its first row, in hex digits. size: its bytes. generation: of its making.
+    first: the key of its first row, in hex digits. size: its bytes. made: the generation of the
+    root that it was made for.
     """
 
     kind: str
@@ -191,7 +200,17 @@ class Named(msgspec.Struct, frozen=True):
     first: str
     rows: Number
     size: Annotated[int, msgspec.Meta(ge=1, le=MOST_LIST_BYTES)]
-    generation: Number
+    made: Number
+
+    @property
+    def name(self) -> str:
+        """Its object."""
+        return f"lists/{self.file}"
+
+    @property
+    def file(self) -> str:
+        """The last part of that."""
+        return f"{self.made:016x}-{self.id}"
 
 
 class RemoteRoot(msgspec.Struct, frozen=True):
@@ -247,6 +266,16 @@ def read_root(data: bytes, where: str) -> RemoteRoot:
     except Exception as error:
         raise Corrupt(f"not the root of a remote: {error}", where=where) from error
     return root
+
+
+def pack_name(pack: PackId) -> str:
+    """Return the name of a pack's object."""
+    return f"packs/{pack.hex()[:2]}/{pack.hex()}.pack"
+
+
+def table_name(made: int, table: TableId) -> str:
+    """Return the name of an object of tables."""
+    return f"tables/{made:016x}-{table.hex()}"
 
 
 def encode_list(kind: str, rows: Sequence[Any]) -> tuple[ListId, bytes]:

@@ -11,7 +11,7 @@ come from is the source's: the store, for a push; the remote, and the store, for
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -100,13 +100,15 @@ class Needs(msgspec.Struct):
 
 
 def gather(
-    source: RecordSource, named: Iterable[SnapshotId], *, contents_of_ancestors: bool = False
+    source: RecordSource, named: Iterable[SnapshotId], is_whole: Callable[[SnapshotId], bool]
 ) -> Needs:
-    """Return what these snapshots need. Raises as the source does."""
+    """Return what these snapshots need, with the contents of those that are to be whole.
+
+    Raises as the source does.
+    """
     needs = Needs()
     manifests: dict[bytes, None] = {}
     plans: dict[bytes, None] = {}
-    wanted = set(named)
     waiting = list(dict.fromkeys(named))
     while waiting:
         passed = source.passes(Kind.SNAPSHOT, waiting)
@@ -119,7 +121,7 @@ def gather(
             for kind, other in ((Kind.PLAN, record.plan), (Kind.COVERAGE, record.coverage)):
                 if other is not None:
                     needs.records[kind, other] = None
-            if id in wanted or (contents_of_ancestors and source.has_contents(id)):
+            if is_whole(id):
                 needs.whole.add(id)
                 manifests[record.manifest] = None
                 if record.is_virtual and record.plan is not None:

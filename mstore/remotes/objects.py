@@ -3,19 +3,20 @@
     root        the one object that changes; replaced only by who knows what it was
     others      named by their content, so that a second put changes nothing
 
-`bucket` keeps them in object storage, `shared_directory` in a directory. Names are relative to the
-remote's address, with `/` between their parts.
+`bucket` keeps them in object storage, `shared_directory` in a directory, `bundle` in one file, and
+`store_remote` shows those of a store. Names are relative to the remote's address, with `/` between
+their parts.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
-from mstore.terms.errors import Conflict, Corrupt, NotFound
+from mstore.terms.errors import Conflict, Corrupt, Incompatible, NotFound
 from mstore.terms.ids import Buffer
 
 ROOT: Final = "mstore-remote"
@@ -109,12 +110,41 @@ class Objects(ABC):
     def remove(self, name: str) -> None:
         """Remove an object; a missing one is no error."""
 
+    def require_writable(self) -> None:  # noqa: B027 -- most places can be written
+        """Raise Incompatible if nothing can be put here, whoever asks."""
+
     def put_bytes(self, name: str, data: bytes) -> None:
         """Put an object."""
         self.put(name, len(data), [data])
 
+    def wake(self) -> None:  # noqa: B027 -- at most places nothing waits for a turn
+        """Let calls that wait for their turn, in any thread, end at once: the work has failed."""
+
     def close(self) -> None:  # noqa: B027 -- a place may hold nothing open
         """Close what is open; idempotent."""
+
+
+class ReadOnly(Objects):
+    """Objects that are only read. Whatever would change them raises Incompatible."""
+
+    def require_writable(self) -> NoReturn:
+        raise Incompatible(
+            "this remote is read-only",
+            where=self.where,
+            hint="use object storage or a shared directory for that",
+        )
+
+    def swap_root(self, data: bytes, before: RootStamp | None) -> NoReturn:
+        self.require_writable()
+
+    def probe(self, name: str) -> NoReturn:
+        self.require_writable()
+
+    def put(self, name: str, size: int, pieces: Iterable[Buffer], *, jobs: int = 1) -> NoReturn:
+        self.require_writable()
+
+    def remove(self, name: str) -> NoReturn:
+        self.require_writable()
 
 
 def short(where: str, name: str) -> Corrupt:

@@ -18,7 +18,7 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import (
     ENTRY,
-    HEAD_BYTES,
+    HEADER_BYTES,
     NONCE_BYTES,
     PAGE,
     Kind,
@@ -118,7 +118,7 @@ def pieces(
     store: Payloads, one: Outgoing, tick: Callable[[int], None]
 ) -> Iterator[bytes | bytearray]:
     """Yield the bytes of a pack, in pieces of some MiB. Raises Corrupt, StorageFailed."""
-    head, table = one.table[:HEAD_BYTES], one.table
+    head, table = one.table[:HEADER_BYTES], one.table
     yield head.ljust(PAGE, b"\0")
     at = PAGE
 

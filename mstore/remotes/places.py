@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from mstore.blocks.codecs import Codec
-from mstore.blocks.location import Location
+from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import NO_BASE, Kind, PackEntry, table_entries
-from mstore.blocks.reader import RECORD_LIMIT
+from mstore.blocks.reader import RECORD_LIMIT, located
 from mstore.blocks.segments import Segments
 from mstore.remotes.layout import PackRow
 from mstore.remotes.state import Remote, RemoteState
@@ -45,11 +45,10 @@ class RemotePlaces:
     def _tables(
         self, rows: Sequence[PackRow], block_size: int
     ) -> Iterator[tuple[PackId, Sequence[PackEntry]]]:
-        by_table: dict[bytes, list[PackRow]] = defaultdict(list)
+        by_table: dict[str, list[PackRow]] = defaultdict(list)
         for row in rows:
-            by_table[row.table].append(row)
-        for table, some in by_table.items():
-            name = f"tables/{table.hex()}"
+            by_table[row.table_name].append(row)
+        for name, some in by_table.items():
             for few in _batches(sorted(some, key=lambda row: row.offset)):
                 spans = [(row.offset, row.length) for row in few]
                 for row, data in zip(few, self._remote.objects.read_each(name, spans), strict=True):
@@ -58,6 +57,11 @@ class RemotePlaces:
                     for entry in entries:
                         require_possible(entry, row, block_size, where)
                     yield row.pack, entries
+
+    def entries(self, row: PackRow, block_size: int) -> list[tuple[Key, Location]]:
+        """Return what the table of one pack says. Raises Corrupt, Unavailable."""
+        [(pack, entries)] = self._tables([row], block_size)
+        return [((Kind(one.kind), one.id), located(pack, one)) for one in entries]
 
     def locate(self, kind: Kind, ids: Sequence[bytes]) -> list[Location | None]:
         """Return where the remote has each of these, readable; None for what it does not have.

@@ -12,7 +12,7 @@ its root is replaced, and everything is after.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 from uuid import uuid4
@@ -33,13 +33,15 @@ from mstore.remotes.layout import (
     RemoteRoot,
     SnapshotRow,
     TableId,
+    pack_name,
+    table_name,
 )
 from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
 from mstore.remotes.objects import Absent, Overtaken
 from mstore.remotes.outgoing import Outgoing, laid_out, pieces
 from mstore.remotes.places import RemotePlaces
-from mstore.remotes.state import Changes, Remote, RemoteState, pack_name
-from mstore.remotes.tracking import MovedRef, follow, may_write
+from mstore.remotes.state import Changes, Remote, RemoteState
+from mstore.remotes.tracking import MovedRef, follow, may_write, moved_ref
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
@@ -93,7 +95,10 @@ class _Sent(msgspec.Struct, frozen=True):
 
 
 class Push:
-    """One push."""
+    """One push.
+
+    needs: what the refs need. tracks: whether refs below remotes/ say what is there afterwards.
+    """
 
     def __init__(
         self,
@@ -104,6 +109,7 @@ class Push:
         delete: Sequence[str] = (),
         contents_of_ancestors: bool = False,
         force_with_lease: bool = False,
+        tracks: bool = True,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
@@ -111,26 +117,30 @@ class Push:
         self._remote = remote
         self._delete = delete
         self._force = force_with_lease
+        self._tracks = tracks
         self._jobs = jobs
         self._progress = progress
         self._source = LocalRecords(catalog)
-        self._refs = _refs(catalog, names)
+        self._refs = refs_to_send(catalog, names)
         for name in delete:
             if name in self._refs:
                 raise BadRequest("cannot be pushed and deleted at once", where=name)
         self._with_contents = contents_of_ancestors
-        self._needs = Needs()
+        self.needs = Needs()
         self._sent: dict[PackId, _Sent] = {}
         self._at: dict[Key, tuple[PackId, bytes]] = {}
+        self._used: dict[Key, PackId] = {}
+        self._table: str | None = None
         self._blocks = self._packs = self._bytes = 0
 
     def run(self, *, dry_run: bool) -> PushReport:
         """Push. Raises Conflict for a ref that moved there, Corrupt, Unavailable."""
         began = time.monotonic()
+        self._remote.objects.require_writable()
         self._remote.make_directory()
         named = [ref.snapshot_id() for ref in self._refs.values()]
         with _lease(self._catalog, self._remote), contents.held(self._catalog, named):
-            self._needs = gather(self._source, named, contents_of_ancestors=self._with_contents)
+            self.needs = gather(self._source, named, self._is_whole(set(named)))
             state = self._state(dry_run)
             if state is not None:
                 self._take_up(state)
@@ -138,6 +148,7 @@ class Push:
                 moved, changes = self._decided(state, dry_run)
                 if dry_run or state is None or not changes:
                     break
+                self._stamp(changes)
                 try:
                     state = self._remote.change(state, changes)
                     break
@@ -146,7 +157,7 @@ class Push:
         if not dry_run and state is not None:
             self._remote.remember(state)
             self._forget_sent()
-            if may_write(self._catalog):
+            if self._tracks and may_write(self._catalog):
                 self._follow()
         return PushReport(
             remote=self._remote.name,
@@ -160,6 +171,11 @@ class Push:
             generation=0 if state is None else state.root.generation,
             seconds=time.monotonic() - began,
         )
+
+    def _is_whole(self, heads: set[SnapshotId]) -> Callable[[SnapshotId], bool]:
+        if not self._with_contents:
+            return heads.__contains__
+        return lambda id: id in heads or self._source.has_contents(id)
 
     # -- what is there -----------------------------------------------------------------------
 
@@ -194,7 +210,8 @@ class Push:
                 pack = PackId(bytes.fromhex(name))
                 table_entries(pack, one[1], str(path))
                 row = state.packs().get(pack)
-                if row is None and self._remote.objects.size(pack_name(pack)) == one[0]:
+                is_stray = row is None or (row.is_there and not row.is_known)
+                if is_stray and self._remote.objects.size(pack_name(pack)) == one[0]:
                     self._note_sent(_Sent(pack, *one))
                     continue
             fs.unlink(path, missing_ok=True)
@@ -234,7 +251,7 @@ class Push:
             self._at = {key: at for key, at in self._at.items() if at[1] not in bases}
 
     def _forget_sent(self) -> None:
-        for pack in self._sent:
+        for pack in set(self._used.values()) & self._sent.keys():
             fs.unlink(self._remote.directory / "sent" / pack.hex(), missing_ok=True)
 
     # -- deciding ----------------------------------------------------------------------------
@@ -250,10 +267,21 @@ class Push:
             self._drop_deleted(state)
             places = RemotePlaces(self._remote, state)
             self._drop_without_base(places)
-        used = self._send(places, state, dry_run)
+        used = self._used = self._send(places, state, dry_run)
         if state is not None and not dry_run:
             self._rows(state, changes, used)
         return moved, changes
+
+    def _stamp(self, changes: Changes) -> None:
+        """Give the moves of refs the remote's time, by which its gc keeps them."""
+        rows = changes.rows["refs"]
+        if rows:
+            put = self._table
+            now = self._remote.clock_ns() if put is None else self._remote.objects.time_ns(put)
+            for key, row in rows.items():
+                *before, last = row.moves
+                moves = (*before, msgspec.structs.replace(last, time_ns=now))
+                rows[key] = msgspec.structs.replace(row, moves=moves)
 
     def _moves(self, state: RemoteState | None, changes: Changes) -> list[MovedRef]:
         before = {} if state is None else state.refs()
@@ -278,8 +306,7 @@ class Push:
             moves = (*(() if row is None else row.moves), move)[-MOST_MOVES:]
             kind = ref.kind if ref is not None else row.kind if row is not None else refs.BRANCH
             changes.put("refs", RefRow(name, kind, new, moves))
-            ids = (None if one is None else SnapshotId(one) for one in (old, new))
-            moved.append(MovedRef(name, *ids))
+            moved.append(moved_ref(name, old, new))
         return moved
 
     def _require_allowed(self, name: str, kind: str, new_kind: str, old: bytes, new: bytes) -> None:
@@ -288,7 +315,7 @@ class Push:
             raise Conflict(
                 f"is another {kind} at {self._remote.name}, and tags do not move",
                 where=name,
-                hint=call("push", self._remote.name, delete=[name]),
+                hint=call("push", self._remote.name, delete=(name,)),
             )
         with self._catalog.index.env.read() as transaction:
             own = refs.below(refs.REMOTE, self._remote.name, name)
@@ -309,7 +336,7 @@ class Push:
                 hint=phrase(
                     "{fetch}, and merge or add on top of it; or, to replace it, {force}",
                     fetch=call("fetch", self._remote.name),
-                    force=call("push", self._remote.name, name, force_with_lease=True),
+                    force=call("push", self._remote.name, refs=(name,), force_with_lease=True),
                 ),
             )
 
@@ -340,7 +367,7 @@ class Push:
                     bases[base] = None
             return missing
 
-        for key, at in self._located(Kind.BLOCK, look(Kind.BLOCK, list(self._needs.blocks))):
+        for key, at in self._located(Kind.BLOCK, look(Kind.BLOCK, list(self.needs.blocks))):
             lacking[key] = at
             if at.base != NO_BASE:
                 bases[at.base] = None
@@ -348,7 +375,7 @@ class Push:
         more = look(Kind.BLOCK, list(bases), as_bases=True)
         lacking.update(self._located(Kind.BLOCK, more))
         by_kind: dict[Kind, list[bytes]] = {}
-        for kind, id in self._needs.records:
+        for kind, id in self.needs.records:
             by_kind.setdefault(kind, []).append(id)
         for kind, ids in by_kind.items():
             lacking.update(self._located(kind, look(kind, ids)))
@@ -396,9 +423,9 @@ class Push:
         """Add the rows of packs, snapshots and notes."""
         needed = set(used.values())
         self._pack_rows(state, changes, needed)
-        for id in self._needs.snapshots:
+        for id in self.needs.snapshots:
             pack = used[Kind.SNAPSHOT, id]
-            is_whole = id in self._needs.whole
+            is_whole = id in self.needs.whole
             row = state.snapshot(id)
             home = None if row is None else state.packs().get(row.pack)
             if row is None or home is None or not home.is_there or is_whole > row.is_whole:
@@ -406,7 +433,7 @@ class Push:
                 is_whole = is_whole or (row is not None and row.is_whole)
                 changes.put("snapshots", SnapshotRow(bytes(id), bytes(pack), is_whole))
         known = state.rows("notes")
-        for snapshot, note in self._needs.notes:
+        for snapshot, note in self.needs.notes:
             told = known.get(snapshot + note)
             home = None if told is None else state.packs().get(told.pack)
             if home is None or not home.is_there:
@@ -422,22 +449,23 @@ class Push:
         ]
         if new:
             data = b"".join(one.table for one in new)
-            table = TableId.of(data)
-            self._remote.objects.put_bytes(f"tables/{table}", data)
+            table, made = TableId.of(data), state.root.generation + 1
+            self._table = table_name(made, table)
+            self._remote.objects.put_bytes(self._table, data)
             offset = 0
             for one in new:
-                count = len(table_entries(one.pack, one.table, ""))
                 changes.put(
                     "packs",
                     PackRow(
-                        bytes(one.pack),
-                        one.size,
-                        PackState.LIVE,
-                        0,
-                        count,
-                        bytes(table),
-                        offset,
-                        len(one.table),
+                        id=bytes(one.pack),
+                        size=one.size,
+                        state=PackState.LIVE,
+                        time_ns=0,
+                        entries=len(table_entries(one.pack, one.table, "")),
+                        made=made,
+                        table=bytes(table),
+                        offset=offset,
+                        length=len(one.table),
                     ),
                 )
                 offset += len(one.table)
@@ -457,7 +485,7 @@ class Push:
         follow(self._catalog, self._remote.name, wanted, _ACTION)
 
 
-def _refs(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
+def refs_to_send(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
     """Return the branches and tags of these names. Raises NotFound, BadRequest for others."""
     found: dict[str, refs.Ref] = {}
     with catalog.index.env.read() as transaction:

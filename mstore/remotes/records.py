@@ -14,10 +14,11 @@ import msgspec
 
 from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import Kind
+from mstore.remotes.layout import pack_name
 from mstore.remotes.needs import LocalRecords, R
 from mstore.remotes.objects import PIECE_BYTES
 from mstore.remotes.places import RemotePlaces
-from mstore.remotes.state import Remote, RemoteState, pack_name
+from mstore.remotes.state import Remote, RemoteState
 from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import Record, decode
 from mstore.store.objects.tensor import Tensor, VirtualTensor
@@ -80,9 +81,8 @@ class RemoteRecords:
     def _bring(self, kind: type[Record], ids: Sequence[bytes], *, may_lack: bool = False) -> None:
         """Read those records from the remote that are neither here nor were read before."""
         wanted = [bytes(id) for id in ids if (kind.kind, bytes(id)) not in self._records]
-        index = self._catalog.index
-        with index.env.read() as transaction:
-            wanted = [id for id in wanted if not index.has_record(transaction, kind.kind, id)]
+        here = self._is_here(kind.kind, wanted)
+        wanted = [id for id, is_here in zip(wanted, here, strict=True) if not is_here]
         by_pack: dict[PackId, list[tuple[Key, Location]]] = defaultdict(list)
         for id, at in zip(wanted, self._places.locate(kind.kind, wanted), strict=True):
             if at is not None:
@@ -100,6 +100,11 @@ class RemoteRecords:
                     self._records[kind.kind, id] = self._checked(
                         kind, id, bytes(part[start : start + at.stored_length]), pack
                     )
+
+    def _is_here(self, kind: Kind, ids: Sequence[bytes]) -> list[bool]:
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            return [index.row(transaction, (kind, id)) is not None for id in ids]
 
     def _checked(self, kind: type[Record], id: bytes, data: bytes, pack: PackId) -> Record:
         where = f"{self._remote.where}/{pack_name(pack)}"
@@ -154,3 +159,36 @@ def lacks(remote: Remote, kind: Kind, id: bytes) -> Corrupt:
         where=f"{remote.where}, {id.hex()}",
         hint=phrase("push again from a store that has it: {push}", push=call("push", remote.name)),
     )
+
+
+class AllRecords(RemoteRecords):
+    """What a remote has of its own, whatever this store has: for its gc and fsck.
+
+    reads_local: read a record here if it is here; equal ids, equal bytes.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        remote: Remote,
+        places: RemotePlaces,
+        state: RemoteState,
+        *,
+        reads_local: bool = True,
+    ) -> None:
+        super().__init__(catalog, remote, places, state)
+        self._reads_local = reads_local
+
+    def _is_here(self, kind: Kind, ids: Sequence[bytes]) -> list[bool]:
+        return super()._is_here(kind, ids) if self._reads_local else [False] * len(ids)
+
+    def notes(self, snapshots: Sequence[SnapshotId]) -> list[tuple[SnapshotId, NoteId]]:
+        wanted = set(snapshots)
+        there = [(row.snapshot_id(), NoteId(row.note)) for row in self._state.notes()]
+        return [one for one in there if one[0] in wanted]
+
+    def is_known(self, snapshot: SnapshotId) -> bool:
+        return self._state.snapshot(snapshot) is not None
+
+    def passes(self, kind: Kind, ids: Sequence[bytes]) -> list[bool]:
+        return [False] * len(ids)

@@ -16,7 +16,8 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.remotes import address
 from mstore.remotes.fetch import Fetch
 from mstore.remotes.layout import read_root
-from mstore.remotes.objects import Objects
+from mstore.remotes.limited import limited
+from mstore.remotes.objects import Absent, Objects
 from mstore.remotes.state import Remote
 from mstore.remotes.tracking import may_write
 from mstore.store import listing, refs
@@ -162,13 +163,21 @@ def _directory(catalog: Catalog, name: str) -> Path:
 
 
 @contextmanager
-def opened(catalog: Catalog, name: str, endpoints: Collection[str]) -> Iterator[Remote]:
-    """Open a remote. Raises NotFound, and as `address.opened`.
+def opened(
+    catalog: Catalog,
+    name: str,
+    endpoints: Collection[str],
+    limit_rate: int | None = None,
+    *,
+    token: str = "",
+) -> Iterator[Remote]:
+    """Open a remote; limit_rate: bytes a second. Raises NotFound, and as `address.opened`.
 
     Who may not write the store keeps what is known of the remote only until this ends.
     """
     with ExitStack() as stack:
-        objects = stack.enter_context(closing(address.opened(find(catalog, name), endpoints)))
+        objects = address.opened(find(catalog, name), endpoints, token)
+        objects = stack.enter_context(closing(limited(objects, limit_rate)))
         directory = _directory(catalog, name)
         if not may_write(catalog):
             directory = stack.enter_context(fs.scratch())
@@ -222,7 +231,7 @@ def chosen_to_push(
             where=name,
             hint=phrase(
                 "{some}, or {all}",
-                some=call("push", name, "REF"),
+                some=call("push", name, refs=("REF",)),
                 all=call("push", name, every=True),
             ),
         )
@@ -235,13 +244,16 @@ def clone(
     *,
     endpoint: str,
     region: str,
+    token: str,
     jobs: int,
+    limit_rate: int | None,
     progress: ProgressCallback | None,
 ) -> CloneReport:
     """Make a store with all that a remote has; see `Store.clone`."""
     began = time.monotonic()
     config = address.checked(RemoteConfig(ORIGIN, url, endpoint, region))
-    with closing(address.opened(config, {config.endpoint})) as objects:
+    objects = address.opened(config, {address.server(config)}, token)
+    with closing(limited(objects, limit_rate)) as objects:
         size = _block_size(objects)
         fs.require_empty(destination)
         with closing(Catalog.create(destination, size)) as catalog:
@@ -266,6 +278,15 @@ def clone(
 
 
 def _block_size(objects: Objects) -> int:
-    got = objects.read_root()
+    try:
+        got = objects.read_root()
+    except Absent as error:
+        raise Absent(
+            "there is no remote",
+            where=objects.where,
+            hint=phrase(
+                "check the address; {push} makes a remote", push=call("push", "NAME", every=True)
+            ),
+        ) from error
     assert got is not None
     return read_root(got[0], objects.where).block_size

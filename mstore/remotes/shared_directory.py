@@ -109,7 +109,7 @@ class SharedDirectory(Objects):
         try:
             return fs.open_file(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Absent("there is no such object", where=str(path)) from error
+            raise Absent("there is no such object", where=f"{self.where}/{name}") from error
         except OSError as error:
             raise fs.unread(error, path) from error
 
@@ -157,7 +157,9 @@ class SharedDirectory(Objects):
         for directory, _, files in os.walk(start, onerror=_raised):
             for one in sorted(files):
                 path = Path(directory, one)
-                if not one.startswith(_NEW):
+                if one.startswith(_NEW):
+                    continue
+                with suppress(FileNotFoundError):
                     status = path.stat()
                     name = path.relative_to(self._path).as_posix()
                     yield Listed(name, status.st_size, status.st_mtime_ns)

@@ -21,9 +21,17 @@ import msgspec
 from mstore import fs
 from mstore.remotes import layout
 from mstore.remotes.layout import LISTS, Named, NoteRow, PackRow, RefRow, RemoteRoot, SnapshotRow
-from mstore.remotes.objects import MOST_ROOT_BYTES, Objects, Overtaken, RootStamp
+from mstore.remotes.objects import (
+    MOST_ROOT_BYTES,
+    PROBE,
+    Absent,
+    Objects,
+    Overtaken,
+    RootStamp,
+)
 from mstore.terms.errors import Conflict, Corrupt, StorageFailed
-from mstore.terms.ids import PackId, SnapshotId
+from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import call, phrase
 
 _ATTEMPTS: Final = 50
 _SAVED: Final = "root"
@@ -87,12 +95,8 @@ class RemoteState:
             kept = [rows[key] for key in sorted(rows) if rows[key] is not None]
             for some in layout.split(kept):
                 id, data = layout.encode_list(kind, some)
-                first, generation = some[0].key.hex(), self.root.generation + 1
-                new = Named(kind, str(id), first, len(some), len(data), generation)
-                if named is not None and named.id == new.id:
-                    yield named, None
-                else:
-                    yield new, data
+                first, made = some[0].key.hex(), self.root.generation + 1
+                yield Named(kind, str(id), first, len(some), len(data), made), data
 
 
 class Changes(msgspec.Struct):
@@ -134,7 +138,17 @@ class Remote:
     def state(self) -> RemoteState:
         """Return what the remote is now: one request if nothing changed. Raises Absent."""
         saved = self._saved()
-        got = self.objects.read_root(None if saved is None else saved[1])
+        try:
+            got = self.objects.read_root(None if saved is None else saved[1])
+        except Absent as error:
+            raise Absent(
+                "there is no remote" if saved is None else "the remote is gone",
+                where=self.where,
+                hint=phrase(
+                    "check the address; {push} makes a remote",
+                    push=call("push", self.name, every=True),
+                ),
+            ) from error
         if got is None:
             assert saved is not None
             data, stamp = saved
@@ -188,7 +202,7 @@ class Remote:
                 return
         data = msgspec.json.encode(state.stamp) + b"\n" + state.root.encode()
         fs.replace_file(self.directory / _SAVED, data)
-        wanted = {one.id for one in state.root.lists}
+        wanted = {one.file for one in state.root.lists}
         with fs.translated(self.directory):
             names = fs.listed(self.directory / "lists")
         for name in names:
@@ -196,12 +210,11 @@ class Remote:
                 fs.unlink(self.directory / "lists" / name, missing_ok=True)
 
     def _list(self, named: Named) -> list[Any]:
-        path = self.directory / "lists" / named.id
+        path = self.directory / "lists" / named.file
         with suppress(StorageFailed, Corrupt):
             return layout.decode_list(named, fs.read_file(path, named.size + 1), str(path))
-        name = f"lists/{named.id}"
-        data = bytes(self.objects.read_each(name, [(0, named.size)])[0])
-        rows = layout.decode_list(named, data, f"{self.where}/{name}")
+        data = bytes(self.objects.read_each(named.name, [(0, named.size)])[0])
+        rows = layout.decode_list(named, data, f"{self.where}/{named.name}")
         fs.replace_file(path, data)
         return rows
 
@@ -217,8 +230,8 @@ class Remote:
                 continue
             for named, data in before.changed(kind, changes.rows[kind]):
                 if data is not None:
-                    self.objects.put_bytes(f"lists/{named.id}", data)
-                    fs.replace_file(self.directory / "lists" / named.id, data)
+                    self.objects.put_bytes(named.name, data)
+                    fs.replace_file(self.directory / "lists" / named.file, data)
                     self.lists_put += 1
                 lists.append(named)
         root = msgspec.structs.replace(
@@ -228,6 +241,15 @@ class Remote:
             lists=tuple(lists),
         )
         return self._state(root, self.objects.swap_root(root.encode(), before.stamp))
+
+    def clock_ns(self) -> int:
+        """Return the time by the remote's clock, in ns since the epoch."""
+        name = f"{PROBE}{secrets.token_hex(16)}"
+        self.objects.put_bytes(name, b"")
+        try:
+            return self.objects.time_ns(name)
+        finally:
+            self.objects.remove(name)
 
     def attempts(self) -> Iterator[int]:
         """Count attempts to change the remote. Raises Conflict when others are always first."""
@@ -244,8 +266,3 @@ class Remote:
         except Overtaken:
             return self.state()
         return self._state(root, stamp)
-
-
-def pack_name(pack: PackId) -> str:
-    """Return the name of a pack's object."""
-    return f"packs/{pack.hex()[:2]}/{pack.hex()}.pack"

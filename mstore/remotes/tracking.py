@@ -33,6 +33,11 @@ def may_write(catalog: Catalog) -> bool:
     return True
 
 
+def moved_ref(name: str, old: bytes | None, new: bytes | None) -> MovedRef:
+    """Report a move."""
+    return MovedRef(name, *(None if one is None else SnapshotId(one) for one in (old, new)))
+
+
 def follow(
     catalog: Catalog, remote: str, wanted: dict[str, SnapshotId | None], action: str
 ) -> None:

@@ -179,9 +179,10 @@ class ReflogReport(Report, frozen=True):
 
 
 def names_of(catalog: Catalog) -> dict[SnapshotId, list[str]]:
-    """Return the refs that point at each snapshot."""
+    """Return the refs that point at each snapshot: branches first, by kind and name."""
     found: dict[SnapshotId, list[str]] = defaultdict(list)
-    for name, ref in catalog.refs().items():
+    by_kind = sorted(catalog.refs().items(), key=lambda one: ref_rows.KINDS.index(one[1].kind))
+    for name, ref in by_kind:
         found[ref.snapshot_id()].append(name)
     return found
 

@@ -209,7 +209,7 @@ def write(
             raise Conflict(
                 "a note stands at the end of time, so that no other can be newer",
                 where=f"note {id}",
-                hint=call("remove_notes", "REF", ids=(str(id),)),
+                hint=call("remove_notes", snapshot.short, ids=(str(id),)),
             )
         new.append(Note(snapshot, (), kind, key, data, author, time_ns))
         written.append(new[-1].id())

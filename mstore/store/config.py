@@ -135,6 +135,17 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """The values of settings that are words."""
 
 
+_MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "codec": "auto compresses where that saves much, dense wherever it saves anything, "
+        "raw never",
+        "reflog_days": "a whole number of days",
+        "shared": "group: the store's group reads and writes; all: others also read; "
+        "umask: as the umask of each user says",
+        "filesystem": "findmnt -n -o FSTYPE -T DIR prints the type of a directory",
+    }
+)
+"""What the values of each setting mean."""
 _FILESYSTEM: Final = re.compile(r"[\w.+-]{0,64}", re.ASCII)
 
 
@@ -171,9 +182,7 @@ def _parsed(key: str, value: object) -> Policy | Sharing | str | int:
 
 
 def _refused(key: str, value: object, allowed: str) -> BadRequest:
-    return BadRequest(
-        f"{key} cannot be {value!r}; it can be {allowed}", hint=call("configure", help=True)
-    )
+    return BadRequest(f"{key} cannot be {value!r}; it can be {allowed}", hint=_MEANINGS[key])
 
 
 def typed(key: str, text: str) -> Value:

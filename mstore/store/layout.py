@@ -341,7 +341,15 @@ def _no_store(root: Path) -> NotFound:
             where=str(root),
             hint=_copy_format(root),
         )
-    return NotFound("no store here", where=str(root), hint=call("init", store=str(root)))
+    is_there = root.exists()
+    return NotFound(
+        "no store here" if is_there else "no store here: there is no such directory",
+        where=str(root),
+        hint=phrase(
+            "name another path, or make a store at this one: {init}",
+            init=call("init", store=str(root)),
+        ),
+    )
 
 
 def _copy_format(root: Path) -> str:

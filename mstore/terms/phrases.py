@@ -205,7 +205,7 @@ _OF_PLACES: Final = ("init", "migrate", "mount", "reindex", "vouch")
 """Operations whose first argument in Python is the directory of a store."""
 _PLACEHOLDERS: Final = frozenset(
     {"...", "BACKUP", "BASE", "DIR", "DIRECTORY", "NAME", "OTHER", "PATH", "PATTERN", "PLACE"}
-    | {"PLAN", "REF", "STORE", "TEXT", "WEIGHT"}
+    | {"PLAN", "REF", "STORE", "TEXT", "URL", "WEIGHT"}
 )
 """What the reader fills in; `...` stands for other arguments, which the reader knows."""
 

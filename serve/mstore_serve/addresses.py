@@ -12,6 +12,7 @@
     /snapshots/ID/files/PATH              a file
     /snapshots/ID/tensors/                its tensors
     /snapshots/ID/tensors/TENSOR          the bytes of one
+    /remote/NAME                          an object of the store as a remote (`mstore.remotes`)
 
 A NAME has slashes, and no part of a name begins with a dash: so the first segment `-` ends it.
 Segments are decoded first and joined with slashes after that, so that `%2F` is a slash of a name,
@@ -73,7 +74,13 @@ class Tensors(msgspec.Struct, frozen=True):
     name: str
 
 
-Address = ThisServer | Refs | Snapshots | OneSnapshot | Files | Tensors
+class RemoteObject(msgspec.Struct, frozen=True):
+    """An object of the store as a remote; of no other name than those that it has."""
+
+    name: str
+
+
+Address = ThisServer | Refs | Snapshots | OneSnapshot | Files | Tensors | RemoteObject
 
 
 def parse(raw: bytes) -> Address | None:
@@ -96,6 +103,8 @@ def parse(raw: bytes) -> Address | None:
             return Snapshots()
         case ["snapshots", id, *rest]:
             return _inside(SnapshotName(id, is_ref=False), rest)
+        case ["remote", *rest] if rest:
+            return RemoteObject("/".join(rest))
     return None
 
 

@@ -15,6 +15,7 @@ to those that its user allowed (421 else).
 
 from __future__ import annotations
 
+import hmac
 import logging
 import re
 import secrets
@@ -89,16 +90,23 @@ class App:
     """Answers requests for what `showing` shows.
 
     most: requests at once; more are refused with 503. names: what a request may call this host;
-    None: anything.
+    None: anything. token: what each request must bring; empty: nothing.
     """
 
     def __init__(
-        self, showing: Showing, threads: Threads, *, most: int, names: Collection[str] | None
+        self,
+        showing: Showing,
+        threads: Threads,
+        *,
+        most: int,
+        names: Collection[str] | None,
+        token: str,
     ) -> None:
         self._showing = showing
         self._threads = threads
         self._most = most
         self._names = names
+        self._token = token
         self._running = 0
         self._ahead = Ahead()
 
@@ -161,6 +169,9 @@ class App:
             # Without one it is HTTP/1.0, which no browser speaks.
             if name and name not in self._names:
                 raise _refusal(421, "misdirected", "this server does not answer to this name")
+        if self._token and not _brings(self._token, headers):
+            asked = (("WWW-Authenticate", "Bearer"),)
+            raise _refusal(401, "unauthorized", "this server wants its token", asked)
         if scope["method"] not in _METHODS:
             allowed = (("Allow", ", ".join(_METHODS)), ("Connection", "close"))
             raise _refusal(405, "bad-request", "this server is read-only", allowed)
@@ -187,7 +198,7 @@ class App:
             boundary = secrets.token_hex(_BOUNDARY_BYTES)
             status, parts = 206, ranges.multipart(spans, shown.size, shown.media_type, boundary)
             told.append(("Content-Type", f"multipart/byteranges; boundary={boundary}"))
-        body = Body(shown, parts, self._showing, self._threads, self._ahead)
+        body = Body(shown, parts, self._threads, self._ahead)
         start = _start(status, [*told, ("Content-Length", str(body.length))])
         if scope["method"] == "HEAD":
             await answer(start)
@@ -223,6 +234,14 @@ def _about(shown: Shown) -> list[tuple[str, str]]:
     if shown.validators.modified is not None:
         told.append(("Last-Modified", conditions.http_date(shown.validators.modified)))
     return told
+
+
+def _brings(token: str, headers: Headers) -> bool:
+    """Return whether a request brings this token; takes as long for one that is nearly right."""
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    return kind.lower() == "bearer" and hmac.compare_digest(
+        given.strip().encode("latin-1"), token.encode("latin-1")
+    )
 
 
 def _accepts_page(accept: str) -> bool:

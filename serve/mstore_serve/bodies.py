@@ -33,7 +33,7 @@ from starlette.types import Message, Receive, Send
 from mstore.terms.errors import Corrupt, MstoreError
 from mstore.terms.ids import Buffer
 from mstore_serve.ranges import Part, Span, length_of
-from mstore_serve.shown import ServedBytes, Showing, Shown
+from mstore_serve.shown import ServedBytes, Shown
 
 PIECE: Final = 1 << 20
 """Bytes that are read and sent at once."""
@@ -116,13 +116,10 @@ class _Piece(msgspec.Struct, frozen=True):
 class Body:
     """The bytes of one answer: `parts` of what is shown.  Sent once."""
 
-    def __init__(
-        self, shown: Shown, parts: Sequence[Part], showing: Showing, threads: Threads, ahead: Ahead
-    ) -> None:
+    def __init__(self, shown: Shown, parts: Sequence[Part], threads: Threads, ahead: Ahead) -> None:
         self.length = length_of(parts)
         self._shown = shown
         self._parts = parts
-        self._showing = showing
         self._threads = threads
         self._ahead = ahead
         self._prepared = 0
@@ -137,7 +134,7 @@ class Body:
         if source is None or self.length <= PIECE:
             await self._send(start, pieces, None, send)
             return
-        release = await self._threads.look_up(partial(self._showing.hold, source.snapshot))
+        release = await self._threads.look_up(source.hold)
         self._ahead.begin()
         gone = asyncio.ensure_future(_gone(receive))
         try:

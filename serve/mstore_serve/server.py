@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Final
 
@@ -85,6 +85,7 @@ _IDLE_SECONDS: Final = 30
 _CONNECTIONS_A_REQUEST: Final = 4
 _BACKLOG: Final = 256
 _TICKS: Final = 10
+_TIDYING_TICKS: Final = 300
 
 
 @contextmanager
@@ -132,6 +133,7 @@ class Server(uvicorn.Server):
         names: Sequence[str],
         most: int,
         timeout: float,
+        token: str = "",
         on_ready: Callable[[ServeInfo], None] | None,
     ) -> None:
         self._listening = listening
@@ -140,8 +142,13 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._info = described(store, *listening.getsockname()[:2])
         own = frozenset(name.lower() for name in names) | OWN_NAMES
+        self._showing = Showing(store)
         app = App(
-            Showing(store), self._threads, most=most, names=own if self._info.loopback else None
+            self._showing,
+            self._threads,
+            most=most,
+            names=own if self._info.loopback else None,
+            token=token,
         )
         kind = type("Connection", (Connection,), {"most": _CONNECTIONS_A_REQUEST * most})
         super().__init__(
@@ -171,6 +178,7 @@ class Server(uvicorn.Server):
             super().run(sockets=[self._listening])
         finally:
             self._threads.close()
+            self._showing.close()
 
     def stop(self) -> None:
         """Tell the server to end, from any thread; a second time, at once."""
@@ -187,7 +195,14 @@ class Server(uvicorn.Server):
             for one in list(self.server_state.connections):
                 if isinstance(one, Connection) and one.is_overdue(self._seconds):
                     one.drop()
+        if counter % _TIDYING_TICKS == 0:
+            self._threads.put(self._tidied)
         return await super().on_tick(counter)
+
+    def _tidied(self) -> None:
+        # What fails now, as where the store is away for a moment, is tried again.
+        with suppress(MstoreError, OSError):
+            self._showing.tidy()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

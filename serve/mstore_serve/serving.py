@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from mstore import Store
+from mstore.remotes.web import checked_token
 from mstore.terms.errors import BadRequest, Unavailable
 from mstore.terms.phrases import Option, phrase
 
@@ -50,19 +51,21 @@ def serve(
     names: Sequence[str] = (),
     connections: int = CONNECTIONS,
     timeout: float = TIMEOUT,
+    token: str = "",
     log: Path | None = None,
     access_log: bool = True,
     on_ready: Callable[[ServeInfo], None] | None = None,
 ) -> None:
     """Answer HTTP requests for the files of an open store, until SIGINT, SIGTERM or SIGHUP.
 
-    Call it from the main thread.  There is no authentication.
+    Call it from the main thread.  Without a token there is no authentication.
 
     host, port: where to listen; port 0 is any free one.
     names: what else requests may call this host, at a loopback address; elsewhere any name will do.
     connections: requests at once; more get status 503.
     timeout: seconds after which a client that takes or sends nothing is dropped, and for which
     requests may finish at the end.
+    token: what each request must bring as `Authorization: Bearer`; empty: nothing.
     log: a file to append to, instead of standard error.
     access_log: whether to log each request, not only errors.
     on_ready: called once the server answers.
@@ -78,12 +81,20 @@ def serve(
         raise BadRequest("at least one request must be allowed", where=where)
     if not 1 <= timeout <= 86400:
         raise BadRequest("a timeout is from 1 to 86400 seconds", where=Option("timeout", timeout))
+    if token:
+        checked_token(token)
     from mstore_serve import logs
     from mstore_serve.server import Server, listen
 
     with logs.written(log, requests=access_log), listen(host, port) as socket:
         Server(
-            store, socket, names=names, most=connections, timeout=timeout, on_ready=on_ready
+            store,
+            socket,
+            names=names,
+            most=connections,
+            timeout=timeout,
+            token=token,
+            on_ready=on_ready,
         ).run()
 
 

@@ -5,7 +5,8 @@ made on the thread that serves connections.  Thread-safe.
 
 **Collected meanwhile.** A snapshot is looked up in the index at each request, so one that gc
 removed is gone here too. `hold` keeps one from gc while its bytes are sent. It is refused where gc
-was first.
+was first. What the store is as a remote is kept as long as it is read
+(`mstore.remotes.store_remote`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 from blake3 import blake3
 
 from mstore import Store
+from mstore.remotes.objects import ROOT
 from mstore.store.leases import Hold
 from mstore.store.view import SnapshotView
 from mstore.terms import __version__
@@ -58,10 +60,11 @@ class ServedBytes(msgspec.Struct, frozen=True):
 
     read: returns exactly `size` bytes from `offset`, checked; raises as `SnapshotView.read`.
     prefetch: has bytes read and decoded ahead; never raises. is_computed: whether a read may take
-    long, because a virtual merge computes it.
+    long, because a virtual merge computes it. hold: keeps them from gc until the function that it
+    returns is called; may wait, and raises NotFound or Conflict if they are gone already.
     """
 
-    snapshot: SnapshotId
+    hold: Callable[[], Callable[[], None]]
     read: Callable[[int, int], Buffer]
     prefetch: Callable[[int, int], None] | None
     is_computed: bool
@@ -131,6 +134,15 @@ class Showing:
         self._lock = threading.Lock()
         self._known: OrderedDict[SnapshotId, _Snapshot] = OrderedDict()
         self._holds: dict[SnapshotId, _Shared] = {}
+        self._remote = store.as_remote("serve")
+
+    def tidy(self) -> None:
+        """Let go of what nobody reads any more; call it now and then."""
+        self._remote.tidy()
+
+    def close(self) -> None:
+        """Let go of all."""
+        self._remote.close()
 
     def find(self, address: Address, raw: bytes, *, as_page: bool) -> Shown | Elsewhere | Later:
         """Return what an address shows; takes milliseconds.
@@ -152,6 +164,9 @@ class Showing:
                 return _document(documents.RefsDocument(tuple(self._store.refs())))
             case addresses.Snapshots():
                 return Later(self._all)
+            case addresses.RemoteObject(name):
+                is_ready = self._remote.is_ready(name)
+                return self._object(name) if is_ready else Later(partial(self._object, name))
         found = self._snapshot(address.place)
         id = found.view.id.hex()
         if not address.place.is_ref and address.place.name != id:
@@ -162,7 +177,7 @@ class Showing:
             case addresses.Tensors(_, ""):
                 return found.tensors or Later(partial(self._tensors, found))
             case addresses.Tensors(_, name):
-                return _tensor(found.view, address.place, name)
+                return self._tensor(found.view, address.place, name)
         return Later(partial(self._summary, found))
 
     # -- snapshots -----------------------------------------------------------------------------
@@ -232,7 +247,7 @@ class Showing:
         if file is not None:
             view = found.view
             read, prefetch = partial(view.read, path), partial(view.prefetch, path)
-            source = ServedBytes(view.id, read, prefetch, view.is_virtual)
+            source = ServedBytes(partial(self.hold, view.id), read, prefetch, view.is_virtual)
             return _bytes(view, place, file.size, _type_of(path), found.etag(path), source)
         make = partial(self._directory, found, place, path, raw, as_page=as_page)
         return Later(make) if len(found.files) > _SHORT else make()
@@ -253,6 +268,35 @@ class Showing:
         return _made(
             documents.encoded(documents.DirectoryDocument(path, tuple(entries))), JSON, vary
         )
+
+    def _object(self, name: str) -> Shown:
+        if name == ROOT:
+            got = self._remote.read_root()
+            assert got is not None
+            content, stamp = got
+            validators = Validators(f'"{stamp.e_tag}"', None)
+            return Shown(len(content), JSON, validators, ASK_AGAIN, content)
+        size = self._remote.size(name)
+
+        def read(offset: int, size: int) -> Buffer:
+            return self._remote.read_each(name, [(offset, size)])[0]
+
+        source = ServedBytes(partial(self._remote.hold, name), read, None, is_computed=False)
+        # Its name is that of its bytes.
+        etag = f'"{name.rpartition("/")[2]}"'
+        return Shown(size, _BYTES, Validators(etag, None), FOREVER, source=source)
+
+    def _tensor(self, view: SnapshotView, place: SnapshotName, name: str) -> Shown:
+        record = view.record(name)
+
+        def read(offset: int, size: int) -> Buffer:
+            return view.tensor_bytes(name, offset, offset + size)
+
+        source = ServedBytes(partial(self.hold, view.id), read, None, view.is_virtual)
+        etag = f'"{view.tensors[name].hex()}"'
+        shape = ",".join(map(str, record.shape))
+        headers = (("X-Mstore-Dtype", record.dtype), ("X-Mstore-Shape", shape))
+        return _bytes(view, place, record.nbytes, _BYTES, etag, source, headers)
 
     def _all(self) -> Shown:
         ids = tuple(id.hex() for id in self._store.snapshot_ids())
@@ -304,19 +348,6 @@ class _Shared:
     count: int = 0
     hold: Hold | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-def _tensor(view: SnapshotView, place: SnapshotName, name: str) -> Shown:
-    record = view.record(name)
-
-    def read(offset: int, size: int) -> Buffer:
-        return view.tensor_bytes(name, offset, offset + size)
-
-    source = ServedBytes(view.id, read, None, view.is_virtual)
-    etag = f'"{view.tensors[name].hex()}"'
-    shape = ",".join(map(str, record.shape))
-    headers = (("X-Mstore-Dtype", record.dtype), ("X-Mstore-Shape", shape))
-    return _bytes(view, place, record.nbytes, _BYTES, etag, source, headers)
 
 
 def _bytes(

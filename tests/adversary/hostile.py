@@ -61,12 +61,15 @@ Trial = tuple[str, Callable[[], str]]
 SERVED = 0.5
 """Seconds for which `serve` runs before it is asked to end."""
 EVE, BOB, THIRD, TEAM = 70001, 70002, 70003, 70004
-DIRECTORIES = ("tmp", "packs", "packs/??", "index", "stats", "memo", "refs", "lost+found")
+DIRECTORIES = (
+    *("tmp", "packs", "packs/??", "index", "stats", "memo", "refs", "lost+found"),
+    *("remotes", "remotes/origin", "remotes/origin/*s", "remotes/origin/sent"),
+)
 FILES = (
     *("format", "config", "lock", "refs/mirror", "packs/??/*.pack", "tmp/*.lock", "tmp/*/0.pack"),
     *("lost+found/*/*.pack", "refs/mirror.*", "refs/packs.*"),
     *(f"{table}/{name}.mdb" for table in ("index", "stats", "memo") for name in ("data", "lock")),
-    "index/checked",
+    *("index/checked", "remotes/origin/lists/*", "remotes/origin/places/*", "remotes/origin/root"),
 )
 KINDS = ("link", "dangling", "fifo", "socket", "wrong", "owner")
 
@@ -116,6 +119,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "unpin": ("unpin", "merged"),
     "backup": ("backup", "out/backup"),
     "clone": ("clone", "s", "out/clone"),
+    "remote": ("remote",),
+    "remote add": ("remote", "add", "other", "file:///nowhere"),
+    "remote show": ("remote", "show", "origin"),
+    "remote rename": ("remote", "rename", "origin", "team"),
+    "remote rm": ("remote", "rm", "origin"),
+    "push": ("push", "origin", "third"),
+    "fetch": ("fetch", "origin"),
+    "pull": ("pull", "origin"),
     "fsck": ("fsck", "--read-data", "--repair"),
     "doctor": ("doctor",),
     "version": ("version",),
@@ -138,6 +149,7 @@ WRITING = (
         "note",
     ),
     *("reset", "rename", "rm", "prune", "gc", "pin", "fsck", "reindex", "backup", "clone"),
+    *("remote add", "remote rename", "remote rm", "push", "fetch", "pull"),
 )
 
 
@@ -182,6 +194,8 @@ class Stage:
             (*_MERGE, "--name", "merged"),
             (*_MERGE[:4], "third", *_MERGE[5:], "--virtual", "--name", "virtual"),
             ("tag", "v1", "base"),
+            ("remote", "add", "origin", (self.path / "remote").as_uri()),
+            ("push", "origin", "base"),
         ]
         for line in lines:
             assert program.run([*store, *line]) == 0, line
@@ -201,6 +215,7 @@ class Stage:
                 for one in (path, *path.rglob("*")):
                     os.chown(one, number, group)
         self.store.rename(self.template)
+        (self.path / "remote").rename(self.path / "pushed")
 
     def _as(self, who: tuple[int, list[int]] | None, run: Callable[[], None]) -> None:
         if who is not None:
@@ -212,9 +227,10 @@ class Stage:
 
     def reset(self) -> None:
         """Put everything back: the store, the victim's things, an empty place for results."""
-        for name in ("s", "victim", "outside", "out"):
+        for name in ("s", "remote", "victim", "outside", "out"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         subprocess.run(["cp", "-a", self.template, self.store], check=True)
+        subprocess.run(["cp", "-a", self.path / "pushed", self.path / "remote"], check=True)
         for name in ("victim", "outside", "out"):
             (self.path / name).mkdir(mode=0o700)
             if name == "out":
@@ -383,7 +399,7 @@ def races(stage: Stage) -> Iterator[Trial]:
         def trial(verb: str = verb, moment: int = moment) -> str:
             stage.reset()
             # The victim prepares nothing: what lies there is what the store has there.
-            for name in ("tmp", "packs", "index", "stats", "refs"):
+            for name in ("tmp", "packs", "index", "stats", "refs", "remotes"):
                 stage.lure(stage.store / name)
             return stage.attempt(verb, lambda: _swap_at(stage, moment))
 

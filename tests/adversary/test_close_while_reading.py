@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -24,29 +23,25 @@ path = Path(sys.argv[1])
 """
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tmp_path = tmp_path_factory.mktemp("template")
+def build(root: Path) -> None:
+    """A store of a base, two fine-tunes and their merge."""
     for name in ("base", "one", "two"):
-        small_model(tmp_path / name, "family", changed=name)
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
-        store.add(tmp_path / "base", name="base", threads=1)
+        small_model(root / name, "family", changed=name)
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        store.add(root / "base", name="base", threads=1)
         for name in ("one", "two"):
-            store.add(tmp_path / name, name=name, base="base", threads=1)
+            store.add(root / name, name=name, base="base", threads=1)
         plan = store.plan(
             MergeRequest(
                 base="base", experts=["one", "two"], method="ties", parameters={"density": 0.4}
             )
         )
         store.merge(plan, name="merged", threads=1)
-    return tmp_path / "store"
 
 
 @pytest.fixture
-def store(template: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    shutil.copytree(template, tmp_path / "store")
-    return tmp_path / "store"
+def store(copied: Path) -> Path:
+    return copied / "store"
 
 
 def test_close_beside_readers_of_every_kind(store: Path) -> None:

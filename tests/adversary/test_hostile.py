@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("hostile.py")
-PARTS = 100
-"""Each part is some 160 trials; `make adversary` runs others."""
+PARTS = 200
+"""Each part is some 80 trials; `make adversary` runs others."""
 
 
 @pytest.mark.sampled(4)

@@ -37,9 +37,9 @@ WRITES = ["gc", "tag", "repair", "add", "rm", "prune"]
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Life:
+def three(tmp_path_factory: pytest.TempPathFactory) -> Life:
     """Three models of one family and a tag."""
-    life = Life.begin(tmp_path_factory.mktemp("template"))
+    life = Life.begin(tmp_path_factory.mktemp("three"))
     life.add("base", "base")
     life.add("one", "base", changed="1")
     life.add("two", "base", changed="2")
@@ -48,13 +48,13 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Life:
 
 
 @pytest.fixture
-def life(template: Life, tmp_path: Path) -> Life:
+def life(three: Life, tmp_path: Path) -> Life:
     """A copy of it."""
     root = tmp_path / "store"
-    shutil.copytree(template.root, root)
+    shutil.copytree(three.root, root)
     copied = Life(root, tmp_path / "sources", count=100)
-    copied.promises.refs |= template.promises.refs
-    copied.promises.contents |= template.promises.contents
+    copied.promises.refs |= three.promises.refs
+    copied.promises.contents |= three.promises.contents
     return copied
 
 
@@ -283,10 +283,10 @@ def flips(row: bytes) -> Iterator[bytes]:
 
 
 @pytest.fixture(scope="module")
-def every_row(template: Life, tmp_path_factory: pytest.TempPathFactory) -> Life:
+def every_row(three: Life, tmp_path_factory: pytest.TempPathFactory) -> Life:
     """A store with rows in every database."""
     root = tmp_path_factory.mktemp("rows") / "store"
-    shutil.copytree(template.root, root)
+    shutil.copytree(three.root, root)
     with Store.open(root) as store:
         plan = store.plan(MergeRequest(base="base", experts=["one"], method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
@@ -298,7 +298,7 @@ def every_row(template: Life, tmp_path_factory: pytest.TempPathFactory) -> Life:
             for marks in (PRUNED, PINNED):
                 index.put(rows, marks, SnapshotId(b"\1" * 32), 0)
             index.put(rows, BACKUP, 1, ())
-    return Life(root, template.sources, promises=template.promises)
+    return Life(root, three.sources, promises=three.promises)
 
 
 @pytest.mark.sampled(3)

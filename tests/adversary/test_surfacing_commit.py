@@ -31,6 +31,7 @@ TESTS = Path(__file__).parent.parent
 NUMBER = struct.Struct("<Q")
 NUMBER_AT = 48
 """Where the lock file of LMDB 0.9 has the number of the last transaction."""
+MODELS = ("model0", "model1", "model2")
 
 
 # -- in a process of its own -------------------------------------------------------------------
@@ -82,31 +83,24 @@ def killed_unseen(store: Store, name: str, action: str, *arguments: str | Path) 
     assert store._catalog.ref(name) == before, "the commit is to be one that nobody sees"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three checkpoints of the same tensors."""
-    root = tmp_path_factory.mktemp("models")
-    found = [root / f"model{number}" for number in range(3)]
-    for path in found:
-        path.mkdir()
-        small_model(path, "same", changed=path.name)
-    return found
-
-
-@pytest.fixture(scope="module")
-def filled(models: list[Path]) -> Path:
-    """A store of two of them, closed."""
-    path = models[0].parent / "store"
-    with Store.init(path, block_size=BLOCK) as store:
-        store.add(models[0], name="base")
-        store.add(models[0], name="llama")
-        store.add(models[1], name="other")
-    return path
+def build(root: Path) -> None:
+    """Three checkpoints of the same tensors, and a store of two of them."""
+    for name in MODELS:
+        small_model(root / name, "same", changed=name)
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        store.add(root / MODELS[0], name="base")
+        store.add(root / MODELS[0], name="llama")
+        store.add(root / MODELS[1], name="other")
 
 
 @pytest.fixture
-def store(tmp_path: Path, filled: Path) -> Iterator[Store]:
-    shutil.copytree(filled, tmp_path / "store")
+def models(template: Path) -> list[Path]:
+    return [template / name for name in MODELS]
+
+
+@pytest.fixture
+def store(tmp_path: Path, template: Path) -> Iterator[Store]:
+    shutil.copytree(template / "store", tmp_path / "store")
     with Store.open(tmp_path / "store") as store:
         yield store
 

@@ -1,1 +1,1 @@
-"""One module per command, named after its verb; each contains one `Verb` of that name."""
+"""One module per command, named after its verb; each defines the `Command` of that name."""

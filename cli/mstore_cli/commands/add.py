@@ -198,7 +198,7 @@ def _limits(max_sparse: str) -> CheckpointLimits:
 
 
 def _own_base(store: Store, base: str | None, named: list[tuple[Path, str]]) -> str | None:
-    """Return which of the future branches is the base, if one is: by its name, or its path's."""
+    """Return the new branch that `base` means, by its name or its path; None if none."""
     if base is None or len(named) == 1:
         return None
     from mstore.checkpoint.tree import given_name
@@ -210,7 +210,7 @@ def _own_base(store: Store, base: str | None, named: list[tuple[Path, str]]) -> 
 
 
 def _ordered(named: list[tuple[Path, str]], base: str | None) -> list[tuple[Path, str]]:
-    """Return checkpoints in the order to add them: the base, then each after those it declares."""
+    """Return checkpoints in the order to add them: each after its base."""
     if len(named) == 1:
         return named
     from mstore.snapshots.nearest import bases_first
@@ -392,7 +392,7 @@ def _expanded(text: str) -> Path:
 
 
 def checkpoint(path: Path) -> Path:
-    """Return a path that exists, or that of the cached model whose id it is.
+    """Return a path if it exists, else that of the cached model with this id.
 
     A path is taken before a model of the same id, with a remark.  Raises NotFound, BadCheckpoint.
     """

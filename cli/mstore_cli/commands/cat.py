@@ -34,11 +34,12 @@ def cat(
     The bytes are those that were added. Every block is checked before it is written. There is no
     JSON form.
     """
-    if session.output.mode is Mode.JSON:
-        raise UsageError("cat writes bytes and has no JSON form", hint="mstore ls REF --json")
     revision, colon, path = target.partition(":")
+    files = f"mstore ls {shlex.quote(revision) if revision else 'REF'}"
+    if session.output.mode is Mode.JSON:
+        raise UsageError("cat writes bytes and has no JSON form", hint=f"{files} --json")
     if not (revision and colon and path):
-        raise UsageError(f"not REF:PATH: {target!r}", hint="mstore ls REF")
+        raise UsageError(f"not REF:PATH: {target!r}", hint=files)
     with session.open() as store:
         for chunk in store.read_file(revision, path):
             with printing():

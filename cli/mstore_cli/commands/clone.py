@@ -1,16 +1,33 @@
-"""`mstore clone`: a new store with all that another one has."""
+"""`mstore clone`: a new store with all that another one or a remote has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
-from mstore_cli.options import Argument, Threads
+from mstore_cli.exchange import rate_of
+from mstore_cli.options import (
+    JOBS,
+    Argument,
+    Endpoint,
+    Jobs,
+    LimitRate,
+    Region,
+    Threads,
+    parse_path,
+)
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
+
+
+def _word(word: str) -> str:
+    """Refuse an empty word; a path would have one slash where an address has two."""
+    parse_path(word)
+    return word
 
 
 @command(
@@ -20,23 +37,49 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 )
 def clone(
     session: Session,
-    source: Annotated[Path, Argument(metavar="SRC", help="A store or a backup.")],
+    source: Annotated[
+        str,
+        Argument(
+            metavar="SRC",
+            help="A store, a backup, or the address of a remote: s3://..., file:///...",
+            type=_word,
+            shell_complete=completion.files,
+        ),
+    ],
     destination: Annotated[Path, Argument(metavar="DST", help="A new or empty directory.")],
     threads: Threads = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    jobs: Jobs = JOBS,
+    limit_rate: LimitRate = None,
 ) -> None:
-    """Make an independent copy of a store.
+    """Make an independent copy of a store or a remote.
 
     The copy has models, refs, reflogs, settings, and its own UUID. Later changes to one store do
     not affect the other. Others may use SRC meanwhile. Everything is copied, no file is linked, and
-    every block is checked. Statistics and the memo table are not copied.
+    every block is checked. Statistics, the memo table and remotes are not copied.
+
+    From the address of a remote come its branches, its tags and what they need. The new store knows
+    the remote as origin. --endpoint, --region, --jobs and --limit-rate are for that.
     """
     given = session.given_store
-    if given is not None and given.absolute() != source.absolute():
+    if given is not None and given.absolute() != Path(source).absolute():
         raise UsageError(f"two stores named: {source} and, by --store, {given}")
     from mstore import Store
 
     with session.progress() as tick:
-        report = Store.clone(source, destination, threads=threads, progress=tick)
+        report = Store.clone(
+            source,
+            destination,
+            endpoint=endpoint or "",
+            region=region or "",
+            threads=threads,
+            jobs=jobs,
+            limit_rate=rate_of(limit_rate),
+            progress=tick,
+        )
+        if endpoint:
+            session.trust(endpoint)
         session.settled()
 
     def human(screen: Screen) -> None:

@@ -17,9 +17,9 @@ PEFT_WORDS = {
     "--weights": MISTAKEN["--weight"],
     "--adapters": "--expert REF=0.5, once for each adapter",
     "--combination-type": "--method svd",
-    "--svd-rank": "--rank 32",
-    "--svd-clamp": "--param clamp=0.99",
-    "--majority-sign-method": "--param majority_sign_method=frequency",
+    "--svd-rank": "--rank VALUE",
+    "--svd-clamp": "--param clamp=VALUE",
+    "--majority-sign-method": "--param majority_sign_method=VALUE",
 }
 """What PEFT calls the options."""
 
@@ -84,7 +84,7 @@ def combine_adapters(
     ] = None,
     message: Message = "",
 ) -> None:
-    """Make one LoRA adapter of several of one base.
+    """Combine several LoRA adapters of one base into one.
 
     It does what PEFT's add_weighted_adapter does. The result is an adapter like any other: a merge
     takes it as an expert, and PEFT loads its checkout. cat keeps the weighted sum of the products

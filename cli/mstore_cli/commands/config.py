@@ -32,6 +32,7 @@ def config(
         Argument(
             metavar="VALUE",
             help="The new value; of a list, values to add.",
+            may_be_empty=True,
             shell_complete=completion.setting_values,
         ),
     ] = (),
@@ -63,6 +64,10 @@ def config(
 
     author, with --user: who makes your snapshots, as log and show tell it. The variable
     MSTORE_AUTHOR wins over it; without both it is user@host.
+
+    endpoints, with --user: servers that get your credentials where the settings of a store name
+    them as the endpoint of a remote. Those that AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_S3 name get
+    them, too. `mstore remote add --endpoint` adds to this list.
     """
     if unset and not (user and key):
         raise UsageError("--unset needs --user and KEY", hint="mstore config --user --unset KEY")

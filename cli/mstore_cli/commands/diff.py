@@ -144,7 +144,7 @@ def _require_snapshot_first(store: Store, a: str, b: str) -> None:
 
 
 def _is_path(name: str) -> bool:
-    """Return whether the name starts or ends as no snapshot name does."""
+    """Return whether a name starts or ends as only paths do."""
     return name in (".", "..") or name.startswith(("/", "./", "../")) or name.endswith("/")
 
 

@@ -1,4 +1,4 @@
-"""`mstore doctor`: what a report of a bug needs: versions, kernels, FUSE and the store."""
+"""`mstore doctor`: what a bug report needs: versions, kernels, FUSE and the store."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StoreState(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """What a report of a bug needs."""
+    """What a bug report needs."""
 
     mstore: str
     """the version"""
@@ -72,7 +72,7 @@ class DoctorReport(msgspec.Struct, frozen=True):
 def doctor(session: Session) -> None:
     """Print versions and the state of kernels, FUSE and store.
 
-    Paste the output into a report of a bug. The command opens the store and reads its names; it
+    Paste the output into a bug report. The command opens the store and reads its names; it
     checks no blocks (`mstore fsck` does). It shows paths, and no names of models.
     """
     problems: list[str] = []

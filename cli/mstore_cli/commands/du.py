@@ -111,7 +111,7 @@ def _draw(screen: Screen, report: UsageReport, *, in_full: bool) -> None:
 
 
 def _shared_rows(ref: RefUsage) -> Iterator[tuple[str, str, str]]:
-    """Yield with whom a ref shares most, and how many more there are."""
+    """Yield the refs with which a ref shares most, and how many others there are."""
     most = ref.shared_with
     for other in most[:SHARED_SHOWN]:
         yield ref.name, other.name, format_size(other.stored_bytes)

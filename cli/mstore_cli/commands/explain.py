@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 CHUNKS = {
     "READ": "chunks_read",
     "SHARED": "chunks_shared",
-    "EQUAL": "chunks_equal_base",
-    "BELOW": "chunks_below_threshold",
+    "EQUAL TO BASE": "chunks_equal_base",
+    "BELOW THRESHOLD": "chunks_below_threshold",
     "LEFT OUT": "chunks_over_budget",
-    "TOP-P": "chunks_outside_top_p",
+    "OUTSIDE TOP-P": "chunks_outside_top_p",
 }
+CAPTION = "number of chunks of each expert, and the norm of its change that was left out:"
 EXPERT = "expert"
 MADE = ("read", "shared")
 SHOWN = {"over budget": "left out"}
@@ -61,11 +62,11 @@ def explain(
     """Print what a merge read of each expert, and left out.
 
     The table counts pairs of an expert and a chunk (a block, where all tensors have one dtype).
-    READ: read and merged. SHARED: equal to a chunk of an earlier expert, so read once. EQUAL:
-    equal to the base, so there is nothing to read. BELOW: below the method's threshold. LEFT OUT:
-    left out for the budget or --max-error. TOP-P: outside the share of --top-p. Columns of zeros
-    are not shown. NORM LEFT OUT is the norm of the delta in LEFT OUT and TOP-P. What was read to
-    plan (`analysis read` of plan and merge) is not counted.
+    READ: read and merged. SHARED: equal to a chunk of an earlier expert, so read once. EQUAL TO
+    BASE: there is nothing to read. BELOW THRESHOLD: below the threshold of the method. LEFT OUT:
+    left out for the budget or --max-error. OUTSIDE TOP-P: outside the share of --top-p. Columns of
+    zeros are not shown. NORM LEFT OUT is the norm of the delta in LEFT OUT and OUTSIDE TOP-P. What
+    was read to plan (`analysis read` of plan and merge) is not counted.
     """
     if svg is not None:
         plots.require()
@@ -86,7 +87,7 @@ def explain(
 
 
 def _prepared(store: Store, report: Explanation) -> Iterator[str]:
-    """Yield what models are that were made for the recipe of a merge."""
+    """Yield a line for each model that was made for the recipe of a merge."""
     from mstore.terms.errors import MstoreError
 
     plan = report.plan
@@ -153,6 +154,8 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
         groups = [Group(one.name, _size(one), _rows(one.experts, used)) for one in report.layers]
     if not detailed:
         groups.append(total)
+    if groups:
+        _wrapped(screen, "", CAPTION)
     title = "TENSOR" if detailed else "" if by is By.EXPERT else by.name
     draw_groups(screen, title, (*used, "NORM LEFT OUT"), groups)
     if detailed:
@@ -161,7 +164,7 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
 
 
 def _draw_stack(screen: Screen, report: Explanation, *, by_layer: bool) -> None:
-    """Print whose tensors, or layers, they are: nothing was merged."""
+    """Print which model each tensor, or layer, of a stack comes from."""
     rows: dict[str, str] = {}
     for one in report.tensors:
         source, _, model = one.treatment.rpartition(" of ")
@@ -175,7 +178,7 @@ def _draw_stack(screen: Screen, report: Explanation, *, by_layer: bool) -> None:
 
 
 def _in_order(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return rows with those of layers by number: files may have them in another order."""
+    """Return rows with layers in the order of their numbers, which files may not have."""
     numbered = [row for row in rows if row[0].rpartition(".")[2].isdigit()]
     loose = [row for row in rows if row not in numbered]
     first = rows.index(numbered[0]) if numbered else len(rows)

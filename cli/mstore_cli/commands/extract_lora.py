@@ -108,7 +108,7 @@ _LEAST = 0.001
 
 
 def show_worst(screen: Screen, tensors: Sequence[TruncatedTensor]) -> None:
-    """Print those of which most is left out; tensors: those with the largest errors first."""
+    """Print the tensors of which most is left out.  tensors: the largest errors first."""
     worst = [
         (one.tensor, format_percent(one.relative_error))
         for one in tensors[:_SHOWN]

@@ -1,4 +1,4 @@
-"""`mstore gc`: give back the space of what nothing reaches any more."""
+"""`mstore gc`: remove what nothing reaches, and free its space."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
 from mstore_cli.options import Argument, Option
-from mstore_cli.output import Column, Screen, noted, short, when
+from mstore_cli.output import Column, Screen, named, noted, short, when
 from mstore_cli.session import Session
 from mstore_cli.signers import lines_on_unknown_keys, signatures_of, states_of, trusted_signers
 from mstore_cli.sizes import format_size
@@ -93,7 +93,7 @@ def _row(snapshot: SnapshotReport, *, by: bool, notes: bool) -> Sequence[str]:
         when(snapshot.time_ns) if snapshot.time_ns else "-",
         how(snapshot),
         format_size(snapshot.plain_bytes),
-        ", ".join(snapshot.refs),
+        named(snapshot.refs),
         states_of(snapshot.signatures) or "-",
         *((snapshot.author or "-",) if by else ()),
         subject(snapshot),

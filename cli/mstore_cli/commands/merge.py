@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,12 +19,13 @@ from mstore_cli.merging import (
     Wanted,
     as_options,
     hinting_at_directories,
+    missing_of,
 )
 from mstore_cli.options import RESULT, WHAT, Codec, Message, Option, Threads
 from mstore_cli.output import Screen, short
-from mstore_cli.plan_output import draw_remarks, error_fields, format_bound
+from mstore_cli.plan_output import draw_remarks, error_fields, format_bound, of_full
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
+from mstore_cli.sizes import format_seconds, format_size, parse_size
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from mstore.terms.ids import SnapshotId
 
 HELP = "mstore merge --help"
+_LACKS = missing_of("--plan", "--recipe")
 PLAN_HINT = "mstore plan --help"
 
 
@@ -47,6 +50,7 @@ PLAN_HINT = "mstore plan --help"
         RECIPES,
         f"mstore merge {RECIPE_HINT}",
         as_options,
+        _LACKS,
     ),
 )
 def merge(
@@ -118,8 +122,7 @@ def merge(
     """
     request: MergeRequest | None = None
     if plan is None:
-        if not wanted.is_complete(HELP):
-            raise UsageError("give --plan, --recipe, or --base, --expert and --method", hint=HELP)
+        wanted.require(_LACKS, HELP)
         request = wanted.limits()
     elif wanted.is_given():
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)
@@ -170,7 +173,7 @@ def merge(
                     )
             try:
                 report = store.merge(
-                    planned or _known_plan(store, plan or ""),
+                    planned or _known_plan(store, plan or "", name),
                     name=name,
                     candidate=candidate,
                     message=message,
@@ -199,8 +202,6 @@ def merge(
             screen.line(f"nothing new: {report.name} holds this merge already")
             if message:
                 screen.line("remark: the message was not kept, as there is no new snapshot")
-        share = format_share(report.expert_bytes_read, report.full_expert_bytes)
-        full = format_size(report.full_expert_bytes)
         screen.fields(
             [
                 ("was", short(report.was) if report.was and report.new_snapshot else None),
@@ -210,10 +211,7 @@ def merge(
                 ("method", report.method),
                 ("budget", _optional_size(report.budget_bytes)),
                 ("max error", None if report.max_error is None else format_bound(report.max_error)),
-                (
-                    "experts read",
-                    f"{format_size(report.expert_bytes_read)} ({share} of {full})",
-                ),
+                ("experts read", of_full(report.expert_bytes_read, report.full_expert_bytes)),
                 ("  remembered", _some_size(report.memo_expert_bytes)),
                 ("  resumed", _some_size(report.resumed_expert_bytes)),
                 ("analysis read", format_size(report.analyze_bytes_read)),
@@ -235,11 +233,15 @@ def merge(
     session.warn_if_quiet(warning.text for warning in report.warnings)
 
 
-def _known_plan(store: Store, id_or_file: str) -> str:
-    """Return the id of a plan named by id, prefix or file.  A file wins, and is imported first."""
+def _known_plan(store: Store, id_or_file: str, name: str) -> str:
+    """Return the id of a plan named by id, prefix or file.  A file wins, and is imported first.
+
+    name: the branch of the result.
+    """
     path = Path(id_or_file)
     if path.suffix in RECIPES:
-        raise UsageError(RECIPES[path.suffix], hint=f"mstore merge {RECIPE_HINT} --name REF")
+        hint = f"mstore merge --recipe {shlex.quote(id_or_file)} --name {shlex.quote(name)}"
+        raise UsageError(RECIPES[path.suffix], hint=hint)
     if not path.is_file():
         is_ref = any(ref.name == id_or_file for ref in store.refs())
         if set(id_or_file) <= set("0123456789abcdef") and not is_ref:

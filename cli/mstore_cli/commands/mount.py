@@ -87,9 +87,6 @@ def mount(
     if len(target) != (1 if everything else 2):
         wanted = "--all takes only DIR" if everything else "give REF and DIR, or --all and DIR"
         raise UsageError(wanted, hint="mstore mount --help")
-    if not target[-1]:
-        # An empty path would be the working directory.
-        raise UsageError("empty value for DIR", hint="mstore mount --help")
     revision = None if everything else target[0]
     directory = Path(target[-1])
     from mstore.terms.phrases import Option

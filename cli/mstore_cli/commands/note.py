@@ -129,7 +129,7 @@ def _settings(revision: str, values: Iterable[str]) -> dict[str, Any]:
         key, equals, value = one.partition("=")
         if not equals or not key:
             raise UsageError(
-                f"not KEY=VALUE: {one}", hint=f"mstore note {revision} {key or 'KEY'}=VALUE"
+                f"not KEY=VALUE: {one!r}", hint=f"mstore note {revision} {key or 'KEY'}=VALUE"
             )
         if key in settings:
             raise UsageError(f"{key} is given twice", hint=f"mstore note {revision} {key}=VALUE")
@@ -150,7 +150,7 @@ def _no_number(text: str) -> NoReturn:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; one with a key twice says nothing for certain, and stays text."""
+    """Return a JSON object.  Raises ValueError for a key that is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key twice")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from mstore_cli.merging import (
     Wanted,
     as_options,
     hinting_at_directories,
+    missing_of,
 )
 from mstore_cli.options import RESULT, Option, Threads, drawing, file_of
 from mstore_cli.output import Screen, short
@@ -27,13 +29,14 @@ if TYPE_CHECKING:
     from mstore import MergeRequest
 
 HELP = "mstore plan --help"
+_LACKS = missing_of("--recipe")
 
 
 @command(
     example="mstore plan --base llama/base --expert llama/math --expert llama/code=0.5 "
     "--method ties --param density=0.2 --budget 30%",
     failure="an error; no plan was kept",
-    mistakes=Mistakes(MISTAKEN, RECIPES, f"mstore plan {RECIPE_HINT}", as_options),
+    mistakes=Mistakes(MISTAKEN, RECIPES, f"mstore plan {RECIPE_HINT}", as_options, _LACKS),
 )
 def plan(
     session: Session,
@@ -80,13 +83,12 @@ def plan(
         raise UsageError("--measure and --svg belong to --sweep", hint=HELP)
     if svg is not None:
         plots.require()
-    if not wanted.is_complete(HELP):
-        raise UsageError("give --recipe, or --base, --expert and --method", hint=HELP)
+    wanted.require(_LACKS, HELP)
     request = wanted.limits()
     if len(wanted.steps()) > 1:
         raise UsageError(
             "the file has several recipes, and a later one may need the merge of an earlier one",
-            hint=f"mstore merge {RECIPE_HINT} --name REF",
+            hint=f"mstore merge --recipe {shlex.quote(wanted.recipe or 'FILE')} --name REF",
         )
     if sweep:
         _sweep(session, wanted, request, measure=measure, svg=svg, threads=threads)

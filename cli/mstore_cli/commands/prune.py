@@ -1,4 +1,4 @@
-"""`mstore prune`: let the contents of old snapshots go."""
+"""`mstore prune`: drop the contents of old snapshots."""
 
 from __future__ import annotations
 

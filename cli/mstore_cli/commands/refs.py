@@ -1,4 +1,4 @@
-"""`mstore refs`: branches, tags and remote refs."""
+"""`mstore refs`: branches and tags, and with patterns other refs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def refs(
 ) -> None:
     """List refs and what they point at.
 
-    Branches, tags and remote refs; candidates only if a pattern begins like them: 'candidates/*'.
-    Without a pattern, a last line tells how many candidates there are.
+    Branches and tags; remote refs and candidates only if a pattern begins like them: 'remotes/*',
+    'candidates/*'. Without a pattern, last lines tell how many of these there are.
     """
-    from mstore.store.refs import is_candidate
+    from mstore.store.refs import CANDIDATE, DIRECTORIES, REMOTE
 
     with session.open_to_look() as store:
         found = store.refs(*names)
         removed = [one for one in store.reflog() if one.new is None] if not found else []
-        candidates = 0 if names else sum(map(is_candidate, store.ref_ids()))
+        others = () if names else tuple(store.ref_ids())
 
     def human(screen: Screen) -> None:
-        if not found and not removed:
+        if not found and not removed and not others:
             screen.command("no refs yet; next", "mstore add PATH --name REF")
-        elif not found:
+        elif not found and removed:
             name = removed[0].name
             screen.line(f"no refs: all were removed, {name} last")
             screen.command("to restore it", f"mstore reset {name} '{name}@{{1}}'")
@@ -54,8 +54,11 @@ def refs(
         if lost is not None and not session.is_doubted:
             screen.command("missing: for what to do", "mstore fsck")
             screen.command("to remove it", f"mstore rm {lost}")
-        if candidates:
-            screen.command(counted(candidates, "candidate"), "mstore refs 'candidates/*'")
+        for kind, noun in ((REMOTE, "remote ref"), (CANDIDATE, "candidate")):
+            begin = f"{DIRECTORIES[kind]}/"
+            count = sum(name.startswith(begin) for name in others)
+            if count:
+                screen.command(counted(count, noun), f"mstore refs '{begin}*'")
 
     session.output.emit({"refs": found}, ids=[one.name for one in found], human=human)
 

@@ -8,7 +8,7 @@ from mstore.terms.phrases import few
 from mstore_cli.command import command
 from mstore_cli.graph import how, revision_of
 from mstore_cli.options import Revision
-from mstore_cli.output import Screen, noted, when
+from mstore_cli.output import Screen, named, noted, when
 from mstore_cli.session import Session
 from mstore_cli.signers import lines_on_unknown_keys, signatures_of, states_of, trusted_signers
 from mstore_cli.sizes import counted, format_size
@@ -36,7 +36,7 @@ def show(session: Session, revision: Revision) -> None:
                 ("origin", _told_origin(report)),
                 ("author", report.author or None),
                 ("plan", report.plan),
-                ("refs", ", ".join(report.refs) or None),
+                ("refs", named(report.refs) or None),
                 (
                     "content",
                     f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}",
@@ -89,5 +89,5 @@ def _noted(note: NoteReport) -> str:
 
 
 def _named(parent: ParentReport) -> str:
-    names = f" ({', '.join(parent.refs)})" if parent.refs else ""
+    names = f" ({named(parent.refs)})" if parent.refs else ""
     return f"{revision_of(parent)}{names}"

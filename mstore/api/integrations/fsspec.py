@@ -96,7 +96,7 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # -- where a path leads --------------------------------------------------------------------
 
     def _snapshot(self, path: str) -> tuple[str, SnapshotView, str] | None:
-        """Return the revision that a path begins with, its view, and the rest; None if none."""
+        """Split a path into a revision, its view, and the rest; None if no revision begins it."""
         parts = self._strip_protocol(path).split("/")
         names = self.store.ref_ids()
         for count in range(1, len(parts) + 1):
@@ -110,7 +110,7 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return None
 
     def _file(self, path: str) -> tuple[SnapshotView, str]:
-        """Return the view and the path in it of a file.  Raises FileNotFoundError and others."""
+        """Return the view that has a file, and the path in it.  Raises FileNotFoundError."""
         found = self._snapshot(path)
         if found is not None:
             _, view, inner = found
@@ -157,7 +157,7 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             yield _entry(entry["name"], view, inner_path) if is_file else entry
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Return one entry: its name, size, type, and of files the snapshot."""
+        """Return one entry: its name, size and type, and the snapshot of a file."""
         path = self._strip_protocol(path)
         try:
             view, inner = self._file(path)
@@ -173,7 +173,7 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     created = modified
 
     def ukey(self, path: str) -> str:
-        """Return a text that is another one if the file's snapshot is another one."""
+        """Return a text that changes when the file belongs to another snapshot."""
         entry = self.info(path)
         return f"{entry.get('snapshot')}/{entry['name']}"
 
@@ -240,7 +240,7 @@ class MstoreFile(AbstractBufferedFile):  # type: ignore[misc]
 
     @property
     def snapshot(self) -> SnapshotId:
-        """The snapshot that it is a file of."""
+        """The snapshot that the file belongs to."""
         return self._snapshot
 
     def _fetch_range(self, start: int, end: int) -> bytes:
@@ -268,7 +268,7 @@ def _entry(name: str, view: SnapshotView, inner: str) -> dict[str, Any]:
 
 
 def _children(path: str, named: Mapping[str, int | None]) -> list[dict[str, Any]]:
-    """Return the entries of a directory, of names with their sizes (None: a directory)."""
+    """Return the entries of a directory, from names and their sizes (None: a directory)."""
     head = f"{path}/" if path else ""
     found: dict[str, dict[str, Any]] = {}
     for name, size in named.items():

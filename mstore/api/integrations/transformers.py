@@ -53,7 +53,7 @@ def from_pretrained(kind: Any, store: Store, revision: Revision, **options: Any)
     if not (is_auto or issubclass(kind, transformers.PreTrainedModel)):
         raise BadRequest(
             f"{kind.__name__} makes no model, and reads files: check them out",
-            hint=call("checkout", "REF", "DIR"),
+            hint=call("checkout", str(revision), "DIR"),
         )
     files = _Files(store[revision], options.pop("subfolder", ""))
     given, wants_info = options.pop("config", None), options.pop("output_loading_info", False)
@@ -160,7 +160,7 @@ def _require_type(transformers: Any, fields: Mapping[str, Any], revision: str) -
         raise BadRequest(
             f"transformers {transformers.__version__} has no models of type {model_type!r}",
             where=f"{revision}, {_CONFIG}",
-            hint=phrase("{mount} shows it as files", mount=call("mount", "REF", "DIR")),
+            hint=phrase("{mount} shows it as files", mount=call("mount", revision, "DIR")),
         )
 
 
@@ -194,7 +194,7 @@ def _config(transformers: Any, place: str | None, options: dict[str, Any]) -> tu
 
 
 def _weights(files: _Files, variant: str | None, config: Any) -> dict[str, TensorSlice]:
-    """Return the tensors of the files that transformers loads; of equal names the last counts."""
+    """Return the tensors of the files that transformers loads; the last of one name counts."""
     mark = f".{variant}" if variant else ""
     single, index = f"model{mark}.safetensors", f"model.safetensors.index{mark}.json"
     named = getattr(config, "transformers_weights", None) or single

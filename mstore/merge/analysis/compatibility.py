@@ -138,7 +138,7 @@ def check_merge(catalog: Catalog, statistics: StatsStore, request: Request) -> C
         for name, one, own, pair in zip(called, members, tensors, stands, strict=True)
     ]
     every = {tensor for one in members for tensor in one.tensors}
-    require_matches(every, request.only, request.skip)
+    require_matches(every, request.only, request.skip, request.base.name)
     names = chosen(dict.fromkeys(base.tensors, ()), request.only, request.skip).keys()
     found = list(_head(catalog, base, base.name, base.tensors, request))
     for other in others:

@@ -106,7 +106,7 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Adapt
             where=name,
             hint=phrase(
                 "{extract} makes an adapter of a fine-tune",
-                extract=call("extract_lora", "REF", base="BASE", name="NAME"),
+                extract=call("extract_lora", name, base="BASE", name="NAME"),
             ),
         )
     config, settings = parse_config(raw, name), json_object(raw)

@@ -149,7 +149,9 @@ class Surveyor:
         first = first_names(inputs.base, inputs.models, tied=tied)
         others = {name for found in experts for name in found}
         others |= models_in(catalog, base).tensors.keys()
-        left_out = left_out_names(first, request.only, request.skip, others=others)
+        left_out = left_out_names(
+            first, request.only, request.skip, base=request.base.name, others=others
+        )
         merged = [name for name in records if first[name] == name and name not in left_out]
         for expert, found in zip(request.experts, experts[: len(inputs.models)], strict=False):
             require_types(records, found, merged, base=request.base.name, where=expert.name)
@@ -319,7 +321,7 @@ class Surveyor:
             raise BadRequest(
                 f"no tensor's name matches {pattern!r}",
                 where="rules",
-                hint=call("tensors", "REF"),
+                hint=call("tensors", self._request.base.name),
             )
         for name, _ in self._request.outputs:
             if name in records:

@@ -109,6 +109,7 @@ def left_out_names(
     only: Sequence[str],
     skip: Sequence[str],
     *,
+    base: str,
     others: Collection[str] = (),
 ) -> dict[str, str]:
     """Return the tensors that patterns leave to the base, and why; by the first of their names.
@@ -117,7 +118,7 @@ def left_out_names(
     is to be merged.  Raises BadRequest for a pattern that matches neither a tensor nor one of
     `others`, which experts have.
     """
-    require_matches({*first, *others}, only, skip)
+    require_matches({*first, *others}, only, skip, base)
     left_out = {}
     if only:
         wanted = {first[name] for name in matching(first, only)}

@@ -217,7 +217,7 @@ def _tensors(
     tensors = models.in_model(models.meant(one[0]))
     if is_adapter(tensors):
         raise Incompatible("is an adapter already", where=one[0])
-    require_matches(tensors, only, skip)
+    require_matches(tensors, only, skip, one[0])
     names = chosen(dict.fromkeys(tensors, ()), only, skip)
     wanted = {name: id for name, id in tensors.items() if name in names}
     records = catalog.tensors(list(wanted.values()))

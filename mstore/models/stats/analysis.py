@@ -354,7 +354,7 @@ def analyze(
     choice = ModelChoice(base.model, (expert.model,))
     inputs = Inputs(catalog, base_id, [expert_id], [base.name, expert.name], choice=choice)
     bases, experts = (_tensors(inputs, names) for names in inputs.members)
-    require_matches({*bases, *experts}, only, skip)
+    require_matches({*bases, *experts}, only, skip, base.name)
     wanted = chosen({name: record.shape for name, (_, record) in bases.items()}, only, skip)
     require_same_shapes(
         wanted,

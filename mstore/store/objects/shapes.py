@@ -107,12 +107,17 @@ def require_patterns(patterns: Sequence[str], option: Option) -> None:
         )
 
 
-def require_matches(names: Collection[str], only: Sequence[str], skip: Sequence[str]) -> None:
-    """Raise BadRequest for a pattern that is empty, or that matches none of the names."""
+def require_matches(
+    names: Collection[str], only: Sequence[str], skip: Sequence[str], model: str
+) -> None:
+    """Raise BadRequest for a pattern that is empty, or that matches none of the names.
+
+    model: what to list, to see names that it could match.
+    """
     for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
         require_patterns(patterns, option)
         if (pattern := unmatched(names, patterns)) is not None:
-            hint: Text = call("tensors", "REF")
+            hint: Text = call("tensors", model)
             if any(name.startswith(f"{pattern}:") for name in names):
                 hint = Option(option.name, (f"{pattern}:*",))
             raise BadRequest(f"no tensor's name matches {pattern!r}", where=option, hint=hint)

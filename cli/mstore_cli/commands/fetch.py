@@ -1,0 +1,38 @@
+"""`mstore fetch`: get models from a remote, and move no branch."""
+
+from __future__ import annotations
+
+from mstore_cli.command import command
+from mstore_cli.exchange import rate_of, resumable, show_fetched
+from mstore_cli.options import JOBS, Jobs, LimitRate, Remote, RemoteRefs
+from mstore_cli.session import Session
+
+
+@command(
+    decodes=True,
+    example="mstore fetch origin",
+    failure="the remote does not answer, or another error; no ref moved",
+)
+def fetch(
+    session: Session,
+    name: Remote,
+    refs: RemoteRefs = (),
+    jobs: Jobs = JOBS,
+    limit_rate: LimitRate = None,
+) -> None:
+    """Get what the refs of a remote need, and move no branch.
+
+    The refs below remotes/NAME/ move, and `mstore pull` also moves branches. REMOTE/REF names what
+    came, as in `mstore diff llama origin/llama`. Without REF all refs come, and those that the
+    remote removed are removed here, too. Every block is checked before it is published.
+
+    An interrupted fetch goes on when it is run again.
+    """
+    with session.open_to_exchange() as store, session.progress() as tick, resumable():
+        report = store.fetch(name, refs, jobs=jobs, limit_rate=rate_of(limit_rate), progress=tick)
+        session.settled()
+    session.output.emit(
+        report,
+        ids=[one.name for one in report.fetched],
+        human=lambda screen: show_fetched(screen, report),
+    )

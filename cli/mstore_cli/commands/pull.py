@@ -1,0 +1,56 @@
+"""`mstore pull`: get models from a remote, and move branches."""
+
+from __future__ import annotations
+
+from mstore_cli.command import command
+from mstore_cli.errors import FAILURE, Ended
+from mstore_cli.exchange import rate_of, resumable, show_fetched
+from mstore_cli.options import JOBS, Jobs, LimitRate, Remote, RemoteRefs
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+
+
+@command(
+    decodes=True,
+    example="mstore pull origin 'llama/*'",
+    failure="a branch diverged (all others have moved), or another error",
+)
+def pull(
+    session: Session,
+    name: Remote,
+    refs: RemoteRefs = (),
+    jobs: Jobs = JOBS,
+    limit_rate: LimitRate = None,
+) -> None:
+    """Fetch, and move the branches of the same names.
+
+    A branch moves if its place here is an ancestor of its place there; a branch or tag that this
+    store lacks is made. A branch with commits that the remote lacks stays. If the remote's has
+    others, too, the two have diverged: it stays as well, the command says what you can do, and ends
+    with status 1. Nothing is merged: `mstore merge` merges models.
+    """
+    with session.open_to_exchange() as store, session.progress() as tick, resumable():
+        report = store.pull(name, refs, jobs=jobs, limit_rate=rate_of(limit_rate), progress=tick)
+        session.settled()
+        tags = {one.name for one in store.refs() if one.kind == "tag"} & {*report.diverged}
+    session.warn_if_quiet(f"{one} diverged from {name}'s, and stays" for one in report.diverged)
+
+    def human(screen: Screen) -> None:
+        show_fetched(screen, report)
+        for one in report.diverged:
+            _show_diverged(screen, name, one, is_tag=one in tags)
+
+    session.output.emit(report, ids=[one.name for one in report.moved], human=human)
+    if report.diverged:
+        raise Ended(FAILURE)
+
+
+def _show_diverged(screen: Screen, remote: str, ref: str, *, is_tag: bool) -> None:
+    if is_tag:
+        screen.line(f"{ref} is a tag here, and another one there: it stays", style="red")
+        screen.command("  to take theirs", f"mstore rm {ref} && mstore pull {remote} {ref}")
+        return
+    screen.line(f"{ref} diverged from {remote}/{ref}, and stays", style="red")
+    screen.command("  to compare them", f"mstore diff {ref} {remote}/{ref}")
+    screen.command("  to take theirs", f"mstore reset {ref} {remote}/{ref}")
+    screen.command("  to replace theirs", f"mstore push {remote} {ref} --force-with-lease")

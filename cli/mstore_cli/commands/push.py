@@ -1,0 +1,107 @@
+"""`mstore push`: send models to a remote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from mstore_cli import completion
+from mstore_cli.command import command
+from mstore_cli.exchange import rate_of, resumable, show_moved
+from mstore_cli.options import JOBS, Argument, Jobs, LimitRate, Option, Remote
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+from mstore_cli.sizes import counted, format_seconds, format_size
+
+if TYPE_CHECKING:
+    from mstore.api.reports import PushReport
+
+
+@command(
+    decodes=True,
+    example="mstore push origin llama/merged",
+    failure="a branch has other commits there, or another error; no ref moved",
+)
+def push(
+    session: Session,
+    name: Remote,
+    refs: Annotated[
+        tuple[str, ...],
+        Argument(
+            metavar="REF",
+            help="Branches and tags, or patterns of them.",
+            shell_complete=completion.named,
+        ),
+    ] = (),
+    every: Annotated[bool, Option("--all", help="All branches and tags.")] = False,
+    ancestors: Annotated[
+        bool,
+        Option("--ancestors", help="Also the contents of ancestors, not only their records."),
+    ] = False,
+    force_with_lease: Annotated[
+        bool,
+        Option(
+            "--force-with-lease",
+            help="Replace a branch that has other commits there, if it did not move since this "
+            "store last looked.",
+        ),
+    ] = False,
+    delete: Annotated[
+        tuple[str, ...],
+        Option(
+            "--delete",
+            metavar="REF",
+            help="Remove this ref of the remote. Repeatable.",
+            shell_complete=completion.refs_of_remote,
+        ),
+    ] = (),
+    dry_run: Annotated[
+        bool, Option("--dry-run", "-n", help="Only print what would be sent.")
+    ] = False,
+    jobs: Jobs = JOBS,
+    limit_rate: LimitRate = None,
+) -> None:
+    """Send what refs need to a remote, and move its refs.
+
+    Its refs of the same names move at the end, all in one step.
+
+    Blocks and records that the remote has are not sent again. Of ancestors only the records go,
+    so that the lineage is known there; the bases of differences go with their contents.
+
+    A branch moves if its place there is an ancestor of its place here. Otherwise nothing moves: get
+    the other commits with `mstore fetch`, or replace them with --force-with-lease. Tags do not
+    move. An interrupted push goes on when it is run again.
+    """
+    with session.open_to_exchange() as store, session.progress() as tick, resumable():
+        report = store.push(
+            name,
+            refs,
+            every=every,
+            ancestors=ancestors,
+            force_with_lease=force_with_lease,
+            delete=delete,
+            dry_run=dry_run,
+            jobs=jobs,
+            limit_rate=rate_of(limit_rate),
+            progress=tick,
+        )
+        session.settled()
+    session.output.emit(
+        report, ids=[one.name for one in report.moved], human=lambda screen: _show(screen, report)
+    )
+
+
+def _show(screen: Screen, report: PushReport) -> None:
+    if not report.moved and not report.packs:
+        screen.line(f"{report.remote} is up to date", style="green")
+        return
+    done = "would be pushed" if report.dry_run else "pushed"
+    screen.line(f"{done} to {report.remote}, {report.url}", style="green")
+    show_moved(screen, report.moved)
+    screen.fields(
+        [
+            ("snapshots", None if report.dry_run else report.snapshots),
+            ("blocks", report.blocks),
+            ("size", f"{counted(report.packs, 'pack')}, {format_size(report.bytes_sent)}"),
+            ("time", format_seconds(report.seconds)),
+        ]
+    )

@@ -1,0 +1,46 @@
+"""`mstore remote`: the remotes of a store."""
+
+from __future__ import annotations
+
+from mstore_cli.command import Mistakes, command
+from mstore_cli.output import Column, Screen
+from mstore_cli.session import Session
+
+COLUMNS = (Column("NAME", style="green"), Column("URL"))
+ENDPOINT, REGION = Column("ENDPOINT"), Column("REGION")
+
+
+@command(
+    example="mstore remote",
+    mistakes=Mistakes(
+        options={"-v": "mstore remote lists addresses, too", "--verbose": "mstore remote"},
+        arguments=lambda _, words: f"mstore remote {' '.join(words)}, and options after that",
+    ),
+)
+def remote(session: Session) -> None:
+    """List the remotes of the store.
+
+    A remote is a family of models in object storage, or in a directory that several machines share.
+    The store keeps its name and address, and no credentials: these come from the environment and
+    the profiles of the provider.
+    """
+    with session.open_to_look() as store:
+        remotes = store.remotes()
+
+    def human(screen: Screen) -> None:
+        if not remotes:
+            screen.command("no remotes; next", "mstore remote add NAME URL")
+        more = [
+            (column, getter)
+            for column, getter in ((ENDPOINT, "endpoint"), (REGION, "region"))
+            if any(getattr(one, getter) for one in remotes)
+        ]
+        screen.table(
+            (*COLUMNS, *(column for column, _ in more)),
+            (
+                (one.name, one.url, *(getattr(one, getter) or "-" for _, getter in more))
+                for one in remotes
+            ),
+        )
+
+    session.output.emit({"remotes": remotes}, ids=[one.name for one in remotes], human=human)

@@ -1,0 +1,49 @@
+"""`mstore remote add`: a name for a remote."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from mstore_cli.command import command
+from mstore_cli.options import Argument, Endpoint, Region
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+
+
+@command(
+    example="mstore remote add origin s3://team-models/llama",
+    failure="the store has a remote of this name, or another error",
+)
+def remote_add(
+    session: Session,
+    name: Annotated[str, Argument(metavar="NAME", help="The new name, such as origin.")],
+    url: Annotated[
+        str,
+        Argument(
+            metavar="URL", help="s3://BUCKET/PREFIX, gs://..., az://..., or file:///DIRECTORY."
+        ),
+    ],
+    endpoint: Endpoint = None,
+    region: Region = None,
+) -> None:
+    """Give a remote a name in this store.
+
+    Nothing is sent or asked: the first `mstore push` makes the remote. Credentials come from the
+    environment and the profiles of the provider, never from URL. A store's settings may be a
+    stranger's, so credentials go to the provider's own servers, and to others only if your settings
+    or your environment name them: `mstore config --user endpoints`.
+    """
+    with session.open() as store:
+        report = store.add_remote(name, url, endpoint=endpoint or "", region=region or "")
+        if report.endpoint:
+            session.trust(report.endpoint)
+        session.settled()
+
+    def human(screen: Screen) -> None:
+        screen.line(f"{report.name} is {report.url}", style="green")
+        if report.endpoint:
+            screen.line(f"your credentials may go to {report.endpoint}")
+        screen.command("to send models", f"mstore push {report.name} --all")
+        screen.command("to get its models", f"mstore pull {report.name}")
+
+    session.output.emit(report, ids=[report.name], human=human)

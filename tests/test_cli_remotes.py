@@ -1,0 +1,367 @@
+"""Remotes on the command line: what people type, what they read, and which errors they meet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import Program
+from small_models import BLOCK, files_of, small_model
+
+from mstore.api import exchanging
+from mstore_cli import tree, user_config
+from mstore_cli.errors import UsageError
+from mstore_cli.exchange import resumable
+from mstore_cli.main import run
+from mstore_cli.options import JOBS
+from mstore_cli.session import Choices, Session
+from mstore_cli.verbs import second_words
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The settings of a user who has none yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "own" / "mstore" / "config.toml"
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with models, a store of them, and a remote that has them."""
+    root = tmp_path_factory.mktemp("first")
+    mstore = Program(root / "store")
+    mstore.succeed("init", "--block-size", f"{BLOCK >> 10}KiB")
+    for name, base in (("base", "none"), ("tuned", "base")):
+        small_model(root / name, "x", changed=name)
+        mstore.succeed("add", root / name, "--name", name, "--base", base)
+    small_model(root / "other", "y")
+    mstore.succeed("tag", "v1", "base")
+    return root
+
+
+@pytest.fixture
+def here(first: Path, tmp_path: Path) -> Program:
+    """A store whose remote `origin` has nothing yet."""
+    mstore = Program(Path(shutil.copytree(first / "store", tmp_path / "here")))
+    mstore.succeed("remote", "add", "origin", (tmp_path / "there").as_uri())
+    return mstore
+
+
+@pytest.fixture
+def there(here: Program, tmp_path: Path) -> Program:
+    """Another store, cloned from the same remote after all was pushed."""
+    here.succeed("push", "origin", "--all")
+    mstore = Program(tmp_path / "clone")
+    assert run(["-q", "clone", (tmp_path / "there").as_uri(), str(mstore.store)]) == 0
+    return mstore
+
+
+def add(mstore: Program, model: Path, name: str) -> str:
+    """Add a model to a branch; return the beginning of the snapshot's id."""
+    [id] = mstore.succeed("add", model, "--name", name, "--base", "none", "-q").lines
+    return id[:12]
+
+
+def test_push_says_what_moved(here: Program, tmp_path: Path) -> None:
+    """A push says which refs moved, from where to where, how much went, and in how many packs;
+    with -q it prints names, and the second one says that nothing is to do."""
+    dry = here.succeed("push", "origin", "base", "--dry-run")
+    assert dry.lines[0] == f"would be pushed to origin, {(tmp_path / 'there').as_uri()}"
+    assert not (tmp_path / "there" / "roots").exists()
+    done = here.succeed("push", "origin", "base", "v1")
+    assert done.lines[0] == f"pushed to origin, {(tmp_path / 'there').as_uri()}"
+    [id] = here.succeed("show", "base", "-q").lines
+    assert [line.split() for line in done.lines[2:4]] == [
+        ["base", id[:12], "(new)"],
+        ["v1", id[:12], "(new)"],
+    ]
+    assert [line.split()[0] for line in done.lines[4:]] == ["snapshots", "blocks", "size", "time"]
+    assert "1 pack, " in done.out
+    assert dry.lines[-2].split()[:3] == done.lines[-2].split()[:3]
+    assert here.succeed("push", "origin", "base").out == "origin is up to date\n"
+    assert here.succeed("push", "origin", "--all", "-q").lines == ["tuned"]
+    removed = here.succeed("push", "origin", "--delete", "v1")
+    assert f"v1   {id[:12]} (removed)" in removed.out
+
+
+def test_push_needs_a_ref(here: Program) -> None:
+    """A push without a ref is wrong usage; the hint has both ways to name some."""
+    done = here("push", "origin")
+    assert done.status == 2
+    store = f"mstore --store {here.store}"
+    assert f"hint: {store} push origin REF, or {store} push origin --all" in done.err
+
+
+def test_a_family_goes_round(there: Program, here: Program, first: Path, tmp_path: Path) -> None:
+    """What one store pushes, another one has after a clone or a pull, byte for byte."""
+    there.succeed("checkout", "tuned", tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(first / "tuned")
+    assert there.succeed("remote", "-q").lines == ["origin"]
+    [old] = here.succeed("show", "tuned", "-q").lines
+    new = add(here, first / "other", "tuned")
+    here.succeed("push", "origin", "tuned")
+    fetched = there.succeed("fetch", "origin", "tuned")
+    assert f"origin/tuned  {old[:12]}..{new}" in fetched.out
+    assert "moved here" not in fetched.out
+    assert there.succeed("show", "tuned", "-q").lines == [old]
+    pulled = there.succeed("pull", "origin")
+    assert pulled.out.partition("moved here\n")[2].splitlines()[1] == f"tuned  {old[:12]}..{new}"
+    assert there.succeed("pull", "origin").out == "nothing new at origin\n"
+    assert there.succeed("fetch", "origin", "--json").document["fetched"] == []
+
+
+def test_a_branch_that_diverged(there: Program, here: Program, first: Path) -> None:
+    """A pull leaves a branch that diverged and a tag that differs, moves the others, says what to
+    do, and ends with 1; what it says to do works."""
+    add(here, first / "other", "tuned")
+    here.succeed("rm", "v1")
+    here.succeed("tag", "v1", "tuned")
+    here.succeed("push", "origin", "--delete", "v1")
+    here.succeed("push", "origin", "v1")
+    new = add(here, first / "tuned", "base")
+    here.succeed("push", "origin", "--all")
+    mine = add(there, first / "base", "tuned")
+    done = there("pull", "origin")
+    assert done.status == 1
+    named = f"mstore --store {there.store}"
+    assert done.lines[-6:] == [
+        "tuned diverged from origin/tuned, and stays",
+        f"  to compare them: {named} diff tuned origin/tuned",
+        f"  to take theirs: {named} reset tuned origin/tuned",
+        f"  to replace theirs: {named} push origin tuned --force-with-lease",
+        "v1 is a tag here, and another one there: it stays",
+        f"  to take theirs: {named} rm v1 && {named} pull origin v1",
+    ]
+    assert there.succeed("show", "base", "-q").lines[0].startswith(new)
+    assert there.succeed("show", "tuned", "-q").lines[0].startswith(mine)
+    quiet = there("pull", "origin", "tuned", "-q")
+    assert (quiet.status, quiet.out) == (1, "")
+    assert quiet.err == "warning: tuned diverged from origin's, and stays\n"
+    refused = there("push", "origin", "tuned")
+    assert refused.status == 1
+    assert f"{named} push origin tuned --force-with-lease" in refused.err
+    there.succeed("push", "origin", "tuned", "--force-with-lease")
+    here.succeed("fetch", "origin")
+    here.succeed("reset", "tuned", "origin/tuned")
+    assert here.succeed("pull", "origin").out == "nothing new at origin\n"
+    there.succeed("rm", "v1")
+    assert there.succeed("pull", "origin", "v1", "-q").lines == ["v1"]
+
+
+def test_remotes_are_listed_renamed_and_forgotten(there: Program) -> None:
+    """`remote` lists names and addresses; show, rename and rm do what they say."""
+    [heading, row] = there.succeed("remote").lines
+    assert heading.split() == ["NAME", "URL"]
+    _, url = row.split()
+    shown = there.succeed("remote", "show", "origin")
+    assert ["base", "branch", "yes"] in [
+        line.split()[:2] + line.split()[3:] for line in shown.lines
+    ]
+    assert "snapshots   2, 2 with contents" in shown.lines
+    there.succeed("remote", "rename", "origin", "team")
+    assert "remotes/team/base" in there.succeed("refs", "remotes/*", "-q").lines
+    done = there.succeed("remote", "rm", "team")
+    assert done.lines[1] == (f"to add it again: mstore --store {there.store} remote add team {url}")
+    assert there.succeed("refs").out.count("remote ref") == 0
+    assert "no remotes; next: " in there.succeed("remote").out
+    for line in (["push", "team", "base"], ["remote", "show", "team"]):
+        failed = there(*line)
+        assert failed.status == 1
+        assert failed.err == (
+            f"error: team: no such remote\nhint: mstore --store {there.store} remote add team URL\n"
+        )
+
+
+def test_nothing_is_there(
+    here: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no remote is, every command but push says so and names the push that makes one."""
+    for line in (["fetch", "origin"], ["pull", "origin"], ["remote", "show", "origin"]):
+        failed = here(*line)
+        assert failed.status == 1
+        assert f"{(tmp_path / 'there').as_uri()}: there is no remote\n" in failed.err
+        assert f"mstore --store {here.store} push origin --all makes a remote" in failed.err
+    assert run(["clone", (tmp_path / "there").as_uri(), str(tmp_path / "new")]) == 1
+    assert "there is no remote\nhint: check the address" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_addresses_with_secrets_are_not_shown(here: Program) -> None:
+    """An address with a password or a signature is wrong usage, and no output has it."""
+    for url in ("s3://me:hunter2@bucket/x", "az://box/x?sig=hunter2"):
+        failed = here("remote", "add", "other", url)
+        assert failed.status == 2
+        assert "credentials come from the environment" in failed.err
+        assert "hunter2" not in failed.err + failed.out
+    assert "it begins with s3://" in here("remote", "add", "other", "ftp://x/y").err
+
+
+# Endpoints
+
+
+def test_credentials_go_where_the_user_said(here: Program, settings: Path) -> None:
+    """An endpoint of a store's settings gets credentials if the user's settings or environment
+    name it: `remote add --endpoint` adds it there, and without it the hint does."""
+    server = "http://127.0.0.1:9"
+    done = here.succeed("remote", "add", "far", "s3://bucket/x", "--endpoint", f"{server}/")
+    assert f"your credentials may go to {server}" in done.lines
+    assert user_config.read()["endpoints"] == [server]
+    assert here.succeed("remote").lines[0].split() == ["NAME", "URL", "ENDPOINT"]
+    here.succeed("config", "--user", "--unset", "endpoints", f"{server}/")
+    failed = here("fetch", "far")
+    assert failed.status == 1
+    assert f"send your credentials to {server}" in failed.err
+    hint = f"mstore --store {here.store} config --user endpoints {server}"
+    assert failed.err.splitlines()[1] == f"hint: {hint}"
+    here.succeed("config", "--user", "endpoints", server)
+    with Session(Choices(store=here.store)).open_to_exchange() as store:
+        assert set(store.trusted_endpoints) == {server}
+    assert "endpoints" in settings.read_text()
+
+
+def test_the_environment_names_endpoints(here: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoints of the environment are trusted; what is no address there is left to others."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one:1/")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://user:hunter2@two")
+    with Session(Choices(store=here.store)).open_to_exchange() as store:
+        assert set(store.trusted_endpoints) == {"http://one:1"}
+
+
+def test_an_endpoint_is_an_address(here: Program) -> None:
+    """What is no address of a server is refused as an endpoint, and kept nowhere."""
+    for word in ("minio", "s3://x", "https://a:hunter2@b", ""):
+        failed = here("config", "--user", "endpoints", word)
+        assert failed.status == 2
+        assert "hunter2" not in failed.err
+    assert user_config.read()["endpoints"] == []
+
+
+# Refs of remotes among the others
+
+
+def test_remote_refs_are_counted(there: Program) -> None:
+    """`refs` lists branches and tags, and says how many remote refs there are and what lists them;
+    REMOTE/NAME is a snapshot for `show`, `log` and `diff`."""
+    lines = there.succeed("refs").lines
+    assert [line.split()[0] for line in lines] == ["NAME", "base", "tuned", "v1", "3"]
+    assert lines[-1] == f"3 remote refs: mstore --store {there.store} refs 'remotes/*'"
+    assert there.succeed("refs", "-q").lines == ["base", "tuned", "v1"]
+    assert there.succeed("refs", "remotes/origin/*", "-q").lines == [
+        f"remotes/origin/{name}" for name in ("base", "tuned", "v1")
+    ]
+    assert (
+        there.succeed("show", "origin/tuned", "-q").out == there.succeed("show", "tuned", "-q").out
+    )
+    assert there.succeed("log", "origin/tuned", "-q").lines
+    assert "tuned, origin/tuned" in there.succeed("log").out
+    assert "refs      base, v1, origin/base, origin/v1" in there.succeed("show", "base").out
+    assert there.succeed("diff", "tuned", "origin/tuned", "-q").out == ""
+
+
+def test_remote_refs_can_be_removed(there: Program) -> None:
+    """`rm` removes a remote ref by its name in full, and suggests that; the next fetch makes it
+    again."""
+    failed = there("rm", "origin/tuned")
+    assert failed.status == 1
+    assert "did you mean remotes/origin/tuned?" in failed.err
+    removed = there.succeed("rm", "remotes/origin/tuned")
+    assert "mstore --store" in removed.lines[1]
+    assert there.succeed("fetch", "origin", "-q").lines == ["tuned"]
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("remote ad x file:///x", "did you mean add?"),
+        ("remote remove x", "mstore remote rm NAME"),
+        ("remote -v", "mstore remote lists addresses, too"),
+        ("remote --json add x file:///x", "mstore remote add x file:///x, and options after that"),
+        ("remote frobnicate", "mstore remote --help"),
+        ("help remote ad", "did you mean add?"),
+        ("push --al", "did you mean --all?"),
+    ],
+)
+def test_slips(line: str, hint: str) -> None:
+    """A wrong second word, or an option before it, is refused with what was meant."""
+    with pytest.raises(UsageError) as caught:
+        tree.parse(line.split())
+    assert str(caught.value.hint).startswith(hint)
+
+
+@pytest.mark.parametrize("line", ["help remote add", "remote add --help", "--json help remote add"])
+def test_help_of_two_words(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help of a command of two words stands where other help does."""
+    assert tree.parse(line.split()) is None
+    assert capsys.readouterr().out.startswith("Usage: mstore remote add [OPTIONS] NAME URL\n")
+
+
+def test_help_lists_second_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of `remote` lists the commands that begin with it."""
+    assert tree.parse(["remote", "-h"]) is None
+    listed = capsys.readouterr().out.partition("Commands:\n")[2]
+    for word in second_words("remote"):
+        assert f"\n  {word} " in f"\n{listed}"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("mstore remo", ["remote"]),
+        ("mstore remote r", ["rename", "rm"]),
+        ("mstore remote show o", ["origin"]),
+        ("mstore push origin t", ["tuned"]),
+        ("mstore push origin --delete v", ["v1"]),
+        ("mstore pull origin b", ["base"]),
+        ("mstore show o", ["origin/base", "origin/tuned", "origin/v1"]),
+        ("mstore rm remotes/origin/t", ["remotes/origin/tuned"]),
+    ],
+)
+def test_words_are_completed(words: str, found: list[str], there: Program) -> None:
+    """The shell completes second words, remotes, their refs, and remote refs as REMOTE/NAME."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mstore_cli"],
+        env={
+            **os.environ,
+            "_MSTORE_COMPLETE": "bash_complete",
+            "MSTORE_STORE": str(there.store),
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [line.partition(",")[2] for line in done.stdout.split("\n") if line] == found
+
+
+# Rates
+
+
+def test_rates_are_sizes(here: Program) -> None:
+    """--limit-rate takes sizes, and refuses what is none before anything is sent."""
+    here.succeed("push", "origin", "base", "--limit-rate", "1GiB", "--jobs", "2")
+    for word, what in (("fast", "--limit-rate"), ("0", "1 byte a second or more")):
+        failed = here("push", "origin", "tuned", "--limit-rate", word)
+        assert failed.status == 2
+        assert what in failed.err
+
+
+def test_jobs_are_those_of_the_library() -> None:
+    """Without --jobs, as many parts move at once as in Python."""
+    assert JOBS == exchanging.JOBS
+
+
+def test_an_interrupted_transfer_says_how_to_go_on() -> None:
+    """Ctrl-C during a transfer is told with what goes on from there."""
+    with pytest.raises(KeyboardInterrupt) as caught, resumable():
+        raise KeyboardInterrupt
+    assert "goes on" in caught.value.hint  # type: ignore[attr-defined]
