@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from exchanges import REMOTE, Place, files, merged, place, sound
+from exchanges import REMOTE, Place, files, merged, place, refs, sound
 from proof_models import model_files
 
 from mstore.api import Store
@@ -26,6 +26,7 @@ from mstore.remotes.layout import (
     RefRow,
     SnapshotRow,
     TableId,
+    table_name,
 )
 from mstore.remotes.shared_directory import SharedDirectory
 from mstore.store.objects.note import VALUE, Note, packed
@@ -42,11 +43,6 @@ from mstore.terms.errors import (
 from mstore.terms.ids import BlockId, PackId, SnapshotId
 
 __all__ = ["place"]
-
-
-def refs(store: Store, *kinds: str) -> dict[str, SnapshotId]:
-    """The refs of these kinds, or all."""
-    return {one.name: one.snapshot for one in store.refs() if one.kind in kinds or not kinds}
 
 
 @pytest.fixture
@@ -637,15 +633,15 @@ def test_hostile_lists(place: Place) -> None:
     row = rows(place, "refs")[0]
     other = msgspec.structs.replace(row, name="a")
     for bad in ({"rows": 2}, {"rows": 0}, {"rows": 1 << 40}, {"size": MOST_LIST_BYTES + 1}):
-        place.forge("refs", [row], **bad)
+        place.forge("refs", [row], bad)
         refused(place, Corrupt, "list|root")
-    place.forge("refs", [row], size=MOST_LIST_BYTES)
+    place.forge("refs", [row], {"size": MOST_LIST_BYTES})
     refused(place, Corrupt, "shorter")
     place.forge("refs", [row, other])
     refused(place, Corrupt, "not what the root says")
-    place.forge("refs", [row], first="00")
+    place.forge("refs", [row], {"first": "00"})
     refused(place, Corrupt, "not what the root says")
-    place.forge("refs", [row], id="../../etc/passwd")
+    place.forge("refs", [row], {"id": "../../etc/passwd"})
     refused(place, Corrupt, "not the root")
 
 
@@ -689,9 +685,11 @@ def hostile_pack(place: Place, change: Callable[[PackWriter], None]) -> PackRow:
     objects, id = place.objects(), TableId.of(table)
     name = sealed.id.hex()
     objects.put_bytes(f"packs/{name[:2]}/{name}.pack", data)
-    objects.put_bytes(f"tables/{id}", table)
+    objects.put_bytes(table_name(1, id), table)
     count = len(sealed.entries)
-    return PackRow(bytes(sealed.id), len(data), PackState.LIVE, 0, count, bytes(id), 0, len(table))
+    return PackRow(
+        bytes(sealed.id), len(data), PackState.LIVE, 0, count, 1, bytes(id), 0, len(table)
+    )
 
 
 def test_hostile_tables(place: Place) -> None:

@@ -197,7 +197,8 @@ class Story:
         }
 
     def refs_now(self, name: str) -> Refs:
-        return {one.name: (one.kind, one.snapshot) for one in self.stores[name].refs()}
+        found = self.stores[name]._catalog.refs().items()
+        return {ref: (told.kind, told.snapshot_id()) for ref, told in found}
 
     def may_push(self, name: str, ref: str, *, force: bool) -> bool:
         kind, new = self.refs[name][ref]

@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgspec
 from mutation import Form
 
-from mstore.blocks.packs import ENTRY, HEAD_BYTES
+from mstore.blocks.packs import ENTRY, HEADER_BYTES
 from mstore.remotes.layout import (
     LISTS,
     ListId,
@@ -52,8 +52,8 @@ def _named(kind: str, data: bytes) -> Named:
 def seeds() -> Iterable[bytes]:
     move = RemoteMove(None, A, "push", 5, 1)
     packs = [
-        PackRow(A, 1 << 20, PackState.LIVE, 0, 2, B, 0, HEAD_BYTES + 2 * ENTRY.size),
-        PackRow(B, 9, PackState.DELETED, 7, 0, bytes(32), 0, 0),
+        PackRow(A, 1 << 20, PackState.LIVE, 0, 2, 1, B, 0, HEADER_BYTES + 2 * ENTRY.size),
+        PackRow(B, 9, PackState.DELETED, 7, 0, 0, bytes(32), 0, 0),
     ]
     refs = [RefRow("a/b", "branch", A, (move,)), RefRow("v1", "tag", None, (move, move))]
     snapshots = [SnapshotRow(A, B, is_whole=True), SnapshotRow(B, B, is_whole=False)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from mutation import Form
 
 from mstore.blocks.codecs import Codec
-from mstore.blocks.packs import ENTRY, HEAD_BYTES, NO_BASE, Kind, PackEntry, header, table_entries
+from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind, PackEntry, header, table_entries
 from mstore.remotes.layout import PackRow, PackState
 from mstore.remotes.places import require_possible
 from mstore.terms.ids import PackId
@@ -19,8 +19,10 @@ SIZE = 1 << 20
 
 
 def target(data: bytes) -> None:
-    count = max(0, len(data) - HEAD_BYTES) // ENTRY.size
-    row = PackRow(bytes(PackId.of(data)), SIZE, PackState.LIVE, 0, count, bytes(32), 0, len(data))
+    count = max(0, len(data) - HEADER_BYTES) // ENTRY.size
+    row = PackRow(
+        bytes(PackId.of(data)), SIZE, PackState.LIVE, 0, count, 1, bytes(32), 0, len(data)
+    )
     if row.problem() is not None:
         return
     for entry in table_entries(row.pack, data, "input"):
