@@ -218,6 +218,12 @@ class Story:
             del self.there[gone]
             self.seen[name].pop(gone, None)
 
+    def collect(self, name: str) -> None:
+        """Collect at the remote; sometimes without any time of grace, which nobody needs here."""
+        if self.is_made:
+            days, hours = self.draw.choice((0, 30)), self.draw.choice((0.0, 24.0))
+            self.stores[name].remote_gc(REMOTE, reflog_days=days, grace_hours=hours)
+
     def fetch(self, name: str) -> None:
         self.fetched(name, pulls=False)
 
@@ -297,7 +303,15 @@ Act = Callable[[Story, str], None]
 ACTS: tuple[Act, ...] = (
     *(Story.add, Story.add, Story.merge, Story.tag, Story.remove, Story.gc, Story.prune),
     *(Story.push, Story.push, Story.push, Story.delete, Story.fetch, Story.pull, Story.pull),
-    *(Story.reindex, Story.die_in_push, Story.die_in_push, Story.die_in_pull, Story.die_in_pull),
+    *(
+        Story.collect,
+        Story.collect,
+        Story.reindex,
+        Story.die_in_push,
+        Story.die_in_push,
+        Story.die_in_pull,
+        Story.die_in_pull,
+    ),
 )
 
 
