@@ -95,7 +95,8 @@ class Place:
         assert got is not None
         root, stamp = json.loads(got[0])["mstore-remote"], got[1]
         id, data = encode_list(kind, made)
-        self.objects().put_bytes(f"lists/{id}", data)
+        made_for = root["generation"] + 1
+        self.objects().put_bytes(f"lists/{made_for:016x}-{id}", data)
         first = made[0].key.hex() if made else ""
         one = {
             "kind": kind,
@@ -103,7 +104,7 @@ class Place:
             "first": first,
             "rows": len(made),
             "size": len(data),
-            "generation": root["generation"] + 1,
+            "made": made_for,
         }
         root["lists"] = [old for old in root["lists"] if old["kind"] != kind] + [one | named]
         self.put_root(root, stamp)

@@ -26,6 +26,7 @@ from mstore.remotes.layout import (
     RefRow,
     SnapshotRow,
     TableId,
+    table_name,
 )
 from mstore.remotes.shared_directory import SharedDirectory
 from mstore.store.objects.note import VALUE, Note, packed
@@ -46,7 +47,8 @@ __all__ = ["place"]
 
 def refs(store: Store, *kinds: str) -> dict[str, SnapshotId]:
     """The refs of these kinds, or all."""
-    return {one.name: one.snapshot for one in store.refs() if one.kind in kinds or not kinds}
+    found = [store.ref(name) for name in store.ref_ids()]
+    return {one.name: one.snapshot for one in found if one.kind in kinds or not kinds}
 
 
 @pytest.fixture
@@ -689,9 +691,18 @@ def hostile_pack(place: Place, change: Callable[[PackWriter], None]) -> PackRow:
     objects, id = place.objects(), TableId.of(table)
     name = sealed.id.hex()
     objects.put_bytes(f"packs/{name[:2]}/{name}.pack", data)
-    objects.put_bytes(f"tables/{id}", table)
-    count = len(sealed.entries)
-    return PackRow(bytes(sealed.id), len(data), PackState.LIVE, 0, count, bytes(id), 0, len(table))
+    objects.put_bytes(table_name(0, id), table)
+    return PackRow(
+        id=bytes(sealed.id),
+        size=len(data),
+        state=PackState.LIVE,
+        time_ns=0,
+        entries=len(sealed.entries),
+        made=0,
+        table=bytes(id),
+        offset=0,
+        length=len(table),
+    )
 
 
 def test_hostile_tables(place: Place) -> None:

@@ -92,7 +92,8 @@ def _blocks(store: Store) -> dict[bytes, Any]:
 
 def own_refs(store: Store, kinds: tuple[str, ...] = ("branch", "tag")) -> dict[str, SnapshotId]:
     """The refs of these kinds."""
-    return {one.name: one.snapshot for one in store.refs() if one.kind in kinds}
+    found = [store.ref(name) for name in store.ref_ids()]
+    return {one.name: one.snapshot for one in found if one.kind in kinds}
 
 
 def test_a_note_that_comes_later_goes_too(place: Place) -> None:

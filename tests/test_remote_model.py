@@ -204,7 +204,9 @@ class Story:
     def look(self, name: str) -> None:
         """Every ref of a store is where it should be, and reads."""
         store = self.stores[name]
-        found = {one.name: (one.kind, one.snapshot) for one in store.refs()}
+        found = {
+            name: (store.ref(name).kind, snapshot) for name, snapshot in store.ref_ids().items()
+        }
         seen = {BEGIN + ref: ("remote", id) for ref, id in self.seen[name].items()}
         assert found == self.refs[name] | seen, self.told
         for id in {id for _, id in found.values()}:
