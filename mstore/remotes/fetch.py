@@ -198,6 +198,7 @@ class Fetch:
             needs = self.needs
             if isinstance(source, RemoteRecords):
                 needs = self.needs = gather(source, heads, set(heads).__contains__)
+                transaction.rely_on(source.passed)
                 self._add_notes(source, needs, notes)
                 arrival = Arrival(
                     self._catalog,
