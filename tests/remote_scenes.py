@@ -24,7 +24,7 @@ from fault_proxy import BUCKET, FaultProxy
 from proof_models import BLOCK, Files, model_files, write_files
 
 from mstore import Store
-from mstore.remotes import bucket, fetch, outgoing
+from mstore.remotes import arrival, bucket, outgoing
 
 URL = f"s3://{BUCKET}/models"
 SECRET = "never-shown-7d1e"
@@ -65,7 +65,7 @@ def shrink(set_: Callable[[Any, str, object], None] = setattr) -> None:
     """Make packs and pieces small."""
     set_(outgoing, "PACK_BYTES", 1 << 17)
     set_(bucket, "PIECE_BYTES", 1 << 16)
-    set_(fetch, "PIECE_BYTES", 1 << 16)
+    set_(arrival, "PIECE_BYTES", 1 << 16)
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def refs_of(path: Path, below: str = "") -> Refs:
     found: Refs = {}
     with Store.open(path) as store:
         assert store.fsck(read_data=True).problems == ()
-        for ref in store.refs():
+        for ref in map(store.ref, store.ref_ids()):
             if not ref.name.startswith(below) or (not below and ref.name.startswith("remotes/")):
                 continue
             files: Files = {

@@ -217,7 +217,7 @@ def test_a_fault_of_any_request(
             laid.proxy.begin(lambda asked, at=number: fault if asked.number == at else None)
             with monkeypatch.context() as patch:
                 if fault == Fault.SILENT:
-                    patch.setattr(bucket, "_CLIENT", {**bucket._CLIENT, "timeout": "2s"})
+                    patch.setattr(bucket, "CLIENT", {**bucket.CLIENT, "timeout": "2s"})
                 error = laid.run()
             assert len(laid.proxy.log) > number
             check_ended(laid, error)

@@ -132,7 +132,7 @@ class Program(click.Group):
                 click.echo(ctx.get_help())
                 ctx.exit()
             named = [word for word in args[1:] if not word.startswith("-")]
-            if len(named) > 1 and " ".join(named) not in VERBS:
+            if len(named) > 1 + bool(second_words(named[0])):
                 raise UsageError(
                     f"help describes one command, not {len(named)}: {' '.join(named)}",
                     hint=f"{PROGRAM} help {named[0]}",
