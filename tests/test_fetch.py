@@ -19,6 +19,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import HEADER_BYTES, Kind, PackWriter
 from mstore.remotes import arrival, outgoing
 from mstore.remotes.layout import (
+    LISTS,
     MOST_LIST_BYTES,
     NoteRow,
     PackRow,
@@ -29,6 +30,7 @@ from mstore.remotes.layout import (
     table_name,
 )
 from mstore.remotes.needs import gather, is_ancestor
+from mstore.remotes.places import RemotePlaces
 from mstore.remotes.shared_directory import SharedDirectory
 from mstore.store import contents
 from mstore.store.objects.manifest import Manifest
@@ -36,6 +38,7 @@ from mstore.store.objects.note import VALUE, Note, packed
 from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.terms.errors import (
     BadName,
+    BadRequest,
     Conflict,
     Corrupt,
     Incompatible,
@@ -75,6 +78,23 @@ def test_fetch_moves_no_branch(place: Place) -> None:
     assert "remotes/origin/x" not in refs(b)
     assert [one.new for one in b.reflog("remotes/origin/x")] == [None, moved.old]
     assert files(b, str(moved.old)) == model_files(1)
+
+
+@pytest.mark.parametrize("jobs", [0, -1, 257, 1.5, True])
+def test_jobs(place: Place, jobs: Any) -> None:
+    """A number of jobs that makes no sense is refused before anything is done."""
+    a = place.store("a")
+    place.add(a, "x", 1)
+    for call in (
+        lambda: a.push(REMOTE, ["x"], jobs=jobs),
+        lambda: a.fetch(REMOTE, jobs=jobs),
+        lambda: a.pull(REMOTE, jobs=jobs),
+        lambda: a.remote_fsck(REMOTE, jobs=jobs),
+        lambda: Store.clone(place.url, place.path / "c", jobs=jobs),
+    ):
+        with pytest.raises(BadRequest, match="jobs must be"):
+            call()
+    assert not place.remote.exists()
 
 
 def test_which_refs(place: Place) -> None:
@@ -560,13 +580,48 @@ def small_objects(place: Place) -> list[Path]:
     return [roots[-1], *below]
 
 
+def test_every_byte_of_small_objects(snapshot: Snapshot) -> None:
+    """A flipped bit anywhere in a list or table is an error that names it; in the root, too, or
+    it says as much of the same lists.
+    """
+    place = snapshot.place
+    state = place.state()
+    places = RemotePlaces(place.looking(), state)
+    wanted = {kind: dict(state.rows(kind)) for kind in LISTS}
+
+    def read() -> None:
+        now = place.state()
+        assert {kind: dict(now.rows(kind)) for kind in LISTS if now.root.of(kind)}.items() <= (
+            wanted.items()
+        )
+        for row in now.packs().values():
+            places.entries(row, now.root.block_size)
+
+    read()
+    root, *others = small_objects(place)
+    for path in (root, *others):
+        data = path.read_bytes()
+        told: list[str] = []
+        for at in range(len(data)):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+            try:
+                read()
+            except MstoreError as error:
+                told.append(str(error))
+        path.write_bytes(data)
+        if path != root:
+            assert all(path.name in one for one in told)
+            # Lists of earlier roots are not read.
+            assert len(told) == (0 if path.parent.name == "lists" and not told else len(data))
+
+
 @pytest.mark.parametrize("part", range(3))
-def test_every_byte_of_small_objects(snapshot: Snapshot, part: int) -> None:
-    """A flipped bit in root, list or table is an error, or changes nothing that was fetched."""
+def test_bytes_of_small_objects(snapshot: Snapshot, part: int) -> None:
+    """A fetch from a remote with a flipped bit fails, or brings what it should."""
     sane = snapshot.fetch()
     for path in small_objects(snapshot.place):
         data = path.read_bytes()
-        step = max(1, len(data) // 12)
+        step = max(1, len(data) // 6)
         for at in range(part * step // 3, len(data), step):
             path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
             try:
