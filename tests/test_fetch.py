@@ -32,7 +32,8 @@ from mstore.remotes.layout import (
 from mstore.remotes.needs import gather, is_ancestor
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.shared_directory import SharedDirectory
-from mstore.store import contents
+from mstore.store import contents, unnamed_packs
+from mstore.store.leases import Lease
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.note import VALUE, Note, packed
 from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
@@ -252,29 +253,40 @@ def _stored_tensors_are_whole(store: Store) -> None:
 
 
 def test_a_pack_that_is_condemned_here(place: Place) -> None:
-    """A pack that came whole, and that gc has given up, comes again by another name."""
+    """Of a pack that gc has given up here, and that a reader still has, only parts come again."""
     b = whole_with_dead_bytes(place)
     b.push(REMOTE, delete=["x"])
-    keep = place.store("keep")
-    with b._catalog.index.env.read() as transaction:
-        before = {pack for pack, _ in b._catalog.index.packs(transaction)}
-    # A reader that began before gc keeps the condemned file.
-    from mstore.store.leases import Lease
-
-    lease = Lease(b._catalog.layout, b._catalog.index, "reader")
+    [pack] = packs_here(b)
+    reader = Lease(b._catalog.layout, b._catalog.index, "reader")
     try:
         b.gc(reflog_days=0)
-        assert b._catalog.index is not None
-        report = b.fetch(REMOTE)
-        assert {one.name for one in report.fetched} == {"y"}
+        assert pack in {one.pack for one in unnamed_packs.listed(b._catalog.index)}
+        b.fetch(REMOTE)
+        assert pack not in packs_here(b)
     finally:
-        lease.release()
+        reader.release()
     b.gc(reflog_days=0)
     assert files(b, "origin/y") == model_files(2)
     sound(b)
-    assert before
-    keep.fetch(REMOTE)
-    sound(keep)
+
+
+def packs_here(store: Store) -> set[PackId]:
+    """The packs that rows of a store name."""
+    with store._catalog.index.env.read() as transaction:
+        return {pack for pack, _ in store._catalog.index.packs(transaction)}
+
+
+def test_two_remotes_with_the_same_packs(place: Place) -> None:
+    """A pack that came whole from one remote does not come again by that name from another."""
+    b = whole_with_dead_bytes(place)
+    shutil.copytree(place.remote, place.path / "other")
+    b.add_remote("other", (place.path / "other").as_uri())
+    before = packs_here(b)
+    b.fetch("other")
+    assert before < packs_here(b)
+    assert files(b, "other/x") == model_files(1)
+    assert files(b, "other/y") == model_files(2)
+    sound(b)
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -687,7 +699,7 @@ def refused(place: Place, error: type[MstoreError], match: str = ".") -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../../x", "a//b", "a/../b", "", "a" * 300, "ab" * 20, "-x\x1b[2J"]
+    "name", ["../../x", "a//b", "a/../b", "", "a" * 300, "ab" * 20, "remotes/a/b", "-x\x1b[2J"]
 )
 def test_hostile_names(place: Place, name: str) -> None:
     """A ref that no ref can be called is refused."""
