@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from exchanges import REMOTE, Place, files, merged, place, refs, sound
-from proof_models import model_files
+from proof_models import model_files, write_files
 
 from mstore.api import Store
 from mstore.blocks.codecs import Codec
@@ -252,8 +252,9 @@ def _stored_tensors_are_whole(store: Store) -> None:
         assert all(catalog.has_blocks(list(catalog.tensor(id).block_ids()))), id.hex()
 
 
-def test_a_pack_that_is_condemned_here(place: Place) -> None:
+def test_a_pack_that_is_condemned_here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a pack that gc has given up here, and that a reader still has, only parts come again."""
+    monkeypatch.setattr(arrival, "_WHOLE", 0.2)
     b = whole_with_dead_bytes(place)
     b.push(REMOTE, delete=["x"])
     [pack] = packs_here(b)
@@ -295,7 +296,9 @@ def test_gc_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch, *, hold: bo
     a, b = place.store("a"), place.store("b")
     place.add(a, "base", 1)
     a.push(REMOTE, every=True)
-    place.add(b, "own", 1)
+    # Another snapshot of another manifest, with the same tensors.
+    own = write_files(place.path / "own", model_files(1) | {"config.json": b"{}"})
+    b.add(own, name="own", threads=1)
     b.remove("own")
     with Store.open(place.path / "b") as other:
         run = arrival.Arrival.run
