@@ -21,6 +21,7 @@ from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.checkpoint.declared import CARD, MERGEKIT
 from mstore.remotes import outgoing
+from mstore.snapshots.notes import notes_on
 from mstore.store.leases import HOLD, LOCK
 from mstore.terms.errors import Conflict, NotFound
 from mstore.terms.ids import SnapshotId
@@ -103,6 +104,11 @@ class Story:
             self.stores[name].tag(tag, of)
             self.refs[name][tag] = "tag", self.refs[name][of][1]
 
+    def note(self, name: str) -> None:
+        if self.refs[name]:
+            ref = self.draw.choice(sorted(self.refs[name]))
+            self.stores[name].note(ref, {self.draw.choice("ab"): self.draw.random()})
+
     def remove(self, name: str) -> None:
         if self.refs[name]:
             gone = self.draw.choice(sorted(self.refs[name]))
@@ -154,6 +160,9 @@ class Story:
             call()
             again = self.stores[name].push(REMOTE, some, **options)
             assert (again.packs, again.moved) == (0, ()), self.told
+            there = self.notes_there()
+            for _, id in new.values():
+                assert notes_on(self.stores[name]._catalog, id).keys() <= there.get(id, set())
         if not dies or not self.died(name, call):
             self.is_made, self.there, self.seen[name] = True, self.there | new, seen
             return
@@ -184,6 +193,12 @@ class Story:
                 path = os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)")
                 if path.startswith(f"{self.place.path}/{name}/") and path.endswith((LOCK, HOLD)):
                     fcntl.flock(int(number), fcntl.LOCK_UN)
+
+    def notes_there(self) -> dict[SnapshotId, set[bytes]]:
+        found: dict[SnapshotId, set[bytes]] = {}
+        for row in self.place.state().notes():
+            found.setdefault(row.snapshot_id(), set()).add(row.note)
+        return found
 
     def refs_there(self) -> Refs:
         try:
@@ -268,6 +283,9 @@ class Story:
             assert set(report.diverged) == apart, self.told
             again = call(REMOTE, some)
             assert (again.bytes_received, again.fetched, again.moved) == (0, (), ()), self.told
+            there = self.notes_there()
+            for _, id in asked.values():
+                assert notes_on(store._catalog, id).keys() >= there.get(id, set())
         self.refs[name], self.seen[name] = refs, seen
 
     def is_ancestor(self, old: SnapshotId, new: SnapshotId) -> bool:
@@ -311,6 +329,8 @@ ACTS: tuple[Act, ...] = (
         Story.collect,
         Story.collect,
         Story.reindex,
+        Story.note,
+        Story.note,
         Story.die_in_push,
         Story.die_in_push,
         Story.die_in_pull,
