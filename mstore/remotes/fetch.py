@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -40,7 +40,7 @@ from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import Record, decode
 from mstore.store.objects.tensor import Tensor, VirtualTensor
-from mstore.store.publishing import NewPacks
+from mstore.store.publishing import NewPacks, PackReturned
 from mstore.store.refs import refs_in
 from mstore.store.transaction import RefMove, Transaction
 from mstore.terms.errors import Corrupt, Incompatible, NotFound, did_you_mean
@@ -242,7 +242,14 @@ class Fetch:
                 hint=call("clone", self._remote.where, "DIRECTORY"),
             )
         wanted = self._wanted(state)
-        fetched, moved, diverged = self._bring(state, wanted)
+        for last in (False, False, True):
+            try:
+                fetched, moved, diverged = self._bring(state, wanted)
+                break
+            except PackReturned:
+                # Another fetch of this store was first: look again at what is here.
+                if last:
+                    raise
         self._remote.remember(state)
         return FetchReport(
             remote=self._remote.name,
@@ -302,9 +309,12 @@ class Fetch:
             places = RemotePlaces(self._remote, state)
             source = RemoteRecords(self._catalog, self._remote, places, state)
             needs = gather(source, heads)
-        with Transaction(self._catalog, f"fetch from {self._remote.name}") as transaction:
+        with (
+            Transaction(self._catalog, f"fetch from {self._remote.name}") as transaction,
+            _incoming(self._remote, transaction) as incoming,
+        ):
             if isinstance(source, RemoteRecords):
-                _Arrival(self, transaction, needs, places, state).run()
+                _Arrival(self, transaction, needs, places, state, incoming).run()
                 self._received += source.received
             moves, diverged = self._moves(source, wanted)
             if not (transaction.has_news or moves or needs.snapshots):
@@ -390,6 +400,29 @@ class Fetch:
         self._received += received
 
 
+@contextmanager
+def _incoming(remote: Remote, transaction: Transaction) -> Iterator[Path]:
+    """Yield where packs lie that came whole, until the block publishes them.
+
+    That is the directory that outlives a fetch that is killed, unless another one runs just now.
+    """
+    lock = fs.LockFile(remote.directory / "incoming.lock")
+    try:
+        if not lock.acquire(blocking=False):
+            yield transaction.directory
+            return
+        directory = remote.directory / "incoming"
+        fs.make_directories(directory)
+        yield directory
+        # What an earlier fetch left, and refs no longer need.
+        with fs.translated(directory):
+            names = fs.listed(directory)
+        for name in names:
+            fs.unlink(directory / name, missing_ok=True)
+    finally:
+        lock.release()
+
+
 class _Arrival:
     """What is downloaded for one transaction: packs, and parts of packs."""
 
@@ -400,7 +433,9 @@ class _Arrival:
         needs: Needs,
         places: RemotePlaces,
         state: RemoteState,
+        incoming: Path,
     ) -> None:
+        self._incoming = incoming
         self._fetch = fetch
         self._catalog = fetch.catalog
         self._remote = fetch.remote
@@ -423,11 +458,12 @@ class _Arrival:
         whole: list[PackId] = []
         ranged: list[PackId] = []
         with index.env.read() as transaction:
+            # A name that the index has is not used again.
+            taken = index.taken(transaction, by_pack)
             for pack, entries in by_pack.items():
                 size = rows[pack].size
                 is_much = sum(at.stored_length for _, at in entries) >= _WHOLE * size
-                is_here = index.pack_number(transaction, pack) is not None
-                (whole if is_much and not is_here else ranged).append(pack)
+                (whole if is_much and pack not in taken else ranged).append(pack)
         total = sum(rows[pack].size for pack in whole) + sum(
             at.stored_length for pack in ranged for _, at in by_pack[pack]
         )
@@ -494,9 +530,7 @@ class _Arrival:
         tick: ProgressCounter,
     ) -> SealedPack:
         """Download a pack, unless an earlier fetch did."""
-        directory = self._remote.directory / "incoming"
-        fs.make_directories(directory)
-        path = directory / f"{pack.hex()}.pack"
+        path = self._incoming / f"{pack.hex()}.pack"
         if not self._is_pack(path, pack):
             self._download(pool, pack, size, path, tick)
             if not self._is_pack(path, pack):

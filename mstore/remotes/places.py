@@ -13,7 +13,7 @@ from mstore.remotes.layout import PackRow
 from mstore.remotes.state import Remote, RemoteState
 from mstore.terms.ids import PackId
 
-_MOST_READ = 16 << 20
+_MOST_READ = 4 << 20
 """Bytes of tables that are read at once."""
 
 

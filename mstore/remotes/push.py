@@ -44,7 +44,14 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
 from mstore.store.refs import refs_in
-from mstore.terms.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound
+from mstore.terms.errors import (
+    BadRequest,
+    Conflict,
+    Corrupt,
+    Incompatible,
+    NotFound,
+    StorageFailed,
+)
 from mstore.terms.ids import PackId, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
@@ -137,7 +144,7 @@ class Push:
                     state = self._remote.state()
             if not dry_run and state is not None:
                 self._remote.remember(state)
-                self._forget_sent()
+                self._forget_sent(state)
                 self._follow(moved)
         finally:
             lease.release()
@@ -182,7 +189,8 @@ class Push:
             names = fs.listed(directory)
         for name in names:
             path = directory / name
-            with suppress(Corrupt, Absent, ValueError, msgspec.MsgspecError):
+            # Another push of this store may have removed it meanwhile.
+            with suppress(Corrupt, Absent, StorageFailed, ValueError, msgspec.MsgspecError):
                 one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
                 pack = PackId(bytes.fromhex(name))
                 table_entries(pack, one[1], str(path))
@@ -197,8 +205,9 @@ class Push:
         for entry in table_entries(one.pack, one.table, ""):
             self._at.setdefault((Kind(entry.kind), entry.id), one.pack)
 
-    def _forget_sent(self) -> None:
-        for pack in self._sent:
+    def _forget_sent(self, state: RemoteState) -> None:
+        """Forget packs that the root names now; others may be those of other refs."""
+        for pack in self._sent.keys() & state.packs().keys():
             fs.unlink(self._remote.directory / "sent" / pack.hex(), missing_ok=True)
 
     # -- deciding ----------------------------------------------------------------------------

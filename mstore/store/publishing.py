@@ -19,11 +19,15 @@ from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.store import pack_list
 from mstore.store.catalog import Catalog
-from mstore.terms.errors import StorageFailed
+from mstore.terms.errors import Conflict, StorageFailed
 from mstore.terms.ids import BlockId, Buffer
 
 MAX_PACK_BYTES: Final = 512 << 20
 """A pack of this size is sealed, and the next one started."""
+
+
+class PackReturned(Conflict):
+    """A pack from elsewhere came into the store meanwhile, or waits there to be removed."""
 
 
 class NewPacks:
@@ -99,12 +103,13 @@ class NewPacks:
         """Seal, and publish all packs: yield the one index transaction that names them.
 
         If the block or what comes before it raises, the packs are removed again. A commit that
-        fails half way may still be on disk, so they stay from its begin on. Raises Corrupt and
-        Unavailable as `Catalog.publishing`, StorageFailed.
+        fails half way may still be on disk, so they stay from its begin on. Raises PackReturned,
+        Corrupt and Unavailable as `Catalog.publishing`, StorageFailed.
         """
         self.seal()
         has_begun = False
         with self._catalog.publishing():
+            self._require_new()
             try:
                 self._give_names()
                 with self._catalog.advancing() as transaction:
@@ -114,6 +119,18 @@ class NewPacks:
                 if not has_begun:
                     self._take_back()
                 raise
+
+    def _require_new(self) -> None:
+        """Raise PackReturned where the index has a name: that file is not to be touched."""
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            taken = index.taken(transaction, (pack.id for pack in self.sealed))
+        if taken:
+            raise PackReturned(
+                "another command stored this pack, or removes it, just now",
+                where=min(taken).hex(),
+                hint="run the command again",
+            )
 
     def _give_names(self) -> None:
         if self.sealed:
