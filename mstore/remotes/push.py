@@ -52,6 +52,7 @@ from mstore.terms.errors import (
     Corrupt,
     Incompatible,
     NotFound,
+    StorageFailed,
     did_you_mean,
 )
 from mstore.terms.ids import BlockId, PackId, SnapshotId
@@ -205,7 +206,8 @@ class Push:
             names = fs.listed(directory)
         for name in names:
             path = directory / name
-            with suppress(Corrupt, Absent, ValueError, msgspec.MsgspecError):
+            # Another push of this store may have removed it meanwhile.
+            with suppress(Corrupt, Absent, StorageFailed, ValueError, msgspec.MsgspecError):
                 one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
                 pack = PackId(bytes.fromhex(name))
                 table_entries(pack, one[1], str(path))
