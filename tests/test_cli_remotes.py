@@ -229,6 +229,35 @@ def test_nothing_is_there(
     assert not (tmp_path / "new").exists()
 
 
+def test_wrong_names_are_told(there: Program) -> None:
+    """Names that are taken or missing, of remotes and of their refs, are told with what to do."""
+    named = f"mstore --store {there.store}"
+    show = f"{named} remote show origin"
+    for line, what, hint in (
+        (
+            ["remote", "add", "origin", "file:///x"],
+            "there is a remote",
+            f"{named} remote rm origin",
+        ),
+        (
+            ["remote", "add", "other", "x/y"],
+            "no address",
+            f"directory is {Path('x/y').absolute().as_uri()}",
+        ),
+        (["remote", "rename", "orign", "x"], "no such remote", "did you mean origin?"),
+        (["push", "origin", "tuend"], "no such ref", "did you mean tuned?"),
+        (["push", "origin", "--delete", "tuend"], "origin has no such ref", "did you mean tuned?"),
+        (["push", "origin", "--delete", "xyz"], "origin has no such ref", show),
+        (["push", "origin", "remotes/origin/base"], "is a remote ref", f"{named} reset NAME"),
+        (["fetch", "origin", "xyz"], "origin has no such ref", show),
+        (["pull", "origin", "x*"], "no ref matches", show),
+    ):
+        failed = there(*line)
+        assert failed.status in (1, 2)
+        assert what in failed.err.splitlines()[0]
+        assert hint in failed.err.partition("hint: ")[2]
+
+
 def test_addresses_with_secrets_are_not_shown(here: Program) -> None:
     """An address with a password or a signature is wrong usage, and no output has it."""
     for url in ("s3://me:hunter2@bucket/x", "az://box/x?sig=hunter2"):
@@ -414,6 +443,19 @@ def test_rates_are_sizes(here: Program) -> None:
         failed = here("push", "origin", "tuned", "--limit-rate", word)
         assert failed.status == 2
         assert what in failed.err
+
+
+def test_a_clone_says_how_to_follow(
+    there: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A clone of a remote says what gets later changes; one of a directory does not."""
+    capsys.readouterr()
+    new = tmp_path / "a new one"
+    assert run(["clone", (tmp_path / "there").as_uri(), str(new)]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == f"to get what comes later: mstore --store '{new}' pull origin"
+    assert run(["clone", str(there.store), str(tmp_path / "copy")]) == 0
+    assert "pull" not in capsys.readouterr().out
 
 
 def test_jobs_are_those_of_the_library() -> None:
