@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @command(
     decodes=True,
     example="mstore copy llama/merged /srv/models/store",
-    failure="a branch has other commits there (all others have moved), or another error",
+    failure="a branch has other commits there and stays, or another error",
 )
 def copy(
     session: Session,
